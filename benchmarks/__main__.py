@@ -1,0 +1,47 @@
+"""Runs every benchmark, or the named ones, and writes the page: `python -m benchmarks [name ...]`."""
+
+import argparse
+import subprocess
+import sys
+
+from ._harness import ROOT
+from .peers import PYTHON
+
+NAMES = (
+    "quantize",
+    "adamw",
+    "overhead",
+    "claims",
+    "peers",
+    "exhaustive",
+    "accuracy",
+    "mctensor",
+    "mctensor_experiments",
+    "mammals",
+)
+
+
+def main() -> None:
+    """Each benchmark in a process of its own, with the peers' Python where it was built."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(NAMES)}; all by default")
+    chosen = parser.parse_args().names or list(NAMES)
+    unknown = sorted(set(chosen) - set(NAMES))
+    if unknown:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    python = str(PYTHON) if PYTHON.exists() else sys.executable
+    if python == sys.executable and not PYTHON.exists():
+        print("benchmarks/.peers is not there, so peers count as absent: python -m benchmarks.peers builds it")
+    failed = []
+    for name in chosen:
+        print(f"== {name}", flush=True)
+        done = subprocess.run([python, "-W", "ignore", "-m", f"benchmarks.bench_{name}"], cwd=ROOT, check=False)
+        if done.returncode != 0:
+            failed.append(name)
+    subprocess.run([python, "-m", "benchmarks.tables"], cwd=ROOT, check=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,421 @@
+"""Fills the measured tables of README.md and docs/*.md from the files that hold the numbers: `python docs/fill.py`.
+
+A place to fill is what stands between `<!-- fill NAME -->` and `<!-- end -->`, where NAME is a function below. What
+has not been measured yet stays empty. With --check nothing is written, and the exit code is 1 where a page differs.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+PLACE = re.compile(r"(<!-- fill ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+sys.path.insert(0, str(ROOT))
+
+
+def grid(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; columns of figures are right-aligned."""
+    figures = [all(re.match(r"[(<+−-]*\d|–?$|emulated", row[i]) for row in rows) for i in range(len(headers))]
+    align = " | ".join("---:" if right else "---" for right in figures)
+    lines = [f"| {' | '.join(headers)} |", f"| {align} |", *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(lines)
+
+
+# From the library ------------------------------------------------------------------------------------------------
+
+
+def formats() -> str:
+    """The catalogue."""
+    from halfulp.formats import rows
+
+    lines = []
+    for row in rows():
+        special = [word for word, has in (("inf", row["infinities"]), ("NaN", row["nan"])) if has]
+        numbers = [f"{row[field]:.4g}" for field in ("max", "smallest_normal", "smallest_subnormal", "eps")]
+        name = f"`{row['name']}`"
+        lines.append([name, str(row["bits"]), *numbers, str(row["binades"]), ", ".join(special) or "none"])
+    headers = ["format", "bits", "max", "smallest normal", "smallest", "eps", "binades", "specials"]
+    return grid([*headers], lines)
+
+
+def block_formats() -> str:
+    """The block formats."""
+    from halfulp.formats import block_rows
+
+    fields = ("element", "scale", "block", "scale_rounding", "bits_per_value")
+    lines = [[f"`{row['name']}`", *(f"{row[field]}" for field in fields)] for row in block_rows()]
+    return grid(["format", "element", "scale", "block", "scale rounded", "bits a value"], lines)
+
+
+def tasks() -> str:
+    """What can be trained."""
+    from halfulp.trials.tasks import Task
+
+    known: list[type[Task]] = []
+    pending = list(Task.__subclasses__())
+    while pending:
+        kind = pending.pop(0)
+        pending += kind.__subclasses__()
+        if "name" in vars(kind) and kind.__module__.startswith("halfulp."):
+            known.append(kind)
+    lines = []
+    for kind in known:
+        hyper = ", ".join(f"{key} {value}" for key, value in kind.hyper.items())
+        reads = "`--data`" if "data" in kind.__dataclass_fields__ else "embedded"
+        loss = kind.judged_by.replace("_", " ").replace("train ", "training ")
+        lines.append(
+            [f"`{kind.name}`", kind.title, f"{kind.rule}, {hyper}", f"{kind.steps:,}", str(kind.batch), loss, reads]
+        )
+    return grid(["task", "what it is", "optimizer", "steps", "batch", "judged by", "data"], lines)
+
+
+def recipes() -> str:
+    """The named recipes."""
+    from halfulp.recipes import get, names
+
+    return grid(["recipe", "what it is"], [[f"`{name}`", get(name).description] for name in names()])
+
+
+# From docs/results/plots.json ------------------------------------------------------------------------------------
+
+
+def _plots(name: str) -> dict | None:
+    path = RESULTS / "plots.json"
+    return json.loads(path.read_text()).get(name) if path.exists() else None
+
+
+def theorem1() -> str:
+    """Distances by learning rate."""
+    found = _plots("theorem1")
+    if found is None:
+        return ""
+    columns = [*found["distances"], "floor of theorem 1"]
+    values = [*found["distances"].values(), found["floor"]]
+    rows = [[f"{rate:g}", *(f"{v[i]:.3g}" for v in values)] for i, rate in enumerate(found["rates"])]
+    return grid(["learning rate x L", *columns], rows)
+
+
+def drift() -> str:
+    """What is kept of a constant update, with its deviation."""
+    found = _plots("drift")
+    if found is None:
+        return ""
+    shown = [e for e in (-8, -11, -14, -16, -18, -21) if e in found["exponents"]]
+    rows = []
+    for name, kept in found["kept"].items():
+        places = [found["exponents"].index(e) for e in shown]
+        rows.append([name, *(f"{kept['mean'][i]:.3f} ({kept['deviation'][i]:.3f})" for i in places)])
+    return grid(["weight update", *(f"2^{e}" for e in shown)], rows)
+
+
+def moment() -> str:
+    """The second moment's error at the end, in a sentence."""
+    found = _plots("moment")
+    if found is None:
+        return ""
+    last = found["steps"][-1] - found["drop after"]
+    ends = "; ".join(f"{name}: {values[-1]:.3f}" for name, values in found["ratios"].items())
+    return f"Stored sqrt(v) over the exact one, {last:,} steps after the gradients shrank tenfold. {ends}."
+
+
+def bytes_table() -> str:
+    """Bytes per parameter of AdamW."""
+    found = _plots("memory")
+    if found is None:
+        return ""
+    words = {"float32": "float32", "bfloat16": "bfloat16", "8bit": "8-bit"}
+    rows = [
+        [
+            f"`{row['update']}`" if row["update"] != "float32" else "float32 parameters",
+            words[row["state"]],
+            *(f"{row[part]:g}" for part in ("weight", "companion", "states", "gradient")),
+            f"{row['total']:.3f}".rstrip("0").rstrip("."),
+        ]
+        for row in sorted(found["rows"], key=lambda row: row["total"])
+    ]
+    return grid(["weight update", "states are", "weight", "companion", "states", "gradient", "total"], rows)
+
+
+# From docs/results/compare.json ----------------------------------------------------------------------------------
+
+
+def _comparison(task: str, columns: Sequence[str]) -> str:
+    path = RESULTS / "compare.json"
+    if not path.exists():
+        return ""
+    from halfulp.trials import Evidence
+    from halfulp.trials._table import cells
+
+    evidence = Evidence.from_json(path.read_text(encoding="utf-8"))
+    lines = [cells(evidence, row) for row in evidence.rows(task)]
+    names = [name for name in lines[0] if name in columns or name.endswith(" loss")]
+    return grid(names, [[line[name] for name in names] for line in lines])
+
+
+_SHORT = ("recipe", "gap to fp32", "verdict", "cancelled", "bytes/param", "step time")
+_LONG = (*_SHORT, "accuracy", "own arithmetic", "realised")
+
+
+def compare_text_short() -> str:
+    """The character-level GPT, the columns that decide."""
+    return _comparison("text", _SHORT)
+
+
+def compare_text() -> str:
+    """The character-level GPT."""
+    return _comparison("text", _LONG)
+
+
+def compare_digits() -> str:
+    """The digits classifier."""
+    return _comparison("digits", _LONG)
+
+
+def _notes(task: str) -> str:
+    path = RESULTS / "compare.json"
+    if not path.exists():
+        return ""
+    from halfulp.trials import Evidence
+    from halfulp.trials._table import notes
+
+    evidence = Evidence.from_json(path.read_text(encoding="utf-8"))
+    return notes(evidence, task)[0]
+
+
+def compare_text_notes() -> str:
+    """How long the character-level GPT trained, and on what."""
+    return _notes("text")
+
+
+def compare_digits_notes() -> str:
+    """How long the digits classifier trained, and on what."""
+    return _notes("digits")
+
+
+def compare_setting() -> str:
+    """How the comparison was run."""
+    path = RESULTS / "compare.json"
+    if not path.exists():
+        return ""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    versions = data["trials"][0]["settings"]["versions"]
+    said = ", ".join(f"{name} {value}" for name, value in versions.items())
+    seeds = len({trial["settings"]["seed"] for trial in data["trials"]})
+    return f"`halfulp compare --seeds {seeds}`, on the CPU, one thread per trial ({said}; docs/results/compare.json)."
+
+
+# From benchmarks/results/*.json ----------------------------------------------------------------------------------
+
+
+def _benchmark(name: str, title: str, columns: Sequence[str], keep: Callable[[dict], bool] = lambda row: True) -> str:
+    """Some columns of the table of a benchmark whose title starts as given."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    if not path.exists():
+        return ""
+    from benchmarks._results import load
+
+    table = next((table for table in load(path).tables if table.title.startswith(title)), None)
+    if table is None:
+        return ""
+    shown = [column for column in columns if column in table.columns]
+    rows = [[table.text(row, column).replace("|", "\\|") for column in shown] for row in table.rows if keep(row)]
+    return grid([column.replace("|", "\\|") for column in shown], rows)
+
+
+def _speed(threads: int) -> str:
+    title = f"AdamW step, 20.8M parameters, {threads} thread"
+    return _benchmark("adamw", title, ("optimizer", "x torch", "range"))
+
+
+def mctensor_speed() -> str:
+    """MCTensor's operations beside torch's and the rivals'."""
+    return _benchmark("mctensor", "MCTensor: time", ("operation", "x torch", "MCTensor", "torch-dd"))
+
+
+def mctensor_experiments() -> str:
+    """The paper's experiments."""
+    path = ROOT / "benchmarks" / "results" / "mctensor_experiments.json"
+    if not path.exists():
+        return ""
+    from benchmarks._results import load
+
+    tables = [table for table in load(path).tables if table.rows]
+    return "\n\n".join(
+        f"{table.title}:\n\n" + _benchmark("mctensor_experiments", table.title, list(table.columns)) for table in tables
+    )
+
+
+def mammals() -> str:
+    """The embedding of WordNet's mammals."""
+    path = ROOT / "benchmarks" / "results" / "mammals.json"
+    if not path.exists():
+        return ""
+    from benchmarks._results import load
+
+    table = load(path).tables[0]
+    return _benchmark("mammals", table.title, list(table.columns))
+
+
+def speed_one_thread() -> str:
+    """AdamW's step on one thread."""
+    return _speed(1)
+
+
+def speed_short() -> str:
+    """The rows of AdamW's step that decide, on one thread."""
+    shown = ("torch fused", "halfulp stochastic", "halfulp kahan", "halfulp split", "torchao", "heavyball", "optimi")
+    left_out = ("halfulp kahan-stochastic", "optimi kahan, foreach", "halfulp stochastic, 8-bit states")
+
+    def kept(row: dict) -> bool:
+        return row["optimizer"].startswith(shown) and row["optimizer"] not in left_out
+
+    title = "AdamW step, 20.8M parameters, 1 thread"
+    return _benchmark("adamw", title, ("optimizer", "x torch"), kept)
+
+
+def speed_two_threads() -> str:
+    """AdamW's step on two threads."""
+    return _speed(2)
+
+
+def quantize_speed() -> str:
+    """quantize beside a copy."""
+    columns = ("format", "rounding", "dtype", "x copy", "range", "what", "bar")
+    return _benchmark("quantize", "", columns)
+
+
+def decay() -> str:
+    """What is left of the weights after weight decay."""
+    return _benchmark("claims", "Weight decay", ("weight update", "states", "sum(w sign w0) / sum|w0|"))
+
+
+def state_errors() -> str:
+    """What 8-bit states do to one update."""
+    shown = ("1e-30", "1e-5", "1e0", "1e30")
+
+    def kept(row: dict) -> bool:
+        return row["eps"] == "1e-08" and (row["what"].endswith(shown) or not row["what"].startswith("one"))
+
+    return _benchmark("claims", "AdamW with 8-bit states", ("what", "8-bit", "float32 states"), kept)
+
+
+def accuracy_text() -> str:
+    """Every bf16 recipe on the character-level GPT."""
+    columns = ("recipe", "loss", "gap to fp32", "spread of gap", "cancelled", "B/param", "verdict")
+    return _benchmark("accuracy", "Character-level GPT", columns)
+
+
+def accuracy_digits() -> str:
+    """The few-bit formats, every operator rounded."""
+    columns = ("recipe", "bits", "accuracy", "spread", "train loss")
+    return _benchmark("accuracy", "scikit-learn digits", columns)
+
+
+def peers_decay() -> str:
+    """Weight decay in the peers."""
+    return _benchmark("peers", "Weight decay", ("optimizer", "sum(w sign w0) / sum|w0|"))
+
+
+def peers_moment() -> str:
+    """The second moment in the peers."""
+    return _benchmark("peers", "sqrt(v)", ("optimizer", "ratio"))
+
+
+def peers_compile() -> str:
+    """Kahan summation under torch.compile."""
+    return _benchmark("peers", "torch.compile", ("optimizer", "eager", "compiled"))
+
+
+def peers_special() -> str:
+    """NaN under stochastic rounding."""
+    return _benchmark("peers", "NaN and infinity", ("input", "halfulp", "torchao", "heavyball", "QPyTorch"))
+
+
+def peers_nearest() -> str:
+    """Nearest rounding in QPyTorch."""
+    return _benchmark("peers", "Nearest rounding", ("what", "QPyTorch", "torch", "halfulp"))
+
+
+PLACES: dict[str, Callable[[], str]] = {
+    function.__name__.replace("_", "-"): function
+    for function in (
+        formats,
+        block_formats,
+        tasks,
+        recipes,
+        theorem1,
+        drift,
+        moment,
+        bytes_table,
+        mctensor_speed,
+        mctensor_experiments,
+        mammals,
+        compare_text_short,
+        compare_text,
+        compare_text_notes,
+        compare_digits,
+        compare_digits_notes,
+        compare_setting,
+        speed_one_thread,
+        speed_short,
+        speed_two_threads,
+        quantize_speed,
+        decay,
+        peers_decay,
+        peers_moment,
+        peers_compile,
+        peers_special,
+        peers_nearest,
+        state_errors,
+        accuracy_text,
+        accuracy_digits,
+    )
+}
+
+
+def filled(page: str) -> str:
+    """A page with every place filled.
+
+    Raises:
+        ValueError: a place whose name means nothing.
+    """
+
+    def fill(match: re.Match) -> str:
+        name = match[2]
+        if name not in PLACES:
+            raise ValueError(f"nothing fills {name!r}; there are {', '.join(PLACES)}")
+        content = PLACES[name]()
+        return f"{match[1]}{content}\n{match[4]}" if content else f"{match[1]}{match[4]}"
+
+    return PLACE.sub(fill, page)
+
+
+def pages() -> list[Path]:
+    """The pages that people write."""
+    return [ROOT / "README.md", *sorted(path for path in HERE.glob("*.md") if path.name != "benchmarks.md")]
+
+
+def main() -> None:
+    """Fill every page, or say which differ."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    stale = []
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        new = filled(text)
+        if new != text:
+            stale.append(path.name)
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    if check and stale:
+        sys.exit(f"not in step with the numbers: {', '.join(stale)}; run python docs/fill.py")
+
+
+if __name__ == "__main__":
+    main()

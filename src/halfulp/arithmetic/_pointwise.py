@@ -1,0 +1,218 @@
+"""Any element-wise function of expansions: which arithmetic it runs in, and the kernel that runs it."""
+
+from __future__ import annotations
+
+import array
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..kernels import LANES, SERIAL_BELOW, chosen, compile_trace, define_operator, record, run_chunks
+from ._angles import within_reach
+from ._functions import FUNCTIONS
+from ._lowering import lifted, lowered
+from ._transforms import Terms
+
+Parts = tuple[torch.Tensor, ...]
+PRECISION = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+MOST = 4
+ANGLES = ("sin", "cos")
+_ROW = 8192
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is computed from what: enough to build the kernel."""
+
+    name: str
+    operands: tuple[tuple[torch.dtype, int], ...]
+    components: int
+    dtype: torch.dtype
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """float32 where + - * / and roots of up to two float32 are asked for, else float64."""
+        narrow = all(dtype == torch.float32 for dtype, _ in self.operands) and self.dtype == torch.float32
+        few = max(self.components, *(count for _, count in self.operands)) <= 2
+        return torch.float32 if narrow and few and FUNCTIONS[self.name].any_precision else torch.float64
+
+    @property
+    def working(self) -> int:
+        """How many values of that arithmetic carry the result and a few bits more."""
+        if self.arithmetic == self.dtype:
+            return self.components
+        return -(-(self.components * PRECISION[self.dtype] + 4) // PRECISION[self.arithmetic])
+
+    def evaluate(self, *values) -> Terms:
+        """The function of all operands' components, in the arithmetic's type."""
+        operands, rest = [], list(values)
+        for dtype, count in self.operands:
+            parts, rest = rest[:count], rest[count:]
+            operands.append(parts if dtype == self.arithmetic else lifted(parts))
+        terms = FUNCTIONS[self.name].network(operands, self.working)
+        if self.dtype == self.arithmetic:
+            return terms[: self.components]
+        return lowered(terms, self.dtype, self.components)
+
+    @functools.cached_property
+    def kernel(self) -> Callable:
+        """The machine code."""
+        stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
+        trace, results = record(self.evaluate, self.arithmetic, len(stored))
+        numbers = [trace.emit("add", (r, 0.0)).number if not hasattr(r, "number") else r.number for r in results]
+        return compile_trace(f"pointwise_{self.name}", trace, numbers, stored, [self.dtype] * len(numbers))
+
+
+def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, out: Parts | None = None) -> Parts:
+    """A function of expansions, element by element, within the bounds that its network states.
+
+    Args:
+        name: one of `names()`.
+        operands: each a tuple of 1 to 4 components, largest first, of one dtype (float16, bfloat16, float32, float64)
+            and shape; shapes broadcast.
+        components: of the result, 1 to 4.
+        dtype: of the result's components.
+        out: components to write into, of the broadcast shape; they may be an operand's own.
+
+    Returns:
+        The result's components, largest first.
+
+    Raises:
+        ValueError: an unknown name, the wrong number of operands, or of components.
+        TypeError: a dtype that is not one of the four.
+
+    >>> import torch
+    >>> third = pointwise("div", (torch.ones(()),), (torch.full((), 3.0),), components=2, dtype=torch.float32)
+    >>> float(third[0].double() + third[1].double()) - 1 / 3 < 2**-48
+    True
+    """
+    flat, kinds, plain = [], [], True
+    for parts in operands:
+        kinds.append((parts[0].dtype, len(parts)))
+        for part in parts:
+            flat.append(part)
+            plain = plain and type(part) is torch.Tensor
+    if out is None and (not plain or torch.compiler.is_compiling()):
+        return tuple(_operator(name, flat, [count for _, count in kinds], components, dtype))
+    return _run(_call(name, tuple(kinds), components, dtype), flat, out)
+
+
+def names() -> tuple[str, ...]:
+    """Every function that `pointwise` knows.
+
+    >>> "exp" in names()
+    True
+    """
+    return tuple(FUNCTIONS)
+
+
+@functools.cache
+def _call(name: str, operands: tuple, components: int, dtype: torch.dtype) -> Call:
+    if name not in FUNCTIONS:
+        raise ValueError(f"no function {name!r} of expansions: there are {', '.join(FUNCTIONS)}")
+    if len(operands) != FUNCTIONS[name].operands:
+        raise ValueError(f"{name} takes {FUNCTIONS[name].operands} operands, got {len(operands)}")
+    for kind, count in (*operands, (dtype, components)):
+        if kind not in PRECISION:
+            raise TypeError(f"components of {kind}: allowed are float16, bfloat16, float32 and float64")
+        if not 1 <= count <= MOST:
+            raise ValueError(f"{count} components: allowed are 1 to {MOST}")
+    return Call(name, operands, components, dtype)
+
+
+def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+    if call.name in ANGLES:
+        near = within_reach(tuple(flat), MOST)
+        call, flat = _call(call.name, ((near[0].dtype, len(near)),), call.components, call.dtype), near
+    if chosen(flat[0].device.type) == "numba":
+        return _run_compiled(call, flat, out)
+    values = [part.to(call.arithmetic) for part in flat]
+    shape = torch.broadcast_shapes(*(part.shape for part in flat))
+    made = [term.to(call.dtype).expand(shape) for term in call.evaluate(*values)]
+    if out is None:
+        return tuple(term.contiguous() for term in made)
+    for target, term in zip(out, made, strict=True):
+        target.copy_(term)
+    return out
+
+
+def _run_compiled(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+    shape, same = flat[0].shape, True
+    for part in flat:
+        same = same and part.shape == shape
+    if not same:
+        shape = torch.broadcast_shapes(*{part.shape for part in flat if part.dim()})
+    direct = out is not None and all(part.is_contiguous() and part.shape == shape for part in out)
+    written = out if direct else tuple([torch.empty(shape, dtype=call.dtype) for _ in range(call.components)])
+    count = written[0].numel()
+    if count:
+        _fill(call.kernel, shape, count, flat, written)
+    if out is not None and not direct:
+        for target, part in zip(out, written, strict=True):
+            target.copy_(part)
+        return out
+    return written
+
+
+def _fill(kernel: Callable, shape: torch.Size, count: int, flat: Sequence[torch.Tensor], written: Parts) -> None:
+    row = count if count < _ROW else _ROW
+    for part in flat:
+        if part.shape != shape and part.numel() != 1:
+            row = shape[-1]
+            break
+    words, alive = [row, count], []
+    for part in flat:
+        if part.shape != shape:
+            part, words_of = _spread(part, shape, row)
+            words += words_of
+        else:
+            if not part.is_contiguous():
+                part = part.contiguous()
+            words += (part.data_ptr(), row, 1)
+        alive.append(part)
+    for part in written:
+        words += (part.data_ptr(), row, 1)
+    table = array.array("q", words)
+    rows = -(-count // row)
+    if count < SERIAL_BELOW or rows == 1 or torch.get_num_threads() == 1:
+        kernel(0, rows, table.buffer_info()[0])
+    else:
+        run_chunks(kernel, np.full(rows, row), table.buffer_info()[0])
+
+
+def _spread(part: torch.Tensor, shape: torch.Size, row: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    """A broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
+    if part.numel() == 1:
+        part = part.reshape(1).expand(LANES).contiguous()
+        return part, (part.data_ptr(), 0, 0)
+    if part.dim() == 1 and part.shape[-1] == row:
+        part = part.contiguous()
+        return part, (part.data_ptr(), 0, 1)
+    if part.shape[-1] == 1:
+        part = part.expand(*shape[:-1], 1).reshape(-1, 1).expand(-1, LANES).contiguous()
+        return part, (part.data_ptr(), LANES, 0)
+    part = part.expand(shape).contiguous()
+    return part, (part.data_ptr(), row, 1)
+
+
+def _implementation(name: str, parts: list, counts: list, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    kinds, at = [], 0
+    for count in counts:
+        kinds.append((parts[at].dtype, count))
+        at += count
+    return list(_run(_call(name, tuple(kinds), components, dtype), parts, None))
+
+
+def _fake(name: str, parts: list, counts: list, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    shape = torch.broadcast_shapes(*(part.shape for part in parts))
+    return [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
+
+
+_operator = define_operator(
+    "pointwise(str name, Tensor[] parts, int[] counts, int components, ScalarType dtype) -> Tensor[]",
+    _implementation,
+    _fake,
+)

@@ -1,0 +1,48 @@
+"""Error-free transforms: a sum or product as its rounded value and what the rounding left out."""
+
+from __future__ import annotations
+
+from ..kernels import product_error
+
+Terms = list  # of values: tensors, or traced ones
+
+
+def two_sum(a, b):
+    """a + b = s + e exactly, s = fl(a + b) (Knuth 1969, Moller 1965); 6 operations."""
+    s = a + b
+    other = s - a
+    return s, (a - (s - other)) + (b - other)
+
+
+def fast_two_sum(a, b):
+    """The same for |a| >= |b| or a = 0 (Dekker 1971); 3 operations."""
+    s = a + b
+    return s, b - (s - a)
+
+
+def two_product(a, b):
+    """a b = p + e exactly where e is representable, p = fl(a b)."""
+    p = a * b
+    return p, product_error(a, b, p)
+
+
+def sweep(terms: Terms, first: int = 0) -> Terms:
+    """One error-free pass from the last term up to `first`: the sum stays, its head gathers there (VecSum)."""
+    out = list(terms)
+    for i in range(len(out) - 2, first - 1, -1):
+        out[i], out[i + 1] = two_sum(out[i], out[i + 1])
+    return out
+
+
+def distill(terms: Terms, keep: int) -> Terms:
+    """The `keep` leading components of a sum of any terms: pass after pass, each fixing one more of them.
+
+    The order of the terms does not matter, nor how much of them cancels (Priest 1992; Ogita, Rump, Oishi 2005: each
+    pass divides the condition of what is left by an ulp).
+    """
+    out = list(terms)
+    for _ in range(2):
+        out = sweep(out)
+    for first in range(1, min(keep, len(out) - 1) + 1):
+        out = sweep(sweep(out, first), first - 1)
+    return out[:keep] + [out[0] * 0.0] * (keep - len(out))

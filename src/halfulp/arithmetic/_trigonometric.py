@@ -1,0 +1,140 @@
+"""sin, cos, atan and erf of expansions."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from ..kernels import is_finite, nearest_integer, select
+from . import _constants as known
+from ._elementary import constants, looked_up, number, odd_at_zero, series, terms_for
+from ._networks import added, divided, finished, fitted, multiplied, negated, scaled
+from ._transforms import Terms, distill
+
+LARGEST_ANGLE = 2.0**20
+
+
+def _reduced(x: Terms, n: int) -> tuple[object, Terms]:
+    """k and x - k pi / 32, relatively accurate however close x is to a multiple of pi / 2."""
+    head = select(abs(x[0]) > 2.0 * LARGEST_ANGLE, 0.0, x[0])
+    k = nearest_integer(head * (32.0 / math.pi))
+    # Cancellation may take 53 bits per component and the size of k; what is left must still be accurate.
+    pieces = known.chunks(known.pi() // 32, 28, (53 * (2 * n) + 60) // 28 + 1)
+    steps = [-(k * c) for c in constants(x[0], pieces)]
+    return k, distill([head, *steps[:2], *x[1:], *steps[2:]], n)
+
+
+def _parts(x: Terms, n: int) -> tuple[object, Terms, Terms]:
+    """The table's index, sin r and cos r - 1 for the reduced argument r, |r| <= pi / 64."""
+    k, r = _reduced(x, n)
+    index = k - nearest_integer(k * (1.0 / 64.0) - 0.5 + 1.0 / 128.0) * 64.0
+    square = multiplied(r, r, n)
+    bits = 8.69
+    count = terms_for(n, bits, lambda k: math.factorial(2 * k + 1))
+    odd = [Fraction((-1) ** (k + 1), math.factorial(2 * k + 3)) for k in range(count)]
+    even = [Fraction((-1) ** (k + 1), math.factorial(2 * k + 2)) for k in range(count)]
+    sine = added(r, multiplied(multiplied(r, square, n), series(square, odd, n, bits), n), n)
+    return index, sine, multiplied(square, series(square, even, n, bits), n)
+
+
+def _turned(tables: tuple, index, along: Terms, across: Terms, n: int, sign: float) -> Terms:
+    """a + (a (cos r - 1) + sign b sin r) for a and b from the tables."""
+    a, b = looked_up(tables[0], index, n), looked_up(tables[1], index, n)
+    rest = added(multiplied(a, along, n), scaled(multiplied(b, across, n), sign), n)
+    return added(a, rest, n)
+
+
+def sin(operands: list[Terms], n: int) -> Terms:
+    """The sine, for |x| <= 2^20."""
+    x = operands[0]
+    index, sine, versine = _parts(x, n)
+    made = _turned(known.circle(), index, versine, sine, n, 1.0)
+    return odd_at_zero(x, finished(select(is_finite(x[0]), made[0], x[0] - x[0]), made))
+
+
+def cos(operands: list[Terms], n: int) -> Terms:
+    """The cosine, for |x| <= 2^20."""
+    x = operands[0]
+    index, sine, versine = _parts(x, n)
+    made = _turned(known.circle()[::-1], index, versine, sine, n, -1.0)
+    return finished(select(is_finite(x[0]), made[0], x[0] - x[0]), made)
+
+
+def atan(operands: list[Terms], n: int) -> Terms:
+    """atan(j / 32) + atan((t - j/32) / (1 + t j/32)) for t = |x| or 1 / |x|."""
+    x = operands[0]
+    one, zero = constants(x[0], [1.0, 0.0])
+    size = [select(x[0] < 0.0, -t, t) for t in x]
+    steep, far = size[0] > 1.0, size[0] > 2.0**400
+    inside = [select(far, one, size[0]), *(select(far, zero, t) for t in size[1:])]
+    top = [select(steep, one, inside[0]), *(select(steep, zero, t) for t in inside[1:])]
+    bottom = [select(steep, inside[0], one), *(select(steep, t, zero) for t in inside[1:])]
+    index = nearest_integer(top[0] / bottom[0] * 32.0)
+    c = [index * (1.0 / 32.0)]
+    # (p/q - c) / (1 + c p/q) = (p - c q) / (q + c p)
+    rest = divided(_cross(top, negated(c), bottom, n), _cross(bottom, c, top, n), n)
+    square = multiplied(rest, rest, n)
+    bits = 11.99
+    coefficients = [Fraction((-1) ** (k + 1), 2 * k + 3) for k in range(terms_for(n, bits))]
+    small = added(rest, multiplied(multiplied(rest, square, n), series(square, coefficients, n, bits), n), n)
+    flat = added(looked_up(known.arcs(), index, n), small, n)
+    right = constants(x[0], known.components(known.pi() // 2, n))
+    below = [select(far, zero, t) for t in flat]
+    made = [select(steep, a, b) for a, b in zip(added(right, negated(below), n), flat)]
+    made = [select(x[0] < 0.0, -t, t) for t in made]
+    return odd_at_zero(x, [select(x[0] == x[0], made[0], x[0]), *made[1:]])
+
+
+def _cross(a: Terms, c: Terms, b: Terms, n: int) -> Terms:
+    """a + c b, accurate through cancellation."""
+    return distill([*a, *multiplied(b, c, n + 1)], n)
+
+
+def _edge(n: int) -> int:
+    """From this many sixteenths on erf is 1 to n components."""
+    x = 1.0
+    while x * x * math.log2(math.e) + math.log2(x * math.sqrt(math.pi)) < 53 * n + 3:
+        x += 1 / 16
+    return math.ceil(x * 16) + 1
+
+
+def erf(operands: list[Terms], n: int) -> Terms:
+    """erf(c) + 2/sqrt(pi) e^(-c^2) integral of e^(-2 c s - s^2) over [0, r], for the sixteenth c nearest to |x|.
+
+    The terms t_k = b_k r^k of the integrand's series obey (k + 1) t_(k+1) = -2 (c r t_k + r^2 t_(k-1)).
+    """
+    x = operands[0]
+    last = _edge(n)
+    size = [select(x[0] < 0.0, -t, t) for t in x]
+    far = size[0] > last / 16
+    size = [select(far, number(x[0], last / 16), size[0]), *(select(far, 0.0, t) for t in size[1:])]
+    index = nearest_integer(size[0] * 16.0)
+    r = distill([size[0], -(index * (1.0 / 16.0)), *size[1:]], n)
+    slope = multiplied(r, [index * (-1.0 / 8.0)], n)
+    square = scaled(multiplied(r, r, n), -2.0)
+    total = _integral(slope, square, n, last / 16)
+    value, bell = (looked_up(table, index, n) for table in known.bells(last + 1))
+    made = added(value, multiplied(multiplied(bell, r, n), total, n), n)
+    one = constants(x[0], [1.0])
+    made = [select(far, a, b) for a, b in zip(fitted(one, n), made)]
+    made = [select(x[0] < 0.0, -t, t) for t in made]
+    return odd_at_zero(x, [select(x[0] == x[0], made[0], x[0]), *made[1:]])
+
+
+def _integral(slope: Terms, square: Terms, n: int, largest: float) -> Terms:
+    """sum t_k / (k + 1)."""
+    earlier, term = None, constants(slope[0], [1.0])
+    total, k = term, 0
+    before, bound = 0.0, 1.0
+    while bound > 2.0 ** -(53 * n + 4) or before > 2.0 ** -(53 * n + 4):
+        width = max(1, min(n, math.ceil((53 * n + 6 + math.log2(max(bound, before))) / 53)))
+        following = multiplied(slope, term, width)
+        if earlier is not None:
+            following = added(following, multiplied(square, earlier, width), width)
+        share = constants(slope[0], known.components(known.ONE // (k + 1), width))
+        earlier, term = term, multiplied(following, share, width)
+        before, bound = bound, (largest / 16 * bound + before / 512) / (k + 1)
+        k += 1
+        share = constants(slope[0], known.components(known.ONE // (k + 1), width))
+        total = added(total, multiplied(term, share, width), n)
+    return total

@@ -1,0 +1,5 @@
+"""A model as if on hardware of a format: every operator's output is rounded, forward and backward."""
+
+from ._emulation import Emulation as Emulation
+from ._emulation import emulate as emulate
+from ._region import region as region

@@ -1,0 +1,239 @@
+"""emulate: a model, or a function, as if every operator were done by hardware of a format."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..formats import Format
+from ..rounding import Nearest, Rounding
+from ._region import Region, region
+from ._report import describe
+from ._unit import CONTAINERS, Unit
+
+
+class Emulation:
+    """What `emulate` returns: calls the model under emulation, tells what was rounded, and takes it back.
+
+    It is also the model's `forward` while it is in effect, so deepcopy and pickle take it along: the copy's is
+    `copy.forward`. As a context manager it removes itself at the end of the block.
+    """
+
+    def __init__(self, target: Callable, unit: Unit, parameters: str) -> None:
+        self.target = target
+        self.unit = unit
+        self.parameters = parameters
+        self._before = vars(target).get("forward") if isinstance(target, nn.Module) else None
+        self._versions: dict[int, int] = {}
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._original)
+
+    @property
+    def _original(self) -> Callable:
+        if not isinstance(self.target, nn.Module):
+            return self.target
+        return self._before or type(self.target).forward.__get__(self.target)
+
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
+    def __call__(self, *args, **kwargs):
+        """The model's forward, or the function, with every operator rounded."""
+        if isinstance(self.target, nn.Module):
+            self._check_parameters()
+        args, kwargs = self._each(self._rounded, args, kwargs)
+        with Region(self.unit):
+            args, kwargs = self._each(_cloned, args, kwargs)
+            return self._original(*args, **kwargs)
+
+    def region(self) -> Region:
+        """A `with` block under the same settings, counted here: for a loss outside the model."""
+        return Region(self.unit)
+
+    def remove(self) -> None:
+        """Give the model its own forward back; a second time does nothing.
+
+        Values stay as they were rounded, and graphs made before still round their gradients.
+        """
+        if isinstance(self.target, nn.Module) and vars(self.target).get("forward") is self:
+            del self.target.forward
+            if self._before is not None:
+                self.target.forward = self._before
+
+    def __enter__(self) -> Emulation:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def explain(self) -> str:
+        """A table of the operators seen so far: how often, rounded or not and why."""
+        return describe(self.unit, _off_format(self.target, self.unit))
+
+    def __repr__(self) -> str:
+        name = getattr(self.target, "__name__", type(self.target).__name__)
+        return f"Emulation({name}, {self.unit.format.name}, {self.unit.rounding})"
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"_versions": {}}
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        """An argument without gradient as the format's numbers."""
+        return tensor if _needs_gradient(tensor) else self.unit.rounded(tensor, "an argument")
+
+    @staticmethod
+    def _each(change: Callable[[Tensor], Tensor], args: Iterable, kwargs: dict) -> tuple[list, dict]:
+        """Arguments with every tensor changed, also inside lists, tuples and dicts."""
+        return [_inside(change, value) for value in args], {k: _inside(change, value) for k, value in kwargs.items()}
+
+    def _check_parameters(self) -> None:
+        """Raise if a parameter that was written since the last call holds numbers that the format lacks."""
+        if self.parameters == "keep":
+            return
+        for parameter in self.target.parameters():
+            if self._versions.get(id(parameter)) == parameter._version:
+                continue
+            if _misses(parameter, self.unit):
+                names = [name for name, value in self.target.named_parameters() if value is parameter]
+                raise ValueError(
+                    f"parameter {names[0]!r} was given numbers that {self.unit.format.name} does not have: update it "
+                    f"with an optimizer of halfulp.optim and format={self.unit.format.name!r}, or say "
+                    "emulate(..., parameters='keep') to let operators read float32 parameters"
+                )
+            self._versions[id(parameter)] = parameter._version
+
+
+def emulate(
+    model: nn.Module | Callable,
+    format: Format | str | torch.dtype,
+    rounding: Rounding | str = Nearest(),  # noqa: B008  frozen
+    *,
+    overflow: str | None = None,
+    parameters: str = "round",
+) -> Emulation:
+    """Round every operator's output to a format, forward and backward: the 16-bit-FPU model.
+
+    As in "Revisiting BFloat16 Training" (Zamirai, Zhang, Aberger and De Sa, arXiv 2010.06192, section 2), each
+    operator takes numbers of the format, computes in float32 (a matmul accumulates there), and rounds its output
+    once. The model is changed in place, and stays a float32 model whose tensors hold the format's values.
+
+    - **Forward**, an operator is what torch dispatches below autograd, as in eager bfloat16: `linear` is one
+      (`addmm`), so are `softmax`, `layer_norm`, `gelu`, `convolution`, a fused `scaled_dot_product_attention` or
+      LSTM layer; `cross_entropy` is two. Views are none. Written tensors (in-place operators, running statistics)
+      are rounded where they lie. Statistics that only the backward pass reads (the mean of a norm, the logsumexp of
+      attention) are inside the operator, in float32.
+    - **Backward**, an operator is an autograd node: each gradient that it gives is rounded once. A tensor with
+      several uses gets their sum, taken in float32 and rounded; so does a leaf's `.grad` at each accumulation.
+    - Arguments are rounded on entry, gradients from outside too. What is computed outside the model, such as the
+      loss, is not: put it in `with emulation.region():`, or emulate the loss function.
+    - `torch.compile` does not see the model: it breaks the graph there and gives the bits of eager mode
+      (`fullgraph=True` is refused by torch).
+
+    Args:
+        model: a module with float32 or float64 parameters, changed in place; or any function.
+        format: a `Format`, its name or a torch dtype. Values beyond its largest, such as a mask of
+            `torch.finfo(torch.float32).min`, overflow as its policy says.
+        rounding: a mode or its name. With `Stochastic(seed=None)` torch.manual_seed governs.
+        overflow: "inf", "nan" or "saturate" in place of the format's own policy.
+        parameters: "round" rounds parameters and floating buffers in place now, and raises later if an optimizer
+            leaves the format (`halfulp.optim` with `format=` does not); "keep" lets operators read them as they are,
+            the paper's float32 weights.
+
+    Returns:
+        An `Emulation`: a handle with `remove()`, `region()`, `explain()`, a context manager, and for a function the
+        emulated function.
+
+    Raises:
+        TypeError: If the model is neither a module nor callable, is a ScriptModule, or has parameters of 16 bits.
+        ValueError: If the model or a part is emulated already, the format is a block format or lacks zero or negative
+            numbers, or `parameters` is neither word.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    >>> with emulate(model, "e8m3") as emulation:
+    ...     y = model(torch.randn(2, 4))
+    >>> bool(emulation.unit.rounded(y, "") .equal(y))
+    True
+    >>> loss = emulate(nn.functional.mse_loss, "e8m3")
+    >>> loss(torch.tensor([1.0]), torch.tensor([0.0]))
+    tensor(1.)
+    """
+    if parameters not in ("round", "keep"):
+        raise ValueError(f"parameters is 'round' or 'keep', got {parameters!r}")
+    unit = Unit(format, rounding, overflow)
+    if not isinstance(model, nn.Module):
+        if not callable(model) or isinstance(model, type):
+            raise TypeError(f"emulate takes a module or a function, got {model!r}")
+        return Emulation(model, unit, parameters)
+    model = getattr(model, "_orig_mod", model)
+    _check_model(model)
+    if parameters == "round":
+        _round_state(model, unit)
+    emulation = Emulation(model, unit, parameters)
+    model.forward = emulation
+    return emulation
+
+
+emulate.region = region  # hu.emulate is this function and hides the package that holds region
+
+
+def _inside(change: Callable[[Tensor], Tensor], value):
+    if isinstance(value, Tensor):
+        return change(value)
+    return tree_map_only(Tensor, change, value) if isinstance(value, list | tuple | dict) else value
+
+
+def _needs_gradient(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    """An argument with gradient: a clone is an operator, so it is rounded, and its gradient as well."""
+    return tensor.clone() if _needs_gradient(tensor) else tensor
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("emulate cannot see into a ScriptModule: pass the module it was scripted from")
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), Emulation):
+            raise ValueError(
+                f"{repr(name) if name else 'the model'} is emulated already ({module.forward!r}): end that first, "
+                "by its remove() (the handle is the module's forward)"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in CONTAINERS:
+            raise TypeError(
+                f"emulate needs float32 or float64 parameters, because an operator on {parameter.dtype} has rounded "
+                f"once already; {name!r} is {parameter.dtype}: call model.float() first"
+            )
+
+
+def _state(model: nn.Module):
+    yield from ((f"parameter {name}", value) for name, value in model.named_parameters())
+    yield from ((f"buffer {name}", value) for name, value in model.named_buffers())
+
+
+@torch.no_grad()
+def _round_state(model: nn.Module, unit: Unit) -> None:
+    for name, value in _state(model):
+        unit.round_in_place(value, name)
+
+
+def _misses(value: Tensor, unit: Unit) -> int:
+    """How many numbers of a tensor the format lacks."""
+    if not value.is_floating_point() or value.is_meta:
+        return 0
+    value = value.detach()
+    exact = Unit(unit.format, Nearest(), unit.overflow).rounded(value, "a parameter")
+    return 0 if exact.equal(value) else int(((exact != value) & ~(exact.isnan() & value.isnan())).sum())
+
+
+def _off_format(target: object, unit: Unit) -> dict[str, int]:
+    if not isinstance(target, nn.Module):
+        return {}
+    counts = {name: _misses(value, unit) for name, value in _state(target)}
+    return {name: count for name, count in counts.items() if count}

@@ -1,0 +1,216 @@
+"""A stretch of code in which every operator's output is rounded, on this thread."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..formats import Format
+from ..rounding import Nearest, Rounding
+from ._checkpoint import capture_hooks
+from ._graph import Graph
+from ._operator import Results, results_of
+from ._unit import Unit
+
+
+class _Mode(TorchDispatchMode):
+    """Rounds below autograd, where composite functions have been taken apart and nothing is fused."""
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__()
+        self.unit = unit
+        self.task = torch._C._current_graph_task_id()
+        self._emulated = partial(_emulated, unit)
+        self._graph = Graph(unit, self._emulated)
+        self._pending: list = []
+        self._promised: list[weakref.ref] = []
+        self._pack = None
+        self._with_gradients = torch.is_grad_enabled()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch._C._current_graph_task_id() != self.task:
+            return func(*args, **kwargs)
+        self.link()
+        out = func(*args, **kwargs)
+        out = self._settle(results_of(func), out, args, kwargs)
+        if torch.is_grad_enabled():
+            self._pending.append(out)
+        elif self._with_gradients:
+            self._promised += [weakref.ref(value) for value in _tensors(out)]
+        return out
+
+    def link(self) -> None:
+        """Attach to the nodes of the last outputs, which autograd has made by now.
+
+        What is made without gradients inside a custom Function may get the Function's node when that returns.
+        """
+        if not torch.is_grad_enabled():
+            return
+        for value in self._pending:
+            if isinstance(value, Tensor):
+                self._graph.add(value)
+            else:
+                for tensor in _tensors(value):
+                    self._graph.add(tensor)
+        self._pending.clear()
+        for promise in self._promised:
+            tensor = promise()
+            if tensor is not None:
+                self._graph.add(tensor)
+        self._promised.clear()
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and hooks[0] is not self._pack:
+            self._pack = hooks[0]
+            capture_hooks(self._pack, self._emulated)
+
+    def _settle(self, results: Results, out, args: tuple, kwargs: dict):
+        """Round what an operator gave; the output to hand on."""
+        unit, name = self.unit, results.name
+        count = 0
+        if results.lifted:
+            out = unit.rounded(out, name)
+            count = int(out.is_floating_point() or out.is_complex())
+        elif type(out) is Tensor:
+            if results.fresh:
+                count = unit.round_in_place(out, name)
+        elif results.fresh:
+            values = out if isinstance(out, tuple) else (out,)
+            count = sum(self._round(values[i], name) for i in results.fresh)
+        for position, key in results.written:
+            value = args[position] if position < len(args) else kwargs.get(key)
+            count += self._round(value, name)
+            if torch.is_grad_enabled():
+                # A write through a view gives the tensor that is viewed a new node.
+                self._pending += [tensor._base for tensor in _tensors(value) if tensor._base is not None]
+        unit.forward[name] += count
+        unit.plain[name] += not count
+        if results.kept:
+            unit.kept[name] += results.kept
+        return out
+
+    def _round(self, value, name: str) -> int:
+        if isinstance(value, Tensor):
+            return self.unit.round_in_place(value, name)
+        if isinstance(value, list | tuple):
+            return sum(self._round(item, name) for item in value)
+        return 0
+
+
+def _tensors(value) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        return (value,)
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list | tuple) else ()
+
+
+_local = threading.local()
+
+
+def _modes() -> list[_Mode]:
+    if not hasattr(_local, "modes"):
+        _local.modes = []
+    return _local.modes
+
+
+class Region:
+    """A `with` block that rounds with a unit; inside a block of the same settings it joins that one.
+
+    Entering raises RuntimeError inside a block of other settings, and inside a transform of torch.func.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._entered: list[tuple[_Mode, bool] | None] = []
+
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
+    def __enter__(self) -> Region:
+        modes = _modes()
+        if modes and modes[-1].task == torch._C._current_graph_task_id():
+            _check_joins(self.unit, modes[-1].unit)
+            self._entered.append(None)
+            return self
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                "emulation inside grad, vmap or another transform of torch.func is not possible: gradients could not "
+                "be rounded; use loss.backward()"
+            )
+        mode = _Mode(self.unit)
+        self._entered.append((mode, torch.backends.mha.get_fastpath_enabled()))
+        modes.append(mode)
+        # The fast path makes one operator of a whole transformer layer, in evaluation only.
+        torch.backends.mha.set_fastpath_enabled(False)
+        mode.__enter__()
+        return self
+
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
+    def __exit__(self, kind, error, trace) -> None:
+        entered = self._entered.pop()
+        if entered is None:
+            return
+        mode, fast = entered
+        mode.__exit__(kind, error, trace)
+        _modes().pop()
+        torch.backends.mha.set_fastpath_enabled(fast)
+        if kind is None:
+            mode.link()
+
+
+def _check_joins(unit: Unit, around: Unit) -> None:
+    if around.settings != unit.settings:
+        raise RuntimeError(
+            f"emulation of {unit.format.name} inside an emulation of {around.format.name} with other settings: each "
+            "operator is rounded once, so one of them has to end first"
+        )
+
+
+def _emulated(unit: Unit, function: Callable) -> Callable:
+    """A function that runs under emulation, for what checkpointing computes again."""
+    if not unit.replayable:
+        raise NotImplementedError(
+            f"emulate with {unit.rounding!r} under activation checkpointing: the recomputation would draw other bits; "
+            "take Stochastic() and torch.manual_seed"
+        )
+
+    @wraps(function)
+    def under(*args, **kwargs):
+        with Region(unit):
+            return function(*args, **kwargs)
+
+    return under
+
+
+def region(
+    format: Format | str | torch.dtype,
+    rounding: Rounding | str = Nearest(),  # noqa: B008  frozen
+    *,
+    overflow: str | None = None,
+) -> Region:
+    """A `with` block in which every operator's floating output is rounded, and the gradients of what it made.
+
+    For losses and other code outside a model. The backward pass may run later and elsewhere: gradients are rounded
+    because of the graph they pass through. Tensors that come from outside are read as they are, and a backward pass
+    that runs inside the block is rounded just as one outside. Leave an optimizer's step out of the block: it would be
+    rounded too.
+
+    Args:
+        format: a `Format`, its name or a torch dtype.
+        rounding: a mode or its name.
+        overflow: "inf", "nan" or "saturate" in place of the format's own policy.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        ValueError: If the format is a block format, or lacks zero or negative numbers.
+
+    >>> with region("e8m1"):
+    ...     torch.ones(1) + 1.3
+    tensor([2.])
+    """
+    return Region(Unit(format, rounding, overflow))

@@ -1,0 +1,145 @@
+"""The rounding unit of the emulated hardware: a format, a rounding, and a tally of what it rounded."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from ..formats import BlockFormat, Format, block_names, get, get_block
+from ..rounding import Rounding, Stochastic, get_rounding, mix64
+from ..rounding._kernels import run as run_kernel
+from ..rounding._modes import drawn_key
+from ..rounding._quantize import target_for
+from ..rounding._target import Target
+
+CONTAINERS = (torch.float32, torch.float64)
+_NARROW = (torch.float16, torch.bfloat16)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
+
+
+class Unit:
+    """Rounds tensors of float32 and float64 to a format, and counts.
+
+    Attributes:
+        format, rounding, overflow: as `emulate` was given them.
+        forward: how many tensors each operator's outputs made, by operator.
+        backward: how many gradients each autograd node gave, by node.
+        plain: calls of operators whose outputs hold no floating numbers, or no new ones (views).
+        kept: statistics for the backward pass that stayed in float32, by operator.
+    """
+
+    def __init__(self, format: Format | str | torch.dtype, rounding: Rounding | str, overflow: str | None) -> None:
+        self.format = _checked_format(format)
+        self.rounding = get_rounding(rounding)
+        self.overflow = overflow
+        for dtype in CONTAINERS:
+            target_for(self.format, self.rounding, overflow, dtype)
+        self.forward: Counter[str] = Counter()
+        self.backward: Counter[str] = Counter()
+        self.plain: Counter[str] = Counter()
+        self.kept: Counter[str] = Counter()
+        self._draws = itertools.count()
+
+    @property
+    def settings(self) -> tuple:
+        """What two units must share to round alike."""
+        return self.format, self.rounding, self.overflow
+
+    @property
+    def replayable(self) -> bool:
+        """Whether running the same operators again under the same generator state gives the same bits."""
+        return not isinstance(self.rounding, Stochastic) or self.rounding.seed is None
+
+    def __getstate__(self) -> dict:
+        """Settings and position in the random stream; the tally starts anew in a copy."""
+        return {"settings": self.settings, "draws": self._draws.__reduce__()[1]}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(*state["settings"])
+        self._draws = itertools.count(*state["draws"])
+
+    def round_in_place(self, x: Tensor, source: str) -> int:
+        """Round x where it lies; how many tensors that were, 0 where x holds no floating numbers.
+
+        Raises:
+            NotImplementedError: If x cannot be rounded; the message names `source`.
+        """
+        if not (x.is_floating_point() or x.is_complex()) or x.is_meta:
+            return 0
+        real = self._real(x, source)
+        target = self._target(real.dtype, source)
+        if target is not None:
+            self._round(real, target, real)
+        return 1
+
+    def rounded(self, x: Tensor, source: str) -> Tensor:
+        """A rounded copy of x; x itself where it holds no floating numbers.
+
+        Raises:
+            NotImplementedError: If x cannot be rounded; the message names `source`.
+        """
+        if not (x.is_floating_point() or x.is_complex()) or x.is_meta:
+            return x
+        real = self._real(x.detach(), source)
+        target = self._target(real.dtype, source)
+        if target is None:
+            return x
+        out = torch.empty_like(real)
+        self._round(real, target, out)
+        return torch.view_as_complex(out) if x.is_complex() else out
+
+    def _round(self, x: Tensor, target: Target, out: Tensor) -> None:
+        """x into out, which may be x; the kernel itself, as every caller is below autograd or without gradients."""
+        if x.is_contiguous() and out.is_contiguous():
+            run_kernel(x, target, self._key(), out)
+            return
+        ordered = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+        run_kernel(ordered, target, self._key(), ordered)
+        out.copy_(ordered)
+
+    def _key(self) -> int:
+        """The key of the next rounding's random bits."""
+        if not isinstance(self.rounding, Stochastic):
+            return 0
+        return mix64(drawn_key(), 0) if self.rounding.seed is None else mix64(self.rounding.seed, next(self._draws))
+
+    def _real(self, x: Tensor, source: str) -> Tensor:
+        """x as a plain tensor of real numbers."""
+        if type(x) not in _PLAIN or x.layout is not torch.strided:
+            kind = type(x).__name__ if type(x) not in _PLAIN else f"{x.layout} tensor"
+            raise NotImplementedError(
+                f"emulate cannot round what {source} gives, a {kind}: it rounds dense plain tensors only"
+            )
+        return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+    def _target(self, dtype: torch.dtype, source: str) -> Target | None:
+        if dtype in CONTAINERS:
+            return target_for(self.format, self.rounding, self.overflow, dtype)
+        if dtype in _NARROW:
+            try:
+                if target_for(self.format, self.rounding, self.overflow, dtype) is None:
+                    return None
+            except ValueError:
+                pass
+        raise NotImplementedError(
+            f"emulate cannot round what {source} gives, a tensor of {dtype}: it was rounded to {dtype} before, and "
+            f"rounding it to {self.format.name} again would be a second rounding; keep the model in float32, "
+            "without autocast"
+        )
+
+
+def _checked_format(format: Format | str | torch.dtype) -> Format:
+    if isinstance(format, BlockFormat) or format in block_names():
+        format = get_block(format)
+        raise ValueError(
+            f"{format.name} is a block format, and an operator's output has no blocks: take its element format, "
+            f"{format.element.name}, or quantize the operands of the matmuls yourself"
+        )
+    format = get(format)
+    if not (format.signed and format.zero):
+        lacks = "zero" if not format.zero else "negative numbers"
+        raise ValueError(f"{format.name} has no {lacks}, so no operator can compute in it: take a signed format with 0")
+    return format

@@ -1,0 +1,121 @@
+"""Block formats as data: elements that share a scale."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ._catalog import e2m1fn, e2m3fn, e3m2fn, e4m3fn, e5m2, e8m0
+from ._format import Format
+
+ScaleRounding = Literal["up", "floor", "nearest"]
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Elements of one format in blocks that share one scale: ``value = payload * scale [* tensor scale]``.
+
+    Elements saturate: a block's scale is chosen for its largest magnitude, so that what lies beyond is rounding.
+
+    Args:
+        name: What reports call it.
+        element: Format of the payloads.
+        scale: Format of the scales.
+        block: Elements that share a scale, along the last dimension.
+        tensor_scale: Whether a float32 scale of the whole tensor, ``amax / (element.max * scale.max)``, brings the
+            blocks' scales into the range of ``scale``.
+        scale_rounding: Which number of ``scale``'s a block gets. ``"up"``: the smallest that is at least
+            ``amax / element.max``, so that no element saturates. ``"floor"``: ``2^(floor(log2 amax) -
+            element.emax)``, as the OCP Microscaling specification v1.0 writes in section 6.3, which lets elements
+            saturate. ``"nearest"``: the nearest to ``amax / element.max``, ties to even.
+
+    Raises:
+        ValueError: If a field does not fit the others.
+        TypeError: If ``element`` or ``scale`` is no `Format`.
+
+    >>> print(mxfp4)
+    mxfp4: blocks of 32 e2m1fn with a scale in e8m0, 4.25 bits a value
+    >>> print(nvfp4)
+    nvfp4: blocks of 16 e2m1fn with a scale in e4m3fn, 4.5 bits a value, and a float32 scale per tensor
+    """
+
+    name: str
+    element: Format
+    scale: Format
+    block: int
+    tensor_scale: bool = False
+    scale_rounding: ScaleRounding = "up"
+
+    def __post_init__(self) -> None:
+        for field in ("element", "scale"):
+            if not isinstance(getattr(self, field), Format):
+                given = type(getattr(self, field)).__name__
+                raise TypeError(f"{self.name}: {field} is a hu.Format (hu.formats.get gives one), got {given}")
+        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
+            raise ValueError(f"{self.name}: block is a number of elements, 1 or more; got {self.block!r}")
+        if not isinstance(self.tensor_scale, bool):
+            raise ValueError(f"{self.name}: tensor_scale is True or False, got {self.tensor_scale!r}")
+        if self.scale_rounding not in get_args(ScaleRounding):
+            allowed = ", ".join(get_args(ScaleRounding))
+            raise ValueError(f"{self.name}: scale_rounding is one of {allowed}; got {self.scale_rounding!r}")
+        if self.scale_rounding == "floor" and self.scale.mantissa_bits:
+            raise ValueError(
+                f"{self.name}: scale_rounding='floor' gives powers of two, and {self.scale.name} has mantissa bits;"
+                " take 'up' or 'nearest', or the scale e8m0"
+            )
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of an element with its share of the block's scale."""
+        return self.element.bits + self.scale.bits / self.block
+
+    def __str__(self) -> str:
+        tail = ", and a float32 scale per tensor" if self.tensor_scale else ""
+        return (
+            f"{self.name}: blocks of {self.block} {self.element.name} with a scale in {self.scale.name},"
+            f" {self.bits_per_value:g} bits a value{tail}"
+        )
+
+
+# OCP Microscaling formats v1.0, with scales rounded up: floor clips, and training was seen to diverge by it
+# (arXiv 2506.08027).
+mxfp8_e4m3 = BlockFormat("mxfp8_e4m3", e4m3fn, e8m0, 32)
+mxfp8_e5m2 = BlockFormat("mxfp8_e5m2", e5m2, e8m0, 32)
+mxfp6_e3m2 = BlockFormat("mxfp6_e3m2", e3m2fn, e8m0, 32)
+mxfp6_e2m3 = BlockFormat("mxfp6_e2m3", e2m3fn, e8m0, 32)
+mxfp4 = BlockFormat("mxfp4", e2m1fn, e8m0, 32)
+
+# NVIDIA's FP4 (arXiv 2509.25149).
+nvfp4 = BlockFormat("nvfp4", e2m1fn, e4m3fn, 16, tensor_scale=True, scale_rounding="nearest")
+
+BLOCKS = {b.name: b for b in (mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4)}
+
+
+def block_names() -> list[str]:
+    """Names of the block formats.
+
+    >>> block_names()
+    ['mxfp8_e4m3', 'mxfp8_e5m2', 'mxfp6_e3m2', 'mxfp6_e2m3', 'mxfp4', 'nvfp4']
+    """
+    return list(BLOCKS)
+
+
+def get_block(format: BlockFormat | str) -> BlockFormat:
+    """The block format that a name stands for; a `BlockFormat` is handed back.
+
+    Raises:
+        ValueError: If the name is not one of `block_names()`.
+        TypeError: If it is neither.
+
+    >>> get_block("nvfp4").block
+    16
+    """
+    if isinstance(format, BlockFormat):
+        return format
+    if not isinstance(format, str):
+        raise TypeError(f"a block format is a hu.BlockFormat or a name such as 'mxfp4'; got {type(format).__name__}")
+    key = format.strip().lower().replace("-", "_")
+    if key not in BLOCKS:
+        raise ValueError(
+            f"unknown block format {format!r}: known are {', '.join(BLOCKS)}; your own is"
+            ' hu.BlockFormat("mine", element=hu.formats.e2m1fn, scale=hu.formats.e8m0, block=32)'
+        )
+    return BLOCKS[key]

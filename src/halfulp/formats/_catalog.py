@@ -1,0 +1,133 @@
+"""The formats that have a name, and the way from a name or a dtype to a format."""
+
+import difflib
+import re
+
+import torch
+
+from ._format import Format
+
+fp64 = Format("fp64", 11, 52)
+fp32 = Format("fp32", 8, 23)
+tf32 = Format("tf32", 8, 10)
+fp16 = Format("fp16", 5, 10)
+bf16 = Format("bf16", 8, 7)
+
+# The 14, 12 and 10 bits of "Revisiting BFloat16 Training" (arXiv 2010.06192): bfloat16's range, less precision.
+e8m5 = Format("e8m5", 8, 5)
+e8m3 = Format("e8m3", 8, 3)
+e8m1 = Format("e8m1", 8, 1)
+
+e5m2 = Format("e5m2", 5, 2)
+e5m2fnuz = Format("e5m2fnuz", 5, 2, infinities=False, nan="negative_zero")
+e4m3 = Format("e4m3", 4, 3)
+e4m3fn = Format("e4m3fn", 4, 3, infinities=False, nan="all_ones")
+e4m3fnuz = Format("e4m3fnuz", 4, 3, infinities=False, nan="negative_zero")
+e3m4 = Format("e3m4", 3, 4)
+e3m2fn = Format("e3m2fn", 3, 2, infinities=False, nan=None)
+e2m3fn = Format("e2m3fn", 2, 3, infinities=False, nan=None)
+e2m1fn = Format("e2m1fn", 2, 1, infinities=False, nan=None)
+e8m0 = Format(
+    "e8m0", 8, 0, infinities=False, nan="all_ones", subnormals=False, signed=False, zero=False, overflow="nan"
+)
+
+_ALL = (fp64, fp32, tf32, fp16, bf16, e8m5, e8m3, e8m1, e5m2, e5m2fnuz, e4m3, e4m3fn, e4m3fnuz, e3m4)
+CATALOG = {format.name: format for format in (*_ALL, e3m2fn, e2m3fn, e2m1fn, e8m0)}
+
+_ALIASES = {
+    "double": fp64,
+    "single": fp32,
+    "float": fp32,
+    "half": fp16,
+    "brain": bf16,
+    "tensorfloat32": tf32,
+    "ue8m0": e8m0,
+    "e8m0fnu": e8m0,
+    **{name.replace("fp", "float"): CATALOG[name] for name in ("fp64", "fp32", "fp16")},
+    "bfloat16": bf16,
+    **{f"float{format.bits}_{format.name}": format for format in CATALOG.values() if format.bits <= 8},
+    "float8_e8m0fnu": e8m0,
+}
+_DTYPES = {format.torch_dtype: format for format in CATALOG.values() if format.torch_dtype is not None}
+_PATTERN = re.compile(r"e(\d+)m(\d+)(?:(?:b(\d+))?(fnuz))?")
+
+
+def names() -> list[str]:
+    """Names of the catalogue, the widest format first.
+
+    >>> names()[:5]
+    ['fp64', 'fp32', 'tf32', 'fp16', 'bf16']
+    """
+    return list(CATALOG)
+
+
+def get(format: "Format | str | torch.dtype") -> Format:
+    """The format that a name, a torch dtype or a format stands for.
+
+    A name is one of `names()`, a dtype's name (``"bfloat16"``, ``"float8_e4m3fn"``), or ``eXmY`` with any X
+    exponent and Y mantissa bits: an IEEE 754 layout with infinities, NaN and subnormals (``eXmYfnuz``: the layout
+    without infinities and with NaN at negative zero).
+
+    Raises:
+        ValueError: If the name or dtype is not known; the message lists near ones.
+        TypeError: If it is none of the three.
+
+    >>> import torch
+    >>> get("float8_e4m3fn").name, get(torch.bfloat16).name
+    ('e4m3fn', 'bf16')
+    >>> print(get("e5m7"))
+    e5m7: 13 bits, max 65280, min normal 2^-14, eps 2^-7
+    """
+    if isinstance(format, Format):
+        return format
+    if isinstance(format, torch.dtype):
+        return _from_dtype(format)
+    if not isinstance(format, str):
+        raise TypeError(f"a format is a hu.Format, a name such as 'bf16' or a torch.dtype; got {type(format).__name__}")
+    key = format.strip().lower().removeprefix("torch.").replace("-", "_")
+    found = CATALOG.get(key) or _ALIASES.get(key) or parse(key)
+    if found is None:
+        raise ValueError(_unknown(format, key))
+    return found
+
+
+def parse(name: str) -> Format | None:
+    """The format that ``eXmY`` or ``eXmYfnuz`` spells (a bias may stand before fnuz: e4m3b11fnuz), or None.
+
+    A catalogued format of the same layout is returned under its own name.
+
+    Raises:
+        ValueError: If the widths are such that no format exists.
+
+    >>> parse("e5m10").name, parse("e6m9").name, parse("e6m9").max, parse("e6x9")
+    ('fp16', 'e6m9', 4290772992.0, None)
+    """
+    match = _PATTERN.fullmatch(name)
+    if match is None:
+        return None
+    exponent, mantissa, bias, fnuz = match.groups()
+    kind = {"infinities": False, "nan": "negative_zero"} if fnuz else {}
+    made = Format(name, int(exponent), int(mantissa), bias=None if bias is None else int(bias), **kind)
+    return next((known for known in CATALOG.values() if known.layout == made.layout), made)
+
+
+def _from_dtype(dtype: torch.dtype) -> Format:
+    """The format of a torch dtype; the packed float4 stands for its element."""
+    if dtype is torch.float4_e2m1fn_x2:
+        return e2m1fn
+    if dtype not in _DTYPES:
+        allowed = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
+        raise ValueError(f"{dtype} is no floating-point format; torch's dtypes that are: {allowed}")
+    return _DTYPES[dtype]
+
+
+def _unknown(given: str, key: str) -> str:
+    """What to say about a name that nothing answers to."""
+    if key.startswith(("mx", "nvfp")):
+        return f"{given!r} is no format of single numbers; block formats come from hu.formats.get_block"
+    near = difflib.get_close_matches(key, [*CATALOG, *_ALIASES], n=4, cutoff=0.5)
+    meant = f"did you mean {', '.join(near)}? " if near else ""
+    return (
+        f"unknown format {given!r}: {meant}Known are {', '.join(CATALOG)}, torch's dtype names, and eXmY for any IEEE"
+        f' layout; your own is hu.Format("mine", exponent_bits=4, mantissa_bits=4)'
+    )

@@ -1,0 +1,14 @@
+"""Hyperbolic space: distances, geodesics and Riemannian optimizers, on plain tensors and MCTensors."""
+
+from ._adam import RiemannianAdam as RiemannianAdam
+from ._half_space import HalfSpace as HalfSpace
+from ._manifold import Manifold as Manifold
+from ._models import manifold as manifold
+from ._negatives import RankingSets as RankingSets
+from ._optimizer import RiemannianOptimizer as RiemannianOptimizer
+from ._poincare_ball import PoincareBall as PoincareBall
+from ._ranking import ranking_gradient as ranking_gradient
+from ._ranking import ranking_loss as ranking_loss
+from ._reconstruction import Reconstruction as Reconstruction
+from ._reconstruction import reconstruction as reconstruction
+from ._sgd import RiemannianSGD as RiemannianSGD

@@ -1,0 +1,124 @@
+"""The Poincaré ball: points inside the unit sphere."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+
+from .. import arithmetic
+from ..tensors import MCTensor
+from ._manifold import Manifold
+from ._values import like, rounded, travel, turned, unit
+
+
+@dataclasses.dataclass(frozen=True)
+class PoincareBall(Manifold):
+    """Points of length below 1 and lengths 2 |v| / (1 - |p|^2).
+
+    Everything near the rim depends on 1 - |p|^2, which plain arithmetic gets by cancellation; here it is the exact
+    value, rounded once. A coordinate in float64 still ends 2^-53 before the rim, a distance of 37 from the middle;
+    with components it does not.
+
+    >>> import torch
+    >>> ball = PoincareBall()
+    >>> p = ball.exp(torch.zeros(2, dtype=torch.float64), torch.tensor([5.0, 0.0], dtype=torch.float64))
+    >>> round(float(ball.distance(p, -p)), 10)
+    20.0
+    """
+
+    name: ClassVar[str] = "ball"
+
+    def _spread(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        difference, a, b = u - v, margin(u), margin(v)
+        if dtype is not None:
+            difference, a, b = rounded(difference, dtype), rounded(a, dtype), rounded(b, dtype)
+        ratio = difference / (a.sqrt() * b.sqrt())
+        return (ratio * ratio).sum(-1)
+
+    def exp(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        """See Manifold. Möbius addition p + m t (v + t p) / n of t = tanh(s / 2) along the unit vector v, where
+
+        m = 1 - |p|^2, s is the length of the step and n = 1 + 2 t <p, v> + t^2 |p|^2.
+        """
+        m = margin(point)
+        direction, length = unit(step)
+        gap = like(m, step)
+        t, rest = travel(2 * (length / gap))
+        place = like(point, step)
+        along, radius = unit(place)
+        inwards = gap / (1 + radius) + radius * rest
+        both = along + direction
+        n = inwards * inwards + radius * t * (both * both).sum(-1, keepdim=True)
+        return self.project(point + m * (t * (direction + t * place) / n))
+
+    def log(self, point: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """See Manifold: d (1 - |p|^2) / 2 along (1 - |p|^2) (q - p) - |q - p|^2 p."""
+        m, difference = margin(point), other - point
+        squares = (difference * difference).sum(-1, keepdim=True)
+        direction, _ = unit(m * difference - squares * point)
+        return direction * (m * (self.distance(point, other).unsqueeze(-1) / 2))
+
+    def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        """See Manifold. A vector keeps its length over 1 - |p|^2, and its angle to the geodesic."""
+        point = like(point, vector)
+        end = self.exp(point, step)
+        difference, m = end - point, margin(end)
+        squares = (difference * difference).sum(-1, keepdim=True)
+        before, _ = unit(step)
+        after, _ = unit(m * difference + squares * end)
+        return m / margin(point) * turned(vector, before, torch.where(squares == 0, before, after))
+
+    def size(self, point: torch.Tensor) -> torch.Tensor:
+        """(1 - |p|^2) / 2."""
+        return margin(point) / 2
+
+    def project(self, point: torch.Tensor) -> torch.Tensor:
+        """Points at or beyond 1 - 4 ulps from the middle go back there, along their radius."""
+        room = 4 * _step(point)
+        outside = rounded(margin(point)).detach() < 2 * room
+        if not torch.compiler.is_compiling() and not outside.any():
+            return point
+        direction, _ = unit(rounded(point))
+        return torch.where(outside, direction * (1 - 2 * room), point)
+
+    def _outside(self, point: torch.Tensor) -> torch.Tensor:
+        return ~(rounded(margin(point)[..., 0]) > 0)
+
+    def _rule(self) -> str:
+        return "a length below 1"
+
+
+def _step(point: torch.Tensor) -> float:
+    """The distance of neighbouring numbers just below 1, with all components."""
+    count = len(point.components) if isinstance(point, MCTensor) else 1
+    return 2.0 ** -(arithmetic.PRECISION[point.dtype] * count)
+
+
+def margin(point: torch.Tensor) -> torch.Tensor:
+    """1 - |p|^2 without cancellation, (..., 1); plain tensors: the exact value, rounded once or to 2^-100."""
+    if isinstance(point, MCTensor):
+        return 1 - (point * point).sum(-1, keepdim=True)
+    return _Margin.apply(point)
+
+
+class _Margin(torch.autograd.Function):
+    """The squares of plain coordinates as two components each, and their sum from 1 down."""
+
+    @staticmethod
+    def forward(context: Any, point: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(point)
+        if point.dtype != torch.float64:
+            wide = point.double()
+            return (1 - (wide * wide).sum(-1, keepdim=True)).to(point.dtype)
+        rest = (torch.ones_like(point[..., :1]),)
+        for x in point.unbind(-1):
+            part = x.unsqueeze(-1)
+            rest = arithmetic.pointwise("addcmul", rest, (-part,), (part,), components=2, dtype=torch.float64)
+        return arithmetic.merge(rest)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (point,) = context.saved_tensors
+        return -2 * gradient * point

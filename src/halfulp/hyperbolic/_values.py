@@ -1,0 +1,78 @@
+"""Plain tensors and MCTensors under one hand: what a formula needs to know of the difference."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..tensors import MCTensor
+from ..tensors._mctensor import wrap
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The value as a plain tensor of a dtype, by default of the components' own."""
+    if isinstance(x, MCTensor):
+        if x.scale is None and dtype in (None, x.dtype) and not torch.is_grad_enabled():
+            # Of canonical components the first is the value, rounded.
+            return x.components[0]
+        return x.decode(dtype or x.dtype)
+    return x if dtype is None else x.to(dtype)
+
+
+def like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """x as wide as another value: with all components beside an MCTensor, rounded beside a plain tensor."""
+    return x if isinstance(other, MCTensor) else rounded(x)
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    """The length along the last dimension, which is kept; its derivative at 0 is 0."""
+    squares = (x * x).sum(-1, keepdim=True)
+    still = squares == 0
+    return torch.where(still, squares, torch.where(still, torch.ones_like(squares), squares).sqrt())
+
+
+def unit(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The direction and the length along the last dimension; where the length is 0, so is the direction.
+
+    The largest magnitude is taken out first, so that no square leaves the range.
+    """
+    size = rounded(x).detach().abs().amax(-1, keepdim=True)
+    size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
+    part = x / size
+    length = norm(part)
+    return part / torch.where(length == 0, torch.ones_like(length), length), length * size
+
+
+def travel(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """tanh(s / 2) and 1 - tanh(s / 2) = 2 / (e^s + 1), each to full relative accuracy.
+
+    A length beyond the logarithm of the largest number would lead out of the range; it is cut there.
+    """
+    grown = length.clamp(max=0.98 * math.log(torch.finfo(length.dtype).max)).expm1()
+    return grown / (grown + 2), 2 / (grown + 2)
+
+
+def turned(vector: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    """A vector under the rotation that takes one unit vector to another and moves nothing across both."""
+    middle, _ = unit(start + end)
+    return (
+        vector - 2 * middle * (middle * vector).sum(-1, keepdim=True) + 2 * end * (start * vector).sum(-1, keepdim=True)
+    )
+
+
+def write(target: torch.Tensor, rows: torch.Tensor | None, value: torch.Tensor) -> None:
+    """target[rows] = value, or all of it, without history."""
+    if isinstance(target, MCTensor) and isinstance(value, MCTensor) and target.scale is None and value.scale is None:
+        torch.autograd.graph.increment_version(target)
+        for part, new in zip(target.components, value.components, strict=True):
+            write(part.detach(), rows, new)
+    elif rows is None:
+        target.copy_(value)
+    else:
+        target[rows] = value
+
+
+def with_parts(x: MCTensor, parts: tuple[torch.Tensor, ...]) -> MCTensor:
+    """Canonical components without a scale as an MCTensor that keeps its gradients as x does."""
+    return wrap(parts, None, x.gradients)

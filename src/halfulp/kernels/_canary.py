@@ -1,0 +1,43 @@
+"""One run of every compiled kernel on fixed elements, before its first real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class KernelMismatchError(RuntimeError):
+    """A compiled kernel gave other bits than its reference: a compiler with unsafe floating-point options, say."""
+
+
+def check_bits(name: str, fast: Callable[[], list[torch.Tensor]], reference: Callable[[], list[torch.Tensor]]) -> None:
+    """Raise if a compiled kernel and its reference differ in a bit; two NaNs count as equal.
+
+    Args:
+        name: the kernel, for the message.
+        fast: runs the compiled kernel on fixed elements and returns what it wrote.
+        reference: the same in plain torch.
+    """
+    for position, (a, b) in enumerate(zip(fast(), reference(), strict=True)):
+        if not same_bits(a, b):
+            raise KernelMismatchError(
+                f"kernel {name}: result {position} of the compiled kernel differs from its reference on fixed "
+                "elements. Remove the kernel cache (HALFULP_CACHE_DIR or ~/.cache/halfulp); if it persists, set "
+                "HALFULP_ENGINE=reference and report the processor and the numba version"
+            )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors agree in dtype, shape and every bit, NaNs taken as one value.
+
+    >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    False
+    """
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not a.dtype.is_floating_point:
+        return bool(torch.equal(a, b))
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[a.element_size()]
+    equal = a.contiguous().view(words) == b.contiguous().view(words)
+    return bool((equal | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,101 @@
+"""Which engine runs a kernel (its torch reference or a compiled twin), and what was not as asked."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+
+ENGINES = ("auto", "numba", "triton", "reference")
+_notes: Counter[tuple[str, str]] = Counter()
+_chosen = "auto"
+
+
+def note(kind: str, text: str) -> None:
+    """Count something that did not go the fast way; `report` tells."""
+    _notes[kind, text] += 1
+
+
+def note_and_warn_once(kind: str, text: str) -> None:
+    """Count, and warn the first time."""
+    if not _notes[kind, text]:
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    note(kind, text)
+
+
+def report() -> dict[str, int]:
+    """How often each fallback happened since the start, by description.
+
+    >>> isinstance(report(), dict)
+    True
+    """
+    return {f"{kind}: {text}": count for (kind, text), count in _notes.items()}
+
+
+@contextlib.contextmanager
+def engine(name: str) -> Iterator[None]:
+    """Run kernels by one engine inside a block: "numba", "triton", "reference" (plain torch), or "auto".
+
+    "triton" on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before triton is imported.
+
+    The environment variable HALFULP_ENGINE does the same for a whole process.
+
+    >>> with engine("reference"):
+    ...     chosen("cpu")
+    'reference'
+    """
+    global _chosen
+    if name not in ENGINES:
+        raise ValueError(f"engine {name!r} is unknown: choose one of {', '.join(ENGINES)}")
+    before, _chosen = _chosen, name
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def chosen(device: str) -> str:
+    """The engine for tensors on a kind of device: "numba" or "reference", on CUDA "triton" or "reference".
+
+    Raises:
+        ValueError: HALFULP_ENGINE is no engine, or "triton" was asked for on tensors that it cannot reach.
+        ImportError: what was asked for is not installed.
+    """
+    wish = _chosen if _chosen != "auto" else os.environ.get("HALFULP_ENGINE", "auto")
+    if wish not in ENGINES:
+        raise ValueError(f"HALFULP_ENGINE={wish!r} is unknown: choose one of {', '.join(ENGINES)}")
+    if wish == "triton" or (wish == "auto" and device == "cuda"):
+        return _triton(device, wish)
+    if wish == "reference" or device != "cpu":
+        return "reference"
+    if not _installed("numba"):
+        if wish == "numba":
+            raise ImportError("engine 'numba' was asked for, but numba is not installed: pip install numba")
+        note_and_warn_once(
+            "engine", "numba is not installed: kernels run as plain torch, slower and with the same bits"
+        )
+        return "reference"
+    return "numba"
+
+
+def _triton(device: str, wish: str) -> str:
+    if wish == "triton" and device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"engine 'triton' runs on CUDA tensors, got tensors on {device}: choose 'auto', or set TRITON_INTERPRET=1 "
+            "for Triton's interpreter"
+        )
+    if _installed("triton"):
+        return "triton"
+    if wish == "triton":
+        raise ImportError("engine 'triton' was asked for, but triton is not installed: pip install triton")
+    note_and_warn_once("engine", "triton is not installed: optimizer steps on CUDA run as plain torch operations")
+    return "reference"
+
+
+@functools.cache
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None

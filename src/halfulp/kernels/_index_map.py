@@ -1,0 +1,113 @@
+"""Where a local tensor's elements stand in the whole: the global index map of a shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class IndexMap:
+    """The global flat indices of a local tensor, dimension by dimension.
+
+    Element (i_0, i_1, ...) of the local tensor stands at coordinate `offset[d] + i_d * step[d]` along dimension d of
+    the global tensor. Random bits and blocks are keyed by the global flat index, so that any sharding draws the same.
+
+    Attributes:
+        shape: the local shape.
+        global_shape: the shape of the whole tensor.
+        offset: per dimension, the global coordinate of local coordinate 0.
+        step: per dimension, the distance of neighbours in global coordinates.
+
+    >>> IndexMap.shard((4, 6), dim=1, start=2, stop=5).runs()
+    array([[ 0,  2,  3],
+           [ 3,  8,  3],
+           [ 6, 14,  3],
+           [ 9, 20,  3]])
+    """
+
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    step: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.shape), len(self.global_shape), len(self.offset), len(self.step)}
+        if len(lengths) != 1:
+            raise ValueError(f"an index map needs the same number of dimensions everywhere, got {self}")
+        for n, whole, start, step in zip(self.shape, self.global_shape, self.offset, self.step):
+            if step < 1 or start < 0 or (n > 0 and start + (n - 1) * step >= whole):
+                raise ValueError(f"an index map must stay inside the global shape, got {self}")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> IndexMap:
+        """The map of a tensor that is not sharded."""
+        shape = tuple(shape)
+        return cls(shape, shape, (0,) * len(shape), (1,) * len(shape))
+
+    @classmethod
+    def shard(cls, global_shape: tuple[int, ...], dim: int, start: int, stop: int) -> IndexMap:
+        """The map of the slice [start, stop) along one dimension."""
+        shape, offset = list(global_shape), [0] * len(global_shape)
+        shape[dim], offset[dim] = stop - start, start if stop > start else 0
+        return cls(tuple(shape), tuple(global_shape), tuple(offset), (1,) * len(shape))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the local tensor."""
+        return prod(self.shape)
+
+    def runs(self) -> np.ndarray:
+        """The local tensor as consecutive runs.
+
+        Returns:
+            int64 array of shape (runs, 3): start in the local tensor, global index of that start, length.
+        """
+        if self.numel == 0:
+            return np.empty((0, 3), np.int64)
+        inner, length = self._inner()
+        strides = [prod(self.global_shape[d + 1 :]) for d in range(len(self.shape))]
+        start = np.array(sum(o * s for o, s in zip(self.offset, strides)), np.int64)
+        for d in range(inner):
+            coordinates = np.arange(self.shape[d], dtype=np.int64) * (self.step[d] * strides[d])
+            start = start[..., None] + coordinates
+        start = start.reshape(-1)
+        local = np.arange(start.size, dtype=np.int64) * length
+        return np.stack([local, start, np.full(start.size, length, np.int64)], 1)
+
+    def _inner(self) -> tuple[int, int]:
+        """How many leading dimensions must be walked, and the length of each consecutive run behind them."""
+        length = 1
+        for d in reversed(range(len(self.shape))):
+            if self.shape[d] > 1 and self.step[d] != 1:
+                return d + 1, length
+            length *= self.shape[d]
+            if self.shape[d] != self.global_shape[d]:
+                return d, length
+        return 0, length
+
+
+CHUNK = 16_384
+
+
+def chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
+    """Cut a tensor's runs at the global indices that are multiples of CHUNK.
+
+    A block whose length divides CHUNK is thus never cut but by the shard itself, and no piece crosses a multiple of
+    2^32, where the high word of the index changes.
+
+    Args:
+        index_map: the tensor's place in the whole.
+        tensor: its row in the kernel's pointer table.
+
+    Returns:
+        int64 array of shape (pieces, 4): tensor, local start, length, global start.
+    """
+    rows = [np.empty((0, 4), np.int64)]
+    for local, start, length in index_map.runs():
+        first = min(length, CHUNK - start % CHUNK)
+        cuts = np.concatenate([[0], np.arange(first, length, CHUNK), [length]])
+        rows.append(np.stack([np.full(len(cuts) - 1, tensor), local + cuts[:-1], np.diff(cuts), start + cuts[:-1]], 1))
+    return np.concatenate(rows).astype(np.int64)

@@ -1,0 +1,189 @@
+"""The scalar operations as LLVM instructions; imported only when the first kernel is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_F32, _F64 = ir.FloatType(), ir.DoubleType()
+
+
+def _operation(name: str, result, arguments: tuple, emit: Callable) -> Callable:
+    """An intrinsic of fixed types; `emit(builder, *values)` returns its LLVM value."""
+    names = ", ".join("abcde"[: len(arguments)])
+    namespace: dict = {"result": result, "arguments": arguments, "emit": emit}
+    source = (
+        f"def {name}(context, {names}):\n"
+        "    def codegen(target, builder, signature, values):\n"
+        "        value = emit(builder, *values)\n"
+        "        return target.get_dummy_value() if value is None else value\n"
+        "    return result(*arguments), codegen\n"
+    )
+    exec(source, namespace)
+    return intrinsic(namespace[name])
+
+
+def _binary(name: str, instruction: str) -> Callable:
+    return _operation(name, types.uint32, (types.uint32, types.uint32), lambda b, x, y: getattr(b, instruction)(x, y))
+
+
+def _binary64(name: str, instruction: str) -> Callable:
+    return _operation(name, types.uint64, (types.uint64, types.uint64), lambda b, x, y: getattr(b, instruction)(x, y))
+
+
+def _root(builder, x):
+    return builder.call(builder.module.declare_intrinsic("llvm.sqrt", [_F32]), [x])
+
+
+def _larger(builder, x, y):
+    ordered = builder.select(builder.fcmp_ordered(">", x, y), x, y)
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, ordered)
+
+
+def _sign_of(builder, x):
+    zero, one, minus = (ir.Constant(_F32, value) for value in (0.0, 1.0, -1.0))
+    negative = builder.select(builder.fcmp_ordered("<", x, zero), minus, zero)
+    known = builder.select(builder.fcmp_ordered(">", x, zero), one, negative)
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, known)
+
+
+def _load(width: ir.IntType) -> Callable:
+    def emit(builder, address, i):
+        pointer = builder.gep(builder.inttoptr(address, width.as_pointer()), [i])
+        value = builder.load(pointer, align=width.width // 8)
+        return value if width is _I32 else builder.zext(value, _I32)
+
+    return emit
+
+
+def _store(width: ir.IntType) -> Callable:
+    def emit(builder, address, i, value):
+        pointer = builder.gep(builder.inttoptr(address, width.as_pointer()), [i])
+        builder.store(value if width is _I32 else builder.trunc(value, width), pointer, align=width.width // 8)
+
+    return emit
+
+
+def _peak(width: ir.IntType) -> Callable:
+    """The largest magnitude of 16 neighbours, which LLVM does not vectorize from a loop of so few turns."""
+
+    def emit(builder, address, i):
+        vector = ir.VectorType(width, 16)
+        pointer = builder.gep(builder.inttoptr(address, width.as_pointer()), [i])
+        values = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=width.width // 8)
+        mask = ir.Constant(vector, [ir.Constant(width, (1 << width.width - 1) - 1)] * 16)
+        name = f"llvm.vector.reduce.umax.v16i{width.width}"
+        reduce = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(width, [vector]))
+        value = builder.call(reduce, [builder.and_(values, mask)])
+        return value if width is _I32 else builder.zext(value, _I32)
+
+    return emit
+
+
+def _load_64(builder, address, i):
+    return builder.load(builder.gep(builder.inttoptr(address, _I64.as_pointer()), [i]), align=8)
+
+
+def _store_64(builder, address, i, value):
+    builder.store(value, builder.gep(builder.inttoptr(address, _I64.as_pointer()), [i]), align=8)
+
+
+def _truncated(builder, x):
+    return builder.zext(builder.fptosi(x, _I32), _I64)
+
+
+def _at(builder, address, i, element: ir.Type, vector: ir.Type):
+    pointer = builder.gep(builder.inttoptr(address, element.as_pointer()), [i])
+    return builder.bitcast(pointer, vector.as_pointer())
+
+
+def _splat(builder, value):
+    vector = ir.VectorType(value.type, _LANES)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(_I32, 0))
+    mask = ir.Constant(ir.VectorType(_I32, _LANES), [0] * _LANES)
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), mask)
+
+
+def _values16(signed: bool) -> Callable:
+    """Sixteen codes at once: a loop of 32 small steps is unrolled by LLVM before it can be vectorized."""
+
+    def emit(builder, codes, i, unit, buffer, j):
+        code = builder.load(_at(builder, codes, i, _I8, ir.VectorType(_I8, _LANES)), align=1)
+        whole = (builder.sext if signed else builder.zext)(code, ir.VectorType(_I32, _LANES))
+        value = builder.fmul(builder.sitofp(whole, ir.VectorType(_F32, _LANES)), _splat(builder, unit))
+        if signed:
+            lowest = builder.icmp_signed("==", whole, ir.Constant(whole.type, [-128] * _LANES))
+            value = builder.select(lowest, ir.Constant(value.type, [float("nan")] * _LANES), value)
+        builder.store(value, _at(builder, buffer, j, _F32, value.type), align=4)
+
+    return emit
+
+
+def _largest16(builder, buffer, j, top):
+    words = ir.VectorType(_I32, _LANES)
+    given = builder.load(_at(builder, buffer, j, _I32, words), align=4)
+    sizes = builder.and_(given, ir.Constant(words, [0x7FFFFFFF] * _LANES))
+    nan = builder.icmp_unsigned(">", sizes, ir.Constant(words, [0x7F800000] * _LANES))
+    sizes = builder.select(nan, ir.Constant(words, [0] * _LANES), sizes)
+    name = f"llvm.vector.reduce.umax.v{_LANES}i32"
+    reduce = builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(_I32, [words]), name)
+    most = builder.call(reduce, [sizes])
+    return builder.select(builder.icmp_unsigned(">", most, top), most, top)
+
+
+def _high(builder, index):
+    return builder.trunc(builder.lshr(index, ir.Constant(_I64, 32)), _I32)
+
+
+_LANES = 16
+_SIXTEEN = (types.void, (types.int64, types.int64, types.float32, types.int64, types.int64))
+_LOAD = (types.uint32, (types.int64, types.int64))
+_STORE = (types.void, (types.int64, types.int64, types.uint32))
+INTRINSICS: dict[str, Callable] = {
+    "add": _binary("add", "add"),
+    "sub": _binary("sub", "sub"),
+    "mul": _binary("mul", "mul"),
+    "bit_and": _binary("bit_and", "and_"),
+    "bit_or": _binary("bit_or", "or_"),
+    "bit_xor": _binary("bit_xor", "xor"),
+    "shl": _binary("shl", "shl"),
+    "shr": _binary("shr", "lshr"),
+    "low_word": _operation("low_word", types.uint32, (types.int64,), lambda b, x: b.trunc(x, _I32)),
+    "high_word": _operation("high_word", types.uint32, (types.int64,), _high),
+    "word": _operation("word", types.uint32, (types.float32,), lambda b, x: b.bitcast(x, _I32)),
+    "real": _operation("real", types.float32, (types.uint32,), lambda b, x: b.bitcast(x, _F32)),
+    "to_real": _operation("to_real", types.float32, (types.uint32,), lambda b, x: b.sitofp(x, _F32)),
+    "to_word": _operation("to_word", types.uint32, (types.float32,), lambda b, x: b.fptosi(x, _I32)),
+    "divide": _operation("divide", types.float32, (types.float32, types.float32), lambda b, x, y: b.fdiv(x, y)),
+    "root": _operation("root", types.float32, (types.float32,), _root),
+    "larger": _operation("larger", types.float32, (types.float32, types.float32), _larger),
+    "sign_of": _operation("sign_of", types.float32, (types.float32,), _sign_of),
+    "signed_values16": _operation("signed_values16", *_SIXTEEN, _values16(True)),
+    "unsigned_values16": _operation("unsigned_values16", *_SIXTEEN, _values16(False)),
+    "largest16": _operation("largest16", types.uint32, (types.int64, types.int64, types.uint32), _largest16),
+    "load8": _operation("load8", *_LOAD, _load(_I8)),
+    "load16": _operation("load16", *_LOAD, _load(_I16)),
+    "load32": _operation("load32", *_LOAD, _load(_I32)),
+    "store8": _operation("store8", *_STORE, _store(_I8)),
+    "store16": _operation("store16", *_STORE, _store(_I16)),
+    "store32": _operation("store32", *_STORE, _store(_I32)),
+    "peak16x16": _operation("peak16x16", *_LOAD, _peak(_I16)),
+    "peak16x32": _operation("peak16x32", *_LOAD, _peak(_I32)),
+    "add64": _binary64("add64", "add"),
+    "sub64": _binary64("sub64", "sub"),
+    "and64": _binary64("and64", "and_"),
+    "or64": _binary64("or64", "or_"),
+    "xor64": _binary64("xor64", "xor"),
+    "shl64": _binary64("shl64", "shl"),
+    "shr64": _binary64("shr64", "lshr"),
+    "widen": _operation("widen", types.uint64, (types.uint32,), lambda b, x: b.zext(x, _I64)),
+    "real64": _operation("real64", types.float64, (types.uint64,), lambda b, x: b.bitcast(x, _F64)),
+    "word64": _operation("word64", types.uint64, (types.float64,), lambda b, x: b.bitcast(x, _I64)),
+    "to_word64": _operation("to_word64", types.uint64, (types.float64,), _truncated),
+    "load64": _operation("load64", types.uint64, (types.int64, types.int64), _load_64),
+    "store64": _operation("store64", types.void, (types.int64, types.int64, types.uint64), _store_64),
+}

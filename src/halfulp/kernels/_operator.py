@@ -1,0 +1,29 @@
+"""torch operators: what a user's torch.compile may meet, opaque so that no compiler removes a rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+_library = torch.library.Library("halfulp", "DEF")
+
+
+def define_operator(schema: str, implementation: Callable, fake: Callable, random: bool = False) -> Callable:
+    """Define `halfulp::<schema>` with one implementation for every device, and its shape rule for tracing.
+
+    Args:
+        schema: such as "round(Tensor x, float scale) -> Tensor".
+        implementation: takes plain tensors; chooses its engine by their device.
+        fake: the same call on tensors without data; returns tensors of the right shape, dtype and device.
+        random: whether it draws from torch's default generator; then no compiler merges two calls or repeats one.
+
+    Returns:
+        The operator's default overload, callable.
+    """
+    name = schema.split("(", 1)[0]
+    tags = (torch.Tag.pt2_compliant_tag, *([torch.Tag.nondeterministic_seeded] if random else []))
+    _library.define(schema, tags=tags)
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"halfulp::{name}", fake, lib=_library)
+    return getattr(torch.ops.halfulp, name).default

@@ -1,0 +1,291 @@
+"""The scalar operations that a kernel piece is written in: slow and exact here, one instruction each when compiled.
+
+Words are 32-bit unsigned integers and reals are float32; names that end in 64 work on 64-bit words and float64.
+Python's own operators are avoided on purpose: Numba widens a product of two uint32 to 64 bits and a float32 times a
+literal to float64, and either stops vectorization.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+
+SCALARS: dict[str, Callable] = {}
+_U32 = 0xFFFFFFFF
+_U64 = 0xFFFFFFFFFFFFFFFF
+_CTYPES = {8: ctypes.c_uint8, 16: ctypes.c_uint16, 32: ctypes.c_uint32, 64: ctypes.c_uint64}
+
+
+def _scalar(function: Callable) -> Callable:
+    SCALARS[function.__name__] = function
+    return function
+
+
+@_scalar
+def add(a, b):
+    """(a + b) mod 2^32."""
+    return np.uint32((int(a) + int(b)) & _U32)
+
+
+@_scalar
+def sub(a, b):
+    """(a - b) mod 2^32."""
+    return np.uint32((int(a) - int(b)) & _U32)
+
+
+@_scalar
+def mul(a, b):
+    """(a * b) mod 2^32."""
+    return np.uint32((int(a) * int(b)) & _U32)
+
+
+@_scalar
+def bit_and(a, b):
+    """Bitwise and of two words."""
+    return np.uint32(int(a) & int(b))
+
+
+@_scalar
+def bit_or(a, b):
+    """Bitwise or of two words."""
+    return np.uint32(int(a) | int(b))
+
+
+@_scalar
+def bit_xor(a, b):
+    """Bitwise exclusive or of two words."""
+    return np.uint32(int(a) ^ int(b))
+
+
+@_scalar
+def shl(a, n):
+    """A word shifted left by n < 32."""
+    return np.uint32((int(a) << int(n)) & _U32)
+
+
+@_scalar
+def shr(a, n):
+    """A word shifted right by n < 32, zeros coming in."""
+    return np.uint32(int(a) >> int(n))
+
+
+@_scalar
+def low_word(index):
+    """The low 32 bits of a 64-bit index."""
+    return np.uint32(int(index) & _U32)
+
+
+@_scalar
+def high_word(index):
+    """The high 32 bits of a 64-bit index."""
+    return np.uint32((int(index) >> 32) & _U32)
+
+
+@_scalar
+def word(x):
+    """The bits of a float32."""
+    return np.float32(x).view(np.uint32)
+
+
+@_scalar
+def real(w):
+    """The float32 with these bits."""
+    return np.uint32(w).view(np.float32)
+
+
+@_scalar
+def to_real(w):
+    """The float32 nearest to a word read as a signed 32-bit integer."""
+    return np.float32(np.uint32(w).view(np.int32))
+
+
+@_scalar
+def to_word(x):
+    """A float32 in [-2^31, 2^31) truncated to a signed 32-bit integer, as a word."""
+    return np.int32(x).view(np.uint32)
+
+
+@_scalar
+def divide(a, b):
+    """a / b in float32, correctly rounded."""
+    with np.errstate(all="ignore"):
+        return np.float32(a) / np.float32(b)
+
+
+@_scalar
+def root(a):
+    """sqrt(a) in float32, correctly rounded."""
+    with np.errstate(all="ignore"):
+        return np.sqrt(np.float32(a))
+
+
+@_scalar
+def larger(a, b):
+    """The larger of two float32; NaN if either is."""
+    return a if a > b or a != a else b
+
+
+@_scalar
+def sign_of(x):
+    """-1, 0 or 1 as float32; NaN for NaN."""
+    return np.float32(np.sign(x))
+
+
+@_scalar
+def load8(address, i):
+    """The unsigned byte at element i of an array at an address, as a word."""
+    return _read(8, address, i)
+
+
+@_scalar
+def load16(address, i):
+    """The unsigned 16-bit element i of an array at an address, as a word."""
+    return _read(16, address, i)
+
+
+@_scalar
+def load32(address, i):
+    """The 32-bit element i of an array at an address."""
+    return _read(32, address, i)
+
+
+@_scalar
+def store8(address, i, w):
+    """Write the low 8 bits of a word to element i."""
+    _write(8, address, i, w)
+
+
+@_scalar
+def store16(address, i, w):
+    """Write the low 16 bits of a word to element i."""
+    _write(16, address, i, w)
+
+
+@_scalar
+def store32(address, i, w):
+    """Write a word to element i."""
+    _write(32, address, i, w)
+
+
+@_scalar
+def add64(a, b):
+    """(a + b) mod 2^64."""
+    return np.uint64((int(a) + int(b)) & _U64)
+
+
+@_scalar
+def sub64(a, b):
+    """(a - b) mod 2^64."""
+    return np.uint64((int(a) - int(b)) & _U64)
+
+
+@_scalar
+def and64(a, b):
+    """Bitwise and of two 64-bit words."""
+    return np.uint64(int(a) & int(b))
+
+
+@_scalar
+def or64(a, b):
+    """Bitwise or of two 64-bit words."""
+    return np.uint64(int(a) | int(b))
+
+
+@_scalar
+def xor64(a, b):
+    """Bitwise exclusive or of two 64-bit words."""
+    return np.uint64(int(a) ^ int(b))
+
+
+@_scalar
+def shl64(a, n):
+    """A 64-bit word shifted left by n < 64."""
+    return np.uint64((int(a) << int(n)) & _U64)
+
+
+@_scalar
+def shr64(a, n):
+    """A 64-bit word shifted right by n < 64, zeros coming in."""
+    return np.uint64(int(a) >> int(n))
+
+
+@_scalar
+def widen(w):
+    """A word as a 64-bit word."""
+    return np.uint64(w)
+
+
+@_scalar
+def real64(w):
+    """The float64 with these bits."""
+    return np.uint64(w).view(np.float64)
+
+
+@_scalar
+def word64(x):
+    """The bits of a float64."""
+    return np.float64(x).view(np.uint64)
+
+
+@_scalar
+def to_word64(x):
+    """A float64 in [0, 2^31) truncated to an integer, as a 64-bit word."""
+    return np.uint64(int(x))
+
+
+@_scalar
+def load64(address, i):
+    """The 64-bit element i of an array at an address."""
+    return np.uint64(_CTYPES[64].from_address(int(address) + int(i) * 8).value)
+
+
+@_scalar
+def store64(address, i, w):
+    """Write a 64-bit word to element i."""
+    _CTYPES[64].from_address(int(address) + int(i) * 8).value = int(w)
+
+
+@_scalar
+def signed_values16(codes, i, unit, buffer, j):
+    """Sixteen signed bytes from element i times a unit, into a float32 buffer from element j; -128 is NaN."""
+    for k in range(16):
+        code = int(_read(8, codes, int(i) + k))
+        value = np.float32("nan") if code == 128 else np.float32(code - 256 if code > 127 else code) * np.float32(unit)
+        _write(32, buffer, int(j) + k, word(value))
+
+
+@_scalar
+def unsigned_values16(codes, i, unit, buffer, j):
+    """Sixteen unsigned bytes from element i times a unit, into a float32 buffer from element j."""
+    for k in range(16):
+        value = np.float32(int(_read(8, codes, int(i) + k))) * np.float32(unit)
+        _write(32, buffer, int(j) + k, word(value))
+
+
+@_scalar
+def largest16(buffer, j, top):
+    """The largest word of |value| of sixteen float32 from element j, or `top` if that is larger; NaNs do not count."""
+    words = [int(_read(32, buffer, int(j) + k)) & 0x7FFFFFFF for k in range(16)]
+    return np.uint32(max([int(top), *(w for w in words if w <= 0x7F800000)]))
+
+
+@_scalar
+def peak16x16(address, i):
+    """The largest of 16 16-bit elements from i on, their top bits left out, as a word."""
+    return max(bit_and(_read(16, address, int(i) + k), 0x7FFF) for k in range(16))
+
+
+@_scalar
+def peak16x32(address, i):
+    """The largest of 16 words from element i on, their top bits left out."""
+    return max(bit_and(_read(32, address, int(i) + k), 0x7FFFFFFF) for k in range(16))
+
+
+def _read(bits: int, address: int, i: int) -> np.uint32:
+    return np.uint32(_CTYPES[bits].from_address(int(address) + int(i) * bits // 8).value)
+
+
+def _write(bits: int, address: int, i: int, w: np.uint32) -> None:
+    _CTYPES[bits].from_address(int(address) + int(i) * bits // 8).value = int(w) & ((1 << bits) - 1)

@@ -1,0 +1,62 @@
+"""A serial kernel over many chunks, on as many threads as torch uses.
+
+The kernels release the GIL, so plain Python threads run them side by side. Compared with Numba's own parallel loops
+this compiles one kernel instead of two, survives fork (a child makes its own pool), lets several callers run at
+once, and does not depend on the threading layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+SERIAL_BELOW = 65_536
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+_pool_size = 0
+
+
+def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
+    """Call kernel(first, last, *arguments) so that every chunk is covered once.
+
+    Args:
+        kernel: works on the chunks [first, last) and releases the GIL.
+        lengths: int64 array of shape (chunks,), the elements of each chunk; used to split the work evenly.
+        arguments: passed on.
+    """
+    count = len(lengths)
+    threads = min(torch.get_num_threads(), count)
+    if threads == 1 or int(lengths.sum()) < SERIAL_BELOW:
+        kernel(0, count, *arguments)
+        return
+    ends = np.cumsum(lengths)
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, threads) / threads, side="left")
+    edges = [0, *(int(c) for c in cuts), count]
+    pieces = [(a, b) for a, b in itertools.pairwise(edges) if a < b]
+    futures = [_executor(threads).submit(kernel, a, b, *arguments) for a, b in pieces[1:]]
+    kernel(*pieces[0], *arguments)
+    for future in futures:
+        future.result()
+
+
+def _executor(threads: int) -> ThreadPoolExecutor:
+    global _pool, _pool_size
+    with _lock:
+        if _pool is None or _pool_size < threads:
+            _pool, _pool_size = ThreadPoolExecutor(threads, thread_name_prefix="halfulp"), threads
+        return _pool
+
+
+def _forget_pool() -> None:
+    global _pool, _pool_size, _lock
+    _pool, _pool_size, _lock = None, 0, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)

@@ -1,0 +1,237 @@
+"""Straight-line arithmetic on real numbers, written once: run on tensors as the reference, recorded as instructions.
+
+A piece is a plain function over + - * / (and comparisons) and the operations below. Given float32 or float64 tensors it
+computes; given `Traced` values it writes itself down, without branches, for `_vector` to turn into machine code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+MANTISSA = {torch.float32: 23, torch.float64: 52}
+_BIAS = {torch.float32: 127, torch.float64: 1023}
+_WORD = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+class Trace:
+    """Instructions in order: (operation, operands, what else), each computed once."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.lines: list[tuple[str, tuple[int, ...], object]] = []
+        self.tables: list[tuple[float, ...]] = []
+        self._known: dict[tuple, int] = {}
+
+    def emit(self, operation: str, operands: Sequence[object] = (), extra: object = None) -> Traced:
+        """One more instruction, or the same one's earlier result."""
+        key = (operation, tuple(self._number(x) for x in operands), extra)
+        if key not in self._known:
+            self._known[key] = len(self.lines)
+            self.lines.append(key)
+        return Traced(self, self._known[key])
+
+    def table(self, values: tuple[float, ...]) -> int:
+        """The number of a table of constants."""
+        if values not in self.tables:
+            self.tables.append(values)
+        return self.tables.index(values)
+
+    def digest(self) -> str:
+        """A hash of everything that was recorded."""
+        return hashlib.sha256(repr((self.dtype, self.lines, self.tables)).encode()).hexdigest()
+
+    def _number(self, x: object) -> int:
+        return x.number if isinstance(x, Traced) else self.emit("constant", (), float(x).hex()).number
+
+
+class Traced:
+    """A value that is not there yet."""
+
+    __slots__ = ("number", "trace")
+
+    def __init__(self, trace: Trace, number: int) -> None:
+        self.trace, self.number = trace, number
+
+    def __add__(self, other):
+        return self.trace.emit("add", (self, other))
+
+    def __radd__(self, other):
+        return self.trace.emit("add", (other, self))
+
+    def __sub__(self, other):
+        return self.trace.emit("sub", (self, other))
+
+    def __rsub__(self, other):
+        return self.trace.emit("sub", (other, self))
+
+    def __mul__(self, other):
+        return self.trace.emit("mul", (self, other))
+
+    def __rmul__(self, other):
+        return self.trace.emit("mul", (other, self))
+
+    def __truediv__(self, other):
+        return self.trace.emit("div", (self, other))
+
+    def __rtruediv__(self, other):
+        return self.trace.emit("div", (other, self))
+
+    def __neg__(self):
+        return self.trace.emit("neg", (self,))
+
+    def __abs__(self):
+        return self.trace.emit("abs", (self,))
+
+    def __lt__(self, other):
+        return self.trace.emit("lt", (self, other))
+
+    def __gt__(self, other):
+        return self.trace.emit("gt", (self, other))
+
+    def __le__(self, other):
+        return self.trace.emit("le", (self, other))
+
+    def __ge__(self, other):
+        return self.trace.emit("ge", (self, other))
+
+    def __eq__(self, other):
+        return self.trace.emit("eq", (self, other))
+
+    def __ne__(self, other):
+        return self.trace.emit("ne", (self, other))
+
+    def __and__(self, other):
+        return self.trace.emit("and", (self, other))
+
+    def __or__(self, other):
+        return self.trace.emit("or", (self, other))
+
+    def __invert__(self):
+        return self.trace.emit("not", (self,))
+
+    __hash__ = object.__hash__
+
+
+def product_error(a, b, p):
+    """a b - p for p = a b rounded, itself rounded once (exact where it is representable)."""
+    return a.trace.emit("product_error", (a, b, p)) if isinstance(a, Traced) else _product_error(a, b, p)
+
+
+def square_root(x):
+    """The correctly rounded square root."""
+    if isinstance(x, Traced):
+        return x.trace.emit("root", (x,))
+    # torch's own roots are an ulp off for some inputs on the CPU.
+    if x.dtype == torch.float32:
+        return x.double().sqrt().float()
+    s = x.sqrt()
+    p = s * s
+    better = s + ((x - p) - _product_error(s, s, p)) / (s + s)
+    return torch.where(is_finite(better), better, s)
+
+
+def nearest_integer(x):
+    """Rounded to an integer, ties to even."""
+    return x.trace.emit("rint", (x,)) if isinstance(x, Traced) else x.round()
+
+
+def floor(x):
+    """Rounded down to an integer."""
+    return x.trace.emit("floor", (x,)) if isinstance(x, Traced) else x.floor()
+
+
+def select(condition, a, b):
+    """a where the condition holds, else b."""
+    if isinstance(condition, Traced):
+        return condition.trace.emit("select", (condition, a, b))
+    return torch.where(condition, a, b)
+
+
+def power_below(x):
+    """2^floor(log2 |x|) for a normal x; 0 for zeros and subnormals, infinity for infinities and NaNs."""
+    if isinstance(x, Traced):
+        return x.trace.emit("power_below", (x,))
+    mantissa, word = MANTISSA[x.dtype], _WORD[x.dtype]
+    mask = (2 * _BIAS[x.dtype] + 1) << mantissa
+    return (x.contiguous().view(word) & mask).view(x.dtype)
+
+
+def exponent(x):
+    """floor(log2 |x|) for a normal x, as a real number."""
+    if isinstance(x, Traced):
+        return x.trace.emit("exponent", (x,))
+    mantissa, word = MANTISSA[x.dtype], _WORD[x.dtype]
+    biased = (x.contiguous().view(word) >> mantissa) & (2 * _BIAS[x.dtype] + 1)
+    return (biased - _BIAS[x.dtype]).to(x.dtype)
+
+
+def power(k):
+    """2^k for an integer k in the range of normal numbers."""
+    if isinstance(k, Traced):
+        return k.trace.emit("power", (k,))
+    mantissa, word = MANTISSA[k.dtype], _WORD[k.dtype]
+    return ((k.nan_to_num(0.0).to(word) + _BIAS[k.dtype]) << mantissa).view(k.dtype)
+
+
+def gather(table: tuple[float, ...], index):
+    """table[index] for an integer index within it."""
+    if isinstance(index, Traced):
+        return index.trace.emit("gather", (index,), index.trace.table(table))
+    values = torch.tensor(table, dtype=index.dtype, device=index.device)
+    return values[index.nan_to_num(0.0).clamp(0, len(table) - 1).long()]
+
+
+def narrowed(x):
+    """A float64 rounded to float32, ties to even, as float64."""
+    return x.trace.emit("narrowed", (x,)) if isinstance(x, Traced) else x.float().double()
+
+
+def is_finite(x):
+    """Neither infinite nor NaN."""
+    return (x - x) == 0.0
+
+
+def record(function: Callable, dtype: torch.dtype, inputs: int) -> tuple[Trace, list[Traced]]:
+    """What a function of `inputs` values of a dtype does, and its results."""
+    trace = Trace(dtype)
+    values = [trace.emit("input", (), k) for k in range(inputs)]
+    return trace, list(function(*values))
+
+
+def _product_error(a: torch.Tensor, b: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    if a.dtype == torch.float32:
+        # 24 + 24 bits fit into 53, and so does the difference from the rounded product.
+        return (a.double() * b.double() - p.double()).float()
+    (fa, ka), (fb, kb) = torch.frexp(a), torch.frexp(b)
+    k = (ka + kb).to(a.dtype)
+    high = fa * fb
+    a1, a2 = _halves(fa)
+    b1, b2 = _halves(fb)
+    low = ((a1 * b1 - high) + a1 * b2 + a2 * b1) + a2 * b2
+    # Where p is subnormal it left out more than the product of the mantissas did.
+    error = times_power((high - times_power(p, -k)) + low, k)
+    return torch.where(is_finite(p), error, p - p)
+
+
+def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """26 + 27 bits (Veltkamp)."""
+    t = x * 134217729.0
+    high = t - (t - x)
+    return high, x - high
+
+
+def times_power(x, k):
+    """x 2^k for an integer k, rounded once, for |x| not near the ends of the range or k beyond all of it."""
+    reach = 1000.0 if trace_is_wide(x) else 120.0
+    first = select(k > reach, reach, select(k < -reach, -reach, k))
+    rest = k - first
+    rest = select(rest > reach, reach, select(rest < -reach, -reach, rest))
+    return (x * power(first)) * power(rest)
+
+
+def trace_is_wide(x) -> bool:
+    """Whether a value is computed in float64."""
+    return (x.trace.dtype if isinstance(x, Traced) else x.dtype) == torch.float64

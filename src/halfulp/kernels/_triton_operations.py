@@ -1,0 +1,144 @@
+"""The scalar operations on Triton blocks: plain functions whose text goes into every generated module.
+
+`lanes` is the mask of the elements that exist, and `aligned` says that addresses and indices are multiples of 16; the
+translation hands both to every operation that takes them. Words are uint32 blocks and reals float32 blocks.
+"""
+
+from __future__ import annotations
+
+tl = None  # triton.language in a generated module
+
+
+def add(a, b):
+    return a + b
+
+
+def sub(a, b):
+    return a - b
+
+
+def mul(a, b):
+    return a * b
+
+
+def bit_and(a, b):
+    return a & b
+
+
+def bit_or(a, b):
+    return a | b
+
+
+def bit_xor(a, b):
+    return a ^ b
+
+
+def shl(a, n):
+    return a << n
+
+
+def shr(a, n):
+    return a >> n
+
+
+def low_word(index):
+    return index.to(tl.uint32)
+
+
+def high_word(index):
+    return (index >> 32).to(tl.uint32)
+
+
+def word(x):
+    # A GPU's own NaN has all low bits set, which the encoders do not allow.
+    return tl.where(x == x, x.to(tl.uint32, bitcast=True), tl.full([], 0x7FC00000, tl.uint32))
+
+
+def real(w):
+    return w.to(tl.float32, bitcast=True)
+
+
+def to_real(w):
+    return w.to(tl.int32, bitcast=True).to(tl.float32)
+
+
+def to_word(x):
+    return x.to(tl.int32).to(tl.uint32, bitcast=True)
+
+
+def divide(a, b):
+    return tl.div_rn(a, b)
+
+
+def root(a):
+    return tl.sqrt_rn(a)
+
+
+def larger(a, b):
+    return tl.where((a > b) | (a != a), a, b)
+
+
+def sign_of(x):
+    return tl.where(x != x, x, (x > 0).to(tl.float32) - (x < 0).to(tl.float32))
+
+
+def negative(x):
+    # Triton's own minus is 0 - x, which loses the sign of a zero.
+    return (x.to(tl.uint32, bitcast=True) ^ tl.full([], 0x80000000, tl.uint32)).to(tl.float32, bitcast=True)
+
+
+def absolute(x):
+    return (x.to(tl.uint32, bitcast=True) & tl.full([], 0x7FFFFFFF, tl.uint32)).to(tl.float32, bitcast=True)
+
+
+def double(x):
+    return x.to(tl.float64)
+
+
+def row_peak(x):
+    """The word of the largest magnitude of each row of a tile; NaNs do not count."""
+    size = x.to(tl.uint32, bitcast=True) & tl.full([], 0x7FFFFFFF, tl.uint32)
+    tl.debug_barrier()  # every warp has read the old scales before one writes new ones
+    return tl.max(tl.where(x == x, size, tl.full([], 0, tl.uint32)), axis=1, keep_dims=True)
+
+
+def load8(address, i, lanes, aligned: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.uint8))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    return tl.load(pointer + i, mask=lanes, other=0).to(tl.uint32)
+
+
+def load16(address, i, lanes, aligned: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.uint16))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    return tl.load(pointer + i, mask=lanes, other=0).to(tl.uint32)
+
+
+def load32(address, i, lanes, aligned: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.uint32))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    return tl.load(pointer + i, mask=lanes, other=0)
+
+
+def store8(address, i, w, lanes, aligned: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.uint8))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    tl.store(pointer + i, w.to(tl.uint8), mask=lanes)
+
+
+def store16(address, i, w, lanes, aligned: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.uint16))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    tl.store(pointer + i, w.to(tl.uint16), mask=lanes)
+
+
+def store32(address, i, w, lanes, aligned: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.uint32))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    tl.store(pointer + i, w, mask=lanes)

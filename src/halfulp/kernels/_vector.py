@@ -1,0 +1,239 @@
+"""A trace as machine code: one loop over elements, eight or sixteen at a time, in LLVM's vector types."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ._cache import MachineCodeCache
+from ._trace import Trace, record
+from ._vector_instructions import Instructions, size_of
+
+LANES = 16  # neighbours that a broadcast operand repeats: the widest vector of any kernel
+_HEADER = 2  # words of the table before the operands: elements per row, elements in all
+_WORDS = 3  # words per operand: address, elements from row to row, elements from neighbour to neighbour
+
+
+def compile_trace(
+    name: str, trace: Trace, results: Sequence[int], stored: Sequence[torch.dtype], written: Sequence[torch.dtype]
+) -> Callable:
+    """A function (first row, last row, table address) that runs a trace on rows of elements.
+
+    Args:
+        name: for the cache.
+        trace: what to compute per element.
+        results: the instructions whose values are written.
+        stored: dtype in memory of each input (float16, bfloat16, float32, float64).
+        written: dtype in memory of each result; the value must be one of it, or is rounded to nearest.
+
+    The table is an int64 array: row length, element count, then for each input and each result address, row stride and
+    neighbour stride (0 or 1). An input with neighbour stride 0 must hold LANES equal values from each row's address.
+    """
+    key = hashlib.sha256(repr((trace.digest(), tuple(results), tuple(stored), tuple(written))).encode()).hexdigest()
+    body = _intrinsic_of(lambda builder: Loop(builder, trace, tuple(results), tuple(stored), tuple(written)))
+
+    def run(first, last, table):
+        body(first, last, table)
+
+    return _dispatcher(run, name, key)
+
+
+def compile_fold(
+    name: str, step: Callable, close: Callable, held: int, start: float, stored: Sequence[torch.dtype]
+) -> Callable:
+    """A function (first matrix, last matrix, table address) that reduces the rows of matrices, column by column.
+
+    Args:
+        name: for the cache.
+        step: a piece on float64 values: what is held and a row's components -> what is held from there on.
+        close: a piece on what is held after the last row -> the result's components.
+        held: how many values are held.
+        start: the first of them before the first row; the others are zero.
+        stored: dtype in memory of each of a row's components.
+
+    The table is an int64 array: rows and columns of a matrix, the addresses of the matrices' components, which lie one
+    after another without gaps, then of the results', float64, one row for each matrix.
+    """
+    pieces = record(step, torch.float64, held + len(stored)), record(close, torch.float64, held)
+    told = [(trace.digest(), [value.number for value in values]) for trace, values in pieces]
+    key = hashlib.sha256(repr((told, start, tuple(stored))).encode()).hexdigest()
+    body = _intrinsic_of(lambda builder: _Fold(builder, pieces, start, tuple(stored)))
+
+    def run(first, last, table):
+        body(first, last, table)
+
+    return _dispatcher(run, name, key)
+
+
+def _dispatcher(run: Callable, name: str, key: str) -> Callable:
+    import numba
+
+    run.__name__ = run.__qualname__ = f"{name}_{key[:16]}"
+    dispatcher = numba.njit(nogil=True, error_model="numpy")(run)
+    dispatcher._cache = MachineCodeCache(name, key + _source())
+    dispatcher.compile("void(int64, int64, int64)")
+    dispatcher.disable_compile()
+    return dispatcher
+
+
+@functools.cache
+def _source() -> str:
+    here = Path(__file__)
+    files = (here, here.with_name("_vector_instructions.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _intrinsic_of(loop: Callable) -> Callable:
+    from numba.core import types
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def body(typing, first, last, table):
+        def codegen(context, builder, signature, arguments):
+            loop(builder).build(*arguments)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    return body
+
+
+def _native_lanes(dtype: torch.dtype) -> int:
+    from llvmlite import binding
+
+    bits = 512 if binding.get_host_cpu_features().get("avx512f") else 256
+    return bits // (64 if dtype == torch.float64 else 32)
+
+
+class Loop:
+    """Rows, then vectors of neighbours, then what is left one by one."""
+
+    def __init__(self, builder, trace: Trace, results: tuple, stored: tuple, written: tuple) -> None:
+        from llvmlite import ir
+
+        self.ir, self.b, self.trace = ir, builder, trace
+        self.results, self.stored, self.written = results, stored, written
+        self.wide = trace.dtype == torch.float64
+        self.real = ir.DoubleType() if self.wide else ir.FloatType()
+        self.i64 = ir.IntType(64)
+
+    def word(self, value: int):
+        return self.ir.Constant(self.i64, value)
+
+    def build(self, first, last, table) -> None:
+        b, lanes = self.b, _native_lanes(self.trace.dtype)
+        self.hide_ones(lanes)
+        words = b.inttoptr(table, self.i64.as_pointer())
+        read = lambda k: b.load(b.gep(words, [self.word(k)]))  # noqa: E731
+        per_row, total = read(0), read(1)
+        operands = []
+        for k in range(len(self.stored) + len(self.written)):
+            operands.append(tuple(read(_HEADER + _WORDS * k + j) for j in range(_WORDS)))
+        with self.loop(first, last, self.word(1)) as row:
+            start = b.mul(row, per_row)
+            left = b.sub(total, start)
+            count = b.select(b.icmp_signed("<", left, per_row), left, per_row)
+            bases = [
+                b.add(address, b.mul(b.mul(row, step), self.word(size_of(dtype))))
+                for (address, step, _), dtype in zip(operands, self.stored + self.written)
+            ]
+            whole = b.mul(b.sdiv(count, self.word(lanes)), self.word(lanes))
+            for size, low, high in ((lanes, self.word(0), whole), (1, whole, count)):
+                with self.loop(low, high, self.word(size)) as i:
+                    self.element(size, [(base, b.mul(i, near)) for base, (_, _, near) in zip(bases, operands)])
+
+    def hide_ones(self, lanes: int) -> None:
+        """For a vector width a 1 that the optimizer cannot see; see `Instructions.sum_of`."""
+        from llvmlite import binding
+
+        self.ones: dict = {}
+        kind = self.ir.VectorType(self.real, lanes)
+        bits = lanes * (64 if self.wide else 32)
+        if binding.get_host_cpu_features().get({256: "avx2", 512: "avx512f"}.get(bits)):
+            one = self.ir.Constant(kind, [1.0] * lanes)
+            self.ones[lanes] = self.b.asm(self.ir.FunctionType(kind, [kind]), "", "=v,0", [one], side_effect=True)
+
+    def loop(self, low, high, step):
+        """A counting loop as a context manager that yields the counter."""
+        b = self.b
+
+        @contextlib.contextmanager
+        def made():
+            before = b.block
+            head, body, done = (b.append_basic_block(n) for n in ("head", "body", "done"))
+            b.branch(head)
+            b.position_at_end(head)
+            i = b.phi(self.i64)
+            i.add_incoming(low, before)
+            b.cbranch(b.icmp_signed("<", i, high), body, done)
+            b.position_at_end(body)
+            yield i
+            i.add_incoming(b.add(i, step), b.block)
+            b.branch(head)
+            b.position_at_end(done)
+
+        return made()
+
+    def element(self, lanes: int, places: list) -> None:
+        """All instructions for `lanes` neighbours."""
+        maker = Instructions(self, lanes)
+        values = maker.run([maker.load(place, dtype) for place, dtype in zip(places, self.stored)])
+        for k, (number, dtype) in enumerate(zip(self.results, self.written)):
+            maker.store(places[len(self.stored) + k], dtype, values[number])
+
+
+class _Fold(Loop):
+    """Columns in wide vectors, each with its components in registers while the rows go by."""
+
+    def __init__(self, builder, pieces: tuple, start: float, stored: tuple) -> None:
+        (trace, values), (self.closing, closed) = pieces
+        results = tuple(value.number for value in values)
+        super().__init__(builder, trace, results, stored, (torch.float64,) * len(closed))
+        self.closed, self.start = [value.number for value in closed], start
+
+    def build(self, first, last, table) -> None:
+        b = self.b
+        words = b.inttoptr(table, self.i64.as_pointer())
+        rows, columns, *addresses = (
+            b.load(b.gep(words, [self.word(k)])) for k in range(2 + len(self.stored) + len(self.written))
+        )
+        # Four native vectors at once hide the latency of the chain of sums.
+        lanes = 4 * _native_lanes(self.trace.dtype)
+        self.hide_ones(lanes)
+        whole = b.mul(b.sdiv(columns, self.word(lanes)), self.word(lanes))
+        with self.loop(first, last, self.word(1)) as matrix:
+            start, out = b.mul(matrix, b.mul(rows, columns)), b.mul(matrix, columns)
+            for size, low, high in ((lanes, self.word(0), whole), (1, whole, columns)):
+                with self.loop(low, high, self.word(size)) as i:
+                    self.column(size, rows, columns, addresses, b.add(start, i), b.add(out, i))
+
+    def column(self, lanes: int, rows, columns, addresses: list, top, out) -> None:
+        """The rows of `lanes` columns below element `top`, into element `out`."""
+        b, maker = self.b, Instructions(self, lanes)
+        before = b.block
+        head, body, done = (b.append_basic_block(n) for n in ("rows", "row", "reduced"))
+        b.branch(head)
+        b.position_at_end(head)
+        row = b.phi(self.i64)
+        row.add_incoming(self.word(0), before)
+        held = [b.phi(maker.real) for _ in self.results]
+        for k, phi in enumerate(held):
+            phi.add_incoming(maker.constant(maker.real, self.start if k == 0 else 0.0), before)
+        b.cbranch(b.icmp_signed("<", row, rows), body, done)
+        b.position_at_end(body)
+        at = b.add(b.mul(row, columns), top)
+        loaded = [maker.load((address, at), dtype) for address, dtype in zip(addresses, self.stored)]
+        values = maker.run([*held, *loaded])
+        for phi, number in zip(held, self.results):
+            phi.add_incoming(values[number], b.block)
+        row.add_incoming(b.add(row, self.word(1)), b.block)
+        b.branch(head)
+        b.position_at_end(done)
+        values = Instructions(self, lanes, self.closing).run(held)
+        for address, number in zip(addresses[len(self.stored) :], self.closed):
+            maker.store((address, out), torch.float64, values[number])

@@ -1,0 +1,220 @@
+"""The operations of a trace as LLVM instructions, on scalars or vectors."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from ._trace import Trace
+
+if TYPE_CHECKING:
+    from ._vector import Loop
+
+_PREDICATES = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
+
+
+class Instructions:
+    """One method per operation of a trace, on scalars or vectors."""
+
+    def __init__(self, loop: Loop, lanes: int, trace: Trace | None = None) -> None:
+        ir = self.ir = loop.ir
+        self.b, self.lanes, self.wide, self.trace = loop.b, lanes, loop.wide, trace or loop.trace
+        self.one, self.sums, self.products = loop.ones.get(lanes), 0, 0
+        self.mantissa, self.bias = (52, 1023) if self.wide else (23, 127)
+        self.real = self.shape(loop.real)
+        self.word = self.shape(ir.IntType(64 if self.wide else 32))
+
+    def run(self, inputs: list) -> list:
+        """Every instruction's value."""
+        values: list = []
+        for operation, operands, extra in self.trace.lines:
+            if operation == "input":
+                values.append(inputs[extra])
+            else:
+                values.append(getattr(self, f"do_{operation}")(extra, *(values[k] for k in operands)))
+        return values
+
+    def shape(self, scalar):
+        return scalar if self.lanes == 1 else self.ir.VectorType(scalar, self.lanes)
+
+    def constant(self, kind, value):
+        return self.ir.Constant(kind, value if self.lanes == 1 else [value] * self.lanes)
+
+    def intrinsic(self, name: str, *values):
+        kind = values[0].type
+        suffix = f"{'f64' if self.wide else 'f32'}"
+        name = f"llvm.{name}.{suffix if self.lanes == 1 else f'v{self.lanes}{suffix}'}"
+        function = self.b.module.globals.get(name)
+        if function is None:
+            function = self.ir.Function(self.b.module, self.ir.FunctionType(kind, [kind] * len(values)), name)
+        return self.b.call(function, values)
+
+    def pointer(self, place, scalar):
+        base, i = place
+        at = self.b.gep(self.b.inttoptr(base, scalar.as_pointer()), [i])
+        return self.b.bitcast(at, self.shape(scalar).as_pointer())
+
+    def load(self, place, dtype: torch.dtype):
+        ir, b = self.ir, self.b
+        if dtype == torch.bfloat16:
+            raw = b.load(self.pointer(place, ir.IntType(16)), align=2)
+            words = self.shape(ir.IntType(32))
+            value = b.bitcast(b.shl(b.zext(raw, words), self.constant(words, 16)), self.shape(ir.FloatType()))
+        else:
+            scalar = {torch.float16: ir.HalfType(), torch.float32: ir.FloatType()}.get(dtype, ir.DoubleType())
+            value = b.load(self.pointer(place, scalar), align=size_of(dtype))
+            if dtype == torch.float16:
+                value = b.fpext(value, self.shape(ir.FloatType()))
+        if dtype == torch.float64:
+            return value if self.wide else b.fptrunc(value, self.real)
+        return b.fpext(value, self.real) if self.wide else value
+
+    def store(self, place, dtype: torch.dtype, value) -> None:
+        ir, b = self.ir, self.b
+        if dtype != torch.float64 and self.wide:
+            value = b.fptrunc(value, self.shape(ir.FloatType()))
+        elif dtype == torch.float64 and not self.wide:
+            value = b.fpext(value, self.shape(ir.DoubleType()))
+        if dtype == torch.bfloat16:
+            words = self.shape(ir.IntType(32))
+            high = b.lshr(b.bitcast(value, words), self.constant(words, 16))
+            # A NaN whose payload lies in the lower half would become an infinity.
+            quiet = b.or_(high, self.constant(words, 64))
+            high = b.select(b.fcmp_unordered("uno", value, value), quiet, high)
+            b.store(b.trunc(high, self.shape(ir.IntType(16))), self.pointer(place, ir.IntType(16)), align=2)
+            return
+        if dtype == torch.float16:
+            value = b.fptrunc(value, self.shape(ir.HalfType()))
+        scalar = {torch.float16: ir.HalfType(), torch.float32: ir.FloatType()}.get(dtype, ir.DoubleType())
+        b.store(value, self.pointer(place, scalar), align=size_of(dtype))
+
+    def do_constant(self, extra, *_):
+        return self.constant(self.real, float.fromhex(extra))
+
+    def do_add(self, _, x, y):
+        return self.sum_of(x, y, negative=False)
+
+    def do_sub(self, _, x, y):
+        return self.sum_of(x, y, negative=True)
+
+    def sum_of(self, x, y, negative: bool):
+        """x + y or x - y, every other time as y * 1 + x: some processors add and multiply in different units.
+
+        The result is the same in every bit, and the unit that would be idle shares the work.
+        """
+        if self.one is None or self.products >= self.sums:
+            self.sums += 1
+            return self.b.fsub(x, y) if negative else self.b.fadd(x, y)
+        self.products += 1
+        return self.intrinsic("fma", self.b.fneg(y) if negative else y, self.one, x)
+
+    def do_mul(self, _, x, y):
+        self.products += 1
+        return self.b.fmul(x, y)
+
+    def do_div(self, _, x, y):
+        return self.b.fdiv(x, y)
+
+    def do_neg(self, _, x):
+        return self.b.fneg(x)
+
+    def do_abs(self, _, x):
+        return self.intrinsic("fabs", x)
+
+    def do_product_error(self, _, a, b, p):
+        self.products += 1
+        return self.intrinsic("fma", a, b, self.b.fneg(p))
+
+    def do_root(self, _, x):
+        return self.intrinsic("sqrt", x)
+
+    def do_rint(self, _, x):
+        return self.intrinsic("rint", x)
+
+    def do_floor(self, _, x):
+        return self.intrinsic("floor", x)
+
+    def compare(self, operation: str, x, y):
+        return self.b.fcmp_ordered(_PREDICATES[operation], x, y)
+
+    def do_lt(self, _, x, y):
+        return self.compare("lt", x, y)
+
+    def do_gt(self, _, x, y):
+        return self.compare("gt", x, y)
+
+    def do_le(self, _, x, y):
+        return self.compare("le", x, y)
+
+    def do_ge(self, _, x, y):
+        return self.compare("ge", x, y)
+
+    def do_eq(self, _, x, y):
+        return self.compare("eq", x, y)
+
+    def do_ne(self, _, x, y):
+        return self.b.fcmp_unordered("!=", x, y)
+
+    def do_and(self, _, x, y):
+        return self.b.and_(x, y)
+
+    def do_or(self, _, x, y):
+        return self.b.or_(x, y)
+
+    def do_not(self, _, x):
+        return self.b.xor(x, self.constant(x.type, 1))
+
+    def do_select(self, _, condition, x, y):
+        return self.b.select(condition, x, y)
+
+    def do_power_below(self, _, x):
+        mask = self.constant(self.word, (2 * self.bias + 1) << self.mantissa)
+        return self.b.bitcast(self.b.and_(self.b.bitcast(x, self.word), mask), self.real)
+
+    def do_exponent(self, _, x):
+        shifted = self.b.lshr(self.b.bitcast(x, self.word), self.constant(self.word, self.mantissa))
+        biased = self.b.and_(shifted, self.constant(self.word, 2 * self.bias + 1))
+        return self.b.sitofp(self.b.sub(biased, self.constant(self.word, self.bias)), self.real)
+
+    def do_power(self, _, k):
+        whole = self.b.add(self.integer(k), self.constant(self.word, self.bias))
+        return self.b.bitcast(self.b.shl(whole, self.constant(self.word, self.mantissa)), self.real)
+
+    def integer(self, k):
+        """A real integer as a word; NaN, which no integer stands for, as 0."""
+        known = self.b.select(self.b.fcmp_ordered("ord", k, k), k, self.constant(self.real, 0.0))
+        return self.b.fptosi(known, self.word)
+
+    def do_narrowed(self, _, x):
+        return self.b.fpext(self.b.fptrunc(x, self.shape(self.ir.FloatType())), self.real)
+
+    def do_gather(self, number, index):
+        ir, b = self.ir, self.b
+        values = self.trace.tables[number]
+        scalar = ir.DoubleType() if self.wide else ir.FloatType()
+        name = f"halfulp_table_{hashlib.sha256(repr((self.wide, values)).encode()).hexdigest()[:16]}"
+        table = b.module.globals.get(name)
+        if table is None:
+            kind = ir.ArrayType(scalar, len(values))
+            table = ir.GlobalVariable(b.module, kind, name)
+            table.initializer, table.global_constant, table.linkage = ir.Constant(kind, list(values)), True, "internal"
+        last = self.constant(self.real, float(len(values) - 1))
+        zero = self.constant(self.real, 0.0)
+        inside = b.select(b.fcmp_ordered(">", index, zero), index, zero)
+        inside = b.select(b.fcmp_ordered("<", inside, last), inside, last)
+        whole = b.fptosi(inside, self.word)
+        first = ir.Constant(ir.IntType(32), 0)
+        if self.lanes == 1:
+            return b.load(b.gep(table, [first, whole]))
+        made = ir.Constant(self.real, ir.Undefined)
+        for k in range(self.lanes):
+            lane = ir.Constant(ir.IntType(32), k)
+            made = b.insert_element(made, b.load(b.gep(table, [first, b.extract_element(whole, lane)])), lane)
+        return made
+
+
+def size_of(dtype: torch.dtype) -> int:
+    """Bytes of an element in memory."""
+    return {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}.get(dtype, 8)

@@ -1,0 +1,247 @@
+"""Saving and loading: every tensor in its own dtype, float32 weights in and out, and torch.optim's own states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..formats import Format
+from ._saved import checked_groups, checked_state, whole_step
+from ._slots import Slot, local, placed_like, state_tensor_names
+from ._states import as_state
+from ._weight_update import WeightUpdate
+
+
+class CheckpointMixin:
+    """state_dict, load_state_dict and their float32 counterparts, for Optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's, in plain data: loads with weights_only, every state in the dtype in which it is kept."""
+        saved = super().state_dict()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, state in saved["state"].items():
+            parameter = parameters[number]
+            block = self._slots[parameter].kind.block if parameter in self._slots else None
+            saved["state"][number] = {name: _as_held(value, parameter, block) for name, value in state.items()}
+        saved["param_groups"] = [_plain_group(group) for group in saved["param_groups"]]
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
+
+        States are kept in this optimizer's dtypes: equal ones are copied bit for bit, others go through float32.
+        Hyper-parameters come from the saved groups; how states are stored stays as this optimizer was made.
+
+        Raises:
+            ValueError: other groups, parameters, shapes, state names or another weight update; nothing is changed.
+        """
+        options = checked_groups(self.param_groups, state_dict, self._check_numbers)
+        loaded = []
+        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+            for position, number in enumerate(saved["params"]):
+                loaded.append((group, position, checked_state(state_dict, number)))
+        known = {parameter for parameter, state in self.state.items() if state}
+        before = [dict(group) for group in self.param_groups]
+        for group, chosen in zip(self.param_groups, options):
+            group.update(chosen)
+        self._look_again()
+        try:
+            trial = [(*given, self._fitting(*given)) for given in loaded]
+        except ValueError:
+            for group, old in zip(self.param_groups, before):
+                group.clear()
+                group.update(old)
+            for parameter in self.state.keys() - known:
+                del self.state[parameter]
+            self._look_again()
+            raise
+        for group, position, state, tensors in trial:
+            parameter = group["params"][position]
+            if not state:
+                self.state.pop(parameter, None)
+                self._forget(parameter)
+                continue
+            held = self.state[parameter]
+            for name, tensor in tensors.items():
+                local(held[name]).copy_(local(tensor))
+            held["step"] = whole_step(state, "")
+
+    def _fitting(self, group: dict, position: int, state: Mapping) -> dict[str, torch.Tensor]:
+        """The saved tensors in the dtypes and layouts of this optimizer."""
+        if not state:
+            return {}
+        slot = self._known(group, position)
+        whole_step(state, slot.name)
+        fitted: dict[str, torch.Tensor] = {}
+        used = {"step"}
+        for codec, rule_state, names in zip(slot.kind.codecs, slot.kind.rule.states, state_tensor_names(slot.kind)):
+            used |= {rule_state.name, f"{rule_state.name}_scale", f"{rule_state.name}_residual"}
+            fitted |= _fit_state(slot, codec, rule_state, names, state)
+        for name, _ in slot.kind.update.companions(slot.kind.store):
+            used.add(name)
+            if name in state:
+                fitted[name] = _same_shape(slot, name, state[name], slot.tensors[name], exact=True)
+            elif _is_ours(state):
+                raise ValueError(
+                    f"state of parameter {slot.name} lacks {name!r}: it was saved by another weight update"
+                )
+        foreign = [key for key in state if key not in used and state[key] is not None]
+        if foreign:
+            raise ValueError(
+                f"state of parameter {slot.name} holds {foreign}, which {type(self).__name__} with weight_update="
+                f"{slot.kind.update.name!r} does not keep: load it into the optimizer that saved it"
+            )
+        return fitted
+
+    def float32_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The model's state_dict with every parameter as the float32 weight that it and its companions stand for.
+
+        Args:
+            model: whose parameters this optimizer steps; other floating tensors are converted.
+        """
+        found = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            slot = self._slot_of(tensor)
+            value = tensor.detach()
+            if slot is not None:
+                decoded = slot.kind.update.read(slot.kind.store, _contiguous_parts(slot))
+                found[name] = placed_like(decoded.clone(), value)
+            elif isinstance(value, torch.Tensor) and value.is_floating_point():
+                found[name] = value.to(torch.float32, copy=True)
+            else:
+                found[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        return found
+
+    def load_float32_state_dict(self, model: torch.nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Set the model from float32 weights, the bits that its parameters cannot hold going into the companions.
+
+        Raises:
+            ValueError: missing or unexpected names, or other shapes; nothing is changed.
+        """
+        own = model.state_dict(keep_vars=True)
+        missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
+        if missing or foreign:
+            raise ValueError(
+                f"the state_dict lacks {missing[:5]} and has unknown {foreign[:5]}: give the model's own names"
+            )
+        wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
+        if wrong:
+            raise ValueError(f"no tensors, or other shapes than the model's: {wrong[:5]}")
+        with torch.no_grad():
+            for name, value in state_dict.items():
+                slot = self._slot_of(own[name])
+                if slot is None:
+                    own[name].copy_(value)
+                    continue
+                parts = _contiguous_parts(slot)
+                slot.kind.update.fill(slot.kind.store, parts, local(value.detach()).float().contiguous())
+                if parts[0] is not slot.parts[0]:
+                    slot.parts[0].copy_(parts[0])
+
+    def _slot_of(self, tensor: object) -> Slot | None:
+        for group in self.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                if parameter is tensor:
+                    return self._known(group, position)
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy and pickle: what is derived is left out, and made again."""
+        return {**super().__getstate__(), "_slots": {}, "_aligned": {}, "_kinds": {}, "_tables": type(self._tables)()}
+
+
+def _contiguous_parts(slot: Slot) -> list[torch.Tensor]:
+    return [slot.parts[0].detach().contiguous(), *slot.parts[1:]]
+
+
+def _as_held(value: object, parameter: torch.Tensor, block: int | None) -> object:
+    """A state tensor as a DTensor where its parameter is one, so that distributed checkpoints can re-shard it.
+
+    The scales of 8-bit blocks lie in the order of the whole only where dimension 0 is sharded; else they stay local.
+    """
+    if local(parameter) is parameter or not isinstance(value, torch.Tensor) or local(value) is not value:
+        return value
+    if value.shape == local(parameter).shape:
+        return placed_like(value, parameter)
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if block is None or any(getattr(placement, "dim", 0) for placement in placements):
+        return value
+    whole = parameter.numel() // block
+    return DTensor.from_local(value, mesh, placements, shape=torch.Size([whole]), stride=(1,), run_check=False)
+
+
+def _plain_group(group: dict) -> dict:
+    plain = dict(group)
+    update, states, fmt = group["weight_update"], group["state_dtype"], group["format"]
+    plain["weight_update"] = update.to_dict() if isinstance(update, WeightUpdate) else update
+    plain["state_dtype"] = _plain_state(states)
+    plain["format"] = fmt.name if isinstance(fmt, Format) else fmt
+    plain["param_dtype"] = None if group["param_dtype"] is None else str(group["param_dtype"]).removeprefix("torch.")
+    return plain
+
+
+def _plain_state(given: object) -> object:
+    if isinstance(given, Mapping):
+        return {name: _plain_state(value) for name, value in given.items()}
+    if given is None:
+        return None
+    state = as_state(given, torch.float32)
+    dtype = state.dtype if isinstance(state.dtype, str) else str(state.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "rounding": state.rounding, "block": state.block}
+
+
+def _is_ours(state: Mapping) -> bool:
+    return isinstance(state.get("step"), int)
+
+
+def _fit_state(slot: Slot, codec, rule_state, names: list[str], state: Mapping) -> dict[str, torch.Tensor]:
+    """One state of the rule from what was saved, bit for bit where the dtypes agree, through float32 else."""
+    if rule_state.name not in state:
+        raise ValueError(
+            f"state of parameter {slot.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
+        )
+    given = state[rule_state.name]
+    if given is None and rule_state.name == "momentum_buffer":
+        return {name: torch.zeros_like(slot.tensors[name]) for name in names}
+    own = [slot.tensors[name] for name in names]
+    if all(_dtype(state.get(name)) == mine.dtype for name, mine in zip(names, own)):
+        return {name: _same_shape(slot, name, state[name], mine, exact=False) for name, mine in zip(names, own)}
+    given = _same_shape(slot, rule_state.name, given, own[0], exact=False)
+    value = _saved_value(local(given), state, rule_state)
+    fresh = [torch.zeros_like(mine) for mine in own]
+    codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
+    return dict(zip(names, fresh))
+
+
+def _dtype(given: object) -> torch.dtype | None:
+    return local(given).dtype if isinstance(given, torch.Tensor) else None
+
+
+def _saved_value(given: torch.Tensor, state: Mapping, rule_state) -> torch.Tensor:
+    """A saved state as float32: a plain tensor, one with a residual, or codes with their scales."""
+    from ._states import Blocks
+
+    scale = state.get(f"{rule_state.name}_scale")
+    if scale is None:
+        if not given.is_floating_point():
+            raise ValueError(f"saved state {rule_state.name!r} is {given.dtype} without a scale: the file is damaged")
+        residual = state.get(f"{rule_state.name}_residual")
+        return given.float() if residual is None else given.float() + local(residual).float()
+    if given.dtype not in (torch.int8, torch.uint8) or _dtype(scale) != torch.bfloat16:
+        raise ValueError(f"saved state {rule_state.name!r} is {given.dtype}, no 8-bit codes: the file is damaged")
+    block = -(-given.numel() // max(1, local(scale).numel()))
+    block = 1 << max(0, (block - 1).bit_length())
+    return Blocks(block, rule_state.degree == 2).decode([given, local(scale)])
+
+
+def _same_shape(slot: Slot, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
+    if not isinstance(given, torch.Tensor) or local(given).shape != own.shape:
+        shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+        raise ValueError(f"state {name!r} of parameter {slot.name} has shape {shape}, {tuple(own.shape)} is needed")
+    if exact and local(given).dtype != own.dtype:
+        raise ValueError(f"state {name!r} of parameter {slot.name} is {local(given).dtype}, {own.dtype} is needed")
+    return given

@@ -1,0 +1,304 @@
+"""Averaged weights: an exponential moving average that moves in 16 bits, too."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..formats import Format
+from ._given import GivenOptimizer
+from ._meter import LostUpdateReport
+from ._optimizer import Optimizer
+from ._read import TOGETHER, read_weights, together
+from ._rule import UpdateRule
+from ._slots import Slot, local, placed_like
+from ._weight_update import WeightUpdate, weight_update
+
+Decay = float | Callable[[int], float]
+
+
+def average(w, g, take):
+    """u = (1 - decay) (g - w), with the live weight in the gradient's place."""
+    return (take * (g - w),)
+
+
+def decay_at(group: Mapping, step: int) -> float:
+    """The decay of an update; updates count from 1.
+
+    Raises:
+        ValueError: not in [0, 1].
+    """
+    given = group["decay"]
+    decay = float(given(step) if callable(given) else given)
+    if not 0 <= decay <= 1:
+        raise ValueError(f"decay={decay} at update {step} is not allowed: it lies in [0, 1]")
+    return min(decay, (1 + step) / (10 + step)) if group["warmup"] else decay
+
+
+AVERAGE = UpdateRule("average", average, (), ("take",), lambda group, step: (1 - decay_at(group, step),))
+
+
+class Averages(GivenOptimizer):
+    """The averages of some tensors, stepped by the tensors themselves."""
+
+    def rule(self, group: dict) -> UpdateRule:
+        """a + (1 - decay) (w - a)."""
+        return AVERAGE
+
+    def slots(self) -> dict[torch.Tensor, Slot]:
+        """What is known of every average."""
+        group = self.param_groups[0]
+        known = enumerate(group["params"])
+        return {a: self._known(group, k) for k, a in known}
+
+    def update(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Step the averages that a tensor is given for."""
+        self._step_by(given)
+
+
+class EMA:
+    """a <- a + (1 - decay) (w - a) for every weight w of a model, the averages kept as narrow as the weights.
+
+    A bfloat16 average rounded to nearest never moves, for (1 - decay) |w - a| stays under half an ulp of a (5,000
+    updates at decay .999 from 1 towards 0: still 1.0, where float32 has .0067). Here the difference enters by a weight
+    update, with companions and in one fused call, so that the average follows float32's at 3 bytes per parameter.
+
+    Args:
+        model: whose parameters are averaged; tied ones once. Averages start as the weights are now.
+        decay: in [0, 1], or a function from the update's number, from 1 on, to it.
+        optimizer: the hu.optim optimizer of the model, where its parameters have companions: then the float32 weights
+            are averaged, not the parameters that show them rounded.
+        weight_update: how differences enter; see Optimizer. "feedback" is refused.
+        dtype: of the averages of floating parameters; by default the parameter's own.
+        format: values of a format in float32 averages; see Optimizer.
+        warmup: decay at most (1 + n) / (10 + n) at update n, so that the start is forgotten early.
+        buffers: "copy" takes the model's buffers as they are at each update; "average" averages the floating ones.
+        seed, every: see Optimizer.
+
+    Raises:
+        TypeError: no module, or an optimizer that is not of hu.optim.
+        ValueError: a decay outside [0, 1], unknown `buffers`, or a dtype or weight update that does not go together.
+
+    >>> import torch, halfulp as hu
+    >>> model = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    >>> _ = torch.nn.init.ones_(model.weight)
+    >>> ema = hu.optim.EMA(model, 0.999)
+    >>> _ = torch.nn.init.zeros_(model.weight)
+    >>> for _ in range(1000):
+    ...     ema.update()
+    >>> round(float(ema.float32_state_dict()["weight"]), 2)
+    0.37
+    >>> with ema.apply():
+    ...     bool(model.weight > 0.3)
+    True
+    >>> bool(model.weight == 0)
+    True
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        decay: Decay = 0.999,
+        *,
+        optimizer: Optimizer | None = None,
+        weight_update: WeightUpdate | str | None = None,
+        dtype: torch.dtype | None = None,
+        format: Format | str | None = None,
+        warmup: bool = False,
+        buffers: str = "copy",
+        seed: int = 0,
+        every: int = 50,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"EMA takes a torch.nn.Module, got {type(model).__name__}")
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer= takes an optimizer of hu.optim, got {type(optimizer).__name__}: leave it out")
+        if buffers not in ("copy", "average"):
+            raise ValueError(f"buffers={buffers!r}: allowed are 'copy' and 'average'")
+        decay_at({"decay": decay, "warmup": False}, 1)
+        self.model, self.optimizer, self.updates, self._buffers = model, optimizer, 0, buffers
+        live, copied = self._tensors()
+        if not live:
+            raise ValueError("the model has no parameters to average")
+        self._copied = {name: value.detach().clone() for name, value in copied.items()}
+        self._averages = {name: torch.empty_like(w.detach(), dtype=dtype or w.dtype) for name, w in live.items()}
+        named = [(f"average of {name}", average) for name, average in self._averages.items()]
+        narrow = {"weight_update": weight_update, "format": format, "seed": seed, "every": every}
+        self._inner = Averages(named, {"decay": decay, "warmup": warmup}, **narrow)
+        self._start()
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        slots = self._inner.slots()
+        for weights in self._live_weights(self._tensors()[0]):
+            for name, weight in weights.items():
+                slot = slots[self._averages[name]]
+                slot.kind.update.fill(slot.kind.store, slot.parts, local(weight).float().contiguous())
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages towards the weights; call it after each optimizer step.
+
+        Raises:
+            ValueError: a parameter whose shape, dtype or device no longer fits its average.
+        """
+        live, copied = self._tensors()
+        self._check(live)
+        for weights in self._live_weights(live):
+            self._inner.update({self._averages[name]: weight for name, weight in weights.items()})
+        for name, value in copied.items():
+            self._copied[name] = value.detach().clone()
+        self.updates += 1
+
+    def _tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """What is averaged and what is copied, by name, each tensor once."""
+        averaged, copied = dict(self.model.named_parameters()), {}
+        for name, tensor in self.model.named_buffers():
+            (averaged if self._buffers == "average" and tensor.is_floating_point() else copied)[name] = tensor
+        return averaged, copied
+
+    def _check(self, live: Mapping[str, torch.Tensor]) -> None:
+        changed = sorted(live.keys() ^ self._averages.keys())
+        for name, mine in self._averages.items():
+            if not changed and (live[name].shape != mine.shape or live[name].device != mine.device):
+                changed = [name]
+        if changed:
+            raise ValueError(
+                f"{changed[:5]} are other tensors than those averaged: make a new EMA after changing the model"
+            )
+
+    def _live_weights(self, live: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        """The weights as they are, or in float32 where the optimizer holds more than the parameter shows."""
+        held = _companions(self.optimizer, live)
+        shown = {name: weight.detach() for name, weight in live.items() if name not in held}
+        if shown:
+            yield shown
+        names = {id(slot): name for name, slot in held.items()}
+        for slots in together(held.values(), TOGETHER):
+            values = read_weights(slots)
+            yield {names[id(slot)]: placed_like(value, slot.parameter) for slot, value in zip(slots, values)}
+
+    @contextlib.contextmanager
+    def apply(self) -> Iterator[torch.nn.Module]:
+        """The model with the averages for weights inside a block, and exactly as it was behind it.
+
+        The weights wait in a copy, so the block needs their memory once more. Do not step an optimizer inside.
+        """
+        shown = self._shown()
+        kept = []
+        try:
+            with torch.no_grad():
+                for tensor, value in shown:
+                    kept.append((tensor, tensor.detach().clone()))
+                    tensor.copy_(value)
+            yield self.model
+        finally:
+            with torch.no_grad():
+                for tensor, value in kept:
+                    tensor.copy_(value)
+
+    def _shown(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every averaged or copied tensor of the model with what takes its place."""
+        live, copied = self._tensors()
+        self._check(live)
+        pairs = []
+        for name, tensor in live.items():
+            mine = self._averages[name]
+            pairs.append((tensor, mine if mine.dtype == tensor.dtype else self._float32(mine)))
+        return pairs + [(tensor, self._copied[name]) for name, tensor in copied.items() if name in self._copied]
+
+    def _float32(self, mine: torch.Tensor) -> torch.Tensor:
+        return placed_like(read_weights([self._inner.slots()[mine]])[0], mine)
+
+    def float32_state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's state_dict with float32 averages in place of the weights; other floating tensors as float32."""
+        mine = {id(tensor): self._averages[name] for name, tensor in self._tensors()[0].items()}
+        found = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) in mine:
+                found[name] = self._float32(mine[id(tensor)])
+                continue
+            value = self._copied.get(name, tensor)
+            if isinstance(value, torch.Tensor):
+                value = value.detach().to(torch.float32 if value.is_floating_point() else value.dtype, copy=True)
+            found[name] = value
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data that loads with weights_only: {"updates", "weight_update", "tensors"}.
+
+        "tensors" holds every average under its parameter's name, each companion as "<name>.<companion>" beside it, and
+        the copied buffers.
+        """
+        tensors, slots = dict(self._copied), self._inner.slots()
+        for name, mine in self._averages.items():
+            tensors[name] = mine
+            tensors |= {f"{name}.{key}": placed_like(value, mine) for key, value in slots[mine].tensors.items()}
+        updates = {slot.kind.update.name: slot.kind.update.to_dict() for slot in slots.values()}
+        return {"updates": self.updates, "weight_update": list(updates.values()), "tensors": tensors}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned.
+
+        Raises:
+            ValueError: other names, shapes or dtypes, or another weight update; nothing is changed.
+        """
+        if not isinstance(state_dict, Mapping) or not {"updates", "weight_update", "tensors"} <= state_dict.keys():
+            raise ValueError("this is no state_dict of an EMA: it needs 'updates', 'weight_update' and 'tensors'")
+        own, given = self.state_dict(), state_dict["tensors"]
+        saved = [weight_update(entry) for entry in state_dict["weight_update"]]
+        if saved != [weight_update(entry) for entry in own["weight_update"]]:
+            raise ValueError(f"the averages were saved with weight_update={saved}: make this EMA with the same")
+        missing, foreign = sorted(own["tensors"].keys() - given.keys()), sorted(given.keys() - own["tensors"].keys())
+        if missing or foreign:
+            raise ValueError(f"the state_dict lacks {missing[:5]} and has unknown {foreign[:5]}")
+        for name, tensor in own["tensors"].items():
+            if given[name].shape != tensor.shape or given[name].dtype != tensor.dtype:
+                raise ValueError(
+                    f"{name} is {given[name].dtype} of shape {tuple(given[name].shape)}, {tensor.dtype} of "
+                    f"{tuple(tensor.shape)} is needed"
+                )
+        updates = state_dict["updates"]
+        if not isinstance(updates, int) or not 0 <= updates < math.inf:
+            raise ValueError(f"updates={updates!r} is not a whole number from 0 on")
+        for name, tensor in own["tensors"].items():
+            tensor.copy_(given[name])
+        for mine in self._averages.values():
+            self._inner.state[mine]["step"] = updates
+        self.updates = updates
+
+    def report(self) -> LostUpdateReport:
+        """Which updates of the averages rounding cancelled, as Optimizer.report."""
+        return self._inner.report()
+
+    def bytes_per_parameter(self) -> float:
+        """Bytes of averages and companions per element."""
+        held = [[mine, *slot.tensors.values()] for mine, slot in self._inner.slots().items()]
+        total = sum(local(t).numel() * t.element_size() for tensors in held for t in tensors)
+        return total / sum(local(tensors[0]).numel() for tensors in held)
+
+    def __repr__(self) -> str:
+        """Decay, updates so far, and lost updates."""
+        group = self._inner.param_groups[0]
+        return f"EMA(decay={group['decay']}, warmup={group['warmup']}, updates={self.updates})\n{self.report()}"
+
+
+def _companions(optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -> dict[str, Slot]:
+    """The slots of those tensors whose weight an optimizer knows better than they show."""
+    if optimizer is None:
+        return {}
+    found = {}
+    names = {tensor: name for name, tensor in live.items()}
+    for group in optimizer.param_groups:
+        for position, parameter in enumerate(group["params"]):
+            if parameter in names:
+                slot = optimizer._known(group, position)
+                if slot.kind.update.companions(slot.kind.store):
+                    found[names[parameter]] = slot
+    return found

@@ -1,0 +1,49 @@
+"""An optimizer whose parameters step by tensors handed to it, not by their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from ._optimizer import Optimizer, _holds
+from ._slots import Slot
+from ._stores import Store
+
+
+class GivenOptimizer(Optimizer):
+    """Rounding, companions, meter and checkpoints of Optimizer, around tensors that something else has made."""
+
+    def __init__(self, params: Iterable, defaults: dict, **narrow) -> None:
+        self._given: Mapping[torch.Tensor, torch.Tensor] = {}
+        super().__init__(params, defaults, **narrow)
+
+    def _step_by(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Step every parameter that a tensor is given for."""
+        self._given = given
+        try:
+            self._take_step()
+        finally:
+            self._given = {}
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return self._given.get(parameter)
+
+    def _check_numbers(self, group: dict) -> None:
+        lr = group.get("lr")
+        if isinstance(lr, (int, float, torch.Tensor)) and not (math.isfinite(value := float(lr)) and value >= 0):
+            raise ValueError(f"lr={value} is not allowed: give a finite number that is not negative")
+
+    def _current(self, group: dict, position: int, given: Store) -> Slot:
+        """What is known of a parameter, looked at again if it has changed."""
+        parameter = group["params"][position]
+        slot = self._slots.get(parameter)
+        like = torch.empty(0, dtype=given.dtype)
+        if slot is None or not _holds(slot, like, self.rule(group), self.state[parameter]):
+            slot = self._prepare(group, position, given)
+        return slot
+
+    def __getstate__(self) -> dict:
+        """For copy and pickle."""
+        return {**super().__getstate__(), "_given": {}}

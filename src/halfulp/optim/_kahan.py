@@ -1,0 +1,156 @@
+"""Kahan's compensated weight update, and its generalization to more components."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..kernels._scalar import sub, word
+from ._bound import residual_round, weight_load, weight_nearest, weight_real, weight_round, weight_save
+from ._stores import Store
+from ._weight_update import Parts, WeightUpdate, register, rounding_name, store_bindings
+
+
+@dataclass(frozen=True)
+class Kahan(WeightUpdate):
+    """y = u + c; s = Q(p + y); c = Q'((p - s) + y); p = s (Kahan, CACM 8 (1965) 40; arXiv 2010.06192).
+
+    The weight is p + c. Sums are taken in float32 registers and rounded where they are stored. A residual rounded to
+    nearest stalls below |u|/|w| = 2^-16 (it kept 19% of a drift at 2^-21); rounded stochastically it keeps all of it.
+
+    Args:
+        weight: rounding of the parameter, "nearest" or "stochastic", or the rounding object.
+        residual: rounding of the residual.
+        literal: the paper's algorithm with every intermediate rounded to the parameter's format, nearest.
+
+    >>> import halfulp as hu
+    >>> hu.Kahan(residual=hu.Nearest())
+    Kahan(weight='nearest', residual='nearest', literal=False)
+    """
+
+    name: ClassVar[str] = "kahan"
+    compensates: ClassVar[bool] = True
+    weight: str = "nearest"
+    residual: str = "stochastic"
+    literal: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", rounding_name(self.weight))
+        object.__setattr__(self, "residual", "nearest" if self.literal else rounding_name(self.residual))
+        if self.literal and self.weight != "nearest":
+            raise ValueError("Kahan(literal=True) is the paper's algorithm, which rounds to nearest: leave weight out")
+
+    def check(self, store: Store) -> None:
+        """Not for float32 as such."""
+        if store.name == "fp32":
+            raise ValueError("weight_update 'kahan' is for narrow parameters: give 16-bit ones, or format=")
+
+    def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+        """The residual, of the parameter's dtype."""
+        return (("residual", store.dtype),)
+
+    def draws(self, store: Store) -> tuple[int, ...]:
+        """For the weight, then for the residual."""
+        return (store.random_bits,) * [self.weight, self.residual].count("stochastic")
+
+    def bindings(self, store: Store) -> dict[str, object]:
+        """The compensated pieces."""
+        stochastic = self.residual == "stochastic"
+        both = stochastic and self.weight == "stochastic"
+        write = write_literal if self.literal else write_kahan_second if both else write_kahan
+        residual = {"residual_round": store.stochastic if stochastic else store.nearest}
+        pieces = {"read_weight": read_kahan, "write_weight": write}
+        return pieces | residual | store_bindings(store, self.weight == "stochastic")
+
+    def read(self, store: Store, parts: Parts) -> torch.Tensor:
+        """p + c."""
+        return store.decode(parts[0]) + store.decode(parts[1])
+
+    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts) -> torch.Tensor:
+        """The equation of the class."""
+        p, c = store.decode(parts[0]), store.decode(parts[1])
+        draws = list(draws)
+        if self.literal:
+            return self._write_literal(store, parts, p, c, u)
+        y = u + c
+        code = store.encode(p + y, draws.pop(0) if self.weight == "stochastic" else None)
+        s = store.decode(code)
+        rest = torch.where((s - s) == 0, (p - s) + y, 0.0)
+        parts[0].copy_(code)
+        parts[1].copy_(store.encode(rest, draws.pop(0) if self.residual == "stochastic" else None))
+        return s + store.decode(parts[1])
+
+    def _write_literal(self, store: Store, parts: Parts, p, c, u) -> torch.Tensor:
+        def rounded(x: torch.Tensor) -> torch.Tensor:
+            return store.decode(store.encode(x, None))
+
+        y = rounded(rounded(u) + c)
+        s = rounded(p + y)
+        rest = rounded(rounded(p - s) + y)
+        parts[0].copy_(store.encode(s, None))
+        parts[1].copy_(store.encode(torch.where((s - s) == 0, rest, 0.0), None))
+        return s + store.decode(parts[1])
+
+    def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
+        """The nearest narrow value, and what it misses."""
+        parts[0].copy_(store.encode(value, None))
+        shown = store.decode(parts[0])
+        parts[1].copy_(store.encode(torch.where((shown - shown) == 0, value - shown, 0.0), None))
+
+
+def read_kahan(a0, a1, a2, a3, i):
+    """Piece: p + c, and both."""
+    p = weight_real(weight_load(a0, i))
+    c = weight_real(weight_load(a1, i))
+    return p + c, p, c, c
+
+
+def write_kahan(a0, a1, a2, a3, i, w, p, c, h2, u, r0, r1):
+    """Piece: the equation of Kahan, with one stochastic rounding at most."""
+    return write_compensated(a0, a1, i, p, c, u, r0, r0)
+
+
+def write_kahan_second(a0, a1, a2, a3, i, w, p, c, h2, u, r0, r1):
+    """Piece: the equation of Kahan, weight and residual both stochastic."""
+    return write_compensated(a0, a1, i, p, c, u, r0, r1)
+
+
+def write_compensated(a0, a1, i, p, c, u, random_weight, random_residual):
+    """Piece: both roundings; a weight that became infinite or NaN keeps no residual."""
+    y = u + c
+    code = weight_round(p + y, random_weight)
+    s = weight_real(code)
+    none = s - s
+    rest = (p - s) + y
+    left = residual_round(rest if none == none else none, random_residual)
+    left = left if none == none else sub(left, left)
+    weight_save(a0, i, code)
+    weight_save(a1, i, left)
+    return s + weight_real(left)
+
+
+def write_literal(a0, a1, a2, a3, i, w, p, c, h2, u, r0, r1):
+    """Piece: the paper's algorithm, every intermediate rounded."""
+    y = weight_real(weight_nearest(weight_real(weight_nearest(u, r0)) + c, r0))
+    code = weight_nearest(p + y, r0)
+    s = weight_real(code)
+    none = s - s
+    left = weight_nearest(weight_real(weight_nearest(p - s, r0)) + y, r0)
+    left = left if none == none else sub(word(none), word(none))
+    weight_save(a0, i, code)
+    weight_save(a1, i, left)
+    return s + weight_real(left)
+
+
+@dataclass(frozen=True)
+class KahanStochastic(Kahan):
+    """Kahan with weight and residual both rounded stochastically: what survives at 10 bits (arXiv 2010.06192)."""
+
+    name: ClassVar[str] = "kahan-stochastic"
+    weight: str = "stochastic"
+
+
+for _update in (Kahan(), KahanStochastic()):
+    register(_update)

@@ -1,0 +1,103 @@
+"""The lost-update meter: which updates rounding cancelled, and what to do about it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ._slots import Slot
+
+MANY_SAMPLES = 100
+_CURE = "use weight_update='split8' (one more byte), 'kahan' (two), or 'stochastic' (none, some noise)"
+
+
+@dataclass(frozen=True)
+class LostUpdateRow:
+    """One parameter's metered steps.
+
+    Attributes:
+        name: of the parameter.
+        weight_update: how it is written.
+        samples: metered steps.
+        cancelled: share of its nonzero element updates that left the stored weight unchanged.
+        realised: sum u (realised change) / sum u^2 over elements: 1 where the weights moved as wanted (the effective
+            descent quality of arXiv 2405.03637).
+        updates: nonzero element updates seen.
+    """
+
+    name: str
+    weight_update: str
+    samples: int
+    cancelled: float
+    realised: float
+    updates: float
+
+
+@dataclass(frozen=True)
+class LostUpdateReport:
+    """Lost updates of an optimizer.
+
+    Attributes:
+        rows: one per parameter with metered steps, most cancelled first.
+        cancelled: share over all parameters; None before the first metered step.
+        realised: wanted update that was realised, over all parameters; None before the first metered step.
+    """
+
+    rows: tuple[LostUpdateRow, ...]
+    cancelled: float | None
+    realised: float | None
+
+    def __str__(self) -> str:
+        """A few lines for a person."""
+        if self.cancelled is None:
+            return "lost updates: none metered yet (every `every`-th step is)"
+        lines = [f"lost updates: {self.cancelled:.1%} of all element updates cancelled by rounding, "
+                 f"{self.realised:.1%} of the wanted update realised"]  # fmt: skip
+        bad = [row for row in self.rows if row.cancelled > 0.5 and row.weight_update == "nearest"]
+        lines += [f"  {row.name}: {row.cancelled:.0%} cancelled ({row.weight_update})" for row in self.rows[:5]]
+        if len(self.rows) > 5:
+            lines.append(f"  ... and {len(self.rows) - 5} more (report().rows)")
+        if bad:
+            lines.append(f"  {len(bad)} tensors lose over half of their updates: {_CURE}")
+        return "\n".join(lines)
+
+
+def lost_update_report(slots: Iterable[Slot]) -> LostUpdateReport:
+    """The report over some parameters."""
+    counted = [slot for slot in slots if slot.lost.samples]
+    rows = [
+        LostUpdateRow(
+            slot.name,
+            slot.kind.update.name,
+            slot.lost.samples,
+            _share(slot.lost.cancelled, slot.lost.seen),
+            _share(slot.lost.kept, slot.lost.wanted),
+            slot.lost.seen,
+        )
+        for slot in counted
+    ]
+    rows.sort(key=lambda row: -row.cancelled)
+    if not counted:
+        return LostUpdateReport((), None, None)
+    seen, cancelled, wanted, kept = (
+        sum(getattr(slot.lost, name) for slot in counted) for name in ("seen", "cancelled", "wanted", "kept")
+    )
+    return LostUpdateReport(tuple(rows), _share(cancelled, seen), _share(kept, wanted))
+
+
+def warn_if_mostly_lost(slots: Iterable[Slot]) -> None:
+    """Warn once per parameter whose nearest rounding cancelled over half of its updates on 100 metered steps."""
+    for slot in slots:
+        if slot.lost.mostly_lost == MANY_SAMPLES and slot.kind.update.name == "nearest":
+            slot.lost.mostly_lost += 1
+            warnings.warn(
+                f"nearest rounding cancelled {_share(slot.lost.cancelled, slot.lost.seen):.0%} of the updates of "
+                f"parameter {slot.name} on {MANY_SAMPLES} sampled steps: it is hardly training; {_CURE}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

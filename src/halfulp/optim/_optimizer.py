@@ -1,0 +1,321 @@
+"""The optimizer: param groups, state layout and the step's bookkeeping; no arithmetic."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ..formats import Format
+from ._checkpoint import CheckpointMixin
+from ._format_store import format_store
+from ._identity import assign_identities
+from ._meter import LostUpdateReport, lost_update_report, warn_if_mostly_lost
+from ._options import check_group, check_numbers
+from ._program import Kind
+from ._rule import UpdateRule
+from ._slots import (
+    NARROW,
+    Slot,
+    allocate,
+    codecs_for,
+    index_map_of,
+    local,
+    refuse_feedback,
+    refuse_other_states,
+    still_true,
+    store_of,
+    wanted_tensors,
+)
+from ._states import StateChoice
+from ._step import Tables, make_ready, run_step
+from ._stores import STORES, Store
+from ._weight_update import REGISTRY, WeightUpdate, weight_update
+
+
+class Optimizer(CheckpointMixin, torch.optim.Optimizer):
+    """What every optimizer here shares; a subclass names its update rule and its hyper-parameters.
+
+    Args:
+        params: parameters, named parameters, or param groups, as for torch.optim. With names, random bits are keyed by
+            them; without, by position.
+        defaults: the hyper-parameters.
+        weight_update: how updates enter narrow parameters: a name, a WeightUpdate, or None for "split8" where
+            parameters have 16 bits. float32 parameters (without `format`) need none and take none.
+        state_dtype: how states are stored: torch.float32, torch.bfloat16, "8bit", "bfloat16x2" (two of them), a State,
+            or a dict from state name to one of these. By default bfloat16 beside 16-bit parameters and float32 beside
+            float32 ones. Parameters whose rows (numel / shape[0]) are not a multiple of the block keep bfloat16
+            states under "8bit".
+        param_dtype: torch.bfloat16 or torch.float16: narrow float32 parameters in place; the bits that fall off go
+            into the companions.
+        format: a Format or its name: parameters stay float32 tensors and hold values of that format.
+        seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Two optimizers
+            over unnamed parameters, or over parameters of the same names, share them: give the second another seed.
+        every: lost updates are counted on every `every`-th step; 0 for never.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        defaults: dict,
+        *,
+        weight_update: WeightUpdate | str | None = None,
+        state_dtype: StateChoice = None,
+        param_dtype: torch.dtype | None = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        every: int = 50,
+    ) -> None:
+        self._slots: dict[torch.Tensor, Slot] = {}
+        self._aligned: dict[int, list[Slot | None]] = {}
+        self._kinds: dict[tuple[Kind, torch.device], Kind] = {}
+        self._tables = Tables()
+        own = {"weight_update": weight_update, "state_dtype": state_dtype, "param_dtype": param_dtype}
+        super().__init__(params, {**defaults, **own, "format": format, "seed": seed, "every": every})
+
+    def rule(self, group: dict) -> UpdateRule:
+        """The update rule of a param group."""
+        raise AssertionError("every optimizer has a rule")
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group, as torch.optim does; what its parameters cannot do is refused before anything is changed.
+
+        Raises:
+            ValueError: a dtype, option or weight update that does not go together, with what to use instead.
+        """
+        given = param_group["params"] if isinstance(param_group.get("params"), list | tuple) else []
+        parameters = [id(entry[1] if isinstance(entry, tuple) else entry) for entry in given]
+        if len(set(parameters)) != len(parameters):
+            raise ValueError(
+                "a param group holds the same parameter twice: it would make two steps in one; name it once"
+            )
+        before = len(self.param_groups)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_numbers(group)
+            check_group(group)
+            assign_identities(group, self.param_groups[:before])
+            for position, parameter in enumerate(group["params"]):
+                self._kind(group, parameter, None, _name(group, position))
+        except (ValueError, TypeError):
+            del self.param_groups[before:]
+            raise
+        if group["param_dtype"] is not None:
+            self._narrow(group)
+
+    def _narrow(self, group: dict) -> None:
+        """Make the group's float32 parameters narrow in place, the low bits kept in the companions."""
+        for position, parameter in enumerate(group["params"]):
+            if parameter.dtype != torch.float32:
+                continue
+            value, narrow = parameter.detach(), torch.empty_like(parameter.detach(), dtype=group["param_dtype"])
+            parameter.data = narrow
+            parameter.grad = None
+            slot = self._prepare(group, position, STORES[group["param_dtype"]])
+            slot.kind.update.fill(slot.kind.store, slot.parts, local(value).contiguous())
+
+    def _kind(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> Kind:
+        """What a step of a parameter consists of; without `gradient`, as it will be once narrowed."""
+        narrows = group["param_dtype"] is not None and parameter.dtype == torch.float32
+        store = store_of(group["param_dtype"] if narrows else parameter.dtype, format_store(group["format"]), name)
+        update, rule = self._weight_update(group, store), self.rule(group)
+        update.check(store)
+        refuse_feedback(rule, update)
+        kind = Kind(rule, update, store, gradient or store, codecs_for(rule, update, group, parameter, store, name))
+        return self._kinds.setdefault((kind, local(parameter).device), kind)
+
+    @staticmethod
+    def _weight_update(group: dict, store: Store) -> WeightUpdate:
+        if store.name == "fp32":
+            return REGISTRY["exact"]
+        default = "split8" if store.dtype in NARROW else "kahan"
+        return weight_update(default if group["weight_update"] is None else group["weight_update"])
+
+    def _prepare(self, group: dict, position: int, gradient: Store) -> Slot:
+        """Look at a parameter once, and make the state it lacks."""
+        parameter, name = group["params"][position], _name(group, position)
+        kind = self._kind(group, parameter, gradient, name)
+        state, shape = self.state[parameter], local(parameter).shape
+        wanted = wanted_tensors(kind, shape)
+        refuse_other_states(state, wanted, name)
+        missing = {key: value for key, value in wanted.items() if key not in state}
+        state |= allocate(missing, parameter)
+        state.setdefault("step", 0)
+        slot = Slot(
+            parameter,
+            group,
+            name,
+            group["identities"][position],
+            kind,
+            index_map_of(parameter),
+            {key: local(state[key]) for key in wanted},
+            local(parameter).data_ptr(),
+            state,
+        )
+        known = self._slots.get(parameter)
+        slot.lost = slot.lost if known is None else known.lost
+        self._slots[parameter] = slot
+        self._aligned.clear()
+        return slot
+
+    def _in_order(self, number: int, group: dict) -> list[Slot | None]:
+        """What is known of a group's parameters, in their order."""
+        known = self._aligned.get(number)
+        if known is None or len(known) != len(group["params"]):
+            known = self._aligned[number] = [self._slots.get(parameter) for parameter in group["params"]]
+        return known
+
+    def _known(self, group: dict, position: int) -> Slot:
+        """What is known of a parameter, looked at anew if it is no longer so."""
+        parameter = group["params"][position]
+        slot = self._slots.get(parameter)
+        if slot is None or not still_true(slot, self.rule(group), self.state[parameter]):
+            slot = self._prepare(group, position, STORES[parameter.dtype])
+        return slot
+
+    def _look_again(self) -> None:
+        """Hold nothing that is known for true; the meters go on."""
+        for slot in self._slots.values():
+            slot.address = -1
+
+    def _forget(self, parameter: torch.Tensor) -> None:
+        """Look at a parameter anew when it next steps."""
+        self._slots.pop(parameter, None)
+        self._aligned.clear()
+
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """One optimizer step.
+
+        Args:
+            closure: reevaluates the model and returns the loss, as for torch.optim.
+
+        Raises:
+            ValueError: a sparse gradient, a parameter or state whose dtype has changed, or a hyper-parameter that is
+                not finite; nothing is written then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take_step()
+        return loss
+
+    def _take_step(self) -> None:
+        """Let every parameter that has a gradient make its step."""
+        batches: dict[tuple[int, bool], list[Slot]] = {}
+        for number, group in enumerate(self.param_groups):
+            self._collect(number, group, batches)
+        kinds = [slots[0].metered_kind if metered else slots[0].kind for (_, metered), slots in batches.items()]
+        for kind, slots in zip(kinds, batches.values()):
+            make_ready(kind, slots[0].gradient.device.type)
+        for kind, slots in zip(kinds, batches.values()):
+            run_step(kind, slots, self._tables)
+            torch.autograd.graph.increment_version([slot.parts[0] for slot in slots])
+            for slot in slots:
+                slot.state["step"], slot.gradient = slot.step, None
+                if slot.copied is not None:
+                    slot.parts[0].copy_(slot.copied)
+                    slot.copied = None
+            if kind.metered:
+                warn_if_mostly_lost(slots)
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """What a parameter steps by."""
+        return parameter.grad
+
+    def _check_numbers(self, group: dict) -> None:
+        """Check what a scheduler may write; raises ValueError."""
+        check_numbers(group)
+
+    def _collect(self, number: int, group: dict, batches: dict[tuple[int, bool], list[Slot]]) -> None:
+        """Sort a group's parameters with gradients into batches of one kind."""
+        rule, constants, every, states = self.rule(group), {}, group["every"], self.state
+        self._check_numbers(group)
+        self._guard_feedback(group)
+        known = self._in_order(number, group)
+        for position, parameter in enumerate(group["params"]):
+            gradient = self._gradient(parameter)
+            if gradient is None:
+                continue
+            slot = known[position]
+            if slot is None or not slot.plain:
+                gradient = local(gradient)
+            if slot is None or not _holds(slot, gradient, rule, states[parameter]):
+                slot = self._prepare(group, position, _gradient_store(gradient, _name(group, position)))
+                known = self._in_order(number, group)
+            if gradient.shape != slot.shape:
+                raise ValueError(
+                    f"the gradient of {slot.name} has shape {tuple(gradient.shape)}, the parameter "
+                    f"{tuple(slot.shape)}: set .grad to None after a parameter has changed its shape"
+                )
+            slot.step = step = slot.state["step"] + 1
+            slot.constants = constants.get(step) or constants.setdefault(step, tuple(rule.values(group, step)))
+            slot.gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
+            if not slot.parts[0].is_contiguous():
+                slot.copied = slot.parts[0].contiguous()
+            key = (id(slot.kind), bool(every) and step % every == 0)
+            if key in batches:
+                batches[key].append(slot)
+            else:
+                batches[key] = [slot]
+
+    def _guard_feedback(self, group: dict) -> None:
+        """A debt held in units of the learning rate is repaid in the wrong size when the rate jumps."""
+        chosen = group["weight_update"]
+        if chosen is None or not weight_update(chosen).feeds_back:
+            return
+        lr, before = float(group["lr"]), group.get("last_lr")
+        group["last_lr"] = lr
+        if before and lr and not 0.5 <= lr / before <= 2:
+            warnings.warn(
+                f"weight_update='feedback' and the learning rate went from {before:.3g} to {lr:.3g} in one step: "
+                f"pending rounding errors are repaid {lr / before:.3g} times too large; change it by at most twofold",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def report(self) -> LostUpdateReport:
+        """Which updates rounding cancelled, tensor by tensor, on the metered steps so far, and the cure."""
+        return lost_update_report(self._slots.values())
+
+    def bytes_per_parameter(self) -> float:
+        """Bytes of weights, companions, states and gradients per parameter element, as held now on this rank."""
+        total = elements = 0
+        for group in self.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                slot = self._known(group, position)
+                held = [local(parameter), *slot.tensors.values()]
+                total += sum(tensor.numel() * tensor.element_size() for tensor in held)
+                total += local(parameter).numel() * slot.kind.gradient.dtype.itemsize
+                elements += local(parameter).numel()
+        return total / elements if elements else 0.0
+
+    def __repr__(self) -> str:
+        """torch.optim's description, then the lost updates."""
+        return f"{super().__repr__()}\n{self.report()}"
+
+
+def _holds(slot: Slot, gradient: torch.Tensor, rule: UpdateRule, state: dict) -> bool:
+    """Whether a parameter can step by a gradient as it is known."""
+    fits = gradient.dtype is slot.gradient_dtype and gradient.layout is torch.strided
+    return fits and still_true(slot, rule, state)
+
+
+def _name(group: dict, position: int) -> str:
+    names = group.get("param_names")
+    return names[position] if names else f"#{position}"
+
+
+def _gradient_store(gradient: torch.Tensor, name: str) -> Store:
+    if gradient.layout is not torch.strided:
+        raise ValueError(
+            f"parameter {name} has a sparse gradient: give its Embedding sparse=False, or use "
+            "hu.optim.wrap(torch.optim.SparseAdam, ...)"
+        )
+    if gradient.dtype not in STORES:
+        raise ValueError(f"the gradient of {name} is {gradient.dtype}: allowed are bfloat16, float16 and float32")
+    return STORES[gradient.dtype]

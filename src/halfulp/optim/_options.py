@@ -1,0 +1,68 @@
+"""What the groups of an optimizer may say."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ._states import State, as_state
+from ._weight_update import weight_update
+
+
+def check_group(group: dict) -> None:
+    """Check a new group's options.
+
+    Raises:
+        ValueError: an option that means nothing here, with what is allowed.
+        TypeError: an option of the wrong type.
+    """
+    if group["weight_update"] is not None:
+        group["weight_update"] = weight_update(group["weight_update"])
+    if group["param_dtype"] not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"param_dtype={group['param_dtype']!r}: allowed are torch.bfloat16, torch.float16 and None")
+    if group["param_dtype"] is not None and group["format"] is not None:
+        raise ValueError("param_dtype= narrows parameters and format= keeps them in float32: give one of them")
+    given = group["state_dtype"]
+    for choice in given.values() if isinstance(given, dict) else (given,):
+        if choice is not None and not isinstance(choice, State):
+            as_state(choice, torch.float32)
+    for name, least in (("seed", 0), ("every", 0)):
+        value = group[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+            raise ValueError(f"{name}={value!r}: a whole number from {least} on is needed")
+
+
+def check_numbers(group: dict) -> None:
+    """Check the hyper-parameters, also those that a scheduler writes; nothing has been changed when this raises."""
+    lr = group["lr"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}")
+    for name in ("lr", "eps", "weight_decay", "momentum"):
+        if name in group:
+            value = float(group[name])
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} is not allowed: give a finite number that is not negative")
+    betas = group.get("betas", (0.0, 0.0))
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+        raise ValueError(f"betas={betas!r} are not allowed: give two numbers in [0, 1)")
+    if not math.isfinite(float(group.get("dampening", 0.0))):
+        raise ValueError(f"dampening={group['dampening']} is not allowed: give a finite number")
+
+
+def refuse_torch_switches(name: str, **switches: bool | None) -> None:
+    """torch.optim's switches that choose an implementation.
+
+    Raises:
+        NotImplementedError: a switch that asks for what this optimizer does not do.
+    """
+    reasons = {
+        "foreach": "one fused kernel steps all tensors: leave foreach out",
+        "differentiable": "the step writes in place and is not differentiable: use torch.optim for that",
+        "capturable": "the step runs outside CUDA graphs: leave capturable out",
+    }
+    for switch, reason in reasons.items():
+        if switches.get(switch):
+            raise NotImplementedError(f"{name}({switch}=True): {reason}")
+    if switches.get("fused") is False:
+        raise NotImplementedError(f"{name}(fused=False): every step here is fused; leave fused out")

@@ -1,0 +1,304 @@
+"""The fused step of one kind of parameter: pieces joined into one loop and compiled once."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..kernels import compile_kernel
+from ..kernels._scalar import add, bit_and, load8, load16, load32, real, root, shr, store8, store16, store32, word
+from ..rounding._random import WEYL, draw, stream_start
+from ._block_pieces import (
+    GROW,
+    HUGE,
+    HUGE_SQUARED,
+    SHRINK,
+    decode_signed,
+    decode_squared,
+    encode_signed,
+    encode_squared,
+)
+from ._rule import UpdateRule
+from ._states import Blocks, Codec
+from ._stores import Store
+from ._weight_update import WeightUpdate
+
+SIGNATURE = "void(int64, int64, int64[:,::1], int64[:,::1], int64[::1], float32[:,::1], uint32[:,::1], float64[:,::1])"
+POINTERS_BEFORE_STATES = 5
+TILE = 1024
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of one fused call have in common.
+
+    Attributes:
+        rule: the update rule.
+        update: the weight update.
+        store: of the parameter.
+        gradient: of the gradient.
+        codecs: of the states, in the rule's order.
+        metered: whether lost updates are counted.
+    """
+
+    rule: UpdateRule
+    update: WeightUpdate
+    store: Store
+    gradient: Store
+    codecs: tuple[Codec, ...]
+    metered: bool = False
+
+    @property
+    def block(self) -> int | None:
+        """Length of the 8-bit blocks, None where there are none."""
+        return next((codec.block for codec in self.codecs if isinstance(codec, Blocks)), None)
+
+    @property
+    def assigns(self) -> bool:
+        """Whether the new weight itself is written, which no sum of the old one and a difference always equals."""
+        return self.rule.assigns and not self.update.compensates
+
+    @property
+    def name(self) -> str:
+        """For messages and the cache."""
+        return f"{self.rule.name}_{self.update.name}_{self.store.name}".replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Where a stochastic rounding takes its bits: a word of its own, or the high or low half of one."""
+
+    word: int
+    part: str
+
+
+@functools.cache
+def draws_of(kind: Kind) -> tuple[tuple[Draw, ...], tuple[Draw, ...], int]:
+    """The draws of the weight update, of the states, and the number of words. Halves of one word are shared."""
+    first_pass = [("weight", bits) for bits in kind.update.draws(kind.store)]
+    first_pass += [(k, codec.random_bits) for k, codec in enumerate(kind.codecs) if not isinstance(codec, Blocks)]
+    second_pass = [(k, codec.random_bits) for k, codec in enumerate(kind.codecs) if isinstance(codec, Blocks)]
+    placed: list[tuple[object, Draw]] = []
+    words, half = 0, None
+    for position, (owner, bits) in enumerate(first_pass + second_pass):
+        if position == len(first_pass):
+            half = None
+        if bits == 0:
+            placed.append((owner, Draw(-1, "none")))
+        elif bits > 16:
+            placed.append((owner, Draw(words, "full")))
+            words += 1
+        elif half is None:
+            placed.append((owner, Draw(words, "high")))
+            half, words = words, words + 1
+        else:
+            placed.append((owner, Draw(half, "low")))
+            half = None
+    weight = tuple(draw for owner, draw in placed if owner == "weight")
+    of_state = {owner: draw for owner, draw in placed if owner != "weight"}
+    return weight, tuple(of_state[k] for k in range(len(kind.codecs))), words
+
+
+def pointer_count(kind: Kind) -> int:
+    """Columns of the pointer table: parameter, three companions, gradient, then the tensors of the states."""
+    return POINTERS_BEFORE_STATES + sum(codec.columns for codec in kind.codecs)
+
+
+@functools.cache
+def compiled(kind: Kind) -> Callable:
+    """The kernel `step(first, last, chunks, pointers, rows, constants, keys, meter)` of one kind."""
+    namespace: dict = {}
+    exec(compile(source(kind), f"<halfulp step {kind.name}>", "exec"), namespace)
+    function = namespace["step"]
+    function.__name__ = function.__qualname__ = f"step_{kind.name}"
+    function.__module__ = __name__
+    return compile_kernel(function, SIGNATURE, bindings(kind))
+
+
+def bindings(kind: Kind) -> dict[str, object]:
+    """What every name in the source of a kind stands for."""
+    bound: dict[str, object] = {
+        "add": add, "bit_and": bit_and, "shr": shr, "draw": draw, "stream_start": stream_start, "WEYL": WEYL,
+        "S16": np.uint32(16), "LOW": np.uint32(0xFFFF), "UNDRAWN": np.uint32(0), "root": root, "real": real,
+        "update_rule": kind.rule.update, "gradient_load": kind.gradient.load, "gradient_real": kind.gradient.real,
+        "load8": load8, "load16": load16, "load32": load32, "store8": store8, "store16": store16, "word": word,
+        "store32": store32, "empty": np.empty, "float32": np.float32, "float64": np.float64,
+        "decode_signed": decode_signed, "decode_squared": decode_squared, "encode_signed": encode_signed,
+        "encode_squared": encode_squared, "BLOCK": np.int64(kind.block or 1), "HUGE": HUGE, "GROW": GROW,
+        "HUGE_SQUARED": HUGE_SQUARED, "SHRINK": SHRINK, "UNIT": np.float32(1.0), "ZERO": np.float32(0.0),
+    }  # fmt: skip
+    if kind.rule.repay is not None:
+        bound["repay_rule"] = kind.rule.repay
+    for k, codec in enumerate(kind.codecs):
+        if not isinstance(codec, Blocks):
+            bound |= codec.bindings(k)
+    return bound | kind.update.bindings(kind.store)
+
+
+def source(kind: Kind) -> str:
+    """The text of a kind's kernel."""
+    lines = [
+        "def step(first, last, chunks, pointers, rows, constants, keys, meter):",
+        *_buffers(kind),
+        "    for c in range(first, last):",
+        "        t, begin, index = chunks[c, 0], chunks[c, 1], chunks[c, 3]",
+        "        end = begin + chunks[c, 2]",
+        "        " + "; ".join(f"a{j} = pointers[t, {j}]" for j in range(pointer_count(kind))),
+        *(f"        {name} = constants[rows[t], {j}]" for j, name in enumerate(kind.rule.constants)),
+        *(["        seen = cancelled = wanted = kept = 0.0"] if kind.metered else []),
+        *(_blocked_loop(kind) if kind.block else _plain_loop(kind)),
+        *(_meter_out() if kind.metered else []),
+        *_keep_buffers(kind),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def state_pointers(kind: Kind) -> list[int]:
+    """Where each state's tensors stand in the pointer table."""
+    widths = [codec.columns for codec in kind.codecs]
+    return [POINTERS_BEFORE_STATES + before for before in itertools.accumulate([0, *widths[:-1]])] if widths else []
+
+
+def _plain_loop(kind: Kind) -> list[str]:
+    words = range(draws_of(kind)[2])
+    body = element_update(kind, words) + _advance(words)
+    return [*_counters(words, "index", 8), "        for i in range(begin, end):", *_indent(body, 12)]
+
+
+def _advance(words: range) -> list[str]:
+    return [f"counter{word} = add(counter{word}, WEYL)" for word in words]
+
+
+def _rule_call(kind: Kind, gradient: str, values: Sequence[str], scaled: bool = False) -> str:
+    results = "".join(f", n{k}" for k in range(len(values)))
+    inner = kind.rule.homogeneous or () if scaled else ()
+    constants = [f"{name} * shrink" if name in inner else name for name in kind.rule.constants]
+    target = f"u{results}" if results else "u,"
+    return f"{target} = update_rule({', '.join(['w', gradient, *values, *constants])})"
+
+
+def _weight_write(kind: Kind, draws: Sequence[Draw], scaled: bool = False) -> list[str]:
+    bits = [bits_of(draw) for draw in draws]
+    bits += ["UNDRAWN"] * (2 - len(bits))
+    terms = "g, h0, h1, h2, -ZERO" if kind.assigns else "w, h0, h1, h2, u"
+    lines = [f"new = write_weight(a0, a1, a2, a3, i, {terms}, {bits[0]}, {bits[1]})"]
+    if kind.update.feeds_back:
+        values = ", ".join(f"n{k}" for k in range(len(kind.codecs)))
+        inner = kind.rule.homogeneous or () if scaled else ()
+        constants = ", ".join(f"{name} * shrink" if name in inner else name for name in kind.rule.constants)
+        lines += [
+            "lost = (w + u) - new",
+            f"n0 = repay_rule(lost if lost - lost == ZERO else ZERO, {values}, {constants})",
+        ]
+    if kind.metered:
+        lines += [
+            "change = float64(new) - float64(w)",
+            "asked = abs(u) > ZERO and change - change == ZERO and u - u == ZERO",
+            "seen += 1.0 if asked else 0.0",
+            "cancelled += 1.0 if asked and new == w else 0.0",
+            "wanted += float64(u) * float64(u) if asked else 0.0",
+            "kept += float64(u) * change if asked else 0.0",
+        ]
+    return lines
+
+
+def bits_of(draw: Draw) -> str:
+    """The text of the random bits of a rounding."""
+    form = {"none": "UNDRAWN", "full": "x{}", "high": "shr(x{}, S16)", "low": "bit_and(x{}, LOW)"}[draw.part]
+    return form.format(draw.word)
+
+
+def _counters(words: Sequence[int] | range, index: str, depth: int) -> list[str]:
+    return _indent(
+        [f"counter{w} = stream_start(keys[t, {2 * w}], keys[t, {2 * w + 1}], {index})" for w in words], depth
+    )
+
+
+def _indent(lines: Sequence[str], depth: int) -> list[str]:
+    return [" " * depth + line for line in lines]
+
+
+def _meter_out() -> list[str]:
+    return _indent([f"meter[c, {j}] = {name}" for j, name in enumerate(("seen", "cancelled", "wanted", "kept"))], 8)
+
+
+def _buffers(kind: Kind) -> list[str]:
+    if not kind.block:
+        return []
+    held = [k for k, codec in enumerate(kind.codecs) if isinstance(codec, Blocks)]
+    return _indent([f"buffer{k} = empty({TILE}, float32); new{k} = buffer{k}.ctypes.data" for k in held], 4)
+
+
+def _keep_buffers(kind: Kind) -> list[str]:
+    """A last use: Numba frees an array after its last use, and an address is none."""
+    return [f"    buffer{k}[0] = ZERO" for k, codec in enumerate(kind.codecs) if isinstance(codec, Blocks)]
+
+
+def _blocked_loop(kind: Kind) -> list[str]:
+    """Tile by tile: codes to float32 in the first-level cache, the update there, then scales and codes."""
+    weight_draws, state_draws, words = draws_of(kind)
+    first_pass = [*weight_draws, *(d for d, codec in zip(state_draws, kind.codecs) if not isinstance(codec, Blocks))]
+    own = max((draw.word for draw in first_pass), default=-1) + 1
+    pointers = state_pointers(kind)
+    blocked = [(k, codec, at) for (k, codec), at in zip(enumerate(kind.codecs), pointers) if isinstance(codec, Blocks)]
+    inner = [f"stop = min(start + {TILE}, end)"]
+    inner += [f"decode_{form_of(codec)}(a{at}, a{at + 1}, start, stop, new{k})" for k, codec, at in blocked]
+    inner += _counters(range(words), "index + (start - begin)", 0)
+    body = element_update(
+        kind,
+        range(own),
+        lambda k: f"real(load32(new{k}, i - start))",
+        lambda k, value: f"store32(new{k}, i - start, word({value}))",
+    )
+    inner += ["for i in range(start, stop):", *_indent(body + _advance(range(own)), 4)]
+    for k, codec, at in blocked:
+        drawn = state_draws[k]
+        shift = "S16" if drawn.part == "high" else "UNDRAWN"
+        inner += _counters([drawn.word], "index + (start - begin)", 0)
+        inner += [f"encode_{form_of(codec)}(a{at}, a{at + 1}, start, stop, new{k}, counter{drawn.word}, {shift})"]
+    return [f"        for start in range(begin, end, {TILE}):", *_indent(inner, 12)]
+
+
+def form_of(codec: Blocks) -> str:
+    """Which pieces decode and encode 8-bit states."""
+    return "squared" if codec.squared else "signed"
+
+
+def element_update(
+    kind: Kind,
+    words: range,
+    decode: Callable[[int], str] | None = None,
+    encode: Callable[[int, str], str] | None = None,
+) -> list[str]:
+    """What happens to one element i, given the counters of its random words.
+
+    Args:
+        kind: of step.
+        words: which random words to draw.
+        decode: 8-bit state k -> the text of its value, before squaring.
+        encode: (8-bit state k, text of the value) -> the text that stores it.
+    """
+    weight_draws, state_draws, _ = draws_of(kind)
+    rescaled = bool(kind.block) and kind.rule.homogeneous is not None and any(s.degree == 2 for s in kind.rule.states)
+    body = ["w, h0, h1, h2 = read_weight(a0, a1, a2, a3, i)", "g = gradient_real(gradient_load(a4, i))"]
+    values, after, large = [], [], ["abs(g) > HUGE"]
+    for k, (codec, slot, at) in enumerate(zip(kind.codecs, kind.rule.states, state_pointers(kind))):
+        square, blocked = slot.degree == 2, isinstance(codec, Blocks)
+        body += [f"q{k} = {decode(k) if blocked else codec.loaded(k, at)}"]
+        large += [f"q{k} > {'HUGE' if blocked else 'HUGE_SQUARED'}"] if square else []
+        times, back = (" * shrink", " * grow") if rescaled else ("", "")
+        if blocked:
+            values += [f"(q{k}{times}) * (q{k}{times})" if square else f"q{k}{times}"]
+            after += [encode(k, f"{f'root(n{k})' if square else f'n{k}'}{back}")]
+        else:
+            values += [f"q{k}{times}{times if square else ''}"]
+            after += [codec.saved(k, at, f"n{k}{back}{back if square else ''}", bits_of(state_draws[k]))]
+    if rescaled:
+        body += [f"huge = {' or '.join(large)}", "shrink = SHRINK if huge else UNIT", "grow = GROW if huge else UNIT"]
+    body += [_rule_call(kind, "g * shrink" if rescaled else "g", values, rescaled)]
+    body += [f"x{word} = draw(counter{word})" for word in words]
+    return body + _weight_write(kind, weight_draws, rescaled) + after

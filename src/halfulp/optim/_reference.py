@@ -1,0 +1,116 @@
+"""The fused step in plain torch, one tensor at a time: slow, runs anywhere, and what the compiled step must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..kernels import IndexMap, on_tensors
+from ..rounding._random import random_words
+from ._program import Draw, Kind, draws_of
+from ._states import Blocks
+
+
+def reference_step(
+    kind: Kind,
+    parts: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    states: Sequence[list[torch.Tensor]],
+    constants: Sequence[float],
+    keys: Sequence[int],
+    index_map: IndexMap,
+) -> tuple[float, float, float, float] | None:
+    """One step of one parameter, in place.
+
+    Args:
+        kind: what is done.
+        parts: the parameter and its companions.
+        gradient: of the parameter's shape.
+        states: the tensors of each state.
+        constants: the rule's, rounded to float32 here.
+        keys: one 64-bit key per random word.
+        index_map: the parameter's place in the whole.
+
+    Returns:
+        For a metered kind: updates wanted, updates cancelled, sum u^2, sum u (realised change).
+    """
+    c = [torch.tensor(value, dtype=torch.float32, device=gradient.device) for value in constants]
+    weight_draws, state_draws, _ = draws_of(kind)
+    words = [random_words(key, global_index(index_map, gradient.device)) for key in keys]
+    w = kind.update.read(kind.store, parts)
+    g = kind.gradient.decode(gradient)
+    u, new_states, constants_used, grow = _run_rule(kind, w, g, states, c)
+    random = [_take(words, draw) for draw in weight_draws]
+    if kind.assigns:
+        new = kind.update.put(kind.store, parts, g, random)
+    else:
+        new = kind.update.write(kind.store, parts, u, random)
+    if kind.update.feeds_back:
+        lost = (w + u) - new
+        lost = torch.where((lost - lost) == 0, lost, 0.0)
+        new_states[0] = on_tensors(kind.rule.repay)(lost, *new_states, *constants_used)
+    for k, (codec, slot) in enumerate(zip(kind.codecs, kind.rule.states)):
+        value, draw = new_states[k], _take(words, state_draws[k])
+        if isinstance(codec, Blocks):
+            root = value.double().sqrt().float() if slot.degree == 2 else value
+            codec.encode_roots(states[k], root if grow is None else root * grow, draw)
+        else:
+            times = () if grow is None else (grow,) * slot.degree
+            for factor in times:
+                value = value * factor
+            codec.encode(states[k], value, draw)
+    return _measure(u, new, w) if kind.metered else None
+
+
+def _run_rule(kind: Kind, w, g, states, c):
+    """The rule on the states' values; blocked kinds of a homogeneous rule shrink elements too large to square."""
+    rule = kind.rule
+    update = on_tensors(rule.update)
+    rescaled = kind.block and rule.homogeneous is not None and any(slot.degree == 2 for slot in rule.states)
+    roots = [
+        codec.decode_roots(s) if isinstance(codec, Blocks) else codec.decode(s) for codec, s in zip(kind.codecs, states)
+    ]
+    if not rescaled:
+        values = [q * q if isinstance(codec, Blocks) and codec.squared else q for codec, q in zip(kind.codecs, roots)]
+        u, *new = update(w, g, *values, *c)
+        return u, new, c, None
+    large = g.abs() > 2.0**60
+    for codec, slot, q in zip(kind.codecs, rule.states, roots):
+        if slot.degree == 2:
+            large = large | (q > (2.0**60 if isinstance(codec, Blocks) else 2.0**120))
+    shrink, grow = torch.where(large, 2.0**-80, 1.0), torch.where(large, 2.0**80, 1.0)
+    values = []
+    for codec, slot, q in zip(kind.codecs, rule.states, roots):
+        q = q * shrink
+        square = slot.degree == 2
+        values.append(q * q if square and isinstance(codec, Blocks) else q * shrink if square else q)
+    scaled = [value * shrink if name in rule.homogeneous else value for name, value in zip(rule.constants, c)]
+    u, *new = update(w, g * shrink, *values, *scaled)
+    return u, new, scaled, grow
+
+
+def _take(words: Sequence[torch.Tensor], draw: Draw) -> torch.Tensor | None:
+    if draw.part == "none":
+        return None
+    whole = words[draw.word]
+    return {"full": whole, "high": whole >> 16, "low": whole & 0xFFFF}[draw.part]
+
+
+def _measure(u: torch.Tensor, new: torch.Tensor, w: torch.Tensor) -> tuple[float, float, float, float]:
+    change = new.double() - w.double()
+    asked = (u.abs() > 0) & change.isfinite() & u.isfinite()
+    u, change = u.double()[asked], change[asked]
+    return float(asked.sum()), float((new == w)[asked].sum()), float((u * u).sum()), float((u * change).sum())
+
+
+def global_index(index_map: IndexMap, device: torch.device) -> torch.Tensor:
+    """The global flat index of every element of a local tensor, in its shape."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    whole = index_map.global_shape
+    stride = 1
+    for d in reversed(range(len(whole))):
+        along = torch.arange(index_map.shape[d], device=device) * index_map.step[d] + index_map.offset[d]
+        index = index + (along * stride).reshape([-1 if k == d else 1 for k in range(len(whole))])
+        stride *= whole[d]
+    return index.reshape(index_map.shape)

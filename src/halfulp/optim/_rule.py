@@ -1,0 +1,53 @@
+"""An update rule: the arithmetic of one optimizer, written once and run by torch, Numba and the reference alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StateSlot:
+    """One state that a rule keeps per parameter element.
+
+    Attributes:
+        name: its key in the optimizer's state, torch.optim's where torch has it.
+        degree: 1 where the state grows as the gradient does, 2 where it grows as its square.
+        memory: the group option (name, index) whose value is the share kept from step to step; a state that keeps
+            more than 0.95 of itself stalls under nearest rounding and is rounded stochastically.
+        stalls: whether nearest rounding would lose what this state is to gather, however little it keeps.
+    """
+
+    name: str
+    degree: int
+    memory: tuple[str, int | None]
+    stalls: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """The arithmetic of an optimizer on float32 values.
+
+    Attributes:
+        name: for messages and kernel names.
+        update: `update(w, g, *states, *constants) -> (u, *states)`: the weight becomes w + u. Only + - * and the
+            functions `root`, `divide`, `larger` and `sign_of`, which each engine binds to its own, and no literals,
+            so that every engine gives the same bits.
+        states: the states, in the order in which `update` takes and returns them.
+        constants: the constants' names, in order.
+        values: (group options, step) -> the constants as Python floats, made in float64.
+        homogeneous: constants that, multiplied together with the gradient and the states by a common power of two
+            (its square for degree 2), leave u as it is; None where the rule is not homogeneous.
+        repay: `repay(lost, *states, *constants) -> first state`: puts a lost part of the weight into the
+            first state so that later updates return it; None where the rule takes a sign or keeps no such state.
+        assigns: the gradient's place holds the new weight, and u is what it differs by.
+    """
+
+    name: str
+    update: Callable
+    states: tuple[StateSlot, ...]
+    constants: tuple[str, ...]
+    values: Callable[[Mapping, int], tuple[float, ...]]
+    homogeneous: tuple[str, ...] | None = None
+    repay: Callable | None = None
+    assigns: bool = False

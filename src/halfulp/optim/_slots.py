@@ -1,0 +1,252 @@
+"""What the optimizer knows of one parameter between steps: its tensors, its place in the whole, its kind of step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..kernels import IndexMap
+from ._program import Kind
+from ._rule import UpdateRule
+from ._states import Blocks, Codec, resolve_codecs
+from ._stores import STORES, Store
+from ._weight_update import WeightUpdate
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class LostUpdates:
+    """Counts of one parameter's metered steps."""
+
+    samples: int = 0
+    seen: float = 0.0
+    cancelled: float = 0.0
+    wanted: float = 0.0
+    kept: float = 0.0
+    mostly_lost: int = 0
+
+    def add(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
+        """Count one metered step."""
+        self.samples += 1
+        self.seen, self.cancelled = self.seen + seen, self.cancelled + cancelled
+        self.wanted, self.kept = self.wanted + wanted, self.kept + kept
+        self.mostly_lost += cancelled > 0.5 * seen
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter as the step sees it.
+
+    Attributes:
+        parameter: the user's.
+        group: its param group.
+        name: qualified where names were given, else its position.
+        identity: what keys its random bits.
+        kind: of step, unmetered.
+        index_map: the local tensor's place in the whole.
+        tensors: companions and state tensors, local, with their names in the optimizer's state.
+        address: of the parameter when it was prepared.
+        lost: the meter.
+        state: the parameter's entry in the optimizer's state.
+        parts: parameter and companions, local.
+        states: the tensors of each state, local.
+        addresses: one row of the pointer table; that of the gradient is filled in at each step.
+        shape, stride: of the local parameter.
+        options: of the group, as far as the kind of step follows from them.
+        gradient, step, constants, copied: of the step being made; `copied` is a contiguous copy of a parameter that
+            is not, whose values go back when the step is done.
+    """
+
+    parameter: torch.Tensor
+    group: dict
+    name: str
+    identity: int
+    kind: Kind
+    index_map: IndexMap
+    tensors: dict[str, torch.Tensor]
+    address: int
+    state: dict
+    lost: LostUpdates = field(default_factory=LostUpdates)
+
+    def __post_init__(self) -> None:
+        self.metered_kind = replace(self.kind, metered=True)
+        companions = [name for name, _ in self.kind.update.companions(self.kind.store)]
+        self.parts = [local(self.parameter).detach(), *(self.tensors[name] for name in companions)]
+        self.states = [[self.tensors[name] for name in names] for names in state_tensor_names(self.kind)]
+        self.addresses = [part.data_ptr() for part in self.parts] + [0] * (4 - len(self.parts)) + [0]
+        self.addresses += [tensor.data_ptr() for state in self.states for tensor in state]
+        self.held = tuple(self.tensors.items())
+        self.plain = not hasattr(self.parameter, "_local_tensor")
+        self.shape, self.stride = self.parts[0].shape, self.parts[0].stride()
+        self.options = options_of(self.group)
+        self.dtype, self.gradient_dtype = self.kind.store.dtype, self.kind.gradient.dtype
+        self.gradient, self.step, self.constants, self.copied = self.parts[0], 0, (), None
+
+
+def options_of(group: Mapping) -> tuple:
+    """What of a group decides how its parameters are stepped, beside the rule."""
+    return group["weight_update"], group["state_dtype"], group["format"], group["seed"]
+
+
+def still_true(slot: Slot, rule: UpdateRule, state: dict) -> bool:
+    """Whether what is known of a parameter is still so: its memory, its group's options, its state."""
+    part = slot.parameter if slot.plain else local(slot.parameter)
+    if not (
+        part.data_ptr() == slot.address
+        and part.dtype is slot.dtype
+        and part.shape == slot.shape
+        and part.stride() == slot.stride
+        and rule is slot.kind.rule
+        and state is slot.state
+        and options_of(slot.group) == slot.options
+    ):
+        return False
+    for key, tensor in slot.held:
+        kept = state.get(key)
+        if kept is not tensor and local(kept) is not tensor:
+            return False
+    return True
+
+
+def state_tensor_names(kind: Kind) -> list[list[str]]:
+    """Per state of a kind's rule, the names of its tensors."""
+    shape = torch.Size([1])
+    return [list(codec.tensors(slot.name, shape)) for codec, slot in zip(kind.codecs, kind.rule.states)]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's shard on this rank; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def placed_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A local result as a DTensor where its parameter is one."""
+    if not hasattr(tensor, "_local_tensor"):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(value, mesh, placements, shape=tensor.shape, stride=tensor.stride(), run_check=False)
+
+
+def index_map_of(parameter: torch.Tensor) -> IndexMap:
+    """Where a parameter's local elements stand in the whole.
+
+    Raises:
+        ValueError: a DTensor that is a pending sum.
+        NotImplementedError: a strided shard that does not lie on a grid.
+    """
+    if not hasattr(parameter, "_local_tensor"):
+        return IndexMap.whole(tuple(parameter.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise ValueError("a parameter with Partial placement is a sum still to be made: redistribute it first")
+    if any(type(placement).__name__ == "_StridedShard" for placement in parameter.placements):
+        return _strided_map(parameter)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    offset = tuple(o if n else 0 for o, n in zip(offset, shape))
+    return IndexMap(tuple(shape), tuple(parameter.shape), offset, (1,) * len(shape))
+
+
+def _strided_map(parameter: torch.Tensor) -> IndexMap:
+    """A strided shard along one dimension, by sharding the coordinates themselves."""
+    from torch.distributed.tensor import distribute_tensor
+
+    offset, step = [], []
+    for d, whole in enumerate(parameter.shape):
+        like = [1] * parameter.dim()
+        like[d] = whole
+        coordinates = torch.arange(whole, device=local(parameter).device).reshape(like).expand(parameter.shape)
+        mine = distribute_tensor(
+            coordinates.contiguous(), parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        along = mine._local_tensor.movedim(d, 0).reshape(mine._local_tensor.shape[d], -1)[:, :1].flatten()
+        gaps = torch.unique(along.diff())
+        if gaps.numel() > 1:
+            raise NotImplementedError(
+                f"dimension {d} of a parameter of shape {tuple(parameter.shape)} is sharded into several runs: "
+                "use Shard placements, or weight_update='split', which draws nothing"
+            )
+        offset.append(int(along[0]) if along.numel() else 0)
+        step.append(int(gaps[0]) if gaps.numel() else 1)
+    return IndexMap(tuple(local(parameter).shape), tuple(parameter.shape), tuple(offset), tuple(step))
+
+
+def store_of(dtype: torch.dtype, format_store: Store | None, name: str) -> Store:
+    """The store of a parameter of some dtype.
+
+    Raises:
+        ValueError: a dtype that cannot be trained here, or format= on a parameter that is not float32.
+    """
+    if dtype not in STORES:
+        raise ValueError(f"parameter {name} is {dtype}: allowed are bfloat16, float16 and float32; convert it first")
+    if format_store is None:
+        return STORES[dtype]
+    if dtype != torch.float32:
+        raise ValueError(f"format= keeps values of a format in float32 parameters, but {name} is {dtype}")
+    return format_store
+
+
+def codecs_for(
+    rule: UpdateRule, update: WeightUpdate, group: Mapping, parameter: torch.Tensor, store: Store, name: str
+) -> tuple[Codec, ...]:
+    """The codecs of a parameter's states; bfloat16 beside 16-bit parameters unless chosen otherwise."""
+    default, slots = torch.bfloat16 if store.dtype in NARROW else torch.float32, rule.states
+    if update.feeds_back:
+        slots = (replace(slots[0], stalls=True), *slots[1:])
+    codecs = resolve_codecs(group["state_dtype"], slots, default, group, parameter.shape)
+    if any(isinstance(codec, Blocks) for codec in codecs):
+        _refuse_cut_blocks(parameter, codecs, name)
+    return codecs
+
+
+def _refuse_cut_blocks(parameter: torch.Tensor, codecs: tuple[Codec, ...], name: str) -> None:
+    block = max(codec.block for codec in codecs if isinstance(codec, Blocks))
+    cut = (index_map_of(parameter).runs()[:, 1:] % block).any()
+    if cut:
+        raise ValueError(
+            f"parameter {name} of shape {tuple(parameter.shape)} is sharded so that blocks of {block} 8-bit states "
+            "are cut: shard dimension 0, or give it a group with state_dtype=torch.bfloat16"
+        )
+
+
+def refuse_other_states(state: Mapping, wanted: Mapping, name: str) -> None:
+    """States of a parameter that was converted or resized since they were made mean nothing for it.
+
+    Raises:
+        ValueError: a state of another shape or dtype than is wanted.
+    """
+    for key, (shape, dtype) in wanted.items():
+        held = local(state[key]) if key in state else None
+        if held is not None and (held.shape != shape or held.dtype != dtype):
+            raise ValueError(
+                f"state {key!r} of parameter {name} is {held.dtype} of shape {tuple(held.shape)}, but {dtype} of shape "
+                f"{tuple(shape)} is needed: convert a model before its optimizer is made, or make a new optimizer"
+            )
+
+
+def allocate(tensors: dict, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Zeros for each (local shape, dtype), on the parameter's device."""
+    device = local(parameter).device
+    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in tensors.items()}
+
+
+def wanted_tensors(kind: Kind, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Every tensor that a parameter's state holds: companions, then states."""
+    wanted = {name: (shape, dtype) for name, dtype in kind.update.companions(kind.store)}
+    for codec, slot in zip(kind.codecs, kind.rule.states):
+        wanted |= codec.tensors(slot.name, shape)
+    return wanted
+
+
+def refuse_feedback(rule: UpdateRule, update: WeightUpdate) -> None:
+    """Feedback needs a first moment that the update is proportional to."""
+    if update.feeds_back and rule.repay is None:
+        raise ValueError(
+            f"weight_update 'feedback' puts the lost part into a first moment, which {rule.name} does not offer "
+            "(it takes a sign, a running maximum, or keeps none): use 'stochastic', 'split8' or 'kahan'"
+        )

@@ -1,0 +1,200 @@
+"""All parameters of one kind in one call: tables of pointers, chunks, constants and keys."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..kernels import CHUNK, IndexMap, check_bits, chosen, chunks, note, run_chunks
+from ..rounding._random import mix64_many
+from ._program import Kind, compiled, draws_of, pointer_count
+from ._reference import reference_step
+from ._slots import Slot
+
+METER_COLUMNS, GRADIENT = 4, 4
+
+
+@dataclass
+class Table:
+    """What the parameters of a batch need in every step, made again only when the batch changes.
+
+    Attributes:
+        slots: of the batch, in order; held, so that none can be mistaken for a later one.
+        chunks: int64 array of shape (chunks, 4).
+        pointers: int64 array of shape (parameters, pointers); the gradients' column is written at each step.
+        keyed: uint64 array of shape (2, parameters): seeds and identities.
+        held: what an accelerator keeps of it.
+    """
+
+    slots: list[Slot]
+    chunks: np.ndarray
+    pointers: np.ndarray
+    keyed: np.ndarray
+    held: object = None
+
+
+class Tables:
+    """The tables of an optimizer's batches."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, bool], Table] = {}
+
+    def of(self, kind: Kind, slots: list[Slot]) -> Table:
+        """The table of a batch."""
+        key = (slots[0].identity, id(slots[0].kind), kind.metered)
+        known = self._known.get(key)
+        if known is None or known.slots != slots:
+            known = self._known[key] = Table(
+                list(slots),
+                np.concatenate([chunks(slot.index_map, row) for row, slot in enumerate(slots)]),
+                np.array([slot.addresses for slot in slots], np.int64),
+                np.array([[slot.group["seed"] for slot in slots], [slot.identity for slot in slots]], np.uint64),
+            )
+        return known
+
+
+def make_ready(kind: Kind, device: str) -> None:
+    """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was."""
+    if chosen(device) == "numba":
+        checked(kind)
+
+
+def run_step(kind: Kind, slots: list[Slot], tables: Tables) -> None:
+    """Step every parameter of a batch, and count what was lost where the kind is metered."""
+    device = slots[0].gradient.device.type
+    engine = chosen(device)
+    if engine == "numba":
+        _run_compiled(kind, slots, tables)
+        return
+    if engine == "triton" and _run_triton(kind, slots, tables):
+        return
+    if device != "cpu":
+        note("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
+    for slot in slots:
+        keyed = np.array([[slot.group["seed"]], [slot.identity]], np.uint64)
+        lost = reference_step(
+            kind,
+            slot.parts if slot.copied is None else [slot.copied, *slot.parts[1:]],
+            slot.gradient,
+            slot.states,
+            slot.constants,
+            [int(key) for key in _keys(kind, [slot], keyed)[0]],
+            slot.index_map,
+        )
+        if lost is not None:
+            slot.lost.add(*lost)
+
+
+def _run_compiled(kind: Kind, slots: list[Slot], tables: Tables) -> None:
+    kernel, table = checked(kind), tables.of(kind, slots)
+    _point_at_gradients(table, slots)
+    rows = {id(slot.constants): slot.constants for slot in slots}
+    numbers = {key: row for row, key in enumerate(rows)}
+    meter = np.zeros((len(table.chunks) if kind.metered else 0, METER_COLUMNS))
+    run_chunks(
+        kernel,
+        table.chunks[:, 2],
+        table.chunks,
+        table.pointers,
+        np.array([numbers[id(slot.constants)] for slot in slots], np.int64),
+        np.array(list(rows.values()), np.float32).reshape(len(rows), -1),
+        _keys(kind, slots, table.keyed).view(np.uint32),
+        meter,
+    )
+    if kind.metered:
+        _count(meter, table.chunks, slots)
+
+
+def _run_triton(kind: Kind, slots: list[Slot], tables: Tables) -> bool:
+    """The same on an accelerator; False where the kind's kernel cannot be used."""
+    from ._triton import launch, ready
+
+    device = slots[0].gradient.device
+    kernel = ready(kind, device, _trial)
+    if kernel is None:
+        return False
+    table = tables.of(kind, slots)
+    _point_at_gradients(table, slots)
+    constants = np.array([slot.constants for slot in slots], np.float32).reshape(len(slots), -1)
+    keys = _keys(kind, slots, table.keyed)
+    table.held, meter = launch(kind, kernel, device, table.chunks, table.pointers, constants, keys, table.held)
+    if meter is not None:
+        _count(meter, table.held.chunks, slots)
+    return True
+
+
+def _point_at_gradients(table: Table, slots: list[Slot]) -> None:
+    table.pointers[:, GRADIENT] = [slot.gradient.data_ptr() for slot in slots]
+    for row, slot in enumerate(slots):
+        if slot.copied is not None:
+            table.pointers[row, 0] = slot.copied.data_ptr()
+
+
+def _count(meter: np.ndarray, chunk_table: np.ndarray, slots: list[Slot]) -> None:
+    for row, slot in enumerate(slots):
+        slot.lost.add(*meter[chunk_table[:, 0] == row].sum(0))
+
+
+def _keys(kind: Kind, slots: list[Slot], keyed: np.ndarray) -> np.ndarray:
+    """uint64 array of shape (parameters, words): a key per parameter, step and random word."""
+    seeds, identities = keyed[:, :, None]
+    steps = np.array([slot.step for slot in slots], np.uint64)[:, None]
+    return mix64_many(seeds, steps, identities, np.arange(draws_of(kind)[2], dtype=np.uint64)[None, :])
+
+
+_checked: set[Kind] = set()
+
+
+def checked(kind: Kind):
+    """A kind's compiled kernel, compared with its reference before its first use in a process."""
+    kernel = compiled(kind)
+    if kind not in _checked:
+        check_bits(kind.name, lambda: _trial(kind, functools.partial(_run_numba, kernel)), lambda: _trial(kind))
+        _checked.add(kind)
+    return kernel
+
+
+def _run_numba(kernel, table, pointers, constants, keys) -> None:
+    meter = np.zeros((len(table), METER_COLUMNS))
+    kernel(0, len(table), table, pointers, np.zeros(1, np.int64), constants, keys.view(np.uint32), meter)
+
+
+def _trial(kind: Kind, run: Callable | None = None, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    """Two steps on fixed elements, tiny and NaN ones among them; returns all that was written.
+
+    Args:
+        kind: of step.
+        run: (chunks, pointers, constants, keys) runs a compiled kernel; None for the reference.
+        device: where the tensors lie.
+    """
+    count = 2 * (kind.block or 32)
+    shape, index_map = torch.Size([count]), IndexMap((count,), (4 * CHUNK,), (CHUNK,), (1,))
+    ramp = torch.linspace(-1, 1, count)
+    value, gradient = ramp * ramp * ramp, ramp * ramp.abs().sqrt() * 3e-2
+    value[5::16] *= 2.0**-128
+    gradient[3::16] *= 2.0**-60
+    gradient[7], gradient[9] = torch.nan, -0.0
+    parts = [torch.zeros(shape, dtype=kind.store.dtype)]
+    parts += [torch.zeros(shape, dtype=dtype) for _, dtype in kind.update.companions(kind.store)]
+    kind.update.fill(kind.store, parts, value)
+    parts, gradient = [part.to(device) for part in parts], gradient.to(kind.gradient.dtype).to(device)
+    states = [
+        [torch.zeros(size, dtype=dtype, device=device) for size, dtype in codec.tensors("state", shape).values()]
+        for codec in kind.codecs
+    ]
+    constants = tuple(0.3 + 0.05 * position for position in range(len(kind.rule.constants)))
+    keys = mix64_many(*(np.full((1, 1), value, np.uint64) for value in (1, 2, 3)), np.arange(draws_of(kind)[2])[None])
+    pointers = [part.data_ptr() for part in parts] + [0] * (4 - len(parts)) + [gradient.data_ptr()]
+    pointers += [tensor.data_ptr() for state in states for tensor in state]
+    assert len(pointers) == pointer_count(kind)
+    for _ in range(2):
+        if run is None:
+            reference_step(kind, parts, gradient, states, constants, [int(k) for k in keys[0]], index_map)
+        else:
+            row = np.array([constants], np.float32).reshape(1, -1)
+            run(chunks(index_map, 0), np.array([pointers], np.int64), row, keys)
+    return [tensor.cpu() for tensor in (*parts, *(tensor for state in states for tensor in state))]

@@ -1,0 +1,374 @@
+"""Any torch optimizer on narrow parameters: its arithmetic in float32, its result by a weight update."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ..formats import Format
+from ._given import GivenOptimizer
+from ._optimizer import Optimizer
+from ._read import TOGETHER, Room, read_weights, room_for, together
+from ._rule import UpdateRule
+from ._shadows import OWN, empty_like, fields_of, joined, made_over, mapped, point, rebuilt, shadow_group, taken_over
+from ._slots import Slot, local, placed_like
+from ._stores import F32
+from ._weight_update import WeightUpdate
+
+_BASE = "base."
+
+
+def assignment(w, g):
+    """The weight becomes g, which lies in the gradient's place."""
+    return (g - w,)
+
+
+ASSIGNMENT = UpdateRule("assignment", assignment, (), (), lambda group, step: (), assigns=True)
+
+
+def wrap(
+    optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer,
+    params: Iterable | None = None,
+    *,
+    weight_update: WeightUpdate | str | None = None,
+    param_dtype: torch.dtype | None = None,
+    format: Format | str | None = None,
+    seed: int = 0,
+    every: int = 50,
+    **options,
+) -> Wrapped:
+    """Any torch optimizer on bfloat16 or float16 parameters (or a format's values in float32 ones).
+
+    In a step, float32 shadows of the weights (parameter and companions decoded) and float32 gradients go through the
+    optimizer, and each shadow's change u = new - old, weight decay and all, enters its parameter by the weight update.
+    With "split" or "master" the parameters are thus the float32 run's, bit for bit where the gradients are. float32
+    parameters are stepped in place, as without wrap.
+
+    Shadows and converted gradients live only during the step: 8 bytes for each of at most 2^21 elements at a time for
+    the classes in torch.optim (or of the largest parameter, if that has more), of all elements for any other class and
+    for LBFGS. The optimizer's states are float32 and stay. Where hu.optim has the optimizer itself, that one is faster
+    and keeps narrow states.
+
+    Args:
+        optimizer: a class (or a function that makes an instance), or an instance. An instance's groups, options,
+            states and hooks are taken over, 16-bit states as float32: do not step it afterwards, and make schedulers
+            after wrapping.
+        params: for a class: parameters, named parameters or groups, which may also hold the options below.
+        weight_update, param_dtype, format, seed, every: see Optimizer. "feedback" is refused: it needs a first moment.
+        options: for a class: its own, passed on.
+
+    Returns:
+        A torch.optim.Optimizer whose groups hold the options of both; the inner optimizer is `.base`. A closure is
+        called once, but by an optimizer that asks for one (LBFGS) as often as it likes, on parameters that are then
+        its trial points rounded to nearest.
+
+    Raises:
+        TypeError: neither an optimizer nor something that makes one, or parameters missing or given twice.
+        ValueError: an optimizer of hu.optim, an option that both sides claim, or what Optimizer refuses.
+        NotImplementedError: differentiable=True, a state_dtype, or an optimizer that regroups its parameters.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> opt = hu.optim.wrap(torch.optim.RMSprop, [w], lr=2.0**-13, weight_update="kahan")
+    >>> for _ in range(64):
+    ...     w.grad = torch.ones_like(w)
+    ...     opt.step()
+    >>> bool((w < 1).all())
+    True
+    """
+    own = {"weight_update": weight_update, "param_dtype": param_dtype, "format": format, "seed": seed, "every": every}
+    if isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+        raise ValueError("this optimizer has weight updates of its own: give it weight_update= instead of wrapping it")
+    if options.pop("state_dtype", None) is not None:
+        raise NotImplementedError(
+            "state_dtype= with wrap: the wrapped optimizer keeps its states in float32; hu.optim.SGD, Adam, AdamW and "
+            "Lion have narrow ones"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if params is not None or options:
+            raise TypeError("wrapping an instance takes over its parameters and options: give none beside it")
+        wrapped = Wrapped(*taken_over(optimizer), **own)
+        vars(wrapped).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
+        return wrapped
+    if not callable(optimizer) or params is None:
+        raise TypeError(
+            f"wrap takes a torch optimizer's class and parameters, or an instance; got {optimizer!r} and "
+            f"{'no' if params is None else 'some'} parameters"
+        )
+    return Wrapped(*made_over(optimizer, params, options), **own)
+
+
+class Wrapped(GivenOptimizer):
+    """What `wrap` returns.
+
+    Attributes:
+        base: the wrapped optimizer, over float32 shadows that hold memory only during a step.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer, groups: list[dict], shadows: dict, **narrow) -> None:
+        claimed = sorted(set(OWN) & base.defaults.keys())
+        if claimed:
+            raise ValueError(
+                f"{type(base).__name__} has options {claimed} of its own, which wrap cannot tell from its own"
+            )
+        if any(group.get("differentiable") for group in base.param_groups):
+            raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
+        self.base, self._shadows, self._complete = base, shadows, False
+        super().__init__(groups, dict(base.defaults), **narrow)
+        self._complete = True
+
+    def rule(self, group: dict) -> UpdateRule:
+        """The new weight, as it comes."""
+        return ASSIGNMENT
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group to both optimizers; what either refuses is added to none."""
+        if not self._complete:
+            super().add_param_group(param_group)
+            return
+        shadows: dict[torch.Tensor, torch.Tensor] = {}
+        inner, outer = shadow_group(param_group, shadows)
+        self.base.add_param_group(inner)
+        try:
+            super().add_param_group(joined(outer, self.base.param_groups[-1]))
+        except (ValueError, TypeError):
+            del self.base.param_groups[-1]
+            raise
+        self._shadows |= shadows
+
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """One step of the wrapped optimizer.
+
+        Args:
+            closure: reevaluates the model and returns the loss, as for torch.optim.
+
+        Raises:
+            ValueError: a learning rate that is not finite, or a parameter whose dtype has changed to one that cannot
+                be stepped; nothing is written then.
+        """
+        for group in self.param_groups:
+            self._check_numbers(group)
+        if self._asks_for_closure():
+            return self._step_with(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        runs = self._runs(list(self._all_slots(lambda p: p.grad is not None)))
+        room = room_for(runs)
+        for slots in runs:
+            try:
+                self._load(slots, room)
+                self._step_base()
+                self._write(slots)
+            finally:
+                self._release(slots)
+        return loss
+
+    def _step_with(self, closure: Callable[[], torch.Tensor] | None) -> torch.Tensor:
+        """A step in which the wrapped optimizer evaluates the model at points of its choice."""
+        if closure is None:
+            raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
+        slots, nowhere = list(self._all_slots()), Room(0)
+        before = [(slot.parts[0], slot.parts[0].clone()) for slot in slots if not _in_place(slot)]
+
+        def evaluate() -> torch.Tensor:
+            with torch.no_grad():
+                for slot in slots:
+                    part, shadow = slot.parts[0], local(self._shadows[slot.parameter])
+                    if not _in_place(slot):
+                        part.copy_(slot.kind.store.encode(shadow, None))
+            loss = closure()
+            for slot in slots:
+                self._shadows[slot.parameter].grad = _float32(slot.parameter.grad, nowhere)
+            return loss
+
+        try:
+            self._load(slots, nowhere)
+            try:
+                loss = self._step_base(evaluate)
+            finally:
+                for part, copy in before:
+                    part.copy_(copy)
+            self._write(slots)
+        finally:
+            self._release(slots)
+        return loss
+
+    def _asks_for_closure(self) -> bool:
+        closure = inspect.signature(type(self.base).step).parameters.get("closure")
+        return closure is not None and closure.default is inspect.Parameter.empty
+
+    def _runs(self, slots: list[Slot]) -> list[list[Slot]]:
+        """What goes through the wrapped optimizer at a time: all, unless its parameters are known to be independent."""
+        if not type(self.base).__module__.startswith("torch.optim.") or _hooked(self.base):
+            return [slots]
+        whole = [slot for slot in slots if _in_place(slot)]
+        apart = [slot for slot in slots if not _in_place(slot)]
+        return [*([whole] if whole else []), *together(apart, TOGETHER)]
+
+    def _all_slots(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[Slot]:
+        for group in self.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                if wanted(parameter):
+                    yield self._current(group, position, F32)
+
+    def _load(self, slots: list[Slot], room: Room) -> None:
+        """Fill the shadows and their gradients."""
+        room.clear()
+        apart = [slot for slot in slots if not _in_place(slot)]
+        values = dict(zip(map(id, apart), read_weights(apart, room)))
+        for slot in slots:
+            parameter = slot.parameter
+            shadow, value = self._shadows[parameter], values.get(id(slot))
+            point(shadow, local(parameter).detach() if value is None else value)
+            shadow.grad = _float32(parameter.grad, room)
+
+    def _step_base(self, closure: Callable[[], torch.Tensor] | None = None) -> Any:
+        """A step of the wrapped optimizer, under the options of the groups, which get what it writes into its own."""
+        pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
+        for own, inner in pairs:
+            inner.update({name: own[name] for name in _shared(own, inner)})
+        result = self.base.step() if closure is None else self.base.step(closure)
+        for own, inner in pairs:
+            own.update({name: inner[name] for name in _shared(own, inner)})
+        return result
+
+    def _write(self, slots: list[Slot]) -> None:
+        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in slots if not _in_place(s)})
+
+    def _release(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            shadow = self._shadows[slot.parameter]
+            shadow.grad = None
+            point(shadow, empty_like(slot.parameter))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's; the wrapped optimizer's states, in their dtypes, are "base.<name>" beside companions."""
+        saved = super().state_dict()
+        state, inner = saved["state"], dict(self.base.state)
+        for group, packed in zip(self.param_groups, saved["param_groups"]):
+            for parameter, number in zip(group["params"], packed["params"]):
+                held = inner.pop(self._shadows[parameter], None)
+                if held:
+                    named = {f"{_BASE}{name}": value for name, value in held.items()}
+                    state[number] = {**state.get(number, {}), **named}
+        state |= inner
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` of this optimizer, or of the wrapped class itself, returned.
+
+        The latter's 16-bit states become float32, and the companions stay as they are.
+
+        Raises:
+            ValueError: other groups, parameters, shapes, state names or another weight update; nothing is changed.
+        """
+        own, inner = _parted(state_dict)
+        inner = self._fitting_base(own, inner)
+        super().load_state_dict(own)
+        self.base.state.clear()
+        self.base.state.update(inner)
+
+    def _fitting_base(self, own: Mapping, inner: Mapping) -> dict:
+        """The wrapped optimizer's states by shadow, on the parameters' devices."""
+        fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
+        for group, packed in zip(self.param_groups, own["param_groups"]):
+            for parameter, number in zip(group["params"], packed["params"]):
+                state, shadow = inner.get(number), self._shadows[parameter]
+                if state:
+                    _compare_shapes(state, self.base.state.get(shadow, {}), number)
+                    fitted[shadow] = {
+                        k: _placed(v, None if k == "step" else parameter.device) for k, v in state.items()
+                    }
+        return fitted
+
+    def bytes_per_parameter(self) -> float:
+        """Bytes of weights, companions, states and gradients per parameter element, as held between steps."""
+        total = elements = 0
+        for slot in self._all_slots():
+            parameter, tensors = slot.parameter, []
+            mapped(self.base.state.get(self._shadows[parameter], {}), tensors.append)
+            gradient = parameter if parameter.grad is None else parameter.grad
+            held = [local(t) for t in (parameter, gradient, *tensors)] + list(slot.tensors.values())
+            total += sum(t.numel() * t.element_size() for t in held)
+            elements += slot.parts[0].numel()
+        return total / elements if elements else 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy and pickle: the wrapped optimizer by its class and fields, hooks left out as torch does."""
+        fields = {"_shadows": self._shadows, "_complete": True, "base": None}
+        return {**super().__getstate__(), **fields, "_inner": (type(self.base), fields_of(self.base))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The counterpart."""
+        kind, fields = state.pop("_inner")
+        super().__setstate__(state)
+        self.base = rebuilt(kind, fields)
+
+    def __repr__(self) -> str:
+        """The wrapped class, then as Optimizer."""
+        return super().__repr__().replace("Wrapped (", f"wrap({type(self.base).__name__}) (", 1)
+
+
+def _hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Someone watches the wrapped optimizer's steps, and is to see one."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+
+def _in_place(slot: Slot) -> bool:
+    """float32 as such: nothing is to be rounded, and the shadow is the parameter."""
+    return slot.kind.store is F32
+
+
+def _float32(gradient: torch.Tensor | None, room: Room) -> torch.Tensor | None:
+    """A gradient as it is or converted; one that is not strided keeps its layout."""
+    if gradient is None or gradient.dtype == torch.float32:
+        return gradient
+    part = local(gradient.detach())
+    if part.layout is not torch.strided:
+        return gradient.detach().to(torch.float32)
+    return placed_like(room.take(part).copy_(part), gradient)
+
+
+def _shared(own: Mapping, inner: Mapping) -> list[str]:
+    return [name for name in inner if name in own and name not in ("params", "param_names")]
+
+
+def _placed(value: Any, device: torch.device | None) -> Any:
+    """A copy of a state on a device, or where it is."""
+    return mapped(value, lambda tensor: tensor.clone() if device is None else tensor.to(device, copy=True))
+
+
+def _parted(state_dict: Mapping[str, Any]) -> tuple[dict, dict]:
+    """A state_dict without the wrapped optimizer's states, and those by parameter number."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
+    states, wrapped = state_dict["state"], all("identities" in group for group in state_dict["param_groups"])
+    numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
+    own, inner = {}, {key: value for key, value in states.items() if key not in numbers}
+    for number in numbers & states.keys():
+        state = states[number]
+        if wrapped:
+            own[number] = {k: v for k, v in state.items() if not k.startswith(_BASE)}
+            inner[number] = {k.removeprefix(_BASE): v for k, v in state.items() if k.startswith(_BASE)}
+        else:
+            own[number] = {"step": torch.as_tensor(float(state.get("step", 0)))}
+            inner[number] = mapped(state, lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t)
+    return {**state_dict, "state": own}, inner
+
+
+def _compare_shapes(state: Mapping, held: Mapping, number: int) -> None:
+    for name, value in state.items():
+        known = held.get(name)
+        if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor) and value.shape != known.shape:
+            raise ValueError(
+                f"state {name!r} of parameter {number} has shape {tuple(value.shape)}, {tuple(known.shape)} is needed"
+            )

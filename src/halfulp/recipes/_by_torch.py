@@ -1,0 +1,76 @@
+"""Recipes that torch.optim steps: weights of several components or of float64, and a trial's readings of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..optim._meter import LostUpdateReport, lost_update_report
+from ..tensors import MCTensor
+from ..tensors._model import multicomponent
+from ..tensors._state_dict import plain_state_dict
+from ._near import unknown
+from ._recipe import Recipe
+
+
+class _Readings:
+    """What ``halfulp.optim``'s optimizers tell about themselves, for one of torch.optim."""
+
+    def report(self) -> LostUpdateReport:
+        """Nothing is metered."""
+        return lost_update_report(())
+
+    def bytes_per_parameter(self) -> float:
+        """Bytes of weights, states and gradients per parameter element, as held now."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        states = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        held = sum(_bytes(tensor) for tensor in (*parameters, *states, *gradients))
+        return held / max(1, sum(parameter.numel() for parameter in parameters))
+
+    def float32_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """The model's state_dict with every sum of components, and every other floating tensor, as float32."""
+        plain = plain_state_dict(model.state_dict(), torch.float32)
+        return {name: value.float() if value.is_floating_point() else value for name, value in plain.items()}
+
+
+class SGD(_Readings, torch.optim.SGD):
+    """torch.optim.SGD."""
+
+
+class Adam(_Readings, torch.optim.Adam):
+    """torch.optim.Adam."""
+
+
+class AdamW(_Readings, torch.optim.AdamW):
+    """torch.optim.AdamW."""
+
+
+_KINDS = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
+
+
+def check_rule(recipe: Recipe, rule: str) -> None:
+    """Raise unless torch.optim has the rule."""
+    if rule not in _KINDS:
+        raise ValueError(f"recipe {recipe.name!r} steps by torch.optim: {unknown('rule', rule, _KINDS)}")
+
+
+def apply(recipe: Recipe, model: nn.Module, rule: str, **hyper: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model with its parameters in the recipe's form, in place, and its optimizer.
+
+    Gradients have all components too: a float16 gradient alone underflows without loss scaling.
+    """
+    dtype = getattr(torch, recipe.param_dtype)
+    if recipe.components:
+        multicomponent(model, recipe.components, dtype, gradients="components")
+    else:
+        model.to(dtype)
+    return model, _KINDS[rule](model.parameters(), **hyper)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return sum(part.numel() * part.element_size() for part in _parts(tensor))
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.components if isinstance(tensor, MCTensor) else (tensor,)

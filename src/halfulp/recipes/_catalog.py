@@ -1,0 +1,87 @@
+"""The named recipes."""
+
+from ._near import unknown
+from ._recipe import Recipe
+
+
+def _bf16(suffix: str, description: str, **fields: object) -> Recipe:
+    return Recipe(name=f"bf16{suffix}", description=description, param_dtype="bfloat16", **fields)
+
+
+def _fp16(suffix: str, description: str, **fields: object) -> Recipe:
+    return Recipe(name=f"fp16{suffix}", description=description, param_dtype="float16", **fields)
+
+
+def _few_bits(format: str, bits: int, update: str) -> Recipe:
+    suffix = "" if update == "nearest" else f"-{update}"
+    return Recipe(
+        name=f"{format}{suffix}",
+        description=f"{bits}-bit floats everywhere, {update} weight updates",
+        weight_update="kahan-literal" if update == "kahan" else update,
+        state_dtype=format,
+        format=format,
+        emulate=format,
+    )
+
+
+_MIX = (("*Embedding*", "kahan"), ("*Norm*", "kahan"), ("*", "stochastic"))
+
+_RECIPES = (
+    Recipe(name="fp32", description="float32 everywhere, the reference"),
+    Recipe(name="fp32-twin", description="float32 from a start that differs by 1e-7, the control", perturb=1e-7),
+    _bf16("", "bfloat16, updates rounded to nearest", weight_update="nearest"),
+    _bf16("-stochastic", "bfloat16, updates rounded stochastically", weight_update="stochastic"),
+    _bf16("-kahan", "bfloat16 with a 16-bit residual", weight_update="kahan"),
+    _bf16("-kahan-stochastic", "bfloat16 with a residual and stochastic rounding", weight_update="kahan-stochastic"),
+    _bf16("-split", "bfloat16 plus 16 bits: exact float32 weights", weight_update="split"),
+    _bf16("-split8", "bfloat16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit"),
+    _bf16("-feedback", "bfloat16, the lost part goes into the first moment", weight_update="feedback"),
+    _bf16("-master", "bfloat16 with a float32 master copy", weight_update="master"),
+    _bf16("-mixed", "Kahan on embeddings and norms, stochastic elsewhere", weight_update=_MIX),
+    _bf16(
+        "-mc2",
+        "Collage: weights and second moment as two bfloat16 each",
+        weight_update="components",
+        state_dtype="bfloat16x2",
+    ),
+    _fp16("-kahan", "float16 with a 16-bit residual", weight_update="kahan"),
+    _fp16("-split8", "float16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit"),
+    _fp16("-master", "float16 with a float32 master copy", weight_update="master"),
+    _fp16("-mc2", "MCTensor: weights as two float16 components, computed with as such", components=2),
+    _fp16("-mc3", "MCTensor: weights as three float16 components, computed with as such", components=3),
+    Recipe(name="fp64", description="float64 everywhere, a wider reference", param_dtype="float64"),
+    Recipe(
+        name="fp64-mc2", description="MCTensor: weights as two float64 components", param_dtype="float64", components=2
+    ),
+    *(
+        _few_bits(format, bits, update)
+        for format, bits in (("e8m5", 14), ("e8m3", 12), ("e8m1", 10))
+        for update in ("nearest", "stochastic", "kahan", "kahan-stochastic")
+    ),
+)
+_CATALOG = {recipe.name: recipe for recipe in _RECIPES}
+
+
+def names() -> list[str]:
+    """The names of all recipes in the catalogue.
+
+    >>> names()[:4]
+    ['fp32', 'fp32-twin', 'bf16', 'bf16-stochastic']
+    """
+    return list(_CATALOG)
+
+
+def get(name: str | Recipe) -> Recipe:
+    """The recipe of that name; a Recipe is returned as it is.
+
+    Raises:
+        ValueError: no recipe has that name; the message lists near ones.
+
+    >>> get("bf16-kahan").weight_update
+    'kahan'
+    """
+    if isinstance(name, Recipe):
+        return name
+    if name not in _CATALOG:
+        raise ValueError(unknown("recipe", name, _CATALOG))
+    return _CATALOG[name]

@@ -1,0 +1,256 @@
+"""Recipe: which formats and weight updates a training uses, as frozen data."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ._near import unknown
+
+WEIGHT_UPDATES = (
+    "nearest",
+    "stochastic",
+    "kahan",
+    "kahan-literal",
+    "kahan-stochastic",
+    "split",
+    "split8",
+    "feedback",
+    "master",
+    "components",
+    "components-3",
+)
+PARAM_DTYPES = ("bfloat16", "float16", "float32", "float64")
+STATE_DTYPES = ("bfloat16", "bfloat16x2", "float32", "8bit")
+
+_UPDATE_WORDS = {
+    "nearest": "rounded to the nearest value, so that a small update is lost",
+    "stochastic": "rounded up or down at random, right on average",
+    "kahan": "with a second 16-bit number per weight that keeps what rounding dropped",
+    "kahan-literal": "by Kahan's algorithm, all of it rounded to nearest",
+    "kahan-stochastic": "with a second number that keeps what rounding dropped, and stochastic rounding",
+    "split": "with the missing 16 bits beside it, together an exact float32",
+    "split8": "with 8 more bits beside it, stored by stochastic rounding",
+    "feedback": "rounded at random, the lost part put back into the first moment",
+    "master": "as a copy of a float32 master weight",
+    "components": "as the first of two components of that type, which take the update exactly cut",
+    "components-3": "as the first of three components of that type, which take the update exactly cut",
+}
+
+Mix = tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The choices that turn a float32 training into one in fewer bits; plain data, no behaviour.
+
+    Args:
+        name: What tables call it.
+        description: One line for a person.
+        param_dtype: ``"bfloat16"`` or ``"float16"`` (or that torch.dtype); None leaves float32. Also ``"float64"``, for
+            a reference, and ``"float32"`` where there are ``components``: these run on ``torch.optim``.
+        weight_update: One name for every parameter, or ordered pairs (or a dict) from glob to name. A glob
+            is matched against the parameter's qualified name (``"blocks.0.up.weight"``) and against the class
+            of the module that holds it (``"Embedding"``, ``"*Norm"``); the first match wins.
+        components: The parameters as sums of so many components of ``param_dtype``, which forward and backward compute
+            with; excludes ``weight_update`` and ``state_dtype``.
+        state_dtype: What the optimizer's moments are stored in: ``"bfloat16"``, ``"float32"``, ``"8bit"``,
+            ``"bfloat16x2"`` (second moments as two bfloat16, the others as one), or the same name as ``format``; None
+            is the optimizer's own choice.
+        format: Name of a format whose values the float32 parameters are held to.
+        emulate: Name of a format to which every operator's output is rounded, forward and backward.
+        perturb: Each starting weight is multiplied by 1 + perturb * N(0, 1): the control that shows how far two
+            float32 runs drift apart by themselves.
+
+    Raises:
+        ValueError: an unknown name, or choices that exclude each other; the message lists near names.
+
+    >>> Recipe(name="mine", param_dtype="bfloat16", weight_update="kahan").replace(name="yours").name
+    'yours'
+    """
+
+    name: str
+    description: str = ""
+    param_dtype: str | None = None
+    weight_update: str | Mix | None = None
+    components: int | None = None
+    state_dtype: str | None = None
+    format: str | None = None
+    emulate: str | None = None
+    perturb: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "state_dtype", "format", "emulate"):
+            object.__setattr__(self, field, _plain_name(getattr(self, field)))
+        if isinstance(self.weight_update, Mapping):
+            object.__setattr__(self, "weight_update", tuple(self.weight_update.items()))
+        elif isinstance(self.weight_update, list):
+            object.__setattr__(self, "weight_update", tuple((str(a), str(b)) for a, b in self.weight_update))
+        self._check()
+
+    def _check(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise ValueError(f"a recipe needs a name, got {self.name!r}")
+        _check_among("param_dtype", self.param_dtype, PARAM_DTYPES)
+        _check_among("state_dtype", self.state_dtype, (*STATE_DTYPES, *([self.format] if self.format else [])))
+        for name in self.update_names():
+            _check_among("weight update", name, WEIGHT_UPDATES)
+        for field in ("format", "emulate"):
+            _check_format(getattr(self, field))
+        if self.format and self.param_dtype:
+            raise ValueError(
+                f"recipe {self.name!r} has param_dtype={self.param_dtype!r} and format={self.format!r}: a format "
+                "lives inside float32 parameters, so give one of the two"
+            )
+        if self.update_names() and not (self.format or self.param_dtype):
+            raise ValueError(
+                f"recipe {self.name!r} has a weight update but float32 parameters, which lose nothing; "
+                "give param_dtype= or format= too"
+            )
+        self._check_components()
+        if not isinstance(self.perturb, int | float) or not math.isfinite(self.perturb) or self.perturb < 0:
+            raise ValueError(f"perturb is a finite number >= 0, got {self.perturb!r}")
+
+    @property
+    def by_torch(self) -> bool:
+        """Whether ``torch.optim`` steps it: parameters of several components, or of float64."""
+        return self.components is not None or self.param_dtype == "float64"
+
+    def _check_components(self) -> None:
+        if self.components is not None:
+            if self.components not in (1, 2, 3, 4) or isinstance(self.components, bool):
+                raise ValueError(f"components={self.components!r}: allowed are 1 to 4")
+            if not self.param_dtype:
+                raise ValueError(f"recipe {self.name!r} has components={self.components}: give param_dtype= too")
+        elif self.param_dtype == "float32":
+            raise ValueError("param_dtype='float32' is for components=; leave it out for plain float32 parameters")
+        if self.by_torch and (self.weight_update or self.state_dtype or self.emulate):
+            raise ValueError(
+                f"recipe {self.name!r} steps by torch.optim, which takes no weight_update, state_dtype or emulate: "
+                "leave them out; weight_update='components' keeps components in the optimizer instead"
+            )
+
+    def update_names(self) -> tuple[str, ...]:
+        """The weight updates that this recipe uses, in order, without repeats."""
+        if self.weight_update is None:
+            return ()
+        if isinstance(self.weight_update, str):
+            return (self.weight_update,)
+        return tuple(dict.fromkeys(name for _, name in self.weight_update))
+
+    def replace(self, **changes: Any) -> "Recipe":
+        """A copy with some fields changed; an unknown field is a ValueError with near names."""
+        _check_fields(changes)
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that JSON can hold; ``Recipe.from_dict`` is its inverse."""
+        data = dataclasses.asdict(self)
+        if isinstance(self.weight_update, tuple):
+            data["weight_update"] = [list(pair) for pair in self.weight_update]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
+        """The recipe that ``to_dict`` described.
+
+        >>> Recipe.from_dict({"name": "x", "param_dtyp": "bfloat16"})
+        Traceback (most recent call last):
+        ValueError: unknown field of a recipe 'param_dtyp'; did you mean 'param_dtype'? Allowed: ...
+        """
+        _check_fields(data)
+        if "name" not in data:
+            raise ValueError(f"a recipe needs a name, got the fields {', '.join(data) or 'none'}")
+        return cls(**data)
+
+    def to_json(self) -> str:
+        """``to_dict`` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Recipe":
+        """The recipe that ``to_json`` wrote; text that is not a JSON object is a ValueError."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not the JSON of a recipe: {error}") from None
+        if not isinstance(data, dict):
+            raise ValueError(f"not the JSON of a recipe: expected an object, got {type(data).__name__}")
+        return cls.from_dict(data)
+
+    def explain(self) -> str:
+        """What the recipe does, in sentences.
+
+        >>> import halfulp.recipes
+        >>> print(halfulp.recipes.get("bf16-kahan").explain())
+        bf16-kahan: Weights are bfloat16. Each is updated with a second 16-bit number per weight that keeps what
+        rounding dropped. Forward and backward run in bfloat16.
+        """
+        said = [*_storage_words(self), *_update_words(self)]
+        if self.state_dtype:
+            said.append(_state_words(self.state_dtype))
+        said.append(_arithmetic_words(self))
+        if self.perturb:
+            said.append(f"Every starting weight is changed by about {self.perturb:g} of itself, as a control.")
+        return f"{self.name}: {' '.join(said)}"
+
+
+def _plain_name(value: Any) -> Any:
+    """``torch.bfloat16`` or a Format as the name that JSON can hold; strings and None pass through."""
+    if value is None or isinstance(value, str):
+        return value
+    name = getattr(value, "name", None)
+    return name if isinstance(name, str) else str(value).removeprefix("torch.")
+
+
+def _check_among(kind: str, given: object, allowed: tuple[str, ...]) -> None:
+    if given is not None and given not in allowed:
+        raise ValueError(unknown(kind, given, allowed))
+
+
+def _check_format(name: str | None) -> None:
+    if name is not None:
+        from .. import formats
+
+        formats.get(name)
+
+
+def _check_fields(data: Mapping[str, Any]) -> None:
+    allowed = [field.name for field in dataclasses.fields(Recipe)]
+    for key in data:
+        if key not in allowed:
+            raise ValueError(unknown("field of a recipe", key, allowed))
+
+
+def _state_words(name: str) -> str:
+    if name == "bfloat16x2":
+        return "The optimizer's second moments are stored as two bfloat16, its first ones as one."
+    return f"The optimizer's moments are stored in {name.replace('8bit', '8 bits')}."
+
+
+def _storage_words(recipe: Recipe) -> list[str]:
+    if recipe.components:
+        return [f"Weights are sums of {recipe.components} {recipe.param_dtype} components, updated by torch.optim."]
+    if recipe.by_torch:
+        return [f"Weights are {recipe.param_dtype}, updated by torch.optim."]
+    if recipe.param_dtype:
+        return [f"Weights are {recipe.param_dtype}."]
+    if recipe.format:
+        return [f"Weights are float32 tensors that hold only values of {recipe.format}."]
+    return ["Weights are float32, updated as torch.optim does."]
+
+
+def _update_words(recipe: Recipe) -> list[str]:
+    if isinstance(recipe.weight_update, str):
+        return [f"Each is updated {_UPDATE_WORDS[recipe.weight_update]}."]
+    pairs = recipe.weight_update or ()
+    return [f"Those that match {glob!r} are updated {_UPDATE_WORDS[name]}." for glob, name in pairs]
+
+
+def _arithmetic_words(recipe: Recipe) -> str:
+    if recipe.emulate:
+        return f"The output of every operator, forward and backward, is rounded to {recipe.emulate}."
+    if recipe.components:
+        return "Forward and backward compute with all of them."
+    return f"Forward and backward run in {recipe.param_dtype or 'float32'}."

@@ -1,0 +1,233 @@
+"""Rounding in blocks: MX, NVFP4, and any elements that share a scale."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import numpy as np
+import torch
+
+from ..formats import BlockFormat
+from ..kernels import check_bits, compile_kernel, define_operator, note, run_chunks
+from ..kernels._scalar import load32, load64, store32, store64
+from . import _block_pieces as b
+from ._block_reference import blocks_by_reference, tensor_scale
+from ._block_target import CLOSEST, BlockTarget, make_block_target, scale_threshold
+from ._constants import WORD32, WORD64, Layout, constants, layout_for
+from ._kernels import collide, container_pieces, fixed_elements, mode_pieces, on_cpu_kernels
+from ._modes import Rounding, Stochastic, drawn_key
+from ._random import mix64
+from ._target import DOWN, STOCHASTIC, UP
+
+GROUP = 16_384
+
+
+def quantize_block_format(
+    x: torch.Tensor,
+    format: BlockFormat,
+    rounding: Rounding,
+    overflow: str | None,
+    dim: int,
+    counter: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """`quantize` for a block format; x is detached, and x and out have been checked."""
+    flat = make_block_target(format, rounding, overflow, x.dtype).flat()
+    if x.dim() and not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim is from {-x.dim()} to {x.dim() - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
+    moved = x.movedim(dim, -1) if x.dim() > 1 else x
+    drawing = isinstance(rounding, Stochastic) and rounding.seed is None
+    seed = 0 if drawing or not isinstance(rounding, Stochastic) else rounding.seed - (rounding.seed >> 63 << 64)
+    if out is not None:
+        into = out.movedim(dim, -1) if x.dim() > 1 else out
+        if drawing:
+            _blocks_drawing_into(moved, flat, counter, into)
+        else:
+            _blocks_into(moved, flat, seed, counter, into)
+        return out
+    result = _blocks_drawing(moved, flat, counter) if drawing else _blocks(moved, flat, seed, counter)
+    return result.movedim(-1, dim) if x.dim() > 1 else result
+
+
+def _new(x: torch.Tensor, flat: list[int], seed: int, counter: int) -> torch.Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _into(x, flat, seed, counter, out)
+    return out
+
+
+def _into(x: torch.Tensor, flat: list[int], seed: int, counter: int, out: torch.Tensor) -> None:
+    target = BlockTarget.of(flat)
+    key = mix64(seed, counter) if target.element.mode == STOCHASTIC else 0
+    if x.numel() == 0:
+        return
+    layout = _layout(x.dtype, target)
+    if not on_cpu_kernels(x) or layout is None:
+        if layout is None:
+            note("blocks", f"{x.dtype} with scales that are not powers of two is rounded by the reference")
+        out.copy_(blocks_by_reference(x, target, key))
+        return
+    # Products, and what a largest element scaled down makes of a larger one, may lie between two 16-bit numbers.
+    single = layout is WORD32 and (not target.powers or target.choice == CLOSEST)
+    work = torch.float64 if layout is WORD64 else torch.float32 if single else x.dtype
+    source = x.to(work).contiguous()
+    direct = (
+        work == x.dtype and out.is_contiguous() and not collide(source, out) and source.data_ptr() != out.data_ptr()
+    )
+    result = out if direct else torch.empty_like(source)
+    _run(source, target, layout, key, result)
+    if not direct:
+        out.copy_(result)
+
+
+def _layout(dtype: torch.dtype, target: BlockTarget) -> Layout | None:
+    """The words in which blocks are rounded; None where only the reference does it."""
+    narrow = layout_for(target.element) is WORD32 and dtype != torch.float64
+    if not target.powers:
+        fits = layout_for(target.scale) is WORD32 and target.scale.tiny_exponent >= -126
+        return WORD32 if narrow and fits else None
+    first, _ = scale_threshold(target, 0)
+    return WORD32 if narrow and first >= 2 and target.scale.emin >= -127 else WORD64
+
+
+def _run(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
+    kernel, measure = _kernels(x.dtype, target, layout)
+    _check(kernel, measure, x.dtype, target, layout)
+    _call(kernel, measure, x, target, layout, key, out)
+
+
+def _call(kernel, measure, x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
+    length = x.shape[-1] if x.dim() else 1
+    table, sizes, count = _groups(x.numel() // length, length, target.block)
+    elements = constants(target.element, layout).words
+    of_scale = constants(target.scale, WORD32 if not target.powers else layout).words
+    scales = np.empty(count, elements.dtype)
+    tensor, unit = 1.0, target.element.max
+    if not target.powers:
+        run_chunks(measure, sizes, table, x.data_ptr(), scales.ctypes.data, elements)
+        finite = scales[scales < layout.power(layout.bias + 1)]
+        tensor, unit = tensor_scale(float(finite.max().view(np.float32)) if finite.size else 0.0, target)
+    words = _block_words(target, layout, tensor, unit)
+    low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
+    addresses = (x.data_ptr(), out.data_ptr(), scales.ctypes.data)
+    run_chunks(kernel, sizes, table, *addresses, elements, of_scale, words, low, high)
+
+
+def _block_words(target: BlockTarget, layout: Layout, tensor: float, unit: float) -> np.ndarray:
+    words = dict.fromkeys(range(8), 0)
+    if target.powers:
+        first, second = scale_threshold(target, layout.mantissa)
+        highest = int(np.frexp(target.scale.max)[1]) - 1
+        words |= {b.FIRST: first % (1 << layout.width), b.SECOND: second, b.TWICE_BIAS: 2 * layout.bias}
+        words[b.SMALLEST] = max(0, target.scale.tiny_exponent + layout.bias)
+        words[b.GREATEST] = min(highest + layout.bias, 2 * layout.bias - 1)
+        words[b.BELOW_NORMAL] = layout.power(-layout.bias)
+    else:
+        words |= {b.UNIT: layout.word(unit), b.TENSOR: layout.word(tensor)}
+    return np.array([words[i] for i in range(8)], np.uint32 if layout.width == 32 else np.uint64)
+
+
+@lru_cache(maxsize=64)
+def _groups(rows: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Rows cut into groups of whole blocks: (first element, whole blocks, elements left over, first block)."""
+    if length % block == 0:
+        rows, length = 1, rows * length
+    per_row = -(-length // block)
+    step = max(1, GROUP // block)
+    starts = np.arange(0, per_row, step, dtype=np.int64)
+    blocks = np.minimum(starts + step, per_row) - starts
+    sizes = np.minimum((starts + blocks) * block, length) - starts * block
+    one = np.stack([starts * block, sizes // block, sizes % block, starts], 1)
+    table = one[None] + np.arange(rows, dtype=np.int64)[:, None, None] * np.array([length, 0, 0, per_row])
+    return np.ascontiguousarray(table.reshape(-1, 4)), np.tile(sizes, rows), rows * per_row
+
+
+def _kernels(dtype: torch.dtype, target: BlockTarget, layout: Layout):
+    kind = constants(target.element, layout)[:3]
+    return _compiled(dtype, target.element.mode, kind, target.block, target.powers, target.choice == CLOSEST)
+
+
+_PEAKS = {
+    torch.float32: b.peak_of_float32,
+    torch.bfloat16: b.peak_of_bfloat16,
+    torch.float16: b.peak_of_float16,
+}
+
+
+@cache
+def _compiled(
+    dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], block: int, powers: bool, closest: bool
+) -> tuple:
+    wide = dtype == torch.float64
+    word = "uint64" if wide else "uint32"
+    bind = {**mode_pieces(mode, kind, wide), **container_pieces(dtype), "BLOCK": block}
+    bind |= {"load_scale": load64 if wide else load32, "store_scale": store64 if wide else store32}
+    at_once = block % 16 == 0 and dtype in _PEAKS
+    bind |= {"peak": _PEAKS[dtype] if at_once else b.peak_of_one, "AT_ONCE": 16 if at_once else 1}
+    kept = mode in (UP, DOWN)
+    if powers:
+        bind |= {"measured": b.peaks, "scale_of": b.exponent_of_scale, "factor_of": b.power}
+        bind |= {"inverse_of": b.inverse_power, "payload": b.multiplied_kept if kept else b.multiplied}
+    else:
+        bind |= {"measured": b.already, "scale_of": b.product_of_scale, "factor_of": b.itself, "inverse_of": b.itself}
+        bind |= {"payload": b.divided_kept if kept else b.divided}
+        bind["scale_addend"] = b.nearest_scale if closest else b.raised_scale
+    arrays = f"{word}[::1], {word}[::1], {word}[::1]"
+    signature = f"void(int64, int64, int64[:,::1], int64, int64, int64, {arrays}, uint32, uint32)"
+    kernel = compile_kernel(b.quantize_blocks, signature, bind)
+    if powers:
+        return kernel, None
+    return kernel, compile_kernel(
+        b.measure_blocks, f"void(int64, int64, int64[:,::1], int64, int64, {word}[::1])", bind
+    )
+
+
+_checked: set = set()
+
+
+def _check(kernel, measure, dtype: torch.dtype, target: BlockTarget, layout: Layout) -> None:
+    """The canary, with and without a block that is cut short."""
+    if kernel in _checked:
+        return
+    x = fixed_elements(dtype)
+    size = 3 * target.block + 1
+    rows = x[: x.numel() // size * size].view(-1, size)
+    key = 0x0123456789ABCDEF
+
+    def fast() -> list[torch.Tensor]:
+        out = torch.empty_like(rows)
+        _call(kernel, measure, rows, target, layout, key, out)
+        return [out]
+
+    check_bits(f"quantize in blocks ({dtype})", fast, lambda: [blocks_by_reference(rows, target, key)])
+    _checked.add(kernel)
+
+
+def _new_drawing(x: torch.Tensor, flat: list[int], counter: int) -> torch.Tensor:
+    return _new(x, flat, drawn_key(), counter)
+
+
+def _into_drawing(x: torch.Tensor, flat: list[int], counter: int, out: torch.Tensor) -> None:
+    _into(x, flat, drawn_key(), counter, out)
+
+
+def _like(x: torch.Tensor, *arguments) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _nothing(*arguments) -> None:
+    return None
+
+
+_blocks = define_operator("quantize_blocks(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _new, _like)
+_blocks_into = define_operator(
+    "quantize_blocks_into(Tensor x, int[] target, int seed, SymInt counter, Tensor(a!) out) -> ()", _into, _nothing
+)
+_blocks_drawing = define_operator(
+    "quantize_blocks_drawing(Tensor x, int[] target, SymInt counter) -> Tensor", _new_drawing, _like, random=True
+)
+_blocks_drawing_into = define_operator(
+    "quantize_blocks_drawing_into(Tensor x, int[] target, SymInt counter, Tensor(a!) out) -> ()",
+    _into_drawing,
+    _nothing,
+    random=True,
+)

@@ -1,0 +1,161 @@
+"""From a target to machine code: which pieces, compiled once each, checked against the reference, run in chunks."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import numpy as np
+import torch
+
+from ..kernels import IndexMap, check_bits, chosen, chunks, compile_kernel, run_chunks
+from ..kernels._scalar import load32, load64, store32, store64
+from . import _pieces as p
+from ._constants import WORD32, WORD64, Layout, constants, layout_for
+from ._random import random_words
+from ._reference import from_words, round_words, to_words
+from ._target import DOWN, NEAREST, STOCHASTIC, UP, Target
+
+_MODES = {
+    NEAREST: {"addend": p.half_addend, "lifted": p.half_lifted, "limited": p.limited_outward},
+    STOCHASTIC: {"addend": p.random_addend, "lifted": p.randomly_lifted, "limited": p.limited_outward},
+    UP: {"outward": p.positive},
+    DOWN: {"outward": p.negative},
+}
+_TOWARD_ZERO = {"addend": p.no_addend, "lifted": p.not_lifted, "outward": p.never, "limited": p.limited_directed}
+_DIRECTED = {"addend": p.away_addend, "lifted": p.away_lifted, "limited": p.limited_directed}
+_PATHS = {"fixed": p.fixed, "adder": p.adder, "scaled": p.scaled, "packed": p.packed}
+_CONTAINERS = {
+    torch.float32: {"load": load32, "store": store32},
+    torch.float64: {"load": load64, "store": store64},
+    torch.bfloat16: {"load": p.load_bfloat16, "store": p.store_bfloat16},
+    torch.float16: {"load": p.load_float16, "store": p.store_float16},
+}
+
+
+def run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
+    """Round x into out (which may be x): contiguous tensors of one dtype and shape, or equally strided dense ones."""
+    if x.dtype != torch.float64 and layout_for(target) is WORD64:
+        wide = torch.empty(x.shape, dtype=torch.float64, device=x.device)
+        run(x.to(torch.float64).contiguous(), target, key, wide)
+        out.copy_(wide)
+    elif on_cpu_kernels(x):
+        _run_compiled(x, target, key, out)
+    else:
+        out.copy_(by_reference(x, target, key))
+
+
+def on_cpu_kernels(x: torch.Tensor) -> bool:
+    """Whether compiled kernels run; devices other than the CPU run the reference."""
+    return x.device.type == "cpu" and chosen("cpu") == "numba"
+
+
+def by_reference(x: torch.Tensor, target: Target, key: int) -> torch.Tensor:
+    """The result in plain torch, on any device; the random index is the position in x's logical order."""
+    layout = WORD64 if x.dtype == torch.float64 else WORD32
+    wide = x if x.dtype == torch.float64 else x.to(torch.float32)
+    bits = None
+    if target.mode == STOCHASTIC:
+        bits = random_words(key, torch.arange(x.numel(), device=x.device)).view(x.shape)
+    words = round_words(to_words(wide.contiguous()), target, layout, bits)
+    return from_words(words, wide.dtype).to(x.dtype)
+
+
+def _run_compiled(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
+    if x.numel() == 0:
+        return
+    layout = WORD64 if x.dtype == torch.float64 else WORD32
+    known = constants(target, layout)
+    in_place = x.data_ptr() == out.data_ptr()
+    kernel = _kernel(x.dtype, target.mode, known[:3], in_place)
+    check_kernel(kernel, x.dtype, target, known.path, in_place)
+    _call(kernel, x, target, layout, key, out)
+
+
+def _call(kernel, x: torch.Tensor, target: Target, layout: Layout, key: int, out: torch.Tensor) -> None:
+    table, lengths = _table(x.numel())
+    words = constants(target, layout).words
+    low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
+    run_chunks(kernel, lengths, table, x.data_ptr(), out.data_ptr(), words, low, high)
+
+
+def collide(x: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether x and out lie partly over each other."""
+    a, b = x.data_ptr(), out.data_ptr()
+    return a != b and a < b + out.numel() * out.element_size() and b < a + x.numel() * x.element_size()
+
+
+@lru_cache(maxsize=256)
+def _table(numel: int) -> tuple[np.ndarray, np.ndarray]:
+    table = chunks(IndexMap.whole((numel,)), 0)
+    return table, np.ascontiguousarray(table[:, 2])
+
+
+@cache
+def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], in_place: bool):
+    bind = {**mode_pieces(mode, kind, dtype == torch.float64), **container_pieces(dtype)}
+    bind["destination"] = p.in_place if in_place else p.elsewhere
+    word = "uint64" if dtype == torch.float64 else "uint32"
+    signature = f"void(int64, int64, int64[:,::1], int64, int64, {word}[::1], uint32, uint32)"
+    return compile_kernel(p.quantize_pieces, signature, bind)
+
+
+def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict:
+    """What the free names of `rounded` stand for; kind is the path, plainness and saturation of `Constants`."""
+    path, plain, saturating = kind
+    bind = {
+        **(_DIRECTED if mode in (UP, DOWN) else _TOWARD_ZERO if mode not in _MODES else {}),
+        **_MODES.get(mode, {}),
+        **(p.WIDE if wide else {}),
+        "magnitude": _PATHS[path],
+        "aligned": p.aligned64 if wide else p.aligned32,
+        "fraction": p.fraction64 if wide else p.fraction32,
+        "signed": p.signed_plain if plain else p.signed_special,
+    }
+    if mode == NEAREST and path == "fixed":
+        bind["addend"] = p.half_addend_fixed
+    if mode in (NEAREST, STOCHASTIC) and saturating:
+        bind["limited"] = p.saturated
+    if path == "adder":
+        bind["limited"] = p.limited_by_input
+    return bind
+
+
+def container_pieces(dtype: torch.dtype) -> dict:
+    """How elements of a dtype become words and back."""
+    return _CONTAINERS[dtype]
+
+
+_checked: set = set()
+
+
+def check_kernel(kernel, dtype: torch.dtype, target: Target, path: str, in_place: bool) -> None:
+    """The canary: once per compiled kernel, its bits on fixed elements are the reference's."""
+    if kernel in _checked:
+        return
+    x = fixed_elements(dtype)
+    layout = WORD64 if dtype == torch.float64 else WORD32
+    key = 0x0123456789ABCDEF
+
+    def fast() -> list[torch.Tensor]:
+        source = x.clone()
+        out = source if in_place else torch.empty_like(x)
+        _call(kernel, source, target, layout, key, out)
+        return [out]
+
+    check_bits(f"quantize ({dtype}, {path})", fast, lambda: [by_reference(x, target, key)])
+    _checked.add(kernel)
+
+
+@cache
+def fixed_elements(dtype: torch.dtype) -> torch.Tensor:
+    """1,024 numbers of all magnitudes, and the special ones."""
+    words = random_words(1, torch.arange(1024)) | random_words(2, torch.arange(1024)) << 32
+    special = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, 1.5, -448.0, 464.0, 2.0**-24, 1e-45]
+    if dtype == torch.float64:
+        x = words.view(torch.float64)
+    elif dtype == torch.float32:
+        x = words.to(torch.int32).view(torch.float32)
+    else:
+        x = words.to(torch.int16).view(dtype)
+    small = torch.linspace(-4, 4, 1001).to(dtype)
+    return torch.cat([x, small, torch.tensor(special, dtype=torch.float64).to(dtype)])

@@ -1,0 +1,365 @@
+"""Rounding one word, in pieces that Numba inlines: a mode, a path, what lies beyond the largest number, the sign.
+
+A piece serves 32- and 64-bit words alike: the operations below are bound to those of the width. `c` are the constants
+of `_constants`. Every choice is a select between two values that are both computed, so that LLVM vectorizes the loop.
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: F821  names that are free here (load, store, magnitude, addend, ...) are bound when a kernel is compiled
+import numpy as np
+
+from ..kernels._scalar import add as plus
+from ..kernels._scalar import (
+    add64,
+    and64,
+    load16,
+    or64,
+    real,
+    real64,
+    shl,
+    shl64,
+    shr,
+    shr64,
+    store16,
+    sub,
+    sub64,
+    to_real,
+    to_word,
+    to_word64,
+    widen,
+    word,
+    word64,
+    xor64,
+)
+from ..kernels._scalar import bit_and as both
+from ..kernels._scalar import bit_or as either
+from ..kernels._scalar import bit_xor as flip
+from ..kernels._scalar import shl as left
+from ..kernels._scalar import shr as right
+from ..kernels._scalar import sub as minus
+from ._constants import (
+    BASE,
+    DOWN_SCALE,
+    DRAWN,
+    FIELD,
+    FINITE,
+    FIRST_FACTOR,
+    FLOOR,
+    HALF_WORD,
+    HIGHEST,
+    IMPLICIT,
+    INFINITY,
+    LARGEST,
+    LAST_BIT,
+    LIMIT,
+    LOWEST,
+    MAGNITUDE,
+    NAN,
+    NEGATIVE,
+    ONE,
+    ONES,
+    OVERFLOW,
+    RAISE,
+    SECOND_FACTOR,
+    SHIFT,
+    SIGN,
+    SIGNIFICAND,
+    SMALLEST_BINADE,
+    SPARE_BITS,
+    TIE,
+    TINY,
+    UP_SCALE,
+    VALUE_SIGN,
+    WHOLE_STEPS,
+    ZERO_SIGN,
+)
+from ._random import WEYL, draw, stream_start
+
+# What the pieces below are bound to for 64-bit words.
+WIDE = {
+    "plus": add64,
+    "minus": sub64,
+    "both": and64,
+    "either": or64,
+    "flip": xor64,
+    "left": shl64,
+    "right": shr64,
+    "as_real": real64,
+    "as_word": word64,
+}
+
+as_real, as_word = real, word
+SIXTEEN, THIRTEEN, HALF_INFINITY = np.uint32(16), np.uint32(13), np.uint32(0x7C00)
+HALF_NORMAL, HALF_MAGNITUDE, HALF_SIGN = np.uint32(0x400), np.uint32(0x7FFF), np.uint32(0x8000)
+REBIAS, REBIAS_INFINITY, SINGLE_NORMAL = np.uint32(112 << 23), np.uint32(224 << 23), np.uint32(113 << 23)
+SINGLE_INFINITY, SINGLE_MAGNITUDE = np.uint32(0x7F800000), np.uint32(0x7FFFFFFF)
+HALF_UNIT, HALF_UNITS = np.float32(2.0**-24), np.float32(2.0**24)
+
+
+def choose(condition, a, b):
+    """Piece: a where the condition holds, else b."""
+    return a if condition else b
+
+
+# the loop ----------------------------------------------------------------------------------------------------
+
+
+def quantize_pieces(first, last, table, source, target, constants, key_low, key_high):
+    """Kernel: round the elements of the chunks [first, last)."""
+    c = all_constants(constants)
+    for piece in range(first, last):
+        begin = table[piece, 1]
+        counter = stream_start(key_low, key_high, table[piece, 3])
+        for i in range(begin, begin + table[piece, 2]):
+            store(destination(source, target), i, rounded(load(source, i), draw(counter), c))
+            counter = plus32(counter, WEYL)
+
+
+plus32 = plus
+
+
+def all_constants(k):
+    """Piece: the constants as values, read once."""
+    return (
+        *(k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], k[8], k[9], k[10], k[11], k[12], k[13], k[14], k[15], k[16]),
+        *(k[17], k[18], k[19], k[20], k[21], k[22], k[23], k[24], k[25], k[26], k[27], k[28], k[29], k[30], k[31]),
+        *(k[32], k[33], k[34]),
+    )
+
+
+def elsewhere(source, target):
+    """Piece: where results go."""
+    return target
+
+
+def in_place(source, target):
+    """Piece: results replace their inputs; one address tells LLVM that loads and stores never collide."""
+    return source
+
+
+def rounded(w, u, c):
+    """Piece: a word, rounded with the random bits u."""
+    a = both(w, c[MAGNITUDE])
+    return signed(w, limited(w, a, magnitude(w, a, u, c), c), c)
+
+
+# paths: the rounded magnitude on a grid without end ----------------------------------------------------------
+
+
+def fixed(w, a, u, c):
+    """Piece: every word loses the same bits, subnormals too."""
+    keep = left(c[ONES], c[SHIFT])
+    return both(plus(a, addend(w, a, u, c[SHIFT], keep, c)), keep)
+
+
+def adder(w, a, u, c):
+    """Piece: the float adder rounds once, to nearest even, at the spacing of a's binade.
+
+    a + 2^(e - m + M) has exactly that spacing, for subnormals of the format too. Beyond LIMIT nothing is meant.
+    """
+    binade = flip(a, both(a, c[SIGNIFICAND]))
+    large = as_real(plus(choose(binade > c[SMALLEST_BINADE], binade, c[SMALLEST_BINADE]), c[RAISE]))
+    return as_word((as_real(a) + large) - large)
+
+
+def packed(w, a, u, c):
+    """Piece: a word loses bits by its exponent; below the smallest number the choice is between it and 0."""
+    e = right(a, c[FIELD])
+    e = choose(e < c[LOWEST], c[LOWEST], e)
+    s = minus(c[BASE], choose(e > c[HIGHEST], c[HIGHEST], e))
+    keep = left(c[ONES], s)
+    r = both(plus(a, addend(w, a, u, s, keep, c)), keep)
+    small = choose(lifted(w, a, u, c), c[TINY], c[FLOOR])
+    return choose(a < c[TINY], small, r)
+
+
+def scaled(w, a, u, c):
+    """Piece: the magnitude in fixed point, steps above and 23 or more bits of the fraction below, takes random bits.
+
+    With e the exponent of a, or of the smallest normal number, a 2^(29 - e) is below 2^30 and a step is 2^(29 - m).
+    """
+    a = choose(a < c[FINITE], a, c[FINITE])
+    binade = both(a, c[INFINITY])
+    binade = choose(binade > c[SMALLEST_BINADE], binade, c[SMALLEST_BINADE])
+    point = to_word(real(a) * real(minus(c[UP_SCALE], binade)))
+    steps = both(plus(point, right(u, c[SPARE_BITS])), c[WHOLE_STEPS])
+    return word(to_real(steps) * real(minus(binade, c[DOWN_SCALE])))
+
+
+# modes: what is added before bits are dropped, and whether what is below the smallest number becomes it ------
+
+
+def half_addend(w, a, u, s, keep, c):
+    """Piece: to nearest, ties to even: half a spacing less one, and the last bit that stays."""
+    lost = flip(keep, c[ONES])
+    last = right(either(both(a, c[SIGNIFICAND]), c[IMPLICIT]), s)
+    return plus(right(lost, c[ONE]), both(both(last, c[ONE]), lost))
+
+
+def half_addend_fixed(w, a, u, s, keep, c):
+    """Piece: the same where no word loses its implicit bit."""
+    lost = flip(keep, c[ONES])
+    return plus(right(lost, c[ONE]), both(both(right(a, s), c[ONE]), lost))
+
+
+def half_lifted(w, a, u, c):
+    """Piece: beyond half the smallest number."""
+    return a >= c[TIE]
+
+
+def no_addend(w, a, u, s, keep, c):
+    """Piece: toward zero."""
+    return minus(a, a)
+
+
+def not_lifted(w, a, u, c):
+    """Piece: toward zero."""
+    return a > c[INFINITY]
+
+
+def random_addend(w, a, u, s, keep, c):
+    """Piece: random bits below the last one that stays; a carry happens with the probability of the fraction."""
+    return right(aligned(u, c), minus(c[LAST_BIT], s))
+
+
+def randomly_lifted(w, a, u, c):
+    """Piece: with the probability a / TINY; the sum carries into the sign bit."""
+    return plus(aligned(u, c), fraction(a, c)) >= c[SIGN]
+
+
+def away_addend(w, a, u, s, keep, c):
+    """Piece: a number that moves away from zero goes up by a spacing less one."""
+    return choose(outward(w, c), flip(keep, c[ONES]), minus(a, a))
+
+
+def away_lifted(w, a, u, c):
+    """Piece: whatever is not zero moves, if outward."""
+    return (a > minus(a, a)) & outward(w, c)
+
+
+def positive(w, c):
+    """Piece: rounding up moves positive numbers away from zero."""
+    return w < c[SIGN]
+
+
+def negative(w, c):
+    """Piece: rounding down moves negative numbers away from zero."""
+    return w >= c[SIGN]
+
+
+def never(w, c):
+    """Piece: rounding toward zero moves nothing away from it."""
+    return w != w
+
+
+# random bits -------------------------------------------------------------------------------------------------
+
+
+def aligned32(u, c):
+    """Piece: 31 random bits below the sign bit."""
+    return shr(u, ONE32)
+
+
+def fraction32(a, c):
+    """Piece: the fraction a / TINY in units of 2^-31, 0 from TINY on."""
+    return to_word(choose(a < c[TINY], real(a) * real(c[FIRST_FACTOR]), NOTHING))
+
+
+def aligned64(u, c):
+    """Piece: random bits below the sign bit of a 64-bit word."""
+    return right(left(both(widen(u), c[DRAWN]), c[HALF_WORD]), c[ONE])
+
+
+def fraction64(a, c):
+    """Piece: the fraction a / TINY in units of 2^-31, aligned to the random bits, 0 from TINY on."""
+    scaled = real64(a) * real64(c[FIRST_FACTOR]) * real64(c[SECOND_FACTOR])
+    return left(to_word64(choose(a < c[TINY], scaled, NOTHING64)), c[HALF_WORD])
+
+
+ONE32, NOTHING, NOTHING64 = np.uint32(1), np.float32(0), np.float64(0)
+# beyond the largest number, and NaN --------------------------------------------------------------------------
+
+
+def limited_outward(w, a, r, c):
+    """Piece: what rounded beyond the largest number becomes infinity or NaN; a NaN, larger than either, stays."""
+    over = choose(a > c[OVERFLOW], a, c[OVERFLOW])
+    return choose(r > c[LARGEST], over, r)
+
+
+def saturated(w, a, r, c):
+    """Piece: what rounded beyond the largest number becomes that; NaN stays."""
+    r = choose(r < c[LARGEST], r, c[LARGEST])
+    return choose(a > c[INFINITY], c[NAN], r)
+
+
+def limited_by_input(w, a, r, c):
+    """Piece: the same decided on the input, where rounding to nearest tells from there."""
+    r = choose(a > c[LIMIT], c[OVERFLOW], r)
+    return choose(a > c[INFINITY], c[NAN], r)
+
+
+def limited_directed(w, a, r, c):
+    """Piece: a finite number that rounds toward zero stops at the largest; an infinity overflows."""
+    beyond = choose(outward(w, c), c[OVERFLOW], c[LARGEST])
+    r = choose(r > c[LARGEST], beyond, r)
+    r = choose(a >= c[INFINITY], c[OVERFLOW], r)
+    return choose(a > c[INFINITY], c[NAN], r)
+
+
+# signs -------------------------------------------------------------------------------------------------------
+
+
+def signed_plain(w, r, c):
+    """Piece: every result has the sign of its input."""
+    return either(r, both(w, c[SIGN]))
+
+
+def signed_special(w, r, c):
+    """Piece: a format may lack -0, or all negative numbers."""
+    r = choose(w > c[NEGATIVE], c[NAN], r)
+    zero = minus(r, r)
+    return either(r, both(w, choose(r == zero, c[ZERO_SIGN], c[VALUE_SIGN])))
+
+
+# containers --------------------------------------------------------------------------------------------------
+
+
+def load_bfloat16(address, i):
+    """Piece: a bfloat16 as a float32's word."""
+    return bfloat16_word(load16(address, i))
+
+
+def bfloat16_word(h):
+    """Piece: the float32 word of a bfloat16's bits."""
+    return shl(h, SIXTEEN)
+
+
+def store_bfloat16(address, i, w):
+    """Piece: a word whose low half is zero as a bfloat16."""
+    store16(address, i, shr(w, SIXTEEN))
+
+
+def load_float16(address, i):
+    """Piece: a float16 as a float32's word."""
+    return float16_word(load16(address, i))
+
+
+def float16_word(h):
+    """Piece: the float32 word of a float16's bits, in integers where a float32 would be subnormal."""
+    a = both32(h, HALF_MAGNITUDE)
+    moved = shl(a, THIRTEEN)
+    normal = plus32(moved, choose(a >= HALF_INFINITY, REBIAS_INFINITY, REBIAS))
+    w = choose(a < HALF_NORMAL, word(to_real(a) * HALF_UNIT), normal)
+    return either32(w, shl(both32(h, HALF_SIGN), SIXTEEN))
+
+
+def store_float16(address, i, w):
+    """Piece: a float32's word whose value float16 has as that float16."""
+    a = both32(w, SINGLE_MAGNITUDE)
+    normal = shr(sub(a, choose(a >= SINGLE_INFINITY, REBIAS_INFINITY, REBIAS)), THIRTEEN)
+    h = choose(a < SINGLE_NORMAL, to_word(real(choose(a < SINGLE_NORMAL, a, sub(a, a))) * HALF_UNITS), normal)
+    store16(address, i, either32(h, shr(both32(w, flip32(SINGLE_MAGNITUDE, ONES32)), SIXTEEN)))
+
+
+both32, either32, flip32, ONES32 = both, either, flip, np.uint32(0xFFFFFFFF)

@@ -1,0 +1,208 @@
+"""quantize: the values of a format, in a tensor of the given dtype."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ..formats import BlockFormat, Format, get, get_block
+from ..kernels import define_operator
+from ._block_target import make_block_target
+from ._blocks import quantize_block_format
+from ._kernels import collide, run
+from ._modes import Nearest, Rounding, Stochastic, drawn_key, get_rounding
+from ._random import mix64
+from ._target import DTYPES, STOCHASTIC, Target, make_target
+
+
+def quantize(
+    x: torch.Tensor,
+    format: Format | BlockFormat | str | torch.dtype,
+    rounding: Rounding | str = Nearest(),  # noqa: B008  frozen, and every default call may share it
+    *,
+    overflow: str | None = None,
+    out: torch.Tensor | None = None,
+    counter: int = 0,
+    dim: int = -1,
+) -> torch.Tensor:
+    """Round every element of x to a number of the format, once, and keep x's dtype.
+
+    The rules are those of `halfulp.formats.round_exact`, bit for bit: NaN stays NaN, an infinity and what rounds
+    beyond the largest number become what the overflow policy says. float64 is rounded directly, not through float32.
+    The result carries no gradient, as rounding is flat almost everywhere; `straight_through` is the form for training.
+
+    Under a `BlockFormat` every block of elements along `dim` is divided by its scale, rounded and multiplied again;
+    elements saturate. The last block of a row may be shorter. A block of zeros stays, and a block with a NaN or an
+    infinity becomes NaN, as its scale would be. Where scales are powers of two all is exact, but for products that the
+    dtype cannot hold, which are rounded to it; elsewhere quotients and products are rounded in float32 (in float64 for
+    a float64 tensor). A tensor's own scale is float32's ``amax / (element.max * scale.max)`` over its finite blocks.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of any shape and strides.
+        format: a `Format`, a `BlockFormat`, the name of either, or a torch dtype.
+        rounding: a mode or its name.
+        overflow: "inf", "nan" or "saturate" in place of the format's own policy.
+        out: where the result goes: x's dtype, shape and device; x itself is allowed.
+        counter: advances the random bits of `Stochastic`; elements are numbered by their position in x, for a
+            `BlockFormat` after `dim` has been moved last.
+        dim: for a `BlockFormat`, the dimension along which blocks lie.
+
+    Returns:
+        A tensor of x's dtype and shape, without gradient.
+
+    Raises:
+        TypeError: If x is no floating-point tensor of one of the four dtypes.
+        ValueError: If the format or rounding is unknown, or x's dtype cannot hold the results.
+
+    >>> import halfulp.formats as f
+    >>> quantize(torch.tensor([0.1, 1.0, 300.0, 1e6]), f.e4m3fn)
+    tensor([1.0156e-01, 1.0000e+00, 2.8800e+02, 4.4800e+02])
+    >>> quantize(torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64), "bf16")   # through float32 it would be 1
+    tensor([1.0078], dtype=torch.float64)
+    """
+    check_tensor(x)
+    rounding = get_rounding(rounding)
+    plain = x.detach()
+    if out is not None:
+        check_out(out, x)
+    if is_block(format):
+        return quantize_block_format(plain, get_block(format), rounding, overflow, dim, counter, out)
+    return apply(plain, target_for(format, rounding, overflow, x.dtype), rounding, counter, out)
+
+
+def is_block(format: object) -> bool:
+    """Whether a format, or what looks like the name of one, is of blocks."""
+    if isinstance(format, str):
+        return format.strip().lower().startswith(("mx", "nvfp"))
+    return isinstance(format, BlockFormat)
+
+
+def apply(
+    x: torch.Tensor, target: Target | None, rounding: Rounding, counter: int, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Call the operator that fits; x is detached and all has been checked."""
+    if target is None:
+        return x.clone() if out is None else out.copy_(x)
+    if isinstance(rounding, Stochastic):
+        if rounding.seed is None:
+            if out is None:
+                return _quantize_drawing(x, target, counter)
+            _quantize_drawing_into(x, target, counter, out)
+            return out
+        seed = rounding.seed - (rounding.seed >> 63 << 64)
+    else:
+        seed, counter = 0, 0
+    if out is None:
+        return _quantize(x, target, seed, counter)
+    _quantize_into(x, target, seed, counter, out)
+    return out
+
+
+def target_for(
+    format: Format | str | torch.dtype, rounding: Rounding, overflow: str | None, dtype: torch.dtype
+) -> Target | None:
+    """`make_target`, remembered where no compiler traces."""
+    if torch.compiler.is_compiling():
+        return make_target(get(format), rounding, overflow, dtype)
+    return _remembered(format, rounding, overflow, dtype)
+
+
+@lru_cache(maxsize=1024)
+def _remembered(format, rounding, overflow, dtype) -> Target | None:
+    return make_target(get(format), rounding, overflow, dtype)
+
+
+def check_tensor(x: torch.Tensor) -> None:
+    """Raise unless x is a tensor that can be rounded."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
+    if x.dtype not in DTYPES:
+        if x.dtype.is_complex:
+            remedy = "round the parts: torch.view_as_real(x)"
+        elif x.dtype.is_floating_point:
+            remedy = "widen it first: x.to(torch.float32)"
+        else:
+            remedy = "convert it first: x.to(torch.float32)"
+        raise TypeError(f"x is float16, bfloat16, float32 or float64; got {x.dtype}: {remedy}")
+
+
+def check_format(x: torch.Tensor, format, rounding: Rounding, overflow: str | None) -> None:
+    """Raise what `quantize` would."""
+    if is_block(format):
+        make_block_target(get_block(format), rounding, overflow, x.dtype)
+    else:
+        target_for(format, rounding, overflow, x.dtype)
+
+
+def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
+    """Raise unless out can take the result."""
+    if out.dtype != x.dtype or out.shape != x.shape or out.device != x.device:
+        raise ValueError(
+            f"out has x's dtype, shape and device ({x.dtype}, {tuple(x.shape)}, {x.device}); "
+            f"got {out.dtype}, {tuple(out.shape)}, {out.device}"
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError("out requires gradients and would be written in place: write under torch.no_grad()")
+
+
+# operators ---------------------------------------------------------------------------------------------------
+
+
+def _new(x: torch.Tensor, target: list[int], seed: int, counter: int) -> torch.Tensor:
+    out = torch.empty_like(x)
+    _into(x, target, seed, counter, out)
+    return out
+
+
+def _into(x: torch.Tensor, target: list[int], seed: int, counter: int, out: torch.Tensor) -> None:
+    goal = Target(*target)
+    key = mix64(seed, counter) if goal.mode == STOCHASTIC else 0
+    same_order = not collide(x, out) and x.stride() == out.stride() and (goal.mode != STOCHASTIC or x.is_contiguous())
+    if same_order and (x.is_contiguous() or _is_dense(x)):
+        run(x, goal, key, out)
+        return
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    run(x.contiguous(), goal, key, result)
+    out.copy_(result)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether x's elements fill one stretch of memory, each once."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _new_drawing(x: torch.Tensor, target: list[int], counter: int) -> torch.Tensor:
+    return _new(x, target, drawn_key(), counter)
+
+
+def _into_drawing(x: torch.Tensor, target: list[int], counter: int, out: torch.Tensor) -> None:
+    _into(x, target, drawn_key(), counter, out)
+
+
+def _like(x: torch.Tensor, *arguments) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _nothing(*arguments) -> None:
+    return None
+
+
+_quantize = define_operator("quantize(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _new, _like)
+_quantize_into = define_operator(
+    "quantize_into(Tensor x, int[] target, int seed, SymInt counter, Tensor(a!) out) -> ()", _into, _nothing
+)
+_quantize_drawing = define_operator(
+    "quantize_drawing(Tensor x, int[] target, SymInt counter) -> Tensor", _new_drawing, _like, random=True
+)
+_quantize_drawing_into = define_operator(
+    "quantize_drawing_into(Tensor x, int[] target, SymInt counter, Tensor(a!) out) -> ()",
+    _into_drawing,
+    _nothing,
+    random=True,
+)

@@ -1,0 +1,122 @@
+"""Rounding inside a model: rounded on the way forward, on the way back, or both, with the gradient of the identity."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..formats import BlockFormat, Format
+from ._modes import Nearest, Rounding, Stochastic, get_rounding
+from ._quantize import check_format, check_tensor, quantize
+from ._random import mix64
+
+AnyFormat = Format | BlockFormat | str | torch.dtype
+_BACKWARD = 0x6261636B
+
+
+class _StraightThrough(torch.autograd.Function):
+    """y = round(x), dL/dx = round(dL/dy); the derivative of either rounding counts as 1."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward, rounding, backward_rounding, overflow, counter):
+        ctx.backward_choice = (backward, backward_rounding, overflow, counter)
+        return x.view_as(x) if forward is None else quantize(x, forward, rounding, overflow=overflow, counter=counter)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        format, rounding, overflow, counter = ctx.backward_choice
+        if format is not None:
+            gradient = _StraightThrough.apply(gradient, format, None, rounding, rounding, overflow, counter)
+        return gradient, None, None, None, None, None, None
+
+
+def straight_through(
+    x: torch.Tensor,
+    forward: AnyFormat | None = None,
+    backward: AnyFormat | None = None,
+    rounding: Rounding | str = Nearest(),  # noqa: B008  frozen
+    *,
+    backward_rounding: Rounding | str | None = None,
+    overflow: str | None = None,
+    counter: int = 0,
+) -> torch.Tensor:
+    """x rounded to `forward`, whose gradient is rounded to `backward`; the derivative of rounding counts as 1.
+
+    The forward value is that of `quantize` with and without autograd, eager and compiled. A second derivative passes
+    the same way: what backward rounded has derivative 1 too, and is not rounded again. Under activation
+    checkpointing `Stochastic()` replays the bits of the first forward pass.
+
+    Args:
+        x: float16, bfloat16, float32 or float64 tensor of any shape.
+        forward: the format of the value, or None to leave it.
+        backward: the format of the gradient, or None to leave it.
+        rounding: the mode of both.
+        backward_rounding: another mode for the gradient.
+        overflow: as in `quantize`, for both.
+        counter: as in `quantize`. With a fixed seed the gradient draws other bits than the value.
+
+    Raises:
+        TypeError, ValueError: as `quantize`; also for the gradient's format, already in the forward pass.
+
+    >>> x = torch.tensor([0.3, 1.7], requires_grad=True)
+    >>> y = straight_through(x, forward="e2m1fn", backward="e5m2")
+    >>> (y * torch.tensor([1.1, 2.2])).sum().backward()
+    >>> y.tolist(), x.grad.tolist()
+    ([0.5, 1.5], [1.0, 2.0])
+    """
+    check_tensor(x)
+    rounding = get_rounding(rounding)
+    backward_rounding = _apart(rounding if backward_rounding is None else get_rounding(backward_rounding))
+    if backward is not None:
+        check_format(x, backward, backward_rounding, overflow)
+    if forward is None and backward is None:
+        return x
+    return _StraightThrough.apply(x, forward, backward, rounding, backward_rounding, overflow, counter)
+
+
+def _apart(rounding: Rounding) -> Rounding:
+    """The mode for gradients, whose random bits are not those of the values."""
+    if isinstance(rounding, Stochastic) and rounding.seed is not None:
+        return Stochastic(mix64(rounding.seed, _BACKWARD))
+    return rounding
+
+
+class StraightThrough(nn.Module):
+    """`straight_through` as a layer.
+
+    >>> layer = nn.Sequential(nn.Linear(4, 4), StraightThrough("bf16", backward="e5m2", rounding="stochastic"))
+    >>> layer[1]
+    StraightThrough(forward=bf16, backward=e5m2, rounding=stochastic)
+    """
+
+    def __init__(
+        self,
+        forward: AnyFormat | None = None,
+        backward: AnyFormat | None = None,
+        rounding: Rounding | str = Nearest(),  # noqa: B008  frozen
+        *,
+        backward_rounding: Rounding | str | None = None,
+        overflow: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.forward_format, self.backward_format = forward, backward
+        self.rounding = get_rounding(rounding)
+        self.backward_rounding = None if backward_rounding is None else get_rounding(backward_rounding)
+        self.overflow = overflow
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Round x, and later its gradient."""
+        return straight_through(
+            x,
+            self.forward_format,
+            self.backward_format,
+            self.rounding,
+            backward_rounding=self.backward_rounding,
+            overflow=self.overflow,
+        )
+
+    def extra_repr(self) -> str:
+        """What is rounded to what."""
+        names = (getattr(f, "name", None) or f for f in (self.forward_format, self.backward_format))
+        forward, backward = names
+        return f"forward={forward}, backward={backward}, rounding={self.rounding.name}"

@@ -1,0 +1,12 @@
+"""Tensors with a companion: MCTensor, a sum of components."""
+
+from . import _rules as _rules
+from ._fallback import FallbackWarning as FallbackWarning
+from ._fallback import recorded as recorded
+from ._fallback import strict as strict
+from ._mctensor import MCTensor as MCTensor
+from ._model import multicomponent as multicomponent
+from ._model import single_component as single_component
+from ._model_fallbacks import fallbacks as fallbacks
+from ._registry import implements as implements
+from ._state_dict import plain_state_dict as plain_state_dict

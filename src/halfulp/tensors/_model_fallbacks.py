@@ -1,0 +1,62 @@
+"""Which fallbacks a model caused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
+from . import _fallback
+
+_COUNTS = "_halfulp_fallbacks"
+
+
+class ModelCounts(Counter):
+    """A model's fallbacks; each kind of count is told apart from others' by its type."""
+
+
+def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
+    """How often each operator without a rule ran in float64 instead.
+
+    Args:
+        model: one that `multicomponent` changed, or that holds such a model: counted since then, in its forward passes
+            and in whatever follows one until another such model runs forward: its backward pass, the optimizer's step.
+            None counts the whole process.
+
+    Raises:
+        ValueError: nothing is counted for this model.
+
+    >>> import torch
+    >>> from halfulp.tensors._model import multicomponent
+    >>> fallbacks(multicomponent(torch.nn.Linear(2, 2)))
+    {}
+    """
+    if model is None:
+        return _fallback.fallbacks()
+    counts = [module.__dict__[_COUNTS] for module in model.modules() if _COUNTS in module.__dict__]
+    if not counts:
+        raise ValueError(f"this {type(model).__name__} has no multi-component parameters: hu.multicomponent(model)")
+    return dict(sum(counts, Counter()))
+
+
+def install(model: nn.Module) -> None:
+    """Count from now on."""
+    if _COUNTS not in model.__dict__:
+        model.__dict__[_COUNTS] = ModelCounts()
+        model.register_forward_pre_hook(_begin)
+
+
+def remove(module: nn.Module) -> None:
+    """Count no more."""
+    counts = module.__dict__.pop(_COUNTS, None)
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is _begin:
+            del module._forward_pre_hooks[key]
+    _fallback._recorders[:] = [other for other in _fallback._recorders if other is not counts]
+
+
+def _begin(module: nn.Module, arguments: Any) -> None:
+    """From here on fallbacks are this model's."""
+    others = [counts for counts in _fallback._recorders if not isinstance(counts, ModelCounts)]
+    _fallback._recorders[:] = [*others, module.__dict__[_COUNTS]]

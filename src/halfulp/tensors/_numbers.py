@@ -1,0 +1,258 @@
+"""From numbers, strings and tensors to components, with every digit that fits."""
+
+from __future__ import annotations
+
+import math
+import struct
+from decimal import Decimal
+from fractions import Fraction
+from numbers import Rational
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..arithmetic import MOST, PRECISION, Parts, pointwise, renormalize
+from ._scale import magnitude, power_of_two, scale_for, scaled, widened
+
+_FLOAT32 = struct.Struct("f")
+# Between these, a float32 and what it leaves are both in float32's normal range.
+_LEAST, _MOST = 2.0**-70, 2.0**100
+_NAMES = "float16, bfloat16, float32 or float64"
+
+
+def encoded(x: Any, components: int, dtype: torch.dtype | None, scale: Any, device: Any) -> tuple[Parts, Tensor | None]:
+    """Components and scale of `MCTensor.encode`."""
+    check_count(components)
+    wide, own = _as_parts(x, device)
+    dtype = check_dtype(dtype or own)
+    held = _held(scale, wide[0], dtype)
+    if held is None:
+        parts = tuple(part.clone() for part in wide) if _fits(wide, components, dtype) else None
+        parts = parts or renormalize(wide, components, dtype)
+    else:
+        parts = scaled(tuple(part.double() for part in wide), held, components, dtype)
+    check_range(wide[0], parts[0], dtype)
+    return tuple(part.contiguous() for part in parts), held
+
+
+def from_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
+    """Components and scale of `MCTensor.from_components`."""
+    tensors = tuple(components)
+    check_count(len(tensors))
+    for part in tensors:
+        if not isinstance(part, Tensor):
+            raise TypeError(f"components are plain tensors, got a {type(part).__name__}: use MCTensor.encode")
+        check_dtype(part.dtype)
+    kinds = {part.dtype for part in tensors}
+    if len(kinds) > 1:
+        raise ValueError(f"components of several dtypes, {_listed(kinds)}: convert them to one")
+    tensors = torch.broadcast_tensors(*(part.detach() for part in tensors))
+    parts: Parts = tensors[:1]
+    for part in tensors[1:]:
+        parts = pointwise("add", parts, (part,), components=MOST, dtype=part.dtype)
+    parts = renormalize(parts, len(tensors), tensors[0].dtype)
+    if not _untouchable(parts[0]) and bool((parts[0].isinf() & torch.stack(tensors).isfinite().all(0)).any()):
+        raise ValueError(f"the sum of these components is out of {tensors[0].dtype}'s range: scale them down")
+    return parts, None if scale is None or isinstance(scale, str) else power_of_two(scale, parts[0].device)
+
+
+def check_count(components: int) -> None:
+    """Raise unless this is a number of components."""
+    if isinstance(components, bool) or not isinstance(components, int) or not 1 <= components <= MOST:
+        raise ValueError(f"components={components!r}: allowed are 1 to {MOST}")
+
+
+def check_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Raise unless components can have this dtype."""
+    if dtype not in PRECISION:
+        raise ValueError(
+            f"{dtype} data: components are {_NAMES}. Convert integers with x.double() (exact up to 2**53) or give the "
+            "numbers as a list; keep the real and the imaginary part of complex data as two tensors"
+        )
+    return dtype
+
+
+def check_range(value: Tensor, payload: Tensor, dtype: torch.dtype) -> None:
+    """Raise if a finite value became infinite in its components.
+
+    Raises:
+        ValueError: it says which value, and a scale that holds it.
+    """
+    if _untouchable(value) or not value.numel() or bool(payload.isfinite().all()):
+        return
+    lost = payload.isinf() & value.isfinite()
+    if bool(lost.any()):
+        largest = value[lost].abs().max()
+        raise ValueError(
+            f"{dtype} ends at {torch.finfo(dtype).max:.6g} and a value is {float(largest):.6g}: give scale='auto' or "
+            f"scale=2.0**{_exponent(float(largest), dtype)}, or wider components"
+        )
+
+
+def integers(x: Tensor) -> Parts:
+    """An integer or boolean tensor, exactly, as one or two float64."""
+    if x.dtype.itemsize < 8:
+        return (x.double(),)
+    low = x & 0xFFFFFFFF
+    return renormalize(((x - low).double(), low.double()), 2, torch.float64)
+
+
+def number(x: Any, device: torch.device) -> Parts:
+    """A Python number as one float64 without dimensions, or two where an integer needs them."""
+    if isinstance(x, complex):
+        raise ValueError(f"{x!r} is complex, an MCTensor is real: keep the real and the imaginary part as two tensors")
+    if type(x) is int and abs(x) > 2**53:
+        return tuple(torch.tensor(part, dtype=torch.float64, device=device) for part in _terms(Fraction(x)))
+    return (torch.scalar_tensor(x, dtype=torch.float64, device=device),)
+
+
+def number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Parts | None:
+    """A Python number as one float32 or two, so that a kernel stays in float32; None where they do not hold it.
+
+    A factor may lose 2^-49 of itself, which is within a product's bound; a term of a sum may not.
+    """
+    if type(x) not in (int, float) or not (x == 0 or _LEAST < abs(x) < _MOST):
+        return None
+    first = _single(x)
+    rest = x - first
+    second = _single(rest)
+    if second != rest and not is_factor:
+        return None
+    return tuple(
+        torch.scalar_tensor(part, dtype=torch.float32, device=device) for part in (first, second)[: 1 + (rest != 0)]
+    )
+
+
+def _single(x: float) -> float:
+    return _FLOAT32.unpack(_FLOAT32.pack(x))[0]
+
+
+def _held(scale: Any, value: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The scale tensor that was asked for."""
+    if isinstance(scale, str):
+        if scale not in ("auto", "none"):
+            raise ValueError(f"scale={scale!r}: allowed are a power of two, 'auto', 'none' and None")
+        return scale_for(magnitude(value), dtype) if scale == "auto" else None
+    if scale is None:
+        return scale_for(magnitude(value), dtype) if dtype == torch.float16 else None
+    return power_of_two(scale, value.device)
+
+
+def _fits(wide: Parts, components: int, dtype: torch.dtype) -> bool:
+    return wide[0].dtype == dtype and len(wide) == components
+
+
+def _as_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
+    """Any input as canonical components of some dtype, and the dtype it suggests."""
+    if isinstance(x, np.ndarray):
+        if x.dtype.kind == "O":
+            return _from_python(x.tolist(), device)
+        x = torch.from_numpy(x) if x.flags.writeable else torch.from_numpy(x.copy())
+    if not isinstance(x, Tensor):
+        return _from_python(x, device)
+    x = x if device is None else x.to(device)
+    if hasattr(x, "_parts"):
+        return (x._parts if x._scale is None else widened(x._parts, x._scale)), x.dtype
+    return (x.detach(),), check_dtype(x.dtype)
+
+
+def _from_python(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
+    flat: list = []
+    shape = _flatten(x, flat)
+    rows = [_terms(_exact(value)) for value in flat]
+    parts = torch.tensor(rows, dtype=torch.float64, device=device).reshape(-1, MOST)
+    used = max(1, int((parts != 0).any(0).nonzero().max()) + 1) if parts.numel() and bool(parts.any()) else 1
+    return tuple(parts[:, i].reshape(shape).contiguous() for i in range(used)), torch.get_default_dtype()
+
+
+def _flatten(x: Any, flat: list) -> tuple[int, ...]:
+    """Append all leaves; the shape of the nesting."""
+    if not isinstance(x, (list, tuple)):
+        flat.append(x)
+        return ()
+    shapes = [_flatten(value, flat) for value in x]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError("nested lists of different lengths have no shape")
+    return (len(x), *(shapes[0] if shapes else ()))
+
+
+def _exact(value: Any) -> Fraction | float:
+    """A number's exact value; infinities and NaN as floats."""
+    if isinstance(value, (str, bytes)):
+        return _from_text(value)
+    if hasattr(value, "_mpf_"):
+        sign, mantissa, exponent, _ = value._mpf_
+        if mantissa == 0 and exponent:
+            return float(value)
+        return (-1 if sign else 1) * Fraction(int(mantissa)) * Fraction(2) ** int(exponent)
+    if isinstance(value, Tensor) and value.dim() == 0:
+        parts, _ = _as_parts(value.detach(), None)
+        first = float(parts[0])
+        return sum((Fraction(float(part)) for part in parts[1:]), Fraction(first)) if math.isfinite(first) else first
+    if isinstance(value, (complex, np.complexfloating)):
+        raise ValueError(f"{value!r} is complex: keep the real and the imaginary part as two tensors")
+    if isinstance(value, (float, np.floating, Decimal)) and not math.isfinite(value):
+        return float(value)
+    if isinstance(value, float) and value == 0:
+        return value
+    if isinstance(value, (int, float, Rational, Decimal)):
+        return Fraction(value)
+    if isinstance(value, (np.integer, np.floating)):
+        return Fraction(value.item()) if value.dtype.itemsize <= 8 else Fraction(*value.as_integer_ratio())
+    raise TypeError(f"a {type(value).__name__}: allowed are tensors, numbers, strings, Fractions and mpmath numbers")
+
+
+def _from_text(text: str | bytes) -> Fraction | float:
+    text = text.decode() if isinstance(text, bytes) else text
+    try:
+        return Fraction(text)
+    except ZeroDivisionError:
+        raise ValueError(f"{text!r} divides by zero") from None
+    except ValueError:
+        pass
+    try:
+        value = float.fromhex(text) if "x" in text.lower() else float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number") from None
+    return Fraction(value) if math.isfinite(value) else value
+
+
+def _terms(value: Fraction | float) -> list[float]:
+    """A number as four float64, each the nearest to what is left."""
+    if isinstance(value, float):
+        return [value] + [0.0] * (MOST - 1)
+    terms = []
+    for _ in range(MOST):
+        try:
+            term = float(value)
+        except OverflowError:
+            raise ValueError(f"a value of about 2**{_size(value)} is out of float64's range: divide it first") from None
+        if term == 0 and value != 0 and not terms:
+            raise ValueError(f"a value of about 2**{_size(value)} is below float64's range: multiply it first")
+        terms.append(term)
+        value -= Fraction(term)
+    return terms
+
+
+def number_terms(text: str) -> tuple[float, ...]:
+    """A number in decimal as four float64."""
+    return tuple(_terms(Fraction(text)))
+
+
+def _size(value: Fraction) -> int:
+    return abs(value.numerator).bit_length() - value.denominator.bit_length()
+
+
+def _exponent(largest: float, dtype: torch.dtype) -> int:
+    return math.frexp(largest)[1] - math.frexp(torch.finfo(dtype).max)[1] + 4
+
+
+def _listed(kinds: set) -> str:
+    return " and ".join(sorted(str(kind) for kind in kinds))
+
+
+def _untouchable(x: Tensor) -> bool:
+    """Whether there is no data to look at: while a compiler traces, or on the meta device."""
+    return type(x) not in (Tensor, torch.nn.Parameter) or x.device.type == "meta"

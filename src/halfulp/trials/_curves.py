@@ -1,0 +1,142 @@
+"""The loss curves as SVG text whose colours are CSS variables, so that one drawing serves light and dark."""
+
+import io
+import re
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from ._evidence import Evidence
+from ._plan import REFERENCE, TWIN
+
+# Stand-ins that matplotlib writes and that become var(--name) afterwards.
+_INK, _FAINT = "#010101", "#020202"
+_SERIES = [f"#0a00{index:02x}" for index in range(32)]
+
+
+def svg(evidence: Evidence, task: str, width: float, height: float) -> str:
+    """Panels over one axis of steps: the training loss, beneath it each recipe's difference to fp32, and, where some
+    recipes stay much closer to it than others, theirs alone, magnified.
+
+    All are means over seeds; the difference is paired, step by step and seed by seed, and shaded from the smallest
+    to the largest seed. ``width`` and ``height`` are in CSS pixels.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    curves = _curves(evidence, task)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfulp", "font.size": 9, "font.family": "sans-serif"}):
+        figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
+        FigureCanvasSVG(figure)
+        figure.patch.set_alpha(0)
+        near = _near(curves)
+        panels = figure.subplots(3 if near else 2, 1, sharex=True)
+        for index, (recipe, seeds) in enumerate(curves.items()):
+            colour = _SERIES[index % len(_SERIES)]
+            _draw_loss(panels[0], recipe, seeds, colour)
+            for axes in panels[1:2] if recipe not in near else panels[1:]:
+                _draw_gap(axes, recipe, seeds, curves[REFERENCE], colour, shade=axes is panels[1])
+        _dress(panels, curves)
+        target = io.StringIO()
+        figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
+    return _themed(target.getvalue(), f"{task}-{int(width)}")
+
+
+def _curves(evidence: Evidence, task: str) -> dict[str, dict[int, dict[int, float]]]:
+    """recipe -> seed -> step -> mean loss of the window that ends there."""
+    curves: dict[str, dict[int, dict[int, float]]] = {}
+    for record in evidence.of_task(task):
+        settings = record["settings"]
+        points = {int(step): loss for step, loss in record["result"]["curve"]}
+        curves.setdefault(settings["recipe"]["name"], {})[settings["seed"]] = points
+    return curves
+
+
+def _draw_loss(axes: Any, recipe: str, seeds: dict[int, dict[int, float]], colour: str) -> None:
+    steps = _common(list(seeds.values()))
+    mean = [statistics.fmean(points[step] for points in seeds.values()) for step in steps]
+    axes.plot(steps, mean, **_look(recipe, colour))
+
+
+def _draw_gap(
+    axes: Any,
+    recipe: str,
+    seeds: dict[int, dict[int, float]],
+    reference: dict[int, dict[int, float]],
+    colour: str,
+    shade: bool,
+) -> None:
+    pairs = [(seeds[seed], reference[seed]) for seed in seeds if seed in reference]
+    if recipe == REFERENCE or not pairs:
+        return
+    steps = _common([points for pair in pairs for points in pair])
+    gaps = [[ours[step] - theirs[step] for ours, theirs in pairs] for step in steps]
+    look = _look(recipe, colour)
+    axes.plot(steps, [statistics.fmean(gap) for gap in gaps], **look)
+    if shade and len(pairs) > 1:
+        low, high = [min(gap) for gap in gaps], [max(gap) for gap in gaps]
+        axes.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
+
+
+def _near(curves: dict[str, dict[int, dict[int, float]]]) -> list[str]:
+    """The recipes that deserve a magnified panel: ten times closer to fp32 than the furthest; none if all are alike."""
+    sizes = {}
+    for recipe, seeds in curves.items():
+        pairs = [(points, curves[REFERENCE][seed]) for seed, points in seeds.items() if recipe != REFERENCE]
+        gaps = [abs(ours[step] - theirs[step]) for ours, theirs in pairs for step in ours if step in theirs]
+        if gaps:
+            sizes[recipe] = statistics.fmean(gaps)
+    largest = max(sizes.values(), default=0.0)
+    near = [recipe for recipe, size in sizes.items() if size < largest / 10]
+    return near if any(sizes[recipe] > 0 for recipe in near) else []
+
+
+def _common(curves: Sequence[dict[int, float]]) -> list[int]:
+    return sorted(set.intersection(*(set(points) for points in curves))) if curves else []
+
+
+def _look(recipe: str, colour: str) -> dict[str, Any]:
+    if recipe == REFERENCE:
+        return {"color": _INK, "linewidth": 3.6, "zorder": 2}
+    if recipe == TWIN:
+        return {"color": colour, "linewidth": 1.2, "linestyle": (0, (3, 2)), "zorder": 3}
+    return {"color": colour, "linewidth": 1.3, "zorder": 4}
+
+
+def _dress(panels: Sequence[Any], curves: dict[str, dict[int, dict[int, float]]]) -> None:
+    """Axes in the page's ink, a view on what matters: the start of training is cut off above."""
+    titles = ("training loss, nats", "difference to fp32 on the same batches, nats", "the close ones, magnified")
+    for axes, title in zip(panels, titles):
+        axes.patch.set_alpha(0)
+        axes.grid(axis="y", color=_FAINT, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=_INK, length=0, labelsize=9)
+        for side, spine in axes.spines.items():
+            spine.set_visible(side == "bottom")
+            spine.set_color(_FAINT)
+        axes.margins(x=0.01)
+        axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    losses = [loss for seeds in curves.values() for points in seeds.values() for loss in list(points.values())[5:]]
+    if losses:
+        low, high = min(losses), sorted(losses)[int(0.97 * (len(losses) - 1))]
+        room = 0.06 * (high - low) or 0.01
+        panels[0].set_ylim(low - room, high + room)
+    for axes in panels[1:]:
+        axes.axhline(0, color=_INK, linewidth=1)
+    panels[-1].set_xlabel("step", color=_INK)
+
+
+def _themed(text: str, prefix: str) -> str:
+    """The bare <svg> element, ids made unique on the page, colours and fonts left to the style sheet."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(id="|url\(#|xlink:href="#)', rf"\g<1>{prefix}-", text)
+    text = text.replace(_INK, "var(--ink)").replace(_FAINT, "var(--faint)")
+    for index, colour in enumerate(_SERIES):
+        text = text.replace(colour, f"var(--c{index})")
+    text = re.sub(r"font: ([^;\"]*?)px '[^;\"]*", r"font-size: \1px", text)
+    text = re.sub(r"font: ([^;\"]*?)px [^;\"]*", r"font-size: \1px", text)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    return re.sub(r"\n\s*", "\n", text)

@@ -1,0 +1,78 @@
+"""The finding of a comparison in words."""
+
+from ._evidence import Evidence
+from ._plan import REFERENCE
+from ._row import Row
+from ._statistics import MARGIN
+from ._table import loss_name, number, percent
+
+KEPT = ("no difference", "better")
+
+
+def headline(evidence: Evidence) -> str:
+    """Which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
+    task = _largest(evidence)
+    reference = evidence.row(task, REFERENCE)
+    kept = [row for row in evidence.rows(task) if not row.emulated and _keeps_everywhere(evidence, row.recipe)]
+    kept = [row for row in kept if row.bytes_per_parameter is not None]
+    if not kept:
+        return f"{_few(evidence)}no recipe stayed with float32".capitalize() + "."
+    best = min(kept, key=lambda row: row.bytes_per_parameter)
+    verb = "keeps float32’s accuracy" if not _few(evidence) else "stays with float32"
+    where = f" ({task})" if len(evidence.tasks()) > 1 else ""
+    return (
+        f"{_few(evidence)}{best.recipe} {verb} at {number(best.bytes_per_parameter, 1)} bytes per parameter "
+        f"instead of {number(reference.bytes_per_parameter, 1)}{where}."
+    )
+
+
+def losers(evidence: Evidence) -> list[str]:
+    """One sentence per task about the recipe that lost most, with the share of its updates that were lost."""
+    said = []
+    for task in evidence.tasks():
+        rows = [row for row in evidence.rows(task) if row.verdict not in ("reference", "control")]
+        diverged = [row.recipe for row in rows if row.diverged]
+        if diverged:
+            said.append(f"On {task}, {' and '.join(diverged)} diverged.")
+        rows = [row for row in rows if row.gap is not None and not _keeps(evidence, row)]
+        if rows:
+            worst = max(rows, key=lambda row: row.gap)
+            lost = f": rounding cancelled {percent(worst.cancelled, 0)} of its updates" if worst.cancelled else ""
+            if lost and worst.realised is not None and worst.realised < 0.5:
+                lost += f", and only {percent(worst.realised, 0)} of the wanted movement took place"
+            said.append(
+                f"On {task}, {worst.recipe} ends {number(worst.gap, 3)} nats above fp32 in "
+                f"{loss_name(evidence, task)}{lost}."
+            )
+    return said
+
+
+def is_indication(evidence: Evidence) -> bool:
+    """Whether there are too few seeds for a verdict."""
+    return any(row.seeds < 3 for row in evidence.rows())
+
+
+def _few(evidence: Evidence) -> str:
+    if not is_indication(evidence):
+        return ""
+    seeds = min(row.seeds for row in evidence.rows())
+    return f"On {seeds} {'seed' if seeds == 1 else 'seeds'}, "
+
+
+def _keeps_everywhere(evidence: Evidence, recipe: str) -> bool:
+    return all(_keeps(evidence, evidence.row(task, recipe)) for task in evidence.tasks())
+
+
+def _keeps(evidence: Evidence, row: Row) -> bool:
+    """The verdict; from fewer than three seeds, whether the gap is under half a per cent of float32's loss."""
+    if row.verdict in ("reference", "control", "diverged"):
+        return False
+    if row.verdict is not None:
+        return row.verdict in KEPT
+    reference = evidence.row(row.task, REFERENCE).loss
+    return row.gap is not None and reference is not None and row.gap <= 5 * MARGIN * reference
+
+
+def _largest(evidence: Evidence) -> str:
+    """The task with the most parameters."""
+    return max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])

@@ -1,0 +1,103 @@
+"""The report: one self-contained HTML page."""
+
+import datetime
+import importlib.resources
+from typing import Any
+
+from ._curves import svg
+from ._evidence import Evidence
+from ._headline import headline, is_indication, losers
+from ._row import Row, judged
+from ._table import cells, loss_name, notes, stored_bytes
+
+_WIDE, _NARROW = (820, 560), (340, 560)
+
+
+def require() -> None:
+    """Raise a ValueError, before anything is trained, where the page could not be made afterwards."""
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"the report needs {error.name}: pip install 'halfulp[cli]', or give no out folder") from None
+
+
+def html(evidence: Evidence) -> str:
+    """The page as text; it refers to nothing outside itself."""
+    require()
+    import jinja2
+
+    template = importlib.resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    first = evidence.trials[0]["settings"]
+    return environment.from_string(template).render(
+        headline=headline(evidence),
+        losers=losers(evidence),
+        indication=is_indication(evidence),
+        tasks=[_task(evidence, task) for task in evidence.tasks()],
+        run=evidence.run,
+        versions=first["versions"],
+        date=datetime.date.today().isoformat(),
+        trials=len(evidence.trials),
+    )
+
+
+def _task(evidence: Evidence, task: str) -> dict[str, Any]:
+    rows = evidence.rows(task)
+    settings = evidence.of_task(task)[0]["settings"]
+    most = max((stored_bytes(row) or 0.0 for row in rows), default=0.0)
+    reach = max((abs(gap) for row in rows for gap in _gaps(evidence, row)), default=0.0) or 1.0
+    return {
+        "name": task,
+        "title": settings["task"]["title"],
+        "loss_name": loss_name(evidence, task),
+        "notes": notes(evidence, task),
+        "wide": svg(evidence, task, *_WIDE),
+        "narrow": svg(evidence, task, *_NARROW),
+        "rows": [_line(evidence, row, index, most, reach) for index, row in enumerate(rows)],
+        "settings": _settings(settings),
+        "recipes": [record["settings"]["recipe"] for record in _one_per_recipe(evidence, task)],
+    }
+
+
+def _line(evidence: Evidence, row: Row, index: int, most: float, reach: float) -> dict[str, Any]:
+    """One row for the template: the table's words, and lengths of bars in per cent."""
+    words = cells(evidence, row)
+    return {
+        "row": row,
+        "colour": "var(--ink)" if row.verdict == "reference" else f"var(--c{index})",
+        "loss": words[loss_name(evidence, row.task)],
+        "gap": words["gap to fp32"],
+        "verdict": words["verdict"],
+        "accuracy": words["accuracy"],
+        "own": words["own arithmetic"],
+        "cancelled": words["cancelled"],
+        "realised": words["realised"],
+        "bytes": words["bytes/param"],
+        "speed": words["step time"],
+        "cancelled_width": 100 * (row.cancelled or 0.0),
+        "bytes_width": 100 * (stored_bytes(row) or 0.0) / most if most else 0.0,
+        "dots": [50 + 46 * gap / reach for gap in _gaps(evidence, row)],
+        "band": min(46 * row.noise / reach, 50) if row.noise else None,
+    }
+
+
+def _gaps(evidence: Evidence, row: Row) -> list[float]:
+    """The gap of each seed of a row."""
+    losses: dict[str, dict[int, float | None]] = {row.recipe: {}, "fp32": {}}
+    for record in evidence.of_task(row.task):
+        recipe = record["settings"]["recipe"]["name"]
+        if recipe in losses:
+            losses[recipe][record["settings"]["seed"]] = judged(record)
+    pairs = [(loss, losses["fp32"].get(seed)) for seed, loss in losses[row.recipe].items()]
+    return [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
+
+
+def _settings(settings: dict[str, Any]) -> dict[str, str]:
+    task = settings["task"]
+    said = {"optimizer": task["rule"], **{key: str(value) for key, value in task["hyper"].items()}}
+    return said | {"batch": str(task["batch"]), "steps": str(settings["steps"]), "judged by": task["judged_by"]}
+
+
+def _one_per_recipe(evidence: Evidence, task: str) -> list[dict[str, Any]]:
+    return list({record["settings"]["recipe"]["name"]: record for record in evidence.of_task(task)}.values())

@@ -1,0 +1,106 @@
+"""The plan: which trials a comparison consists of, in which order."""
+
+import dataclasses
+import importlib.metadata
+import platform
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from .. import recipes as catalog
+from ..recipes import Recipe
+from . import tasks as registry
+from .tasks import Task
+
+DEFAULT_TASKS = ("digits", "text")
+DEFAULT_RECIPES = ("fp32", "fp32-twin", "bf16", "bf16-stochastic", "bf16-kahan", "bf16-split", "bf16-split8")
+REFERENCE = "fp32"
+TWIN = "fp32-twin"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One training to do: a task, a recipe, a seed, a length."""
+
+    task: Task
+    recipe: Recipe
+    seed: int
+    steps: int
+
+    @property
+    def key(self) -> str:
+        """Its name in files and messages."""
+        return f"{self.task.name}.{self.recipe.name}.seed{self.seed}"
+
+    def __str__(self) -> str:
+        return f"{self.task.name} · {self.recipe.name} · seed {self.seed}"
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides the result, as plain data; a finished trial is reused only if they are the same."""
+        import torch
+
+        return {
+            "task": self.task.settings(),
+            "recipe": self.recipe.to_dict(),
+            "seed": self.seed,
+            "steps": self.steps,
+            "versions": {
+                "halfulp": importlib.metadata.version("halfulp"),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+
+def plan(
+    task: str | Task | Sequence[str | Task],
+    recipes: Sequence[str | Recipe],
+    seeds: int | Sequence[int],
+    steps: int | None,
+    data: str | None,
+) -> list[Trial]:
+    """Every task x seed x recipe, ordered so that the rows of one seed finish together.
+
+    The float32 reference is always among the recipes, in front: every gap is measured against it.
+
+    Raises:
+        ValueError: an unknown or repeated name, no seeds, or no steps.
+    """
+    tasks = [registry.get(one, data) for one in ([task] if isinstance(task, str | Task) else task)]
+    rows = [catalog.get(one) for one in recipes]
+    if all(recipe.name != REFERENCE for recipe in rows):
+        rows.insert(0, catalog.get(REFERENCE))
+    numbers = _seeds(seeds)
+    if not tasks:
+        raise ValueError(f"no task given; the tasks are {', '.join(registry.names())}")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    for kind, found in (("task", [one.name for one in tasks]), ("recipe", [one.name for one in rows])):
+        _once(kind, found)
+        _plain(kind, found)
+    return [
+        Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps)
+        for one in tasks
+        for seed in numbers
+        for recipe in rows
+    ]
+
+
+def _seeds(seeds: int | Sequence[int]) -> list[int]:
+    numbers = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
+    if not numbers or min(numbers) < 0:
+        raise ValueError(f"seeds is how many (at least 1) or which (0 and up), got {seeds!r}")
+    _once("seed", [str(number) for number in numbers])
+    return numbers
+
+
+def _once(kind: str, names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{kind} {', '.join(twice)} is given more than once")
+
+
+def _plain(kind: str, names: list[str]) -> None:
+    for name in names:
+        if not re.fullmatch(r"\w[\w.+-]*", name):
+            raise ValueError(f"the name of a {kind} becomes a file name: letters, digits and _.+- only, got {name!r}")

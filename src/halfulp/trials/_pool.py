@@ -1,0 +1,145 @@
+"""The pool: worker processes, one thread each, and what becomes of one that dies."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from . import _worker
+from ._plan import Trial
+
+_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+Event = tuple[str, Trial, Any]
+
+
+class TrialError(RuntimeError):
+    """A trial that ended without a result: it crashed, or its worker was killed.
+
+    ``trial`` is the one, ``details`` the traceback or the last output of the worker.
+    """
+
+    def __init__(self, message: str, trial: Trial | None = None, details: str = ""):
+        super().__init__(message)
+        self.trial = trial
+        self.details = details
+
+
+class _Worker:
+    """One process with a pipe to it, and the trial that it is busy with."""
+
+    def __init__(self, number: int, logs: str):
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.log = Path(logs) / f"worker{number}.log"
+        self.trial: Trial | None = None
+        self.process: BaseProcess = context.Process(
+            target=_worker.main, args=(theirs, str(self.log)), name=f"halfulp-trials-{number}", daemon=True
+        )
+        with _environment():
+            self.process.start()
+        theirs.close()
+
+    def give(self, trial: Trial) -> None:
+        """Send the next trial; a worker that died meanwhile is noticed when its pipe is read."""
+        self.trial = trial
+        with contextlib.suppress(OSError):
+            self.connection.send(trial)
+
+    def end(self) -> None:
+        """Stop it, whatever it is doing."""
+        self.connection.close()
+        self.process.terminate()
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def work(trials: Sequence[Trial], workers: int) -> Iterator[Event]:
+    """Train all trials and yield ("start", trial, None), ("progress", trial, (step, loss)), ("done", trial, result).
+
+    Leaving the loop early, by an exception or otherwise, ends the workers.
+
+    Raises:
+        TrialError: a trial crashed or its worker died; the other workers are ended.
+    """
+    waiting = list(reversed(trials))
+    open_trials = len(waiting)
+    with tempfile.TemporaryDirectory(prefix="halfulp-") as logs, contextlib.ExitStack() as stack:
+        crew: dict[Connection, _Worker] = {}
+        for number in range(min(workers, open_trials)):
+            worker = _Worker(number, logs)
+            stack.callback(worker.end)
+            crew[worker.connection] = worker
+        while open_trials:
+            for connection in wait(list(crew)):
+                worker = crew[connection]
+                kind, content = _receive(worker)
+                if kind == "progress":
+                    yield "progress", worker.trial, content
+                    continue
+                if kind == "done":
+                    open_trials -= 1
+                    yield "done", worker.trial, content
+                if waiting:
+                    trial = waiting.pop()
+                    worker.give(trial)
+                    yield "start", trial, None
+
+
+def _receive(worker: _Worker) -> tuple[str, Any]:
+    try:
+        kind, content = worker.connection.recv()
+    except (EOFError, OSError):
+        raise _death(worker) from None
+    if kind == "failed":
+        line, trace = content
+        raise TrialError(f"trial {worker.trial} failed: {line}", worker.trial, trace)
+    return kind, content
+
+
+def _death(worker: _Worker) -> TrialError:
+    worker.process.join(10)
+    code = worker.process.exitcode
+    how = f"ended with exit code {code}"
+    if code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    hint = "; the memory of the machine may have run out" if code == -signal.SIGKILL else ""
+    output = worker.log.read_text(errors="replace") if worker.log.exists() else ""
+    if worker.trial is None:
+        hint = '; in a script, call compare under `if __name__ == "__main__":`, since workers import the script again'
+        return TrialError(f"a worker {how} before its first trial{hint}", None, output)
+    return TrialError(f"the worker of trial {worker.trial} {how}{hint}", worker.trial, output)
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """One thread per process for the children, and Ctrl-C for the parent alone."""
+    before = {name: os.environ.get(name) for name in _ONE_THREAD}
+    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def cores() -> int:
+    """How many cores this process may use.
+
+    >>> cores() >= 1
+    True
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

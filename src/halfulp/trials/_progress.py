@@ -1,0 +1,85 @@
+"""What a person sees while trials run: one bar per running trial, one for all, or plain lines."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from ._plan import Trial
+
+
+class Progress:
+    """A listener for ``compare`` and a context manager; live bars on a terminal, a line per trial elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        self.console = Console(file=sys.stderr, highlight=False)
+        self.live = self.console.is_terminal
+        self.bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=28),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[loss]}"),
+            console=self.console,
+            transient=True,
+            disable=not self.live,
+        )
+        self.running: dict[str, Any] = {}
+        self.started: dict[str, float] = {}
+        self.total = 0
+        self.finished = 0
+        self.overall: Any = None
+
+    def __enter__(self) -> "Progress":
+        self.bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bars.stop()
+
+    def __call__(self, kind: str, trial: Trial | None, content: Any) -> None:
+        """Take one event of ``compare``."""
+        getattr(self, f"_{kind}")(trial, content)
+
+    def _plan(self, trial: None, trials: list[Trial]) -> None:
+        self.total = len(trials)
+        steps = sum(one.steps for one in trials)
+        self.overall = self.bars.add_task(f"[bold]{self.total} trials", total=steps, loss="")
+
+    def _reused(self, trial: Trial, result: Any) -> None:
+        self.finished += 1
+        self.bars.advance(self.overall, trial.steps)
+        self._line(trial, result, "kept")
+
+    def _start(self, trial: Trial, content: None) -> None:
+        self.running[trial.key] = self.bars.add_task(f"  {trial}", total=trial.steps, loss="")
+        self.started[trial.key] = time.monotonic()
+
+    def _progress(self, trial: Trial, content: tuple[int, float]) -> None:
+        step, loss = content
+        task = self.running[trial.key]
+        done = self.bars.tasks[self.bars.task_ids.index(task)].completed if self.live else 0
+        self.bars.update(task, completed=step, loss=f"loss {loss:.4f}")
+        self.bars.advance(self.overall, step - done)
+
+    def _done(self, trial: Trial, result: Any) -> None:
+        self.finished += 1
+        task = self.running.pop(trial.key)
+        if self.live:
+            rest = trial.steps - self.bars.tasks[self.bars.task_ids.index(task)].completed
+            self.bars.advance(self.overall, rest)
+            self.bars.remove_task(task)
+        self._line(trial, result, f"{time.monotonic() - self.started[trial.key]:.1f} s")
+
+    def _line(self, trial: Trial, result: Any, how: str) -> None:
+        loss = result["float32"]["validation"]["loss"]
+        said = f"validation loss {loss:.4f}" if loss is not None else f"diverged at step {result['diverged_at']}"
+        count = f"{self.finished:>{len(str(self.total))}}/{self.total}"
+        self.console.print(f"[dim]{count}[/dim]  {trial!s:<38} {said}  [dim]{how}[/dim]")

@@ -1,0 +1,140 @@
+"""Row: what the trials of one recipe on one task say together."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from ._plan import REFERENCE, TWIN
+from ._statistics import noise, spread, verdict
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table; losses in nats, gaps paired by seed, None where there is nothing to say.
+
+    Attributes:
+        task, recipe, description: Whose line it is.
+        seeds: How many trials.
+        diverged: In how many the loss stopped being finite; then the means are None.
+        loss, loss_spread: The loss that judges the task, in float32 on the decoded weights.
+        gap, gap_spread: Minus float32's loss, paired by seed.
+        noise: What a gap must exceed to be called one, from three seeds on.
+        verdict: "reference", "control", "no difference", "worse", "better", "diverged", or None.
+        accuracy, accuracy_spread: Share of validation targets ranked first, in float32 on the decoded weights.
+        own_loss, own_accuracy: Validation in the recipe's own arithmetic.
+        validation_loss: Validation loss in float32, beside ``own_loss``.
+        cancelled: Share of updates that rounding cancelled, sampled during training.
+        realised: How much of the wanted movement took place, sum(wanted x realised) / sum(wanted^2): stochastic
+            rounding cancels most updates and still realises all of it, nearest rounding does not.
+        bytes_per_parameter: Weight, companions, states and gradient.
+        step_ms, speed: Median process CPU time of a step on one thread; as a multiple of float32's.
+        emulated: The format that the arithmetic only imitates, or None; its memory and speed are the imitation's.
+    """
+
+    task: str
+    recipe: str
+    description: str
+    seeds: int
+    diverged: int
+    loss: float | None
+    loss_spread: float | None
+    gap: float | None
+    gap_spread: float | None
+    noise: float | None
+    verdict: str | None
+    accuracy: float | None
+    accuracy_spread: float | None
+    validation_loss: float | None
+    own_loss: float | None
+    own_accuracy: float | None
+    cancelled: float | None
+    realised: float | None
+    bytes_per_parameter: float | None
+    step_ms: float | None
+    speed: float | None
+    emulated: str | None
+
+
+def rows(task: str, records: Sequence[Record]) -> list[Row]:
+    """One row per recipe of a task, in the order of the records, which are all of that task."""
+    by_recipe: dict[str, dict[int, Record]] = {}
+    for record in records:
+        recipe = record["settings"]["recipe"]["name"]
+        by_recipe.setdefault(recipe, {})[record["settings"]["seed"]] = record
+    reference = by_recipe.get(REFERENCE, {})
+    twins = _gaps(by_recipe.get(TWIN, {}), reference)
+    return [_row(task, recipe, own, reference, twins) for recipe, own in by_recipe.items()]
+
+
+def judged(record: Record) -> float | None:
+    """The loss of a trial that judges its task; None where it diverged."""
+    part = record["settings"]["task"]["judged_by"].removesuffix("_loss")
+    return record["result"]["float32"][part]["loss"]
+
+
+def _gaps(own: dict[int, Record], reference: dict[int, Record]) -> list[float]:
+    pairs = ((judged(own[seed]), judged(reference[seed])) for seed in own if seed in reference)
+    return [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
+
+
+def _row(task: str, recipe: str, own: dict[int, Record], reference: dict[int, Record], twins: list[float]) -> Row:
+    results = [record["result"] for record in own.values()]
+    settings = next(iter(own.values()))["settings"]["recipe"]
+    diverged = sum(result["diverged_at"] is not None for result in results)
+    losses = [judged(record) for record in own.values()]
+    gaps = _gaps(own, reference) if not diverged else []
+    baseline = _mean([judged(record) for record in reference.values()])
+    limit = noise(gaps, twins, baseline or 0.0)
+    speed = _ratio(_mean([r["step_ms"] for r in results]), [r["result"]["step_ms"] for r in reference.values()])
+    accuracies = [result["float32"]["validation"]["accuracy"] for result in results]
+    return Row(
+        task=task,
+        recipe=recipe,
+        description=settings["description"],
+        seeds=len(results),
+        diverged=diverged,
+        loss=_mean(losses),
+        loss_spread=_spread(losses),
+        gap=_mean(gaps),
+        gap_spread=_spread(gaps),
+        noise=limit,
+        verdict=_verdict(recipe, diverged, _mean(gaps), limit),
+        accuracy=_mean(accuracies),
+        accuracy_spread=_spread(accuracies),
+        validation_loss=_mean([result["float32"]["validation"]["loss"] for result in results]),
+        own_loss=_mean([result["own"]["loss"] for result in results]),
+        own_accuracy=_mean([result["own"]["accuracy"] for result in results]),
+        cancelled=_mean([result["cancelled"] for result in results]),
+        realised=_mean([result["realised"] for result in results]),
+        bytes_per_parameter=_mean([result["bytes_per_parameter"] for result in results]),
+        step_ms=_mean([result["step_ms"] for result in results]),
+        speed=speed,
+        emulated=settings["emulate"],
+    )
+
+
+def _verdict(recipe: str, diverged: int, gap: float | None, limit: float | None) -> str | None:
+    if diverged:
+        return "diverged"
+    if recipe == REFERENCE:
+        return "reference"
+    if recipe == TWIN:
+        return "control"
+    return None if gap is None else verdict(gap, limit)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
+
+
+def _spread(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return spread(known) if len(known) == len(values) else None
+
+
+def _ratio(value: float | None, reference: Sequence[float]) -> float | None:
+    return value / statistics.fmean(reference) if value is not None and reference else None

@@ -1,0 +1,118 @@
+"""The output folder: finished trials, each written whole or not at all, and the resuming of a broken run."""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ._plan import Trial
+
+
+class Store:
+    """The folder of one comparison: ``trials/<key>.json`` per finished trial, then compare.json and compare.html.
+
+    Raises:
+        ValueError: the folder cannot be made or written, or holds something that forbids this run.
+    """
+
+    def __init__(self, out: str | os.PathLike[str]):
+        self.root = Path(out)
+        self.trials = self.root / "trials"
+        self.report = self.root / "compare.json"
+        self.page = self.root / "compare.html"
+        try:
+            self.trials.mkdir(parents=True, exist_ok=True)
+            for folder in (self.root, self.trials):
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+        except OSError as error:
+            raise ValueError(
+                f"cannot write into the output folder {self.root}: {error.strerror or error}; give another with --out"
+            ) from None
+
+    def begin(self, trials: Sequence[Trial], resume: bool) -> dict[str, dict[str, Any]]:
+        """The results that are there already, by key: none for a fresh start, which removes what an earlier,
+        complete run left.
+
+        Raises:
+            ValueError: without ``resume``, an unfinished run is there; with it, a finished trial was trained under
+                other settings.
+        """
+        found = sorted(self.trials.glob("*.json"))
+        if resume:
+            return self._finished(trials)
+        if found and not self.report.exists():
+            raise ValueError(
+                f"{self.root} holds {len(found)} finished trials of an interrupted comparison; continue it with "
+                "--resume, give another folder with --out, or delete it"
+            )
+        for path in (self.report, self.page, *found):
+            path.unlink(missing_ok=True)
+        return {}
+
+    def _finished(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
+        results = {}
+        for trial in trials:
+            path = self.trials / f"{trial.key}.json"
+            if path.exists():
+                results[trial.key] = _matching(path, trial)
+        self.report.unlink(missing_ok=True)
+        self.page.unlink(missing_ok=True)
+        return results
+
+    def keep(self, trial: Trial, result: dict[str, Any]) -> None:
+        """Write one finished trial."""
+        record = {"settings": trial.settings(), "result": result}
+        write(self.trials / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all: a temporary file beside it, then a rename.
+
+    Raises:
+        ValueError: the disk is full or the folder is gone; no file is left under that name.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _matching(path: Path, trial: Trial) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        settings, result = record["settings"], record["result"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is not a finished trial; delete it and resume again") from None
+    wanted = json.loads(json.dumps(trial.settings()))
+    if settings != wanted:
+        where, had, has = _difference(settings, wanted)
+        raise ValueError(
+            f"cannot resume: {path} was trained with {where} = {had!r}, this run has {has!r}; use the same settings "
+            "or another folder with --out"
+        )
+    return result
+
+
+def _difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
+    """The first place where two nested settings differ.
+
+    >>> _difference({"a": {"b": 1}}, {"a": {"b": 2}})
+    ('a.b', 1, 2)
+    """
+    if isinstance(left, dict) and isinstance(right, dict):
+        for key in [*left, *(key for key in right if key not in left)]:
+            if left.get(key) != right.get(key):
+                return _difference(left.get(key), right.get(key), f"{path}.{key}" if path else key)
+    return path, left, right

@@ -1,0 +1,129 @@
+"""The rows of an evidence as words and aligned text."""
+
+from .. import formats
+from ._evidence import Evidence
+from ._row import Row
+
+DASH = "–"
+
+
+def number(value: float | None, digits: int = 4, sign: bool = False) -> str:
+    """A number with fixed digits, a dash where there is none.
+
+    >>> number(1.23456), number(0.01, 3, sign=True), number(None)
+    ('1.2346', '+0.010', '–')
+    """
+    if value is None:
+        return DASH
+    value = round(value, digits) + 0.0
+    text = f"{value:{'+' if sign and value else ''}.{digits}f}"
+    return text.replace("-", "−")
+
+
+def with_spread(value: float | None, spread: float | None, digits: int = 4, sign: bool = False) -> str:
+    """A mean and, from two seeds on, its spread.
+
+    >>> with_spread(1.5, 0.02, 2), with_spread(1.5, None, 2)
+    ('1.50 ± 0.02', '1.50')
+    """
+    text = number(value, digits, sign)
+    return text if value is None or spread is None else f"{text} ± {number(spread, digits)}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share as per cent.
+
+    >>> percent(0.515), percent(None)
+    ('51.5%', '–')
+    """
+    return DASH if value is None else f"{100 * value:.{digits}f}%"
+
+
+def loss_name(evidence: Evidence, task: str) -> str:
+    """Which loss judges the task, in words."""
+    judged_by = evidence.of_task(task)[0]["settings"]["task"]["judged_by"]
+    return judged_by.replace("_", " ").replace("train ", "training ")
+
+
+def cells(evidence: Evidence, row: Row) -> dict[str, str]:
+    """One row as header and text, the same in every table."""
+    loss = loss_name(evidence, row.task)
+    verdict = row.verdict or "needs 3 seeds"
+    if row.diverged:
+        verdict = f"diverged ({row.diverged} of {row.seeds})"
+    reference = row.verdict == "reference"
+    return {
+        "recipe": row.recipe,
+        loss: with_spread(row.loss, row.loss_spread),
+        "gap to fp32": DASH if reference else with_spread(row.gap, row.gap_spread, 4, sign=True),
+        "verdict": verdict,
+        "accuracy": with_percent_spread(row.accuracy, row.accuracy_spread),
+        "own arithmetic": _own(row),
+        "cancelled": percent(row.cancelled),
+        "realised": percent(row.realised, 0),
+        "bytes/param": _bytes(row),
+        "step time": "emulated" if row.emulated else (DASH if row.speed is None else f"{row.speed:.2f}×"),
+    }
+
+
+def with_percent_spread(value: float | None, spread: float | None) -> str:
+    """A share and its spread as per cent."""
+    text = percent(value)
+    return text if value is None or spread is None else f"{text} ± {100 * spread:.1f}"
+
+
+def stored_bytes(row: Row) -> float | None:
+    """Bytes per parameter as measured; of an emulated format, what its bits would take."""
+    if row.emulated is None or row.bytes_per_parameter is None:
+        return row.bytes_per_parameter
+    return row.bytes_per_parameter * formats.get(row.emulated).bits / 32
+
+
+def _bytes(row: Row) -> str:
+    text = number(stored_bytes(row), 1)
+    return f"({text})" if row.emulated else text
+
+
+def _own(row: Row) -> str:
+    if row.own_loss is None:
+        return DASH
+    return f"{number(row.own_loss)} · {percent(row.own_accuracy)}"
+
+
+def notes(evidence: Evidence, task: str) -> list[str]:
+    """What a reader must know to read the table of a task."""
+    record = evidence.of_task(task)[0]
+    settings, result = record["settings"], record["result"]
+    target = settings["task"].get("target", "example")
+    rows = evidence.rows(task)
+    said = [
+        f"{settings['steps']} steps of {settings['task']['rule']}, {rows[0].seeds} "
+        f"{'seed' if rows[0].seeds == 1 else 'seeds'}, {result['parameters']:,} parameters; {result['data']}.",
+        "Loss in nats, mean ± spread over seeds, in float32 on the decoded weights; gaps are paired by seed.",
+        f"Accuracy and own arithmetic (loss · accuracy as the recipe itself computes them) are on validation data, "
+        f"where one {target} is {percent(1 / result['targets'], 2 if result['targets'] < 1e4 else 4)}.",
+        "Cancelled: the share of weight updates that rounding turned into nothing. Realised: how much of the wanted "
+        "movement took place, large updates counting most; stochastic rounding makes up for what it cancels.",
+        f"Step time is CPU time on one thread against fp32's {number(rows[0].step_ms, 2)} ms.",
+    ]
+    if any(row.verdict is None for row in rows):
+        said.append("A verdict needs 3 seeds: --seeds 3 --resume trains only what is missing.")
+    if any(row.emulated for row in rows):
+        said.append(
+            "Emulated formats live in float32 tensors, slowly; the bytes in brackets are what their bits would take."
+        )
+    return said
+
+
+def text(evidence: Evidence) -> str:
+    """All tables as aligned plain text, with their notes."""
+    parts = []
+    for task in evidence.tasks():
+        lines = [cells(evidence, row) for row in evidence.rows(task)]
+        headers = list(lines[0])
+        widths = [max(len(header), *(len(line[header]) for line in lines)) for header in headers]
+        table = [dict(zip(headers, headers)), dict(zip(headers, ("─" * width for width in widths))), *lines]
+        parts.append(task)
+        parts += ["  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table]
+        parts += [*notes(evidence, task), ""]
+    return "\n".join(parts).rstrip()

@@ -1,0 +1,280 @@
+"""Full-batch tasks whose data have as many digits as the recipe's weights: the experiments of MCTensor."""
+
+import abc
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ... import recipes
+from ...recipes import Recipe
+from ...tensors import MCTensor
+from ._task import Batch, Data, Task
+
+_POINTS = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class FullBatch(Task):
+    """Plain gradient descent on all the data at once, as in "MCTensor" (Yu et al., arXiv 2207.08867).
+
+    Data are made in float64 and held as the recipe holds weights: rounded to its type, or as so many components. So
+    each trial is a loop of its own. The losses that are kept are those of the weights, decoded to float64, on the
+    float64 data: what a recipe rounds off its data shows, too.
+    """
+
+    rule: ClassVar[str] = "SGD"
+    judged_by: ClassVar[str] = "train_loss"
+    note: ClassVar[str]
+
+    @abc.abstractmethod
+    def whole(self) -> tuple[Batch, Batch]:
+        """The float64 data to train on and to validate on."""
+
+    def load(self) -> Data:
+        """The same, as float32."""
+        train, validation = ((inputs.float(), targets.float()) for inputs, targets in self.whole())
+        return Data(train=train, validation=validation, note=self.note)
+
+    def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
+        """All the data every time."""
+        for _ in range(steps):
+            yield data.train
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy of a yes-or-no question, in nats, in the type of the logits."""
+        return F.binary_cross_entropy_with_logits(logits.squeeze(-1), targets)
+
+    def right(self, logits: Tensor, targets: Tensor) -> float | None:
+        """The share of questions that are answered right."""
+        return float(((logits.squeeze(-1) > 0) == (targets > 0.5)).double().mean())
+
+    def trial(
+        self,
+        recipe: Recipe,
+        seed: int,
+        steps: int,
+        data: Data,
+        report: Callable[[int, float], None] | None = None,
+    ) -> dict[str, Any]:
+        """One trial, with a trial's results."""
+        torch.manual_seed(seed)
+        start = self.model(data, seed)
+        every = max(1, min(50, steps // 12))
+        model, optimizer = recipes.apply(recipe, copy.deepcopy(start), self.rule, seed=seed, every=every, **self.hyper)
+        train, validation = self.whole()
+        course = self._course(model, optimizer, [held(recipe, x) for x in train], steps, report)
+        failed = course["diverged_at"] is not None
+        wide = start.double()
+        if not failed:
+            wide.load_state_dict(decoded(model, optimizer))
+        scores = {
+            name: self._score(wide, part, failed) for name, part in (("validation", validation), ("train", train))
+        }
+        own = self._score(model, [held(recipe, x) for x in validation], failed)
+        size = {"parameters": sum(p.numel() for p in model.parameters()), "targets": len(validation[1])}
+        return {**course, "float32": scores, "own": own, **size, "data": self.note}
+
+    def _course(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train: list[Tensor],
+        steps: int,
+        report: Callable[[int, float], None] | None,
+    ) -> dict[str, Any]:
+        """Train; the loss curve, the time of a step, the memory, the updates lost."""
+        width = max(1, steps // _POINTS)
+        curve: list[list[float]] = []
+        window, seconds, memory, failed = [], [], None, None
+        for step in range(steps):
+            begun = time.process_time()
+            loss = self.loss(model(train[0]), train[1])
+            loss.backward()
+            memory = optimizer.bytes_per_parameter() if step == min(2, steps - 1) else memory
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.process_time() - begun)
+            window.append(loss.item())
+            if not math.isfinite(window[-1]):
+                failed = step
+                break
+            if len(window) == width or step == steps - 1:
+                curve.append([step + 1, statistics.fmean(window)])
+                window = []
+                if report is not None:
+                    report(step + 1, curve[-1][1])
+        lost = optimizer.report()
+        readings = {"cancelled": lost.cancelled, "realised": lost.realised, "bytes_per_parameter": memory}
+        return {"curve": curve, "step_ms": 1000 * statistics.median(seconds), **readings, "diverged_at": failed}
+
+    @torch.no_grad()
+    def _score(self, model: nn.Module, part: Batch | list[Tensor], failed: bool) -> dict[str, float | None]:
+        if failed:
+            return {"loss": None, "accuracy": None}
+        logits, targets = (plain(x) for x in (model(part[0]), part[1]))
+        return {"loss": float(self.loss(logits, targets)), "accuracy": self.right(logits, targets)}
+
+
+def held(recipe: Recipe, x: Tensor) -> Tensor:
+    """float64 data as the recipe holds weights."""
+    dtype = getattr(torch, recipe.param_dtype or "float32")
+    return MCTensor.encode(x, recipe.components, dtype) if recipe.components else x.to(dtype)
+
+
+def plain(x: Tensor) -> Tensor:
+    """The value in float64."""
+    return x.decode(torch.float64) if isinstance(x, MCTensor) else x.double()
+
+
+def decoded(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The weights in float64, with what the optimizer keeps beside them."""
+    if any(isinstance(parameter, MCTensor) or parameter.dtype == torch.float64 for parameter in model.parameters()):
+        return {name: plain(parameter.detach()) for name, parameter in model.named_parameters()}
+    return {name: value.double() for name, value in optimizer.float32_state_dict(model).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearRegression(FullBatch):
+    """Five weights from ten equations that have a solution: the loss goes to zero as far as digits reach."""
+
+    name: ClassVar[str] = "linear-regression"
+    title: ClassVar[str] = "linear regression with an exact solution"
+    hyper: ClassVar[dict[str, Any]] = {"lr": 0.04}
+    steps: ClassVar[int] = 2000
+    batch: ClassVar[int] = 10
+    target: ClassVar[str] = "equation"
+    note: ClassVar[str] = "10 equations in 5 unknowns, all drawn from N(-1, 1.5)"
+
+    def whole(self) -> tuple[Batch, Batch]:
+        """NumPy's generator of 1234; there is nothing else to validate on."""
+        import numpy as np
+
+        random = np.random.RandomState(1234)
+        inputs, weights = random.normal(-1, 1.5, (10, 5)), random.normal(-1, 1.5, 5)
+        part = torch.from_numpy(inputs), torch.from_numpy(inputs @ weights)
+        return part, part
+
+    def model(self, data: Data, seed: int) -> nn.Module:
+        """Weights from N(0, 1)."""
+        layer = nn.Linear(5, 1, bias=False)
+        with torch.no_grad():
+            layer.weight.normal_(generator=torch.Generator().manual_seed(seed))
+        return layer
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean square of the residuals, in the type of the logits."""
+        return (logits.squeeze(-1) - targets).square().mean()
+
+    def right(self, logits: Tensor, targets: Tensor) -> float | None:
+        """There is none."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Logistic(FullBatch):
+    """Logistic regression of a thousand synthetic points in the plane, which a line separates."""
+
+    name: ClassVar[str] = "logistic"
+    title: ClassVar[str] = "logistic regression of separable points"
+    hyper: ClassVar[dict[str, Any]] = {"lr": 1e-3}
+    steps: ClassVar[int] = 4000
+    batch: ClassVar[int] = 670
+    target: ClassVar[str] = "point"
+    note: ClassVar[str] = "1,000 points of scikit-learn's make_classification, 670 to train on"
+
+    def whole(self) -> tuple[Batch, Batch]:
+        """The first draw that one coordinate separates, split once and for all."""
+        return _separable()
+
+    def model(self, data: Data, seed: int) -> nn.Module:
+        """Small weights."""
+        return _linear(data.train[0].shape[1], seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class CancerLogistic(Logistic):
+    """Logistic regression of scikit-learn's breast cancer data, standardized."""
+
+    name: ClassVar[str] = "cancer-logistic"
+    title: ClassVar[str] = "logistic regression of the breast cancer data"
+    hyper: ClassVar[dict[str, Any]] = {"lr": 3e-3}
+    steps: ClassVar[int] = 2000
+    batch: ClassVar[int] = 455
+    target: ClassVar[str] = "patient"
+    note: ClassVar[str] = "scikit-learn's breast cancer data: 455 patients to train on, 114 to validate"
+
+    def whole(self) -> tuple[Batch, Batch]:
+        """Thirty features of mean 0 and deviation 1 over the training part."""
+        return _cancer()
+
+
+@dataclasses.dataclass(frozen=True)
+class CancerMLP(CancerLogistic):
+    """A network 30-128-64-1 without biases on the same data."""
+
+    name: ClassVar[str] = "cancer-mlp"
+    title: ClassVar[str] = "small network on the breast cancer data"
+    hyper: ClassVar[dict[str, Any]] = {"lr": 7e-3}
+    steps: ClassVar[int] = 900
+
+    def model(self, data: Data, seed: int) -> nn.Module:
+        """Weights uniform within 1 / sqrt(width), the last within 0.1."""
+        generator = torch.Generator().manual_seed(seed)
+        widths, ends = (30, 128, 64, 1), (128**-0.5, 64**-0.5, 0.1)
+        layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)]
+        with torch.no_grad():
+            for layer, end in zip(layers, ends):
+                layer.weight.uniform_(-end, end, generator=generator)
+        return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+
+
+def _linear(width: int, seed: int) -> nn.Module:
+    layer = nn.Linear(width, 1, bias=False)
+    end = 0.1 * width**-0.5
+    with torch.no_grad():
+        layer.weight.uniform_(-end, end, generator=torch.Generator().manual_seed(seed))
+    return layer
+
+
+@functools.cache
+def _separable() -> tuple[Batch, Batch]:
+    datasets, selection, _ = _sklearn()
+    for state in range(1000):
+        shape = {"n_samples": 1000, "n_features": 2, "n_redundant": 0, "n_informative": 1, "n_clusters_per_class": 1}
+        inputs, labels = datasets.make_classification(**shape, flip_y=0, random_state=state)
+        low, high = inputs[labels == 0], inputs[labels == 1]
+        if ((low.max(0) < high.min(0)) | (low.min(0) > high.max(0))).any():
+            return _parts(*selection.train_test_split(inputs, labels, test_size=0.33, random_state=42))
+    raise AssertionError("one draw in a few is separable")
+
+
+@functools.cache
+def _cancer() -> tuple[Batch, Batch]:
+    datasets, selection, preprocessing = _sklearn()
+    bunch = datasets.load_breast_cancer()
+    train, test, *labels = selection.train_test_split(bunch.data, bunch.target, test_size=0.2, random_state=1234)
+    scaler = preprocessing.StandardScaler().fit(train)
+    return _parts(scaler.transform(train), scaler.transform(test), *labels)
+
+
+def _parts(train: Any, validation: Any, train_labels: Any, validation_labels: Any) -> tuple[Batch, Batch]:
+    both = ((train, train_labels), (validation, validation_labels))
+    return tuple((torch.from_numpy(inputs), torch.from_numpy(labels).double()) for inputs, labels in both)
+
+
+def _sklearn() -> tuple[Any, Any, Any]:
+    try:
+        from sklearn import datasets, model_selection, preprocessing
+    except ImportError:
+        raise ValueError("this task reads scikit-learn's data: pip install 'halfulp[cli]'") from None
+    return datasets, model_selection, preprocessing

@@ -1,0 +1,214 @@
+"""Task mammals: WordNet's mammals embedded in the hyperbolic plane, where plain floats run out of digits."""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...hyperbolic import HalfSpace, RankingSets, RiemannianSGD, ranking_gradient, reconstruction
+from ...recipes import Recipe
+from ...tensors import MCTensor
+from . import _files
+from ._task import Batch, Data, Task
+
+_HOW = (
+    "It is the transitive closure of WordNet's mammals (columns id1, id2, weight; 6,540 edges), "
+    "https://raw.githubusercontent.com/ydtydr/MCTensor/main/applications/poincare_embedding/wordnet/mammal_closure.csv "
+    "as Parquet"
+)
+OTHERS = 50
+SCALE = 0.3
+BURN_IN = 0.02  # of all steps, at a hundredth of the learning rate
+_POINTS = 60
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mammals(Task):
+    """1,180 synsets as points of the half-space of two dimensions; needs ``data``.
+
+    The experiment of "MCTensor" (arXiv 2207.08867), which trains 1,000 epochs: an animal shall be closer to what it
+    is a kind of than to 50 others, by Riemannian SGD. Judged by the ranking loss of all edges against all other
+    nodes; accuracy is the mean average precision. Points are float32 or float64, with components or without, so the
+    recipes are "fp32" and those that name components.
+
+    Each trial is one run of `embed`, not of the common training loop.
+    """
+
+    data: str | None = None
+
+    name: ClassVar[str] = "mammals"
+    title: ClassVar[str] = "WordNet's mammals in the hyperbolic plane"
+    rule: ClassVar[str] = "RiemannianSGD"
+    hyper: ClassVar[dict[str, Any]] = {"lr": 1.7, "others": OTHERS, "scale": SCALE, "burn_in": BURN_IN}
+    batch: ClassVar[int] = 32
+    steps: ClassVar[int] = 1000 * 205
+    target: ClassVar[str] = "edge"
+
+    def __post_init__(self) -> None:
+        folder = _files.find("wordnet_mammals", self.data, ("closure.parquet",), _HOW)
+        object.__setattr__(self, "data", str(folder))
+
+    def load(self) -> Data:
+        """The edges, and of every edge a fixed set of negatives to validate on."""
+        edges, names = self.edges()
+        sets = RankingSets(edges, len(names), OTHERS, self.batch)
+        fixed = sets.draw(edges, torch.Generator().manual_seed(0))
+        targets = torch.zeros(len(edges), dtype=torch.long)
+        note = f"the closure of WordNet's mammals: {len(edges):,} edges between {len(names):,} synsets"
+        return Data(train=(fixed, targets), validation=(fixed, targets), note=note)
+
+    def edges(self) -> tuple[Tensor, list[str]]:
+        """Every edge from a synset to one that it is a kind of, int64 (E, 2), and the synsets' names."""
+        try:
+            import pyarrow.parquet as parquet
+        except ImportError as error:
+            raise ValueError(f"task 'mammals' reads Parquet ({error}): pip install 'halfulp[cli]'") from None
+        table = parquet.read_table(f"{self.data}/closure.parquet", columns=["id1", "id2"])
+        numbers: dict[str, int] = {}
+        pairs = zip(table["id1"].to_pylist(), table["id2"].to_pylist())
+        edges = [[numbers.setdefault(name, len(numbers)) for name in pair] for pair in pairs]
+        return torch.tensor(edges, dtype=torch.int64), list(numbers)
+
+    def model(self, data: Data, seed: int) -> nn.Module:
+        """Points within 1e-4 of (0, 1)."""
+        generator = torch.Generator().manual_seed(seed)
+        count = 1 + int(data.train[0][:, :2].max())
+        return Points((torch.rand(count, 2, generator=generator) * 2 - 1) * 1e-4 + torch.tensor([0.0, 1.0]))
+
+    def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
+        """Shuffled epochs, each with negatives of its own; in the burn-in popular ones."""
+        for sets in self.sets(data.train[0][:, :2], seed, steps):
+            yield sets, torch.zeros(len(sets), dtype=torch.long)
+
+    def sets(self, edges: Tensor, seed: int, steps: int) -> Iterator[Tensor]:
+        """The batches without their targets."""
+        drawn = RankingSets(edges, 1 + int(edges.max()), OTHERS, self.batch)
+        generator = torch.Generator().manual_seed(seed)
+        done = 0
+        while done < steps:
+            for sets in drawn.epoch(generator, popular=done < BURN_IN * steps):
+                if done < steps:
+                    yield sets
+                done += 1
+
+    def rate(self, step: int, steps: int) -> float:
+        """A hundredth during the first fiftieth of the steps (20 epochs of 1,000)."""
+        return 0.01 if step < BURN_IN * steps else 1.0
+
+    def trial(
+        self,
+        recipe: Recipe,
+        seed: int,
+        steps: int,
+        data: Data,
+        report: Callable[[int, float], None] | None = None,
+    ) -> dict[str, Any]:
+        """One trial, with a trial's results and in them `map` and `mean_rank`.
+
+        Raises:
+            ValueError: a recipe with 16-bit points, or with a weight update.
+        """
+        points = start(recipe, self.model(data, seed).points.detach(), seed)
+        edges = data.train[0][:, :2]
+        course = self.embed(points, edges, seed, steps, report)
+        course["bytes_per_parameter"] = points.element_size() * (1.0 + len(getattr(points, "components", (0,))))
+        scores = scored(points.detach(), edges) if course["diverged_at"] is None else {}
+        score = {"loss": scores.get("loss"), "accuracy": scores.get("map")}
+        size = {"parameters": points.numel(), "targets": len(edges), "data": data.note}
+        found = {"map": scores.get("map"), "mean_rank": scores.get("mean_rank")}
+        return {**course, "float32": {"validation": score, "train": score}, "own": score, **size, **found}
+
+    def embed(
+        self,
+        points: nn.Parameter,
+        edges: Tensor,
+        seed: int,
+        steps: int,
+        report: Callable[[int, float], None] | None = None,
+    ) -> dict[str, Any]:
+        """Train points in place; what happened on the way, as plain data."""
+        optimizer = RiemannianSGD([points], lr=self.hyper["lr"])
+        width = max(1, steps // _POINTS)
+        curve: list[list[float]] = []
+        window, seconds, failed = [], [], None
+        for step, sets in enumerate(self.sets(edges, seed, steps)):
+            optimizer.param_groups[0]["lr"] = self.hyper["lr"] * self.rate(step, steps)
+            begun = time.process_time()
+            loss, points.grad = ranking_gradient(points.detach(), sets, SCALE)
+            window.append(float(loss))
+            if not math.isfinite(window[-1]):
+                failed = step
+                break
+            optimizer.step()
+            seconds.append(time.process_time() - begun)
+            if len(window) == width or step == steps - 1:
+                curve.append([step + 1, statistics.fmean(window)])
+                window = []
+                if report is not None:
+                    report(step + 1, curve[-1][1])
+        lost = {"cancelled": None, "realised": None, "diverged_at": failed}
+        return {"curve": curve, "step_ms": 1000 * statistics.median(seconds or [0.0]), **lost}
+
+
+class Points(nn.Module):
+    """A table of points whose logits for a set are minus the scaled distances from its first."""
+
+    def __init__(self, start: Tensor):
+        super().__init__()
+        self.points = nn.Parameter(start)
+
+    def forward(self, sets: Tensor) -> Tensor:
+        """(B, 2 + K) numbers of points -> (B, 1 + K) logits."""
+
+        chosen = self.points[sets]
+        return -SCALE * HalfSpace().distance(chosen[:, :1], chosen[:, 1:], dtype=chosen.dtype)
+
+
+def start(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
+    """The float32 start in a recipe's format.
+
+    Raises:
+        ValueError: the recipe asks for points that are neither float32 nor float64, or for a weight update.
+    """
+    dtype = _DTYPES.get(recipe.param_dtype or "float32")
+    if dtype is None or recipe.weight_update or recipe.format or recipe.emulate:
+        raise ValueError(
+            f"task 'mammals' moves float32 or float64 points, plain or with components, along geodesics; recipe "
+            f"{recipe.name!r} asks for something else: choose 'fp32', 'fp64' or 'fp64-mc2'"
+        )
+    noise = torch.randn(points.shape, generator=torch.Generator().manual_seed(seed))
+    points = (points * (1 + recipe.perturb * noise)).to(dtype)
+    components = getattr(recipe, "components", None) or 1
+    return nn.Parameter(points if components == 1 else MCTensor.encode(points, components, scale="none"))
+
+
+def scored(points: Tensor, edges: Tensor) -> dict[str, float]:
+    """The mean average precision, the mean rank, and the ranking loss of all edges against all other nodes."""
+    found = reconstruction(points, edges)
+    return {
+        "loss": whole_loss(points, edges),
+        "map": found.mean_average_precision,
+        "mean_rank": found.mean_rank,
+    }
+
+
+@torch.no_grad()
+def whole_loss(points: Tensor, edges: Tensor) -> float:
+    """`ranking_loss` of every edge, its negatives all nodes that its source has no edge to."""
+
+    barred = torch.eye(len(points), dtype=torch.bool)
+    barred[edges[:, 0], edges[:, 1]] = True
+    total = 0.0
+    for rows in edges.split(256):
+        distance = HalfSpace().distance(points[rows[:, 0]].unsqueeze(1), points.unsqueeze(0), dtype=torch.float64)
+        logits = -SCALE * distance
+        mine = logits.gather(1, rows[:, 1:])
+        others = logits.masked_fill(barred[rows[:, 0]], -torch.inf).logsumexp(1, keepdim=True)
+        total += float((torch.logaddexp(mine, others) - mine).sum())
+    return total / len(edges)

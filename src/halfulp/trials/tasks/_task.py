@@ -1,0 +1,111 @@
+"""Task: data, a model, and how a training of it is judged."""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What a task trains on and is judged on; each part is a pair of inputs and integer targets.
+
+    ``note`` says in words what it is, for reports.
+    """
+
+    train: Batch
+    validation: Batch
+    note: str
+
+
+class Task(abc.ABC):
+    """One training job, the same for every recipe: data, model, batches, loss, schedule and verdict.
+
+    A subclass sets the class attributes and writes ``load`` and ``model``; the rest has defaults for
+    classification. Worker processes receive it by pickle, so define it in an importable module, at top level.
+
+    Attributes:
+        name: What the command line calls it.
+        title: What it is, in a few words.
+        rule: The optimizer: a class of ``halfulp.optim``.
+        hyper: The rule's hyper-parameters, the same in every row.
+        steps: Default number of training steps.
+        batch: Examples per step.
+        judged_by: ``"train_loss"`` or ``"validation_loss"``; both are measured, this one decides.
+        target: What one target is called when accuracy is shown: "image", "character".
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    rule: ClassVar[str]
+    hyper: ClassVar[dict[str, Any]]
+    steps: ClassVar[int]
+    batch: ClassVar[int]
+    judged_by: ClassVar[str] = "validation_loss"
+    target: ClassVar[str] = "example"
+
+    @abc.abstractmethod
+    def load(self) -> Data:
+        """The data, the same at every call."""
+
+    @abc.abstractmethod
+    def model(self, data: Data, seed: int) -> nn.Module:
+        """The float32 model that training starts from, a function of the seed alone."""
+
+    def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
+        """``steps`` batches: shuffled epochs, in an order that the seed alone decides."""
+        inputs, targets = data.train
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.empty(0, dtype=torch.long)
+        for _ in range(steps):
+            while len(order) < self.batch:
+                order = torch.cat([order, torch.randperm(len(inputs), generator=generator)])
+            chosen, order = order[: self.batch], order[self.batch :]
+            yield inputs[chosen], targets[chosen]
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats, computed in float32 in every recipe."""
+        return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate at a step as a share of ``hyper["lr"]``: constant unless overridden."""
+        return 1.0
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides a trial's result apart from recipe, seed and length, as plain data."""
+        own = (
+            {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+            if (dataclasses.is_dataclass(self))
+            else {}
+        )
+        return {
+            "name": self.name,
+            "rule": self.rule,
+            "hyper": {key: list(v) if isinstance(v, tuple) else v for key, v in self.hyper.items()},
+            "batch": self.batch,
+            "judged_by": self.judged_by,
+            "target": self.target,
+            "title": self.title,
+            **own,
+        }
+
+
+def warm_cosine(step: int, steps: int, warm: float = 0.1, last: float = 0.01) -> float:
+    """A linear rise over the first tenth of the steps, times half a cosine from 1 down to ``last``.
+
+    The rise matters for a comparison: Adam's first steps are the sign of the gradient, so that without it the
+    smallest rounding of a gradient moves a weight by a whole learning rate, and every recipe runs off on a path of
+    its own. It does not end at 0, so that no step is many times smaller than the one before.
+
+    >>> [round(warm_cosine(step, 100), 3) for step in (0, 9, 50, 99)]
+    [0.1, 0.98, 0.505, 0.01]
+    """
+    rise = min(1.0, (step + 1) / max(1.0, warm * steps))
+    return rise * (last + (1 - last) * 0.5 * (1 + math.cos(math.pi * step / steps)))

@@ -1,0 +1,41 @@
+"""What the schemas say."""
+
+import torch
+
+from halfulp.emulate._operator import _RUNNING, _STATISTICS, results_of
+
+aten = torch.ops.aten
+
+
+def test_fresh_written_and_views():
+    assert results_of(aten.add.Tensor).fresh == (0,)
+    assert results_of(aten.add_.Tensor)[1:3] == ((), ((0, "self"),))
+    assert results_of(aten.add.out)[1:3] == ((), ((3, "out"),))
+    assert results_of(aten.split.Tensor).fresh == ()
+    assert results_of(aten.unsafe_split.Tensor).fresh == (0,)
+    assert results_of(aten.max_pool2d_with_indices.default).fresh == (0, 1)
+    assert results_of(aten._foreach_add_.Scalar).written == ((0, "self"),)
+    assert results_of(aten._local_scalar_dense.default).fresh == ()
+
+
+def test_statistics_stay():
+    assert results_of(aten.native_layer_norm.default)[1:4] == ((0,), (), 2)
+    assert results_of(aten.native_batch_norm.default).written == ((3, "running_mean"), (4, "running_var"))
+    assert results_of(aten._native_batch_norm_legit.default).written == ((3, "running_mean"), (4, "running_var"))
+
+
+def test_known_operators_exist():
+    """The tables name operators of this torch, and outputs that they have."""
+    for base, positions in _STATISTICS.items():
+        packet = getattr(aten, base)
+        returns = [len(getattr(packet, overload)._schema.returns) for overload in packet.overloads()]
+        assert max(returns) > max(positions), base
+    for base, arguments in _RUNNING.items():
+        schema = getattr(aten, base).default._schema
+        for position, name in arguments:
+            assert schema.arguments[position].name == name
+
+
+def test_operators_of_other_libraries_are_taken_by_their_schema():
+    results = results_of(torch.ops.halfulp.quantize_into.default)
+    assert (results.name, results.fresh, results.written) == ("halfulp.quantize_into", (), ((4, "out"),))

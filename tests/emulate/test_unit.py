@@ -1,0 +1,96 @@
+"""The rounding unit: settings, refusals, random streams, copies."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from halfulp import formats
+from halfulp.emulate import region
+from halfulp.emulate._unit import Unit
+from halfulp.rounding import Down, Nearest, Stochastic, TowardZero, Up, quantize
+
+
+@pytest.mark.parametrize("rounding", [Nearest(), TowardZero(), Up(), Down()])
+@pytest.mark.parametrize("format", ["bf16", "e4m3fn", "fp16", "e8m1", "e5m2", "tf32"])
+def test_rounds_as_quantize(seed, rounding, format):
+    x = torch.randn(100) * torch.randn(100).exp2()
+    unit = Unit(format, rounding, None)
+    want = quantize(x, format, rounding)
+    assert torch.equal(unit.rounded(x, ""), want)
+    assert unit.round_in_place(x, "") == 1
+    assert torch.equal(x, want)
+
+
+def test_overflow_policy():
+    x = torch.tensor([torch.finfo(torch.float32).min])
+    assert Unit("bf16", "nearest", None).rounded(x, "").item() == -float("inf")
+    assert Unit("bf16", "nearest", "saturate").rounded(x, "").item() == formats.bf16.min
+
+
+@pytest.mark.parametrize(
+    ("format", "error", "words"),
+    [
+        ("mxfp8_e4m3", ValueError, "block format.*e4m3fn"),
+        (formats.nvfp4, ValueError, "block format"),
+        ("e8m0", ValueError, "no zero"),
+        ("nonsense", ValueError, "nonsense"),
+        (3, TypeError, "int"),
+        (formats.Format("u", 4, 3, signed=False, signed_zero=False), ValueError, "negative"),
+    ],
+)
+def test_unusable_formats(format, error, words):
+    with pytest.raises(error, match=words):
+        Unit(format, "nearest", None)
+
+
+def test_unusable_roundings_and_policies():
+    with pytest.raises(ValueError, match="nearst"):
+        Unit("bf16", "nearst", None)
+    with pytest.raises(ValueError, match="overflow"):
+        Unit("bf16", "nearest", "wrap")
+
+
+def test_narrow_tensors():
+    x = torch.tensor([0.3], dtype=torch.bfloat16)
+    assert Unit("bf16", "nearest", None).rounded(x, "op") is x
+    with pytest.raises(NotImplementedError, match=r"op gives.*bfloat16.*second rounding"):
+        Unit("e8m3", "nearest", None).rounded(x, "op")
+    with pytest.raises(NotImplementedError, match="float8"):
+        Unit("bf16", "nearest", None).rounded(x.to(torch.float8_e5m2), "op")
+
+
+def test_integers_pass():
+    x = torch.arange(3)
+    unit = Unit("e8m1", "nearest", None)
+    assert unit.rounded(x, "") is x
+    assert unit.round_in_place(x, "") == 0
+
+
+def test_streams(seed):
+    """torch's generator governs without a seed; with one, each operator draws its own bits, reproducibly."""
+
+    def draw(rounding):
+        with region("e8m1", rounding):
+            return torch.stack([torch.ones(2000) + 0.2, torch.ones(2000) + 0.2])
+
+    for rounding in (Stochastic(), Stochastic(seed=5)):
+        torch.manual_seed(seed)
+        first = draw(rounding)
+        torch.manual_seed(seed)
+        again = draw(rounding)
+        assert torch.equal(first, again)
+        assert not torch.equal(first[0], first[1])
+        assert abs(first.mean().item() - 1.2) < 0.03
+    assert not torch.equal(draw(Stochastic()), draw(Stochastic()))
+
+
+def test_copies_go_on_in_the_stream():
+    unit = Unit("e8m1", Stochastic(seed=5), "saturate")
+    x = torch.full((100,), 1.2)
+    unit.rounded(x, "")
+    for twin in (copy.deepcopy(unit), pickle.loads(pickle.dumps(unit))):
+        assert twin.settings == unit.settings
+        saved = copy.deepcopy(unit)
+        assert torch.equal(twin.rounded(x, ""), saved.rounded(x, ""))

@@ -1,0 +1,62 @@
+"""Block formats: the specification's figures, and what is refused."""
+
+import dataclasses
+
+import pytest
+
+import halfulp.formats as formats
+from halfulp.formats import BlockFormat, block_names, e2m1fn, e4m3fn, e8m0, get_block
+
+
+@pytest.mark.parametrize(
+    ("name", "element", "scale", "block", "bits"),
+    [
+        ("mxfp8_e4m3", "e4m3fn", "e8m0", 32, 8.25),
+        ("mxfp8_e5m2", "e5m2", "e8m0", 32, 8.25),
+        ("mxfp6_e3m2", "e3m2fn", "e8m0", 32, 6.25),
+        ("mxfp6_e2m3", "e2m3fn", "e8m0", 32, 6.25),
+        ("mxfp4", "e2m1fn", "e8m0", 32, 4.25),
+        ("nvfp4", "e2m1fn", "e4m3fn", 16, 4.5),
+    ],
+)
+def test_the_catalogue(name, element, scale, block, bits):
+    format = get_block(name)
+    assert format is getattr(formats, name) is get_block(format)
+    assert (format.element.name, format.scale.name, format.block) == (element, scale, block)
+    assert format.bits_per_value == bits
+    assert format.tensor_scale == (name == "nvfp4")
+    assert format.scale_rounding == ("nearest" if name == "nvfp4" else "up")
+    assert name in block_names()
+
+
+def test_one_of_your_own():
+    mine = BlockFormat("mine", element=e2m1fn, scale=e8m0, block=8, scale_rounding="floor")
+    assert mine.bits_per_value == 5.0
+    assert str(mine) == "mine: blocks of 8 e2m1fn with a scale in e8m0, 5 bits a value"
+    assert eval(repr(mine), vars(formats)) == mine == dataclasses.replace(mine)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"element": "e2m1fn"}, TypeError, "element is a hu.Format (hu.formats.get gives one), got str"),
+        ({"scale": None}, TypeError, "scale is a hu.Format"),
+        ({"block": 0}, ValueError, "block is a number of elements, 1 or more; got 0"),
+        ({"block": 1.5}, ValueError, "got 1.5"),
+        ({"block": True}, ValueError, "got True"),
+        ({"tensor_scale": 1}, ValueError, "tensor_scale is True or False, got 1"),
+        ({"scale_rounding": "down"}, ValueError, "scale_rounding is one of up, floor, nearest; got 'down'"),
+        ({"scale_rounding": "floor", "scale": e4m3fn}, ValueError, "take 'up' or 'nearest', or the scale e8m0"),
+    ],
+)
+def test_refuses(fields, error, message):
+    with pytest.raises(error) as caught:
+        BlockFormat(**{"name": "mine", "element": e2m1fn, "scale": e8m0, "block": 32, **fields})
+    assert message in str(caught.value)
+
+
+def test_unknown_names_are_answered():
+    with pytest.raises(ValueError, match="unknown block format 'mxfp5': known are mxfp8_e4m3"):
+        get_block("mxfp5")
+    with pytest.raises(TypeError, match=r"a hu\.BlockFormat or a name"):
+        get_block(4)

@@ -1,0 +1,76 @@
+"""The ranking loss: its definition, and its gradient in closed form against autograd."""
+
+import pytest
+import torch
+
+from halfulp.hyperbolic import HalfSpace, PoincareBall, ranking_gradient, ranking_loss
+from halfulp.tensors import MCTensor
+
+
+def points(count: int = 30, width: int = 2, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    x = torch.randn(count, width, dtype=torch.float64)
+    x[:, -1] = x[:, -1].exp()
+    return x.to(dtype)
+
+
+def test_definition(seed):
+    x, sets = points(), torch.randint(30, (4, 7))
+    for space in (HalfSpace(), PoincareBall()):
+        x = x if space == HalfSpace() else x / (1 + x.norm(dim=1, keepdim=True))
+        wanted = 0.0
+        for row in sets.tolist():
+            share = [(-0.3 * space.distance(x[row[0]], x[k])).exp() for k in row[1:]]
+            wanted -= float((share[0] / sum(share)).log()) / 4
+        assert float(ranking_loss(x, sets, 0.3, space)) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("components", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradient_in_closed_form(width, components, dtype, seed):
+    x, sets = points(width=width, dtype=dtype), torch.randint(30, (8, 9))
+    sets[3, 4] = sets[3, 0]
+    y = x.double().requires_grad_()
+    wanted = ranking_loss(y, sets, 0.7)
+    wanted.backward()
+    loss, gradient = ranking_gradient(x if components == 1 else MCTensor.encode(x, components), sets, 0.7)
+    bound = 4 * torch.finfo(dtype).eps
+    assert type(gradient) is torch.Tensor
+    assert gradient.dtype == loss.dtype == dtype
+    assert float(loss) == pytest.approx(float(wanted.detach()), rel=bound)
+    assert torch.allclose(gradient.double(), y.grad, rtol=4 * bound, atol=4 * bound * float(y.grad.abs().max()))
+
+
+def test_components_through_autograd(seed):
+    x, sets = points(), torch.randint(30, (8, 9))
+    weight = torch.nn.Parameter(MCTensor.encode(x, 2))
+    loss = ranking_loss(weight, sets)
+    loss.backward()
+    wanted, gradient = ranking_gradient(x, sets)
+    assert float(loss.detach()) == pytest.approx(float(wanted), rel=1e-13)
+    assert torch.allclose(weight.grad, gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_a_scale_changes_nothing(seed):
+    x, sets = points(dtype=torch.float16), torch.randint(30, (8, 9))
+    a, b = ranking_gradient(x, sets), ranking_gradient(MCTensor.encode(x, 2, scale=2.0**-6), sets)
+    assert torch.allclose(a[1].float(), b[1].float(), rtol=2e-3, atol=1e-4)
+    assert float(a[0]) == pytest.approx(float(b[0]), rel=2e-3)
+
+
+def test_no_distance_has_no_pull(seed):
+    x = points(1).repeat(5, 1)
+    loss, gradient = ranking_gradient(x, torch.tensor([[0, 1, 2, 3]]))
+    assert float(loss) == pytest.approx(1.0986122886681098)
+    assert torch.equal(gradient, torch.zeros_like(x))
+
+
+def test_bad_sets(seed):
+    x = points()
+    for call in (ranking_loss, ranking_gradient):
+        with pytest.raises(ValueError, match="int64"):
+            call(x, torch.zeros(2, 3))
+        with pytest.raises(ValueError, match="at least one"):
+            call(x, torch.zeros(2, 2, dtype=torch.int64))
+        with pytest.raises(ValueError, match="table"):
+            call(x[0], torch.zeros(2, 3, dtype=torch.int64))

@@ -1,0 +1,159 @@
+"""Machine code on disk: found again, never stale, and never in the way."""
+
+import hashlib
+import io
+import os
+import stat
+
+import numpy as np
+import pytest
+
+from halfulp import kernels
+from halfulp.kernels import compile_kernel
+from halfulp.kernels._cache import cache_folder
+from halfulp.kernels._scalar import add, load32, store32
+
+QUANTIZE = """
+    import torch, halfulp.rounding as r
+    from halfulp import kernels
+    q = r.quantize(torch.tensor([1.3, -2.7]), "e5m2")
+    assert q.tolist() == [1.25, -2.5], q
+    print(sorted(kernels.report()))
+"""
+
+
+def entries(folder) -> dict[str, tuple[int, int]]:
+    return {p.name: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.iterdir()}
+
+
+def test_a_second_process_finds_it(cache, python):
+    python(QUANTIZE)
+    first = entries(cache)
+    assert len(first) == 1
+    python(QUANTIZE)
+    assert entries(cache) == first
+    program = """
+        import numba.core.compiler as c
+        c.compile_extra = None   # any compilation would fail
+    """
+    python(program, QUANTIZE)
+
+
+def test_an_edited_piece_in_another_file(cache, python, tmp_path):
+    """The next process picks up an edit of a file that a kernel only inlines."""
+    (tmp_path / "rule.py").write_text("from halfulp.kernels._scalar import add\ndef rule(x): return add(x, x)\n")
+    (tmp_path / "loop.py").write_text(
+        "from halfulp.kernels._scalar import load32, store32\n"
+        "from rule import rule\n"
+        "def loop(n, a):\n"
+        "    for i in range(n):\n"
+        "        store32(a, i, rule(load32(a, i)))\n"
+    )
+    program = """
+        import numpy as np
+        from halfulp.kernels import compile_kernel
+        from loop import loop
+        x = np.array([5], np.uint32)
+        compile_kernel(loop, "void(int64, int64)")(1, x.ctypes.data)
+        print(x[0])
+    """
+    assert python(program) == "10\n"
+    (tmp_path / "rule.py").write_text("from halfulp.kernels._scalar import mul\ndef rule(x): return mul(x, x)\n")
+    os.utime(tmp_path / "rule.py", (0, 0))
+    assert python(program, PYTHONDONTWRITEBYTECODE="1") == "25\n"
+
+
+def double(n, a):
+    for i in range(n):
+        store32(a, i, add(load32(a, i), load32(a, i)))
+
+
+def compiled_doubles() -> list[int]:
+    x = np.array([5, 7], np.uint32)
+    compile_kernel(double, "void(int64, int64)")(2, x.ctypes.data)
+    return x.tolist()
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    """What is reported during one test."""
+    monkeypatch.setattr(kernels._engines, "_notes", type(kernels._engines._notes)())
+    return lambda: " ".join(kernels.report())
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign", "pickle"])
+def test_a_damaged_entry_is_compiled_again(cache, notes, damage):
+    assert compiled_doubles() == [10, 14]
+    (entry,) = cache.iterdir()
+    blob = entry.read_bytes()
+    payload = b"not a pickle"
+    changed = {
+        "cut": blob[: len(blob) // 2],
+        "flipped": blob[:100] + bytes([blob[100] ^ 1]) + blob[101:],
+        "empty": b"",
+        "foreign": b"something else" * 100,
+        "pickle": blob[:16] + hashlib.sha256(payload).digest() + payload,
+    }[damage]
+    entry.write_bytes(changed)
+    assert compiled_doubles() == [10, 14]
+    assert "unreadable" in notes()
+    written, said = entry.read_bytes(), kernels.report()
+    assert compiled_doubles() == [10, 14]
+    assert (entry.read_bytes(), kernels.report()) == (written, said)
+
+
+def test_a_full_disk(cache, notes, monkeypatch):
+    """Writing stops in the middle: the kernel works, and nothing half written is left."""
+    real = os.fdopen
+
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError(28, "No space left on device")
+
+    def full(handle, mode):
+        real(handle, mode).close()
+        return Full()
+
+    monkeypatch.setattr(os, "fdopen", full)
+    assert compiled_doubles() == [10, 14]
+    assert "No space left" in notes()
+    assert list(cache.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, python):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    assert "cannot be written" in python(QUANTIZE, HALFULP_CACHE_DIR=str(blocker / "cache"))
+
+
+def test_a_read_only_home(tmp_path, python):
+    """As an ordinary user; root may write everywhere, and there the folder is on a file instead."""
+    home = tmp_path / "home"
+    home.mkdir()
+    if os.geteuid() == 0:
+        (home / ".cache").write_text("")
+    else:
+        home.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    clean = {"HALFULP_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": str(home)}
+    assert "cannot be written" in python(QUANTIZE, **clean)
+
+
+def test_where_the_folder_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("HALFULP_CACHE_DIR", str(tmp_path / "a"))
+    assert cache_folder() == tmp_path / "a"
+    monkeypatch.delenv("HALFULP_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "halfulp"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "halfulp"
+
+
+def test_import_does_no_work(python, cache):
+    program = """
+        import sys
+        import halfulp.rounding, halfulp.kernels
+        print("numba" in sys.modules)
+    """
+    assert python(program) == "False\n"
+    assert not cache.exists()

@@ -1,0 +1,67 @@
+"""Which engine runs, and what is reported."""
+
+import pytest
+import torch
+
+from halfulp import kernels
+from halfulp.kernels import chosen, engine, note, note_and_warn_once, report
+from halfulp.rounding import quantize
+
+
+def test_engine_block(monkeypatch):
+    monkeypatch.delenv("HALFULP_ENGINE", raising=False)
+    assert chosen("cpu") == "numba"
+    assert chosen("mps") == "reference"
+    with engine("reference"):
+        assert chosen("cpu") == "reference"
+        with engine("numba"):
+            assert chosen("cpu") == "numba"
+        assert chosen("cpu") == "reference"
+    assert chosen("cpu") == "numba"
+    with pytest.raises(ValueError, match="reference"), engine("fast"):
+        pass
+
+
+def test_environment(monkeypatch):
+    monkeypatch.setenv("HALFULP_ENGINE", "reference")
+    assert chosen("cpu") == "reference"
+    with engine("numba"):
+        assert chosen("cpu") == "numba"
+    monkeypatch.setenv("HALFULP_ENGINE", "quick")
+    with pytest.raises(ValueError, match="HALFULP_ENGINE='quick'"):
+        quantize(torch.ones(2), "bf16")
+
+
+def test_the_reference_needs_no_numba(python, cache):
+    program = """
+        import sys
+        sys.modules["numba"] = None
+        import torch, halfulp.rounding as r
+        from halfulp import kernels
+        with kernels.engine("reference"):
+            print(r.quantize(torch.tensor([1.3]), "e5m2").tolist())
+    """
+    assert python(program) == "[1.25]\n"
+    assert not cache.exists()
+
+
+def test_without_numba(monkeypatch):
+    monkeypatch.delenv("HALFULP_ENGINE", raising=False)
+    monkeypatch.setattr(kernels._engines, "_installed", lambda name: False)
+    monkeypatch.setattr(kernels._engines, "_notes", type(kernels._engines._notes)())
+    with pytest.warns(RuntimeWarning, match="numba is not installed"):
+        assert chosen("cpu") == "reference"
+    assert chosen("cpu") == "reference"
+    assert any("numba is not installed" in line for line in report())
+    with engine("numba"), pytest.raises(ImportError, match="pip install"):
+        chosen("cpu")
+
+
+def test_notes(monkeypatch):
+    monkeypatch.setattr(kernels._engines, "_notes", type(kernels._engines._notes)())
+    note("kind", "one thing")
+    note("kind", "one thing")
+    with pytest.warns(RuntimeWarning, match="another"):
+        note_and_warn_once("kind", "another")
+    note_and_warn_once("kind", "another")
+    assert report() == {"kind: one thing": 2, "kind: another": 2}

@@ -1,0 +1,209 @@
+"""Every scalar operation, in plain Python and as an instruction, on random and special words."""
+
+import numpy as np
+import pytest
+
+from halfulp.kernels import compile_kernel
+from halfulp.kernels._intrinsics import INTRINSICS
+from halfulp.kernels._scalar import SCALARS, load32, load64, real, real64, store32, store64, word, word64
+
+SPECIAL = [0, 1, 2, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x7F800000, 0x7F800001, 0xFF800000, 0x00800000, 0x007FFFFF]
+SPECIAL += [0x3F800000, 0xBF800000, 0x4EFFFFFF, 0x33800000, 0x00000100]
+SHIFTS = ("shl", "shr", "shl64", "shr64")
+
+
+def words(count: int, rng: np.random.Generator) -> np.ndarray:
+    chosen = rng.choice(np.array(SPECIAL, np.uint64), count)
+    return np.where(rng.random(count) < 0.5, chosen, rng.integers(0, 2**32, count, dtype=np.uint64)).astype(np.uint32)
+
+
+def two(n, a, b, out):
+    for i in range(n):
+        store32(out, i, operation(load32(a, i), load32(b, i)))  # noqa: F821  bound
+
+
+def one(n, a, b, out):
+    for i in range(n):
+        store32(out, i, operation(load32(a, i)))  # noqa: F821
+
+
+def two_reals(n, a, b, out):
+    for i in range(n):
+        store32(out, i, word(operation(real(load32(a, i)), real(load32(b, i)))))  # noqa: F821
+
+
+def one_real(n, a, b, out):
+    for i in range(n):
+        store32(out, i, word(operation(real(load32(a, i)))))  # noqa: F821
+
+
+def to_real_word(n, a, b, out):
+    for i in range(n):
+        store32(out, i, word(operation(load32(a, i))))  # noqa: F821
+
+
+def from_real(n, a, b, out):
+    for i in range(n):
+        store32(out, i, operation(real(load32(a, i))))  # noqa: F821
+
+
+def two_wide(n, a, b, out):
+    for i in range(n):
+        store64(out, i, operation(load64(a, i), load64(b, i)))  # noqa: F821
+
+
+def through_real64(n, a, b, out):
+    for i in range(n):
+        store64(out, i, word64(real64(load64(a, i))))
+
+
+def from_real64(n, a, b, out):
+    for i in range(n):
+        store64(out, i, operation(real64(load64(a, i))))  # noqa: F821
+
+
+def wider(n, a, b, out):
+    for i in range(n):
+        store64(out, i, operation(load32(a, i)))  # noqa: F821
+
+
+KERNELS = {
+    **dict.fromkeys(["add", "sub", "mul", "bit_and", "bit_or", "bit_xor", "shl", "shr"], two),
+    **dict.fromkeys(["divide", "larger"], two_reals),
+    **dict.fromkeys(["root", "sign_of"], one_real),
+    **dict.fromkeys(["real", "to_real"], to_real_word),
+    **dict.fromkeys(["word", "to_word"], from_real),
+    **dict.fromkeys(["add64", "sub64", "and64", "or64", "xor64", "shl64", "shr64"], two_wide),
+    **dict.fromkeys(["real64", "word64"], through_real64),
+    "to_word64": from_real64,
+    "widen": wider,
+}
+MEMORY = ["load8", "load16", "load32", "load64", "store8", "store16", "store32", "store64", "peak16x16", "peak16x32"]
+INDEX = ["low_word", "high_word"]
+SIXTEEN = ["signed_values16", "unsigned_values16", "largest16"]
+
+
+def test_every_operation_is_tested_and_has_an_instruction():
+    assert set(SCALARS) == set(INTRINSICS) == {*KERNELS, *MEMORY, *INDEX, *SIXTEEN}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_python_is_the_instruction(name, cache, seed):
+    rng = np.random.default_rng(seed)
+    body, n = KERNELS[name], 2000
+    wide = body in (two_wide, through_real64, from_real64)
+    a, b = words(n * (2 if wide else 1), rng), words(n * (2 if wide else 1), rng)
+    if name in SHIFTS:
+        b = np.ascontiguousarray((b % (64 if wide else 32)).view(np.uint64) % 64 if wide else b % 32)
+    if name == "to_word":
+        a = np.clip(a.view(np.float32), -(2.0**31), 2.0**31 - 128)
+        a = np.nan_to_num(a).astype(np.float32)
+    if name == "to_word64":
+        a = rng.random(n) * 2.0 ** rng.integers(-40, 31, n)
+    results = [np.zeros(n, np.uint64) for _ in range(2)]
+    signature = "void(int64, int64, int64, int64)"
+    compile_kernel(body, signature, {"operation": SCALARS[name]})(
+        n, a.ctypes.data, b.ctypes.data, results[0].ctypes.data
+    )
+    body.__globals__["operation"] = SCALARS[name]
+    with np.errstate(all="ignore"):
+        body(n, a.ctypes.data, b.ctypes.data, results[1].ctypes.data)
+    if body in (two_reals, one_real, to_real_word):
+        x, y = (r.view(np.float32)[:n] for r in results)
+        same = (x.view(np.uint32) == y.view(np.uint32)) | (np.isnan(x) & np.isnan(y))
+        assert same.all(), [(hex(a[i]), hex(b[i]), x[i], y[i]) for i in np.flatnonzero(~same)[:5]]
+    else:
+        assert (results[0] == results[1]).all()
+
+
+def move(n, a, b, out):
+    for i in range(n):
+        put(out, i, get(a, i))  # noqa: F821  bound
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+def test_memory(bits, cache, seed):
+    rng = np.random.default_rng(seed)
+    a = rng.integers(0, 256, 64 * bits // 8, dtype=np.uint8)
+    bind = {"get": SCALARS[f"load{bits}"], "put": SCALARS[f"store{bits}"]}
+    compiled, plain = np.zeros_like(a), np.zeros_like(a)
+    compile_kernel(move, "void(int64, int64, int64, int64)", bind)(64, a.ctypes.data, 0, compiled.ctypes.data)
+    for i in range(64):
+        bind["put"](plain.ctypes.data, i, bind["get"](a.ctypes.data, i))
+    assert (compiled == a).all()
+    assert (plain == a).all()
+
+
+def highest(n, a, b, out):
+    for i in range(n):
+        store32(out, i, peak(a, i))  # noqa: F821
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("peak16x16", np.uint16), ("peak16x32", np.uint32)])
+def test_peaks(name, dtype, cache, seed):
+    """Also where the 16 neighbours are not aligned."""
+    rng = np.random.default_rng(seed)
+    a = rng.integers(0, 2 ** (8 * np.dtype(dtype).itemsize), 48, dtype=np.uint64).astype(dtype)
+    out = np.zeros(33, np.uint32)
+    compile_kernel(highest, "void(int64, int64, int64, int64)", {"peak": SCALARS[name]})(
+        33, a.ctypes.data, 0, out.ctypes.data
+    )
+    half = dtype(np.iinfo(dtype).max >> 1)
+    assert out.tolist() == [int((a[i : i + 16] & half).max()) for i in range(33)]
+    assert out.tolist() == [int(SCALARS[name](a.ctypes.data, i)) for i in range(33)]
+
+
+def values(n, a, unit, out):
+    for i in range(n):
+        many(a, i, real(unit), out, i * 16)  # noqa: F821  bound
+
+
+@pytest.mark.parametrize("name", SIXTEEN[:2])
+def test_sixteen_values(name, cache, seed):
+    codes = np.random.default_rng(seed).integers(0, 256, 48, dtype=np.uint8)
+    codes[7] = 128
+    unit = np.float32(0.37)
+    out, plain = np.zeros((33, 16), np.float32), np.zeros((33, 16), np.float32)
+    bound = {"many": SCALARS[name]}
+    kernel = compile_kernel(values, "void(int64, int64, uint32, int64)", bound)
+    kernel(33, codes.ctypes.data, unit.view(np.uint32), out.ctypes.data)
+    for i in range(33):
+        SCALARS[name](codes.ctypes.data, i, unit, plain.ctypes.data, i * 16)
+    numbers = codes.view(np.int8) if name.startswith("signed") else codes
+    wanted = numbers.astype(np.float32) * unit
+    if name.startswith("signed"):
+        wanted[codes == 128] = np.nan
+    wanted = np.stack([wanted[i : i + 16] for i in range(33)])
+    assert np.array_equal(out, wanted, equal_nan=True)
+    assert np.array_equal(plain, wanted, equal_nan=True)
+
+
+def largest(n, a, top, out):
+    for i in range(n):
+        store32(out, i, largest16(a, i, top))  # noqa: F821
+
+
+def test_largest_of_sixteen(cache, seed):
+    x = words(48, np.random.default_rng(seed))
+    out, top = np.zeros(33, np.uint32), np.uint32(0x00800000)
+    kernel = compile_kernel(largest, "void(int64, int64, uint32, int64)", {"largest16": SCALARS["largest16"]})
+    kernel(33, x.ctypes.data, top, out.ctypes.data)
+    sizes = [int(word) & 0x7FFFFFFF for word in x]
+    wanted = [max([0x00800000, *(s for s in sizes[i : i + 16] if s <= 0x7F800000)]) for i in range(33)]
+    assert out.tolist() == wanted
+    assert [int(SCALARS["largest16"](x.ctypes.data, i, top)) for i in range(33)] == wanted
+
+
+def index_words(n, a, b, out):
+    for i in range(n):
+        store32(out, i + i, low_word(i * 0x123456789))  # noqa: F821
+        store32(out, i + i + 1, high_word(i * 0x123456789))  # noqa: F821
+
+
+def test_index_words(cache):
+    out = np.zeros(200, np.uint32)
+    bind = {name: SCALARS[name] for name in INDEX}
+    compile_kernel(index_words, "void(int64, int64, int64, int64)", bind)(100, 0, 0, out.ctypes.data)
+    wanted = [word for i in range(100) for word in divmod(i * 0x123456789, 2**32)[::-1]]
+    assert out.tolist() == wanted
+    assert [int(SCALARS["low_word"](2**40 + 5)), int(SCALARS["high_word"](2**40 + 5))] == [5, 256]

@@ -1,0 +1,106 @@
+"""Threads, forks and callers at once: right bits, no abort."""
+
+import pytest
+
+PROGRAM = """
+    import os, sys, threading
+    import torch
+    import halfulp.rounding as r
+    torch.set_num_threads(2)
+    x = torch.randn(300_000, generator=torch.Generator().manual_seed(1))
+    def work(): return r.quantize(x, "fp16", r.Stochastic(3))
+    wanted = work()
+"""
+
+
+def test_a_forked_child(python):
+    """A child that quantizes after its parent has run threads."""
+    program = """
+        for _ in range(3):
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if torch.equal(work(), wanted) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        print(torch.equal(work(), wanted))
+    """
+    assert python(PROGRAM, program) == "True\n"
+
+
+def test_a_data_loader_worker(python):
+    program = """
+        class Data(torch.utils.data.Dataset):
+            def __len__(self): return 4
+            def __getitem__(self, i): return work()
+        loader = torch.utils.data.DataLoader(Data(), batch_size=1, num_workers=2)
+        print(all(torch.equal(batch[0], wanted) for batch in loader))
+    """
+    assert python(PROGRAM, program) == "True\n"
+
+
+@pytest.mark.parametrize("layer", ["omp", "workqueue"])
+def test_four_callers_at_once(python, layer):
+    program = """
+        results = [None] * 4
+        def call(i):
+            results[i] = all(torch.equal(work(), wanted) for _ in range(5))
+        callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+        for caller in callers: caller.start()
+        for caller in callers: caller.join()
+        print(results)
+    """
+    assert python(PROGRAM, program, NUMBA_THREADING_LAYER=layer) == "[True, True, True, True]\n"
+
+
+def test_four_first_callers_at_once(python, cache):
+    """Compilation itself may happen in several threads."""
+    program = """
+        import threading, torch, halfulp.rounding as r
+        x = torch.randn(1000)
+        results = [None] * 4
+        def call(i): results[i] = r.quantize(x, "bf16")
+        callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+        for caller in callers: caller.start()
+        for caller in callers: caller.join()
+        print(all(torch.equal(q, x.bfloat16().float()) for q in results))
+    """
+    assert python(program) == "True\n"
+
+
+def test_an_error_in_a_thread_reaches_the_caller():
+    import numpy as np
+    import torch
+
+    from halfulp.kernels import run_chunks
+
+    def kernel(first, last):
+        if first > 0:
+            raise RuntimeError("inside")
+
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(RuntimeError, match="inside"):
+            run_chunks(kernel, np.full(8, 100_000))
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_every_chunk_once(threads):
+    import numpy as np
+    import torch
+
+    from halfulp.kernels import run_chunks
+
+    rng = np.random.default_rng()
+    torch.set_num_threads(threads)
+    try:
+        for lengths in (rng.integers(1, 50_000, 37), np.array([10**6, 1, 1]), np.array([5]), np.zeros(0, np.int64)):
+            seen = np.zeros(len(lengths), int)
+
+            def kernel(first, last, seen=seen):
+                seen[first:last] += 1
+
+            run_chunks(kernel, lengths)
+            assert (seen == 1).all()
+    finally:
+        torch.set_num_threads(1)

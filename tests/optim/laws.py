@@ -1,0 +1,210 @@
+"""The lists that every law runs over: a new rule, weight update, store or codec joins here and inherits the tests.
+
+A named weight update needs no line: the registry is read. `SPECIAL` holds the numbers that break arithmetic.
+"""
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+
+import torch
+
+import halfulp as hu
+from halfulp.kernels import same_bits
+from halfulp.optim._format_store import format_store
+from halfulp.optim._slots import refuse_feedback
+from halfulp.optim._stores import STORES
+from halfulp.optim._weight_update import REGISTRY
+
+RULES = {
+    "sgd": (hu.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
+    "momentum": (hu.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
+    "nesterov": (hu.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    "adam": (hu.optim.Adam, {"lr": 0.01, "weight_decay": 0.01}),
+    "adam-amsgrad": (hu.optim.Adam, {"lr": 0.01, "amsgrad": True, "maximize": True}),
+    "adamw": (hu.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw-amsgrad": (hu.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+    "lion": (hu.optim.Lion, {"lr": 0.01, "weight_decay": 0.1}),
+}
+VARIANTS = {
+    "kahan-nearest": hu.Kahan(residual="nearest"),
+    "kahan-weight-stochastic": hu.Kahan(weight="stochastic", residual="nearest"),
+    "kahan-literal": hu.Kahan(literal=True),
+    "components-3": hu.Components(3),
+    "components-4": hu.Components(4),
+}
+UPDATES = {**REGISTRY, **VARIANTS}
+# 16-bit tensors, float32 ones, and formats inside float32 ones: 8 exponent bits and fewer, infinities and none.
+STORE_NAMES = ("bf16", "fp16", "fp32", "e8m5", "e8m1", "e4m3fn", "e5m2", "bf16-in-fp32", "fp16-in-fp32")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CODECS = {
+    "default": None,
+    "bf16": torch.bfloat16,
+    "bf16-stochastic": hu.optim.State(torch.bfloat16, "stochastic"),
+    "fp32": torch.float32,
+    "bf16x2": hu.Components(2),
+    "8bit": "8bit",
+    "8bit-16": hu.optim.State("8bit", block=16),
+}
+GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
+
+MIXED = {"exp_avg": "8bit", "exp_avg_sq": torch.float32}
+MIXED_PAIR = {"exp_avg": "8bit", "exp_avg_sq": "bfloat16x2"}
+TINY = 2.0**-149
+# fmt: off
+SPECIAL = [
+    0.0, -0.0, 1.0, -1.0, 1.0 + 2**-23, 3.0e38, -3.0e38, 1e30, -1e-30, 1e-30, 2.0**-126, -(2.0**-127), TINY, -TINY,
+    float("inf"), -float("inf"), float("nan"), 65504.0, -65520.0, 2.0**-14, 2.0**-24, -(2.0**-25), 448.0, 465.0,
+    2.0**-6, 2.0**-9, 2.0**-10, 57344.0, 61440.0, 1e-8, 3.1415927, -2.7182817,
+]
+# fmt: on
+
+
+def options_of(store: str) -> dict:
+    """The keyword that makes an optimizer keep values of a store, beyond the parameter's dtype."""
+    if store in (*DTYPES, "fp32"):
+        return {}
+    return {"format": store.removesuffix("-in-fp32")}
+
+
+def dtype_of(store: str) -> torch.dtype:
+    """The dtype of the tensor that holds a store's values."""
+    return DTYPES.get(store, torch.float32)
+
+
+def allowed(rule: str, update: str, store: str) -> bool:
+    """Whether an optimizer accepts the three together."""
+    options = options_of(store)
+    held = format_store(options["format"]) if options else STORES[dtype_of(store)]
+    if store == "fp32":
+        return update == "exact"  # where a float32 parameter ends, whatever it is given
+    kind, given = RULES[rule]
+    probe = kind([torch.zeros(1, requires_grad=True)], **given)
+    try:
+        UPDATES[update].check(held)
+        refuse_feedback(probe.rule(probe.param_groups[0]), UPDATES[update])
+    except ValueError:
+        return False
+    return True
+
+
+def stored_updates(rule: str = "adamw") -> list[tuple[str, str]]:
+    """Every (weight update, store) that goes together under a rule."""
+    return [(u, s) for u, s in itertools.product(UPDATES, STORE_NAMES) if allowed(rule, u, s)]
+
+
+def narrow_updates(but: Iterable[str] = ()) -> list[str]:
+    """The weight updates for bfloat16 parameters under AdamW."""
+    return [u for u in UPDATES if allowed("adamw", u, "bf16") and u not in but]
+
+
+def covering() -> list[tuple[str, str, str, str, torch.dtype]]:
+    """(rule, update, store, codec, gradient) such that every pair of values that goes together occurs in one row.
+
+    Greedy from a fixed start, so that the cases have the same names in every worker.
+    """
+    chooser = random.Random(0)
+    combos = [(r, u, s) for r, u, s in itertools.product(RULES, UPDATES, STORE_NAMES) if allowed(r, u, s)]
+    rows = [(r, u, s, c, g) for (r, u, s), c, g in itertools.product(combos, CODECS, GRADIENTS)]
+    # A rule without states has no codec to speak of.
+    rows = [row for row in rows if row[0] != "sgd" or row[3] == "default"]
+    chooser.shuffle(rows)
+    pairs = lambda row: {(i, row[i], j, row[j]) for i in range(5) for j in range(i)}  # noqa: E731
+    left, found = set().union(*map(pairs, rows)), []
+    while left:
+        best = max(chooser.sample(rows, min(len(rows), 400)), key=lambda row: len(pairs(row) & left))
+        if pairs(best) & left:
+            found.append(best)
+            left -= pairs(best)
+        else:
+            rows = [row for row in rows if pairs(row) & left]
+    return found
+
+
+def fit(values: torch.Tensor, store: str) -> torch.Tensor:
+    """Values rounded into a store, as a fresh parameter's data."""
+    options = options_of(store)
+    if options:
+        return hu.quantize(values, options["format"])
+    return values.to(dtype_of(store), copy=True)
+
+
+def special_pairs(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A (rows, 64) weight and gradient: all pairs of special values, and random ones over all exponents."""
+    generator = torch.Generator().manual_seed(seed)
+    special = torch.tensor(SPECIAL)
+    w, g = (x.flatten() for x in torch.meshgrid(special, special, indexing="ij"))
+    words = torch.randint(-(2**31), 2**31, (2, 2048), generator=generator).to(torch.int32).view(torch.float32)
+    ordinary = torch.randn(2, 3072, generator=generator)
+    w, g = torch.cat([w, words[0], ordinary[0]]), torch.cat([g, words[1], ordinary[1] * 1e-2])
+    order = torch.randperm(w.numel(), generator=generator)
+    return w[order].reshape(-1, 64), g[order].reshape(-1, 64)
+
+
+def build(rule: str, update: str | hu.optim.WeightUpdate, tensors: Iterable, store: str = "bf16", **more):
+    """An optimizer of a rule over some parameters, or named ones."""
+    kind, given = RULES[rule]
+    chosen = None if store == "fp32" else UPDATES[update] if isinstance(update, str) else update
+    return kind(tensors, **{**given, "weight_update": chosen, "every": 0, **options_of(store), **more})
+
+
+def everything(optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that an optimizer holds, parameters first, named."""
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            yield f"{number}.{position}", parameter.detach()
+            for name, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, torch.Tensor):
+                    yield f"{number}.{position}.{name}", value
+
+
+def snapshot(optimizer) -> dict[str, torch.Tensor]:
+    """A copy of everything an optimizer holds."""
+    return {name: tensor.clone() for name, tensor in everything(optimizer)}
+
+
+def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose bits differ between two snapshots; NaNs count as equal."""
+    return [name for name in a.keys() | b.keys() if name not in a or name not in b or not same_bits(a[name], b[name])]
+
+
+def decoded(optimizer, parameter: torch.Tensor) -> torch.Tensor:
+    """The float32 weight that a parameter and its companions stand for."""
+    slot = optimizer._slots[parameter]
+    return slot.kind.update.read(slot.kind.store, [slot.parts[0].contiguous(), *slot.parts[1:]])
+
+
+class Adder:
+    """A weight update at work on one parameter: `add(u)` makes the weight w + u.
+
+    SGD at learning rate 1 with gradient -u has the update u exactly. The reference does it, which costs no compiling,
+    unless many steps are to be made.
+    """
+
+    def __init__(self, update: str, values: torch.Tensor, store="bf16", seed=0, engine="reference", **more) -> None:
+        self.engine = engine
+        self.parameter = torch.nn.Parameter(fit(values, store))
+        self.parameter.grad_dtype = None
+        given = {"lr": 1.0, "weight_update": UPDATES[update] if store != "fp32" else None, "every": 0, "seed": seed}
+        self.optimizer = hu.optim.SGD([self.parameter], **{**given, **options_of(store), **more})
+        self.optimizer.bytes_per_parameter()
+
+    def add(self, u: torch.Tensor) -> None:
+        self.parameter.grad = -u
+        with hu.kernels.engine(self.engine):
+            self.optimizer.step()
+
+    def part(self, name: str) -> torch.Tensor:
+        return self.optimizer.state[self.parameter][name]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return decoded(self.optimizer, self.parameter)
+
+    @property
+    def slot(self):
+        return self.optimizer._slots[self.parameter]
+
+    def fill(self, values: torch.Tensor) -> None:
+        slot = self.slot
+        slot.kind.update.fill(slot.kind.store, slot.parts, values)

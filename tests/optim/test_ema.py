@@ -1,0 +1,333 @@
+"""EMA: averages that follow float32's, the swap into the model and back, and what is saved."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+import halfulp as hu
+
+UPDATES = ["stochastic", "kahan", "kahan-stochastic", "split", "split8", "master", "components", hu.Components(3)]
+
+
+def constant(count, value=1.0, dtype=torch.bfloat16):
+    net = torch.nn.Linear(count, 1, bias=False).to(dtype)
+    torch.nn.init.constant_(net.weight, value)
+    return net
+
+
+def model(dtype=torch.bfloat16):
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).to(dtype)
+
+
+def disturb(net):
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(torch.randn(p.shape).mul(0.1).to(p.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("update", UPDATES, ids=str)
+def test_averages_follow_float32_from_one_to_zero(update, dtype, seed):
+    if dtype == torch.float16 and update == "split":
+        with pytest.raises(ValueError, match="bfloat16"):
+            hu.optim.EMA(constant(4, dtype=dtype), weight_update=update)
+        return
+    net = constant(4_000, dtype=dtype)
+    ema = hu.optim.EMA(net, 0.9999, weight_update=update, every=0)
+    torch.nn.init.zeros_(net.weight)
+    for _ in range(1500):
+        ema.update()
+    value = ema.float32_state_dict()["weight"].double().mean()
+    assert float(value) == pytest.approx(0.9999**1500, rel=0.01)
+
+
+def test_nearest_never_moves(seed):
+    net = constant(100)
+    ema = hu.optim.EMA(net, 0.9999, weight_update="nearest", every=1)
+    torch.nn.init.zeros_(net.weight)
+    for _ in range(50):
+        ema.update()
+    assert (ema.float32_state_dict()["weight"] == 1).all()
+    assert ema.report().cancelled == 1
+
+
+def test_long_averages_of_moving_weights(seed):
+    net = constant(5_000)
+    wide = torch.optim.swa_utils.AveragedModel(
+        constant(5_000, dtype=torch.float32), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)
+    )
+    ema = hu.optim.EMA(net, 0.999, every=0)
+    moved = net.weight.detach().float()
+    wide.update_parameters(net.float()), net.bfloat16()
+    for _ in range(600):
+        moved += torch.randn_like(moved) * 1e-3 - 1e-3
+        with torch.no_grad():
+            net.weight.copy_(moved)
+            wide.update_parameters(copy.deepcopy(net).float())
+        ema.update()
+    ours, theirs = ema.float32_state_dict()["weight"], wide.module.weight.detach()
+    # split8 keeps 16 bits and rounds without bias: a walk of 600 steps of at most 2^-16
+    assert (ours - theirs).abs().max() < 2e-3
+    assert float((ours - theirs).mean().abs()) < 2e-5
+
+
+@pytest.mark.parametrize("update", ["split8", "kahan", "stochastic", hu.Components(3)], ids=str)
+def test_reference_gives_the_same_bits(update, seed):
+    net = model()
+    fast, slow = (hu.optim.EMA(net, 0.9, weight_update=update, warmup=True, buffers="average") for _ in range(2))
+    for _ in range(5):
+        disturb(net)
+        fast.update()
+        with hu.kernels.engine("reference"):
+            slow.update()
+    for mine, own in zip(fast.state_dict()["tensors"].values(), slow.state_dict()["tensors"].values()):
+        assert hu.kernels.same_bits(mine, own)
+
+
+def test_float32_models_are_averaged_as_usual(seed):
+    net = model(torch.float32)
+    wide = {name: p.detach().clone() for name, p in net.named_parameters()}
+    ema = hu.optim.EMA(net, 0.9)
+    for _ in range(10):
+        disturb(net)
+        ema.update()
+        for name, p in net.named_parameters():
+            wide[name].lerp_(p.detach(), 0.1)
+    for name, value in wide.items():
+        assert torch.allclose(ema.float32_state_dict()[name], value, rtol=1e-5, atol=1e-7)
+    assert ema.bytes_per_parameter() == 4
+
+
+def test_narrow_averages_of_float32_models(seed):
+    net = model(torch.float32)
+    wide, ema = hu.optim.EMA(net, 0.99), hu.optim.EMA(net, 0.99, dtype=torch.bfloat16)
+    assert ema.bytes_per_parameter() == 3
+    for _ in range(50):
+        disturb(net)
+        wide.update(), ema.update()
+    for name, _ in net.named_parameters():
+        a, b = ema.float32_state_dict()[name], wide.float32_state_dict()[name]
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-4)
+    with ema.apply():
+        assert torch.equal(net[0].weight, ema.float32_state_dict()["0.weight"])
+
+
+def test_an_optimizers_weights_are_averaged_in_float32(seed):
+    net, shown = constant(500), None
+    optimizer = hu.optim.SGD(net.parameters(), lr=1.0, weight_update="split")
+    ema, blind = (hu.optim.EMA(net, 0.9, optimizer=o, weight_update="split") for o in (optimizer, None))
+    for _ in range(100):
+        net.weight.grad = torch.full_like(net.weight, 2.0**-16)
+        optimizer.step()
+        ema.update(), blind.update()
+    shown = net.weight.detach().clone()
+    expected = 1.0
+    for k in range(1, 101):
+        expected += 0.1 * (1 - k * 2.0**-16 - expected)
+    assert ema.float32_state_dict()["weight"].double() == pytest.approx(expected, abs=1e-6)
+    assert (blind.float32_state_dict()["weight"] - expected).abs().min() > 1e-4
+    assert torch.equal(net.weight, shown)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_weights_of_other_optimizers(wrapped, seed):
+    net = model()
+    parameters = net.named_parameters()
+    optimizer = hu.optim.wrap(torch.optim.NAdam, parameters) if wrapped else hu.optim.AdamW(parameters)
+    ema = hu.optim.EMA(net, 0.0, optimizer=optimizer, weight_update="split")
+    for _ in range(3):
+        net(torch.randn(5, 6).bfloat16()).sum().backward()
+        optimizer.step()
+        ema.update()
+    live, mine = optimizer.float32_state_dict(net), ema.float32_state_dict()
+    for name, _ in net.named_parameters():
+        assert torch.allclose(mine[name], live[name], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_apply_swaps_and_restores_every_bit(fail, seed):
+    net = model()
+    ema = hu.optim.EMA(net, 0.5)
+    disturb(net)
+    net(torch.randn(5, 6).bfloat16())
+    ema.update()
+    disturb(net)
+    with torch.no_grad():
+        net[0].weight[0, 0] = torch.nan
+        net[0].weight.view(torch.int16)[0, 1] = 0x7FA5
+    before = {name: t.detach().clone() for name, t in net.state_dict().items()}
+    pointers = [p.data_ptr() for p in net.parameters()]
+    averages = ema.float32_state_dict()
+    try:
+        with ema.apply() as inside:
+            assert inside is net
+            for name, tensor in net.state_dict().items():
+                value = averages[name]
+                assert torch.equal((tensor - value).abs(), (value.to(tensor.dtype) - value).abs())
+            if fail:
+                raise RuntimeError("stop")
+    except RuntimeError:
+        assert fail
+    for name, tensor in net.state_dict().items():
+        words = torch.int16 if tensor.dtype == torch.bfloat16 else tensor.dtype
+        assert torch.equal(tensor.view(words), before[name].view(words))
+    assert [p.data_ptr() for p in net.parameters()] == pointers
+
+
+def test_buffers_are_copied_or_averaged(seed):
+    net = model()
+    copied, averaged = hu.optim.EMA(net, 0.9), hu.optim.EMA(net, 0.9, buffers="average", weight_update="split")
+    expected = net[1].running_mean.double()
+    for _ in range(20):
+        net(torch.randn(5, 6).bfloat16())
+        copied.update(), averaged.update()
+        expected += 0.1 * (net[1].running_mean.double() - expected)
+    live = net[1].running_mean.clone()
+    net(torch.randn(5, 6).bfloat16())
+    assert torch.equal(copied.float32_state_dict()["1.running_mean"], live.float())
+    assert averaged.float32_state_dict()["1.running_mean"].double() == pytest.approx(expected, abs=1e-6)
+    assert copied.float32_state_dict()["1.num_batches_tracked"] == 20
+    assert averaged.float32_state_dict()["1.num_batches_tracked"] == 20
+
+
+def test_decay_schedules_and_warmup(seed):
+    def schedule(step):
+        return [0.0, 0.5, 1.0][step - 1]
+
+    net = constant(3)
+    ema = hu.optim.EMA(net, schedule)
+    seen = []
+    for value in (0.0, 4.0, 9.0):
+        torch.nn.init.constant_(net.weight, value)
+        ema.update()
+        seen.append(float(ema.float32_state_dict()["weight"][0, 0]))
+    assert seen == [0.0, 2.0, 2.0]
+    warm = hu.optim.EMA(constant(1), 0.999, warmup=True, weight_update="split")
+    torch.nn.init.zeros_(warm.model.weight)
+    expected = 1.0
+    for step in range(1, 30):
+        warm.update()
+        expected *= (1 + step) / (10 + step)
+    assert float(warm.float32_state_dict()["weight"]) == pytest.approx(expected, rel=1e-5)
+    late = hu.optim.EMA(constant(1), lambda step: 2.0 if step > 1 else 0.5)
+    late.update()
+    with pytest.raises(ValueError, match="update 2"):
+        late.update()
+
+
+def test_tied_parameters_are_averaged_once(seed):
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)).bfloat16()
+    net[1].weight = net[0].weight
+    ema = hu.optim.EMA(net, 0.5, weight_update="split")
+    start = net[0].weight.detach().float()
+    torch.nn.init.zeros_(net[0].weight)
+    ema.update()
+    found = ema.float32_state_dict()
+    assert torch.equal(found["0.weight"], start / 2)
+    assert torch.equal(found["1.weight"], start / 2)
+    with ema.apply():
+        assert torch.equal(net[1].weight.float(), (start / 2).bfloat16().float())
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "deepcopy"])
+@pytest.mark.parametrize("update", ["split8", "stochastic", "kahan", "master"])
+def test_resumed_is_uninterrupted(update, kind, seed):
+    net = model()
+    ema = hu.optim.EMA(net, 0.99, weight_update=update, warmup=True, buffers="average")
+    for _ in range(3):
+        disturb(net)
+        ema.update()
+    if kind == "deepcopy":
+        fresh = copy.deepcopy(ema)
+        twin = fresh.model
+    else:
+        buffer = io.BytesIO()
+        torch.save(ema.state_dict(), buffer)
+        buffer.seek(0)
+        twin = copy.deepcopy(net)
+        fresh = hu.optim.EMA(twin, 0.99, weight_update=update, warmup=True, buffers="average")
+        fresh.load_state_dict(torch.load(buffer, weights_only=True))
+    assert fresh.updates == 3
+    for _ in range(3):
+        disturb(net)
+        twin.load_state_dict(net.state_dict())
+        ema.update(), fresh.update()
+    mine, own = ema.state_dict(), fresh.state_dict()
+    assert mine["updates"] == own["updates"] == 6
+    assert all(hu.kernels.same_bits(t, own["tensors"][name]) for name, t in mine["tensors"].items())
+
+
+def test_state_dicts_hold_companions_beside_their_averages(tmp_path, seed):
+    from safetensors.torch import load_file, save_file
+
+    ema = hu.optim.EMA(model(), 0.9, weight_update="kahan")
+    state = ema.state_dict()
+    assert state["tensors"]["0.weight"].dtype == state["tensors"]["0.weight.residual"].dtype == torch.bfloat16
+    save_file(state["tensors"], tmp_path / "ema.safetensors")
+    ema.load_state_dict({**state, "tensors": load_file(tmp_path / "ema.safetensors")})
+
+
+def test_foreign_state_dicts_are_refused_and_change_nothing(seed):
+    net = model()
+    ema = hu.optim.EMA(net, 0.9, weight_update="kahan")
+    disturb(net)
+    ema.update()
+    good = copy.deepcopy(ema.state_dict())
+    lacking = copy.deepcopy(good)
+    del lacking["tensors"]["0.weight.residual"]
+    shape, dtype, number = (copy.deepcopy(good) for _ in range(3))
+    shape["tensors"]["2.weight"] = torch.zeros(1).bfloat16()
+    dtype["tensors"]["2.weight"] = good["tensors"]["2.weight"].float()
+    number["updates"] = -1
+    other = hu.optim.EMA(model(), 0.9, weight_update="split8").state_dict()
+    for wrong in (lacking, shape, dtype, number, other, {}, None):
+        with pytest.raises(ValueError):
+            ema.load_state_dict(wrong)
+    after = ema.state_dict()
+    assert after["updates"] == 1
+    assert all(torch.equal(good["tensors"][name], t) for name, t in after["tensors"].items())
+
+
+def test_a_format_in_float32_containers(seed):
+    fmt = hu.formats.get("e8m3")
+    net = constant(20_000, dtype=torch.float32)
+    ema = hu.optim.EMA(net, 0.999, format="e8m3", weight_update="kahan", every=0)
+    torch.nn.init.zeros_(net.weight)
+    for _ in range(400):
+        ema.update()
+    assert float(ema.float32_state_dict()["weight"].mean()) == pytest.approx(0.999**400, rel=0.01)
+    with ema.apply():
+        assert torch.equal(net.weight, hu.quantize(net.weight.detach(), fmt))
+
+
+def test_a_changed_model_is_noticed(seed):
+    net = model()
+    ema = hu.optim.EMA(net, 0.9)
+    net[2] = torch.nn.Linear(8, 3).bfloat16()
+    with pytest.raises(ValueError, match="make a new EMA"):
+        ema.update()
+    net.half()
+    net[2] = torch.nn.Linear(8, 2).half()
+    ema.update()
+
+
+def test_bad_input():
+    net = model()
+    with pytest.raises(TypeError, match="Module"):
+        hu.optim.EMA(net.parameters())
+    with pytest.raises(TypeError, match="of hu"):
+        hu.optim.EMA(net, optimizer=torch.optim.SGD(net.parameters()))
+    for decay in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="lies in"):
+            hu.optim.EMA(net, decay)
+    with pytest.raises(ValueError, match="buffers"):
+        hu.optim.EMA(net, buffers="keep")
+    with pytest.raises(ValueError, match="no parameters"):
+        hu.optim.EMA(torch.nn.Tanh())
+    with pytest.raises(ValueError, match="feedback"):
+        hu.optim.EMA(net, weight_update="feedback")
+    with pytest.raises(ValueError, match="float64"):
+        hu.optim.EMA(torch.nn.Linear(2, 2).double())
+    assert repr(hu.optim.EMA(net, 0.9)).startswith("EMA(decay=0.9, warmup=False, updates=0)")

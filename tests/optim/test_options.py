@@ -1,0 +1,166 @@
+"""Bad input: each answered with what was given, what is allowed and what to do, before anything is written."""
+
+import pytest
+import torch
+
+import halfulp as hu
+
+from .laws import differing, snapshot
+
+KINDS = [hu.optim.SGD, hu.optim.Adam, hu.optim.AdamW, hu.optim.Lion]
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+
+
+def _parameter(dtype=torch.bfloat16, shape=(8,)):
+    return torch.nn.Parameter(torch.ones(shape).to(dtype), requires_grad=dtype.is_floating_point or dtype.is_complex)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int32, torch.uint8, torch.bool])
+def test_other_dtypes_are_refused(kind, dtype):
+    with pytest.raises(ValueError, match=r"allowed are bfloat16, float16 and float32"):
+        kind([_parameter(dtype)], lr=0.1)
+    with pytest.raises(ValueError, match=r"parameter w .*allowed"):
+        kind([("w", _parameter(dtype))], lr=0.1)
+
+
+@kinds
+@pytest.mark.parametrize(
+    "lr", [-1.0, float("nan"), float("inf"), "fast", None, torch.tensor([0.1, 0.2]), torch.tensor(-1.0)]
+)
+def test_a_rate_that_is_none(kind, lr):
+    with pytest.raises((ValueError, TypeError)):
+        kind([_parameter()], lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (hu.optim.SGD, {"momentum": -0.1}),
+        (hu.optim.SGD, {"weight_decay": -1}),
+        (hu.optim.SGD, {"weight_decay": float("nan")}),
+        (hu.optim.SGD, {"dampening": float("inf")}),
+        (hu.optim.SGD, {"momentum": float("nan")}),
+        (hu.optim.AdamW, {"betas": (1.0, 0.999)}),
+        (hu.optim.AdamW, {"betas": (0.9, -0.1)}),
+        (hu.optim.AdamW, {"betas": (float("nan"), 0.9)}),
+        (hu.optim.AdamW, {"betas": (0.9,)}),
+        (hu.optim.AdamW, {"betas": (0.9, 0.99, 0.999)}),
+        (hu.optim.AdamW, {"betas": 0.9}),
+        (hu.optim.AdamW, {"eps": -1e-8}),
+        (hu.optim.Lion, {"betas": (0.9, 1.0)}),
+        (hu.optim.AdamW, {"seed": -1}),
+        (hu.optim.AdamW, {"seed": 0.5}),
+        (hu.optim.AdamW, {"every": -1}),
+        (hu.optim.AdamW, {"every": True}),
+        (hu.optim.AdamW, {"param_dtype": torch.float64}),
+        (hu.optim.AdamW, {"param_dtype": "bf16"}),
+        (hu.optim.AdamW, {"format": "e9m9"}),
+        (hu.optim.AdamW, {"weight_update": "kahn"}),
+        (hu.optim.AdamW, {"unknown_option": 1}),
+    ],
+)
+def test_hyper_parameters_out_of_range(kind, options):
+    parameter = _parameter(torch.float32 if "format" in options else torch.bfloat16)
+    with pytest.raises((ValueError, TypeError), match=r".{10}"):
+        kind([parameter], **{"lr": 0.1, **options})
+
+
+@kinds
+def test_a_sparse_gradient_is_refused_with_what_to_do(kind):
+    parameter = _parameter(shape=(8, 4))
+    optimizer = kind([("embedding", parameter)], lr=0.1)
+    parameter.grad = torch.ones(8, 4).bfloat16().to_sparse()
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"embedding has a sparse gradient: .*sparse=False"):
+        optimizer.step()
+    assert torch.equal(parameter.detach(), before["0.0"])
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_a_gradient_of_another_dtype_is_refused(kind, dtype):
+    parameter = _parameter()
+    optimizer = kind([parameter], lr=0.1)
+    parameter.grad_dtype, parameter.grad = None, torch.ones(8, dtype=dtype)
+    with pytest.raises(ValueError, match="allowed are bfloat16, float16 and float32"):
+        optimizer.step()
+    assert torch.equal(parameter.detach(), torch.ones(8).bfloat16())
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "eps", "betas"])
+def test_what_a_scheduler_writes_is_checked_before_anything_moves(name):
+    first, second = _parameter(), _parameter()
+    optimizer = hu.optim.AdamW([{"params": [first]}, {"params": [second]}], lr=0.1)
+    first.grad, second.grad = torch.ones(8).bfloat16(), torch.ones(8).bfloat16()
+    optimizer.step()
+    before = snapshot(optimizer)
+    good = optimizer.param_groups[1][name]
+    optimizer.param_groups[1][name] = (float("nan"), 0.9) if name == "betas" else float("nan")
+    with pytest.raises(ValueError, match=name):
+        optimizer.step()
+    assert differing(before, snapshot(optimizer)) == [], "the first group moved"
+    assert [state["step"] for state in optimizer.state.values()] == [1, 1]
+    optimizer.param_groups[1][name] = good
+    optimizer.step()
+    assert [state["step"] for state in optimizer.state.values()] == [2, 2]
+
+
+@kinds
+def test_no_parameters_is_torchs_error(kind):
+    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
+        kind([], lr=0.1)
+
+
+@kinds
+def test_a_parameter_twice_is_refused(kind):
+    parameter = _parameter()
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        kind([{"params": [parameter]}, {"params": [parameter]}], lr=0.1)
+    with pytest.raises(ValueError, match="the same parameter twice"):
+        kind([parameter, parameter], lr=0.1)
+
+
+@kinds
+def test_a_tensor_instead_of_a_list_is_torchs_error(kind):
+    with pytest.raises(TypeError, match="iterable"):
+        kind(_parameter(), lr=0.1)
+    with pytest.raises(ValueError, match="non-leaf"):
+        kind([_parameter() * 2], lr=0.1)
+
+
+def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was():
+    first = _parameter()
+    optimizer = hu.optim.AdamW([first], lr=0.1)
+    for group in ({"params": [_parameter(torch.float64)]}, {"params": [_parameter()], "weight_update": "kahn"}):
+        with pytest.raises(ValueError, match=r"allowed|unknown"):
+            optimizer.add_param_group(group)
+        assert [group["params"] for group in optimizer.param_groups] == [[first]]
+    optimizer.add_param_group({"params": [_parameter()], "weight_update": "kahan"})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_narrowing_happens_to_all_groups_or_to_none():
+    good, bad = _parameter(torch.float32), _parameter(torch.float64)
+    with pytest.raises(ValueError, match="allowed"):
+        hu.optim.AdamW([good, bad], param_dtype=torch.bfloat16)
+    assert good.dtype == torch.float32
+
+
+def test_feedback_and_split_say_what_to_use_instead():
+    with pytest.raises(ValueError, match=r"feedback"):
+        hu.optim.Lion([_parameter()], weight_update="feedback")
+    with pytest.raises(ValueError, match=r"kahan.*master"):
+        hu.optim.Lion([_parameter(torch.float16)], weight_update="split")
+
+
+def test_a_parameter_whose_dtype_changes_is_noticed():
+    parameter = _parameter()
+    optimizer = hu.optim.AdamW([parameter], lr=0.1, weight_update="kahan")
+    parameter.grad = torch.ones(8).bfloat16()
+    optimizer.step()
+    parameter.data = parameter.data.half()
+    parameter.grad = None
+    parameter.grad_dtype, parameter.grad = None, torch.ones(8)
+    with pytest.raises(ValueError, match="convert a model before its optimizer is made"):
+        optimizer.step()

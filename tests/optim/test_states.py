@@ -1,0 +1,179 @@
+"""Optimizer states: right on average in bfloat16, within two hundredths of an update in 8 bits, at any scale."""
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.optim._states import Blocks
+
+from .laws import CODECS
+
+
+def _adamw(elements, state_dtype, **options):
+    """AdamW on float32 zeros at rate 1, so that a weight is its update and only the states are narrow."""
+    parameter = torch.nn.Parameter(torch.zeros(elements))
+    given = {"lr": 1.0, "weight_decay": 0.0, "every": 0, "state_dtype": state_dtype, **options}
+    return parameter, hu.optim.AdamW([parameter], **given)
+
+
+@pytest.mark.parametrize("beta2", [0.9, 0.99, 0.999, 0.9999])
+def test_the_second_moment_follows_a_tenfold_drop(seed, beta2):
+    """Stored sqrt(v), in the mean over elements, within 0.1% of float32's: before, amid and after the fall.
+
+    The mean square is what stochastic rounding keeps; the mean of roots lies lower by an eighth of v's variance.
+    """
+    elements = 32_768
+    steps = 600 if beta2 < 0.999 else 1500
+    held = [_adamw(elements, dtype, betas=(0.9, beta2), lr=1e-6) for dtype in (torch.bfloat16, torch.float32)]
+    for step in range(2 * steps):
+        gradient = torch.randn(elements) * (1.0 if step < steps else 0.1)
+        for parameter, optimizer in held:
+            parameter.grad = gradient
+            optimizer.step()
+        if step in (steps - 1, steps + steps // 4, 2 * steps - 1):
+            stored, exact = (optimizer.state[p]["exp_avg_sq"].double() for p, optimizer in held)
+            assert abs(float((stored.mean() / exact.mean()).sqrt()) - 1) <= 0.001
+
+
+def _update_error(magnitude, eps, state_dtype="8bit", steps=20, elements=8192):
+    """|u - u64| / |u64| of the last update, over all elements, against AdamW in float64 on the same gradients."""
+    parameter, optimizer = _adamw(elements, state_dtype, eps=eps)
+    m, v = torch.zeros(2, elements, dtype=torch.float64)
+    for _ in range(steps):
+        gradient = (magnitude * torch.randn(elements, dtype=torch.float64)).float()
+        parameter.grad = gradient
+        with torch.no_grad():
+            parameter.zero_()
+        optimizer.step()
+        m = 0.9 * m + 0.1 * gradient.double()
+        v = 0.999 * v + 0.001 * gradient.double() ** 2
+    wanted = -(m / (1 - 0.9**steps)) / ((v / (1 - 0.999**steps)).sqrt() + eps)
+    return float((parameter.detach().double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("exponent", [-30, -20, -10, -6, -5, -3, 0, 10, 20, 30])
+def test_an_update_of_8_bit_states_is_within_two_hundredths(seed, exponent):
+    assert _update_error(10.0**exponent, 1e-8) <= 0.02
+    if exponent >= -10:  # below, squares vanish in float32 itself, and only AdamW's own eps is left to divide by
+        assert _update_error(10.0**exponent, 10.0 ** (exponent - 6)) <= 0.02
+
+
+def test_one_loud_element_does_not_blow_up_its_neighbours(seed):
+    """Elements beside one of 200 times their gradient: float32's largest update is about 1, a lost v makes it 1e8."""
+    elements = 8192
+    parameter, optimizer = _adamw(elements, "8bit")
+    loud, worst = torch.arange(elements) % 32 == 7, 0.0
+    for _ in range(100):
+        gradient = torch.randn(elements)
+        parameter.grad = torch.where(loud, 200 * gradient, gradient)
+        with torch.no_grad():
+            parameter.zero_()
+        optimizer.step()
+        worst = max(worst, float(parameter.detach()[~loud].abs().max()))
+    assert worst <= 10
+
+
+def test_a_positive_second_moment_never_becomes_zero(seed):
+    elements = 8192
+    parameter, optimizer = _adamw(elements, "8bit")
+    for step in range(40):
+        scale = 10.0 ** torch.empty(elements).uniform_(-18, 18)
+        parameter.grad = torch.randn(elements).sign() * (scale if step < 20 else 1e-15)
+        optimizer.step()
+        assert (optimizer.state[parameter]["exp_avg_sq"] > 0).all()
+    parameter.grad = torch.zeros(elements)
+    fresh, other = _adamw(elements, "8bit")
+    fresh.grad = torch.zeros(elements)
+    other.step()
+    assert (other.state[fresh]["exp_avg_sq"] == 0).all(), "a zero is a zero"
+
+
+@pytest.mark.parametrize("squared", [False, True])
+@pytest.mark.parametrize("block", [16, 128])
+def test_codes_are_right_on_average_and_bounded(seed, squared, block):
+    codec = Blocks(block, squared)
+    values = torch.randn(64 * block) ** (2 if squared else 1) * 10.0 ** torch.empty(64).uniform_(
+        -12, 12
+    ).repeat_interleave(block)
+    held = [torch.empty(size, dtype=dtype) for size, dtype in codec.tensors("x", values.shape).values()]
+    total = torch.zeros(values.shape, dtype=torch.float64)
+    rounds = 400
+    top = values.abs().reshape(-1, block).amax(1).repeat_interleave(block).double()
+    for _ in range(rounds):
+        codec.encode(held, values, torch.randint(0, 2**32, values.shape))
+        decoded = codec.decode(held).double()
+        step = top * 1.01 / 127 if not squared else 2.02 * (top * values).double().sqrt() / 255 + top * 1.02 / 255**2
+        assert ((decoded - values.double()).abs() <= step).all()
+        total += decoded
+    floored = (values.double() < top / 255**2 * 1.02) & squared  # kept from zero, which is upwards
+    error = ((total / rounds - values.double()) / step)[~floored]
+    assert error.abs().max() < 6 * 0.5 / rounds**0.5 + 0.01
+    assert abs(float(error.mean())) < 6 * 0.5 / (rounds * len(error)) ** 0.5 + 1e-3
+
+
+def test_special_values_in_blocks():
+    codec = Blocks(16, False)
+    values = torch.zeros(48)
+    values[0], values[1], values[16], values[17] = torch.nan, 1.0, torch.inf, 2.0
+    held = [torch.empty(size, dtype=dtype) for size, dtype in codec.tensors("x", values.shape).values()]
+    codec.encode(held, values, torch.zeros(48, dtype=torch.int64))
+    back = codec.decode(held)
+    assert back[0].isnan()
+    assert not back[1:].isnan().any(), "a NaN stays with its element"
+    assert back[1] == 1.0
+    assert back[16] > 3e38
+    assert (back[32:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtypes"),
+    [
+        ("8bit", (64, 32), {torch.int8, torch.uint8}),
+        ("8bit", (4096,), {torch.int8, torch.uint8}),
+        ("8bit", (100,), {torch.bfloat16}),
+        ("8bit", (64, 30), {torch.bfloat16}),
+        ("8bit", (8, 4, 8), {torch.int8, torch.uint8}),
+        ("bf16", (5,), {torch.bfloat16}),
+        ("fp32", (5,), {torch.float32}),
+        ("bf16x2", (5,), {torch.bfloat16}),
+        ("default", (5,), {torch.bfloat16}),
+    ],
+)
+def test_which_parameters_get_which_states(name, shape, dtypes):
+    parameter = torch.nn.Parameter(torch.zeros(shape).bfloat16())
+    optimizer = hu.optim.AdamW([parameter], state_dtype=CODECS[name])
+    optimizer.bytes_per_parameter()
+    state = optimizer.state[parameter]
+    assert {state[key].dtype for key in ("exp_avg", "exp_avg_sq")} == dtypes
+    assert ("exp_avg_scale" in state) == (torch.int8 in dtypes)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (torch.float16, ValueError, "allowed are torch.float32, torch.bfloat16 and '8bit'"),
+        (hu.Components(3), ValueError, "larger than float32"),
+        ("4bit", ValueError, "allowed are torch.float32"),
+        ({"exp_average": "8bit"}, ValueError, "it keeps .*exp_avg_sq"),
+        (3, ValueError, "allowed are"),
+    ],
+)
+def test_a_state_dtype_that_does_not_exist_is_refused(given, error, message):
+    with pytest.raises(error, match=message):
+        hu.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], state_dtype=given)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rounding": "up"},
+        {"block": 33},
+        {"block": 8},
+        {"dtype": "8bit", "rounding": "nearest"},
+        {"dtype": "fp4"},
+        {"dtype": "bfloat16x2", "rounding": "stochastic"},
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(options):
+    with pytest.raises(ValueError, match=r"allowed|stochastically"):
+        hu.optim.State(**options)

@@ -1,0 +1,104 @@
+"""Applying a recipe to a model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from halfulp import recipes
+from halfulp.recipes import Recipe
+
+HYPER = {"SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 1e-3}}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 8), nn.LayerNorm(8), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(7)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def runs_with(name: str) -> str:
+    return "AdamW" if "feedback" in name else "SGD"
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_takes_steps(name: str, seed: int) -> None:
+    recipe = recipes.get(name)
+    ours, optimizer = recipes.apply(recipe, model(), runs_with(name), seed=seed, **HYPER[runs_with(name)])
+    before = copy.deepcopy(list(ours.parameters()))
+    for _ in range(3):
+        step(ours, optimizer)
+    assert any(not torch.equal(old, new) for old, new in zip(before, ours.parameters()))
+    dtype = getattr(torch, recipe.param_dtype or "float32")
+    assert {parameter.dtype for parameter in ours.parameters()} == {dtype}
+    assert {value.dtype for value in optimizer.float32_state_dict(ours).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("rule", ["SGD", "AdamW"])
+def test_fp32_is_torch_optim(rule: str, seed: int) -> None:
+    theirs = model()
+    ours, optimizer = recipes.apply(recipes.get("fp32"), copy.deepcopy(theirs), rule, **HYPER[rule])
+    peer = getattr(torch.optim, rule)(theirs.parameters(), **HYPER[rule])
+    for _ in range(5):
+        step(ours, optimizer)
+        step(theirs, peer)
+    for mine, other in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_low_bits_of_the_start_are_kept(seed: int) -> None:
+    start = model()
+    ours, optimizer = recipes.apply(recipes.get("bf16-split"), copy.deepcopy(start), "AdamW", lr=1e-3)
+    decoded = optimizer.float32_state_dict(ours)
+    for name, parameter in start.named_parameters():
+        assert torch.equal(decoded[name], parameter)
+
+
+def test_the_twin_differs_a_little(seed: int) -> None:
+    start = model()
+    ours, _ = recipes.apply(recipes.get("fp32-twin"), copy.deepcopy(start), "SGD", seed=seed, lr=0.1)
+    for mine, other in zip(ours.parameters(), start.parameters()):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=0)
+    assert any(not torch.equal(mine, other) for mine, other in zip(ours.parameters(), start.parameters()))
+
+
+def test_buffers_are_narrowed(seed: int) -> None:
+    class Shifted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("shift", torch.ones(2))
+            self.register_buffer("count", torch.zeros(2, dtype=torch.long))
+
+    ours, _ = recipes.apply(recipes.get("bf16"), Shifted(), "SGD", lr=0.1)
+    assert ours.shift.dtype == torch.bfloat16
+    assert ours.count.dtype == torch.long
+
+
+def test_globs_match_names_and_classes() -> None:
+    mix = {"2.bias": "split", "*Embedding*": "kahan", "*Norm": "master", "*": "stochastic"}
+    recipe = Recipe(name="x", param_dtype="bfloat16", weight_update=mix)
+    assigned = recipes.assign(recipe, model())
+    assert assigned["0.weight"] == "kahan"
+    assert assigned["1.bias"] == "master"
+    assert (assigned["2.weight"], assigned["2.bias"]) == ("stochastic", "split")
+
+
+def test_a_parameter_without_a_match() -> None:
+    recipe = Recipe(name="x", param_dtype="bfloat16", weight_update={"*Norm": "kahan"})
+    with pytest.raises(ValueError, match=r"'0\.weight' of a Embedding matches none"):
+        recipes.apply(recipe, model(), "SGD", lr=0.1)
+
+
+def test_only_float32_models() -> None:
+    with pytest.raises(TypeError, match=r"model\.float"):
+        recipes.apply(recipes.get("bf16"), model().bfloat16(), "SGD", lr=0.1)
+
+
+def test_unknown_rule() -> None:
+    with pytest.raises(ValueError, match="did you mean 'AdamW'"):
+        recipes.apply(recipes.get("bf16"), model(), "AdmaW", lr=0.1)

@@ -1,0 +1,83 @@
+"""Recipes that torch.optim steps: weights of several components, or of float64."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from halfulp import recipes
+from halfulp.recipes import Recipe
+from halfulp.tensors import MCTensor
+
+HYPER = {"SGD": {"lr": 0.1, "momentum": 0.9}, "Adam": {"lr": 1e-2}, "AdamW": {"lr": 1e-2}}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 8), nn.LayerNorm(8), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def trained(name: str, start: nn.Module, rule: str, steps: int = 20) -> dict[str, torch.Tensor]:
+    ours, optimizer = recipes.apply(recipes.get(name), copy.deepcopy(start), rule, **HYPER[rule])
+    for _ in range(steps):
+        ours(torch.arange(7)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.float32_state_dict(ours)
+
+
+@pytest.mark.parametrize("rule", ["SGD", "AdamW"])
+def test_two_float16_train_as_float64_does(rule, seed):
+    start = model()
+    wanted = trained("fp64", start, rule)
+    found = trained("fp16-mc2", start, rule)
+    for name, value in wanted.items():
+        assert value.dtype == found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_what_the_optimizer_tells(seed):
+    ours, optimizer = recipes.apply(recipes.get("fp16-mc3"), model(), "AdamW", **HYPER["AdamW"])
+    ours(torch.arange(7)).float().square().mean().backward()
+    optimizer.step()
+    assert all(isinstance(parameter, MCTensor) for parameter in ours.parameters())
+    # Three float16 each of weight, gradient and two moments, and beside every tensor a scale or a step.
+    assert optimizer.bytes_per_parameter() == pytest.approx(24, rel=0.01)
+    assert optimizer.report().cancelled is None
+    wide, optimizer = recipes.apply(recipes.get("fp64"), model(), "SGD", lr=0.1)
+    assert {parameter.dtype for parameter in wide.parameters()} == {torch.float64}
+    assert optimizer.bytes_per_parameter() == 8
+
+
+def test_a_rule_that_torch_has_not_is_refused_and_the_model_is_as_it_was():
+    start = model()
+    with pytest.raises(ValueError, match=r"'fp16-mc2' steps by torch\.optim: unknown rule 'Lion'.*SGD, Adam, AdamW"):
+        recipes.apply(recipes.get("fp16-mc2"), start, "Lion", lr=0.1)
+    assert not any(isinstance(parameter, MCTensor) for parameter in start.parameters())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"components": 5, "param_dtype": "float16"}, "1 to 4"),
+        ({"components": 2}, "param_dtype="),
+        ({"components": 2, "param_dtype": "float16", "weight_update": "kahan"}, "weight_update='components'"),
+        ({"param_dtype": "float64", "state_dtype": "8bit"}, "leave them out"),
+        ({"param_dtype": "float32"}, "leave it out"),
+    ],
+)
+def test_choices_that_exclude_each_other(fields, words):
+    with pytest.raises(ValueError, match=words):
+        Recipe(name="x", **fields)
+
+
+def test_collage_keeps_two_bfloat16_of_weight_and_second_moment(seed):
+    ours, optimizer = recipes.apply(recipes.get("bf16-mc2"), model(), "AdamW", amsgrad=True, lr=1e-3)
+    ours(torch.arange(7)).float().square().mean().backward()
+    optimizer.step()
+    names = {"residual", "exp_avg_sq", "exp_avg_sq_residual", "max_exp_avg_sq", "max_exp_avg_sq_residual", "exp_avg"}
+    for state in optimizer.state.values():
+        assert {name for name, value in state.items() if torch.is_tensor(value)} == names
+        assert {value.dtype for value in state.values() if torch.is_tensor(value)} == {torch.bfloat16}
+    _, plain = recipes.apply(recipes.get("bf16-mc2"), model(), "SGD", momentum=0.9, lr=1e-3)
+    assert plain.param_groups[0]["state_dtype"] is None

@@ -1,0 +1,87 @@
+"""Recipes are plain data: they survive JSON, refuse what is unknown, and say what they do."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from halfulp import formats, recipes
+from halfulp.recipes import Recipe
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_json_round_trip(name: str) -> None:
+    recipe = recipes.get(name)
+    text = recipe.to_json()
+    assert Recipe.from_json(text) == recipe
+    assert json.loads(text) == recipe.to_dict()
+    assert hash(Recipe.from_json(text)) == hash(recipe)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_explains_itself(name: str) -> None:
+    recipe = recipes.get(name)
+    said = recipe.explain()
+    assert said.startswith(f"{name}: ")
+    for part in (recipe.param_dtype, recipe.format, recipe.emulate):
+        assert part is None or part in said
+
+
+def test_dtypes_and_formats_become_names() -> None:
+    recipe = Recipe(name="x", param_dtype=torch.bfloat16, state_dtype=torch.float32)
+    assert (recipe.param_dtype, recipe.state_dtype) == ("bfloat16", "float32")
+    assert Recipe(name="x", format=formats.e8m3, emulate=formats.e8m3).format == "e8m3"
+
+
+def test_mix_from_dict_and_list() -> None:
+    pairs = (("*Norm", "kahan"), ("*", "stochastic"))
+    for given in (dict(pairs), [list(pair) for pair in pairs], pairs):
+        recipe = Recipe(name="x", param_dtype="bfloat16", weight_update=given)
+        assert recipe.weight_update == pairs
+        assert recipe.update_names() == ("kahan", "stochastic")
+
+
+def test_frozen_and_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipes.get("fp32").name = "other"
+    with pytest.raises(TypeError):
+        Recipe("x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"weight_update": "kahn", "param_dtype": "bfloat16"}, "kahan"),
+        ({"param_dtype": "bfloat61"}, "bfloat16"),
+        ({"state_dtype": "8bits"}, "8bit"),
+        ({"format": "e4m3nf"}, "e4m3fn"),
+        ({"emulate": "bf61"}, "bf16"),
+        ({"perturb": float("nan")}, "finite"),
+        ({"perturb": -1.0}, ">= 0"),
+        ({"name": "  "}, "name"),
+        ({"format": "e8m3", "param_dtype": "bfloat16"}, "one of the two"),
+        ({"weight_update": "kahan"}, "param_dtype="),
+        ({"weight_update": {"*": "kahn"}, "param_dtype": "bfloat16"}, "kahan"),
+    ],
+)
+def test_wrong_values_are_refused(fields: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("*", r"\*")):
+        Recipe(**({"name": "x"} | fields))
+
+
+def test_unknown_fields_are_refused_everywhere() -> None:
+    for make in (
+        lambda: Recipe.from_dict({"name": "x", "weigth_update": "kahan"}),
+        lambda: recipes.get("fp32").replace(weigth_update="kahan"),
+    ):
+        with pytest.raises(ValueError, match="weight_update"):
+            make()
+    with pytest.raises(ValueError, match="needs a name"):
+        Recipe.from_dict({})
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '"fp32"', "null"])
+def test_text_that_is_no_recipe(text: str) -> None:
+    with pytest.raises(ValueError, match="not the JSON of a recipe"):
+        Recipe.from_json(text)

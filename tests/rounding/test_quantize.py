@@ -1,0 +1,275 @@
+"""quantize against an oracle of neighbours, torch, ml_dtypes, gfloat and the exact reference."""
+
+from fractions import Fraction
+
+import gfloat
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from halfulp.formats import Format, get, round_exact
+from halfulp.kernels import engine, same_bits
+from halfulp.rounding import Nearest, Stochastic, mix64, quantize, random_words
+from halfulp.rounding._constants import random_bits
+from halfulp.rounding._target import make_target
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+EXACT_MODES = {"nearest": "nearest", "toward_zero": "zero", "up": "up", "down": "down"}
+inductor = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+def rounded(x: torch.Tensor, format: Format, mode: str, policy: str | None = None) -> torch.Tensor | None:
+    """The result, or None where the dtype cannot hold it."""
+    try:
+        return quantize(x, format, Stochastic(5) if mode == "stochastic" else mode, overflow=policy)
+    except ValueError as error:
+        if "cannot hold" not in str(error):
+            raise
+        return None
+
+
+def draws(x: torch.Tensor, format: Format, mode: str, policy: str | None = None) -> dict:
+    """What the oracle needs to know about the random bits of `rounded`."""
+    if mode != "stochastic":
+        return {}
+    target = make_target(format, Stochastic(5), policy, x.dtype)
+    count = random_bits(target) if target else 31
+    words = random_words(mix64(5, 0), torch.arange(x.numel())) >> (32 - count)
+    return {"v": ((1 << count) - 1 - words).numpy(), "count": count}
+
+
+def inputs(dtype: torch.dtype, all_of, random_patterns) -> torch.Tensor:
+    return all_of(dtype) if dtype.itemsize == 2 else random_patterns(dtype, 50_000)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_mode_of_every_format(format, mode, dtype, oracle, all_of, random_patterns, seed):
+    x = inputs(dtype, all_of, random_patterns)
+    q = rounded(x, format, mode)
+    if q is None:
+        assert not get(dtype).holds(format)
+        return
+    wanted = oracle(x.double().numpy(), format, mode, **draws(x, format, mode))
+    assert same_bits(q.double(), torch.from_numpy(wanted))
+    head = x[:: max(1, x.numel() // 4096)].contiguous()
+    with engine("reference"):
+        reference = rounded(head, format, mode)
+    assert same_bits(rounded(head, format, mode), reference)
+
+
+@pytest.mark.parametrize("policy", ["saturate", "nan"])
+def test_overflow_policies(format, mode, policy, oracle, random_patterns, seed):
+    x = torch.cat([random_patterns(torch.float32, 10_000), torch.randn(10_000) * 2.0 ** min(format.emax, 126)])
+    q = rounded(x, format, mode, policy)
+    wanted = oracle(x.double().numpy(), format, mode, policy, **draws(x, format, mode, policy))
+    assert same_bits(q.double(), torch.from_numpy(wanted))
+
+
+def test_exact_reference(format, mode, random_patterns, seed):
+    x = torch.cat([random_patterns(torch.float64, 40), torch.randn(40, dtype=torch.float64) * format.smallest_normal])
+    q = rounded(x, format, mode)
+    known = draws(x, format, mode)
+    for i, value in enumerate(x.tolist()):
+        u = Fraction(int(known["v"][i]) * 2 + 1, 2 << known["count"]) if known else None
+        exact = round_exact(value, format, EXACT_MODES.get(mode, mode), u)
+        assert same_bits(q[i], torch.tensor(exact, dtype=torch.float64)), (value, q[i])
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_torch_casts(name, dtype, all_of, random_patterns, seed):
+    x = inputs(dtype, all_of, random_patterns)
+    q = rounded(x, get(name), "nearest")
+    if q is not None:
+        assert same_bits(q, x.to(get(name).torch_dtype).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["bf16", "e5m2", "e4m3", "e4m3fn", "e3m4", "e5m2fnuz", "e4m3fnuz", "e3m2fn", "e2m1fn"])
+def test_ml_dtypes(name, all_of, seed):
+    format = get(name)
+    x = all_of(torch.bfloat16).float()
+    x = torch.cat([x[~x.isnan()], torch.randn(100_000) * format.smallest_normal * 4])
+    theirs = x.numpy().astype(getattr(ml_dtypes, format.ml_dtypes_name)).astype(np.float32)
+    policy = "inf" if format.infinities else "nan" if format.nan else "saturate"
+    assert same_bits(quantize(x, format, overflow=policy), torch.from_numpy(theirs))
+
+
+GFLOAT_MODES = {
+    "nearest": gfloat.RoundMode.TiesToEven,
+    "toward_zero": gfloat.RoundMode.TowardZero,
+    "up": gfloat.RoundMode.TowardPositive,
+    "down": gfloat.RoundMode.TowardNegative,
+}
+GFLOAT_FORMATS = ["e5m2", "e4m3fn", "e3m4", "e2m3fn", "e2m1fn"]
+
+
+@pytest.mark.parametrize("name", GFLOAT_FORMATS)
+@pytest.mark.parametrize("rounding", GFLOAT_MODES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gfloat(name, rounding, dtype, all_of):
+    from gfloat import formats as theirs
+
+    names = {"e5m2": "ocp_e5m2", "e4m3fn": "ocp_e4m3", "e3m4": "ieee_e3m4", "e2m3fn": "ocp_e2m3", "e2m1fn": "ocp_e2m1"}
+    if name == "e3m4":
+        return
+    format = get(name)
+    x = all_of(dtype)
+    x = x[x.isfinite() & (x.abs().double() <= format.max)]
+    info = getattr(theirs, f"format_info_{names[name]}")
+    wanted = gfloat.round_ndarray(info, x.double().numpy(), GFLOAT_MODES[rounding], sat=True)
+    assert same_bits(quantize(x, format, rounding, overflow="saturate").double(), torch.from_numpy(wanted))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3fn", "e5m2"])
+def test_sampled_blocks_of_all_float32(name, oracle, seed):
+    """64 stretches of 4,096 consecutive words; benchmarks/ has all 2^32."""
+    starts = torch.randint(-(2**31), 2**31 - 4096, (64, 1), dtype=torch.int64)
+    x = (starts + torch.arange(4096)).to(torch.int32).view(torch.float32)
+    q = quantize(x, name)
+    assert same_bits(q, torch.from_numpy(oracle(x.double().numpy(), get(name), "nearest")).float())
+    assert same_bits(q, x.to(get(name).torch_dtype).float())
+
+
+def test_float64_is_rounded_once():
+    x = torch.tensor([1 + 2**-8 + 2**-40, 1 + 2**-8, 1 + 3 * 2**-8 - 2**-50], dtype=torch.float64)
+    assert quantize(x, "bf16").tolist() == [1 + 2**-7, 1.0, 1 + 2**-7]
+
+
+def test_stochastic_agrees_across_containers(format, seed):
+    x = (torch.randn(4096) * torch.exp2(torch.randint(-30, 10, (4096,)))).bfloat16()
+    wanted = rounded(x.double(), format, "stochastic")
+    for dtype in (torch.float32, torch.bfloat16):
+        q = rounded(x.to(dtype), format, "stochastic")
+        if q is not None:
+            assert same_bits(q.double(), wanted)
+
+
+def test_a_wider_format_changes_nothing(random_patterns, seed):
+    x = random_patterns(torch.float32, 1000)
+    assert same_bits(quantize(x, "fp32"), x)
+    assert same_bits(quantize(x, "fp64", "stochastic"), x)
+    assert same_bits(quantize(x.bfloat16(), "fp32", "up"), x.bfloat16())
+    out = torch.empty(1000)
+    assert quantize(x, "fp32", out=out) is out
+    assert same_bits(out, x)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", Stochastic(1)])
+def test_shapes_and_strides(rounding):
+    x = torch.randn(6, 10, 14)
+    flat = quantize(x.contiguous().view(-1), "e4m3fn", rounding).view(x.shape)
+    cases = [x, x.transpose(0, 2).contiguous().transpose(0, 2), x.permute(2, 0, 1).contiguous().permute(1, 2, 0)]
+    padded = torch.empty(6, 10, 20)
+    padded[..., 3:17] = x
+    cases.append(padded[..., 3:17])
+    for y in cases:
+        assert same_bits(quantize(y, "e4m3fn", rounding), flat)
+        out = torch.empty_like(y)
+        assert quantize(y, "e4m3fn", rounding, out=out) is out
+        assert same_bits(out, flat)
+        out = torch.empty(14, 10, 6).permute(2, 1, 0)
+        assert same_bits(quantize(y, "e4m3fn", rounding, out=out), flat)
+    row = x[:1, :1].expand(6, 10, 14)
+    assert same_bits(quantize(row, "e4m3fn"), quantize(x[:1, :1], "e4m3fn").expand(6, 10, 14))
+    for shape in [(), (0,), (3, 0, 2), (1,)]:
+        y = torch.full(shape, 1.07)
+        assert quantize(y, "e5m2", rounding).shape == shape
+        assert same_bits(quantize(y, "e5m2", out=torch.empty(shape)), torch.full(shape, 1.0))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "up", Stochastic(1)])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3fn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_in_place_and_overlapping(rounding, name, dtype):
+    x = torch.randn(1000, dtype=dtype)
+    wanted = quantize(x, name, rounding)
+    y = x.clone()
+    quantize(y, name, rounding, out=y)
+    assert same_bits(y, wanted)
+    y = torch.cat([x, x[:1]])
+    quantize(y[:-1], name, rounding, out=y[1:])
+    assert same_bits(y[1:], wanted)
+
+
+def test_chunks_and_threads_change_nothing(seed):
+    x = torch.randn(200_000)
+    wanted = quantize(x, "fp16", Stochastic(3))
+    assert same_bits(quantize(x[:70_001], "fp16", Stochastic(3)), wanted[:70_001])
+    torch.set_num_threads(2)
+    try:
+        assert same_bits(quantize(x, "fp16", Stochastic(3)), wanted)
+    finally:
+        torch.set_num_threads(1)
+
+
+@inductor
+def test_compiled_is_eager(random_patterns, seed):
+    """One graph of every format and mode, default options: nothing elided, merged or recompiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # reset() leaves what other tests of this process counted
+    names = ["bf16", "tf32", "e5m2", "e4m3fnuz", "e8m0", torch.float16]
+    modes = ["nearest", "toward_zero", "up", "down", Stochastic(3), Stochastic()]
+
+    def every(x, counter):
+        done = [quantize(x, name, mode, counter=counter) for name in names for mode in modes]
+        twice = [quantize(x, "fp16", Stochastic()), quantize(x, "fp16", Stochastic())]
+        into = torch.empty_like(x)
+        quantize(x * 2, "tf32", out=into)
+        quantize(into, "bf16", Stochastic(), out=into)
+        blocks = [quantize(x.view(-1, 80), block, Stochastic(1)) for block in ("mxfp4", "nvfp4")]
+        return [*done, *twice, into, *blocks]
+
+    compiled = torch.compile(every, fullgraph=True)
+    x = random_patterns(torch.float32, 8000)
+    x = torch.where(x.isfinite(), x, 1.0)
+    for counter in range(4):
+        torch.manual_seed(seed)
+        wanted = every(x, counter)
+        torch.manual_seed(seed)
+        got = compiled(x, counter)
+        assert all(same_bits(a, b) for a, b in zip(got, wanted))
+        assert not torch.equal(got[36], got[37])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@inductor
+def test_a_pair_of_casts_is_not_elided():
+    torch._dynamo.reset()
+    x = torch.randn(1000)
+    compiled = torch.compile(lambda x: quantize(x, "bf16") - x, fullgraph=True)
+    assert same_bits(compiled(x), x.bfloat16().float() - x)
+    assert compiled(x).abs().max() > 0
+
+
+def test_no_gradient():
+    x = torch.randn(5, requires_grad=True)
+    assert not quantize(x, "bf16").requires_grad
+    assert not quantize(torch.nn.Parameter(torch.randn(5)), "fp32").requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda x: quantize([1.0], "bf16"), TypeError, "torch.Tensor"),
+        (lambda x: quantize(x.int(), "bf16"), TypeError, r"x.to\(torch.float32\)"),
+        (lambda x: quantize(x.to(torch.complex64), "bf16"), TypeError, "view_as_real"),
+        (lambda x: quantize(x.to(torch.float8_e5m2), "bf16"), TypeError, "widen"),
+        (lambda x: quantize(x, "bf61"), ValueError, "did you mean"),
+        (lambda x: quantize(x, "bf16", "nearst"), ValueError, "did you mean nearest"),
+        (lambda x: quantize(x, "bf16", Nearest), TypeError, r"Nearest\(\)"),
+        (lambda x: quantize(x, "e4m3fn", overflow="inf"), ValueError, "no infinities"),
+        (lambda x: quantize(x, "bf16", overflow="wrap"), ValueError, "saturate"),
+        (lambda x: quantize(x.half(), "bf16"), ValueError, r"x.to\(torch.float32\)"),
+        (lambda x: quantize(x.half(), "e8m0"), ValueError, "cannot hold"),
+        (lambda x: quantize(x, "e11m3"), ValueError, "torch.float64"),
+        (lambda x: quantize(x.bfloat16(), "fp16", overflow="saturate"), ValueError, "cannot hold"),
+        (lambda x: quantize(x, "bf16", out=torch.empty(3)), ValueError, "shape"),
+        (lambda x: quantize(x, "bf16", out=x.double()), ValueError, "dtype"),
+        (lambda x: quantize(x, "bf16", out=torch.zeros(4, requires_grad=True)), ValueError, "no_grad"),
+        (lambda x: quantize(x, Format("low", 5, 2, bias=1040)), NotImplementedError, "bias"),
+    ],
+)
+def test_bad_input(call, error, words):
+    with pytest.raises(error, match=words):
+        call(torch.ones(4))

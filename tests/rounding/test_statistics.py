@@ -1,0 +1,48 @@
+"""fit against counts made by hand."""
+
+import math
+
+import pytest
+import torch
+
+from halfulp.formats import get
+from halfulp.rounding import fit, quantize
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e5m2", "e4m3fn", "e2m1fn"])
+def test_counts(name, seed):
+    format = get(name)
+    x = torch.randn(10_000) * torch.exp2(torch.randint(-30, 20, (10_000,)).float())
+    x[:100], x[100:110], x[110] = 0, torch.inf, torch.nan
+    found = fit(x, format)
+    q = quantize(x.double(), format, overflow="saturate")
+    finite = x.isfinite()
+    over = finite & (x.abs().double() > format.max) & (quantize(x.double(), format, overflow="nan").isnan())
+    kept = finite & ~over
+    assert found.elements == 10_000
+    assert found.amax == float(x[finite].abs().max())
+    assert found.zero == 0.01
+    assert found.not_finite == 11 / 10_000
+    assert found.overflow == int(over.sum()) / 10_000
+    assert found.underflow == int(((q == 0) & (x != 0) & finite).sum()) / 10_000
+    small = (q != 0) & (q.abs() < format.smallest_normal) & finite
+    assert found.subnormal == int(small.sum()) / 10_000
+    error = (q - x.double())[kept].square()
+    assert found.mean_squared_error == pytest.approx(float(error.mean()), rel=1e-12)
+    ratio = float(x.double()[kept].square().sum() / error.sum())
+    assert found.signal_to_noise == pytest.approx(10 * math.log10(ratio), rel=1e-9)
+
+
+def test_edges():
+    assert fit(torch.empty(0), "bf16").elements == 0
+    exact = fit(torch.tensor([1.0, 2.0]), "bf16")
+    assert exact.signal_to_noise == math.inf
+    assert str(exact) == "amax 2, inf dB"
+    lost = fit(torch.tensor([1e-30]), "fp16")
+    assert lost.underflow == 1
+    assert lost.signal_to_noise == 0
+    assert fit(torch.tensor([1e9]), "fp16", "toward_zero").overflow == 1
+    with pytest.raises(TypeError, match="float32"):
+        fit(torch.ones(3, dtype=torch.int32), "bf16")
+    x = torch.randn(5, requires_grad=True)
+    fit(x, "bf16")

@@ -1,0 +1,152 @@
+"""The command line: exit codes, one-line errors, tables, interruption."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMPARE = ["compare", "--task", "digits", "--steps", "4", "--recipe", "fp32,bf16", "--seeds", "1", "--workers", "1"]
+
+
+def halfulp(*arguments: str, cwd: Path, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from halfulp.cli import main; main()", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False, **options)
+
+
+def assert_one_line_error(done: subprocess.CompletedProcess[str], words: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert re.search(words, done.stderr), done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("halfulp: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """main() in this process: its exit code, output and errors."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        from halfulp.cli import main
+
+        with pytest.raises(SystemExit) as caught:
+            main(list(arguments))
+        captured = capsys.readouterr()
+        return caught.value.code, captured.out, captured.err
+
+    return call
+
+
+def test_version_and_help(run) -> None:
+    import halfulp
+
+    assert run("--version") == (0, f"halfulp {halfulp.__version__}\n", "")
+    code, out, _ = run("--help")
+    assert code == 0
+    assert "compare" in out
+    assert "formats" in out
+
+
+def test_formats(run) -> None:
+    code, out, _ = run("formats")
+    assert code == 0
+    from halfulp import formats
+
+    assert all(name in out for name in formats.names())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["compare", "--task", "digts"], "did you mean 'digits'"),
+        (["compare", "--task", ""], "no task given"),
+        (["compare", "--recipe", "bf16-khan"], "did you mean 'bf16-kahan'"),
+        (["compare", "--seeds", "0"], "seeds"),
+        (["compare", "--seeds", "two"], "valid integer"),
+        (["compare", "--steps", "-3"], "steps must be at least 1"),
+        (["compare", "--workers", "0"], "workers must be at least 1"),
+        (["compare", "--task", "cifar10"], "--data DIR"),
+        (["compare", "--nonsense"], "nonsense"),
+        (["compaer"], "compaer"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(run, tmp_path, monkeypatch, arguments: list[str], words: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("halfulp: ")
+    assert re.search(words, err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unwritable_folder(run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = run(*COMPARE, "--out", str(tmp_path / "file"))
+    assert code == 2
+    assert err.startswith("halfulp: cannot write into the output folder")
+
+
+def test_missing_packages_name_the_extra(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    code, _, err = run("formats")
+    assert code == 2
+    assert "pip install 'halfulp[cli]'" in err
+
+
+def test_compare_writes_everything_and_resumes(tmp_path: Path) -> None:
+    done = halfulp(*COMPARE, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "training loss" in done.stdout
+    out = tmp_path / "halfulp-compare"
+    assert {path.name for path in out.iterdir()} == {"trials", "compare.json", "compare.html"}
+    before = {path.name: path.stat().st_mtime_ns for path in (out / "trials").iterdir()}
+    again = halfulp(*COMPARE, "--resume", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count("kept") == 2
+    assert {path.name: path.stat().st_mtime_ns for path in (out / "trials").iterdir()} == before
+    other = halfulp(*COMPARE, "--steps", "5", "--resume", cwd=tmp_path)
+    assert_one_line_error(other, "steps = 4, this run has 5")
+
+
+def test_interruption_and_a_killed_worker(tmp_path: Path) -> None:
+    long = ["compare", "--task", "digits", "--recipe", "fp32", "--seeds", "1", "--steps", "1000000", "--workers", "1"]
+    command = [sys.executable, "-c", "from halfulp.cli import main; main()", *long]
+    for kill_worker, words in ((False, "interrupted; 0 of 1 trials are kept"), (True, "was killed by SIGKILL")):
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        worker = _worker_of(process.pid)
+        if kill_worker:
+            os.kill(worker, signal.SIGKILL)
+        else:
+            os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+        assert_one_line_error(subprocess.CompletedProcess(command, process.returncode, "", errors), words)
+        assert len(errors.strip().splitlines()) == 1
+        assert not list((tmp_path / "halfulp-compare" / "trials").iterdir())
+        assert not _alive(worker)
+
+
+def _worker_of(parent: int) -> int:
+    """The process id of the training child, once it computes."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                line = (folder / "cmdline").read_text()
+            except OSError:
+                continue
+            if int(fields[1]) == parent and "spawn_main" in line and int(fields[11]) > 400:
+                return int(folder.name)
+        time.sleep(0.2)
+    raise AssertionError("no worker started")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False

@@ -1,0 +1,165 @@
+"""The pages: their code runs and prints what they say, links lead somewhere, names exist, figures are in step."""
+
+import contextlib
+import doctest
+import functools
+import importlib.util
+import io
+import re
+import runpy
+import shlex
+import warnings
+from pathlib import Path
+
+import pytest
+
+import halfulp as hu
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+WRITTEN = [page for page in PAGES if page.name != "benchmarks.md"]
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+FENCE = re.compile(r"^```([\w-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = (
+    '    pip install -c constraints.txt -e ".[cli]" && halfulp compare',
+    '    pip install -c constraints.txt -e ".[cli,test]" && pytest -n 2',
+)
+SAME = doctest.OutputChecker()
+RULES = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def after(diff: str) -> str:
+    """The code that a diff leaves."""
+    return "\n".join(line[2:] for line in diff.splitlines() if line[:1] != "-")
+
+
+def blocks(text: str) -> list[tuple[str, str, str | None, int]]:
+    """Kind, code, the output printed below it if any, and the line of each block that runs."""
+    fences = list(FENCE.finditer(text))
+    found = []
+    for this, following in zip(fences, [*fences[1:], None]):
+        if this[1] not in ("python", "diff"):
+            continue
+        adjacent = following is not None and not text[this.end() : following.start()].strip()
+        output = following[2] if adjacent and following[1] == "text" else None
+        code = after(this[2]) if this[1] == "diff" else this[2]
+        found.append((this[1], code, output, text[: this.start()].count("\n") + 1))
+    return found
+
+
+def slug(heading: str) -> str:
+    """The anchor that Markdown viewers give a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def anchors(text: str) -> set[str]:
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)}
+
+
+@functools.cache
+def filler():
+    specification = importlib.util.spec_from_file_location("fill", ROOT / "docs" / "fill.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", [page for page in WRITTEN if blocks(page.read_text())], ids=name_of)
+def test_the_code_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {"__name__": "page"}
+    for _, code, output, line in blocks(page.read_text()):
+        said = io.StringIO()
+        compiled = compile("\n" * line + code, str(page), "exec")
+        with contextlib.redirect_stdout(said), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            exec(compiled, namespace)
+        if output is not None:
+            assert SAME.check_output(output, said.getvalue(), RULES), f"{page.name}:{line} prints\n{said.getvalue()}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    text = FENCE.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        aim = page if not path else (page.parent / path)
+        assert aim.exists(), f"{page.name} links to {target}, which is not there"
+        if anchor:
+            assert anchor in anchors(aim.read_text()), f"{page.name} links to {target}: no such heading"
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_names_of_the_library_exist(page):
+    for dotted in sorted(set(re.findall(r"\bhu\.([A-Za-z_][\w.]*\w)", page.read_text()))):
+        thing = hu
+        for part in dotted.split("."):
+            assert hasattr(thing, part), f"{page.name} speaks of hu.{dotted}, which does not exist"
+            thing = getattr(thing, part)
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_commands_have_the_options_that_a_page_gives_them(page):
+    typer = pytest.importorskip("typer")
+    from halfulp.cli import application
+
+    commands = typer.main.get_command(application()).commands
+    text = page.read_text()
+    lines = [line for kind, code in FENCE.findall(text) if kind in ("sh", "console") for line in code.splitlines()]
+    lines += re.findall(r"`(halfulp [^`]*)`", text)
+    for line in lines:
+        for part in line.split("&&"):
+            words = shlex.split(part, comments=True)
+            if words[:1] != ["halfulp"] or len(words) == 1:
+                continue
+            assert words[1] in commands or words[1].startswith("-"), f"{page.name}: halfulp has no command {words[1]}"
+            known = {option for parameter in commands[words[1]].params for option in parameter.opts}
+            given = {word.partition("=")[0] for word in words[2:] if word.startswith("--")}
+            assert given <= known, f"{page.name}: halfulp {words[1]} has no {given - known}"
+
+
+@pytest.mark.parametrize("page", filler().pages(), ids=name_of)
+def test_figures_are_in_step_with_the_files_that_hold_them(page):
+    text = page.read_text(encoding="utf-8")
+    assert filler().filled(text) == text, f"{page.name} is not in step: run python docs/fill.py"
+
+
+def test_every_place_to_fill_is_used_and_closed():
+    text = "".join(page.read_text() for page in filler().pages())
+    assert text.count("<!-- fill ") == len(filler().PLACE.findall(text))
+    assert {name for _, name, _, _ in filler().PLACE.findall(text)} == set(filler().PLACES)
+
+
+def test_a_place_with_an_unknown_name_is_an_error():
+    with pytest.raises(ValueError, match="nothing fills 'speeed'; there are"):
+        filler().filled("<!-- fill speeed -->\n<!-- end -->")
+
+
+def test_every_figure_is_shown_and_every_page_is_reachable():
+    text = "".join(page.read_text() for page in WRITTEN)
+    for image in (ROOT / "docs" / "img").glob("*"):
+        assert f"img/{image.name})" in text, f"{image.name} is on no page"
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "index.md" or f"({page.name}" in index, f"docs/index.md does not lead to {page.name}"
+
+
+def test_the_readme_starts_with_its_two_commands():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert lines[0] == "# halfulp"
+    assert tuple(line for line in lines if line.startswith("    pip install")) == COMMANDS
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
+def test_examples_run(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        runpy.run_path(str(example), run_name="__main__")
+    assert said.getvalue().strip()

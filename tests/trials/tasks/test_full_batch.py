@@ -1,0 +1,82 @@
+"""The experiments of MCTensor: exact data, and components that go on where float16 stops."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from halfulp import recipes
+from halfulp.recipes import Recipe
+from halfulp.tensors import MCTensor
+from halfulp.trials.tasks._full_batch import CancerLogistic, CancerMLP, LinearRegression, Logistic, held, plain
+
+KINDS = (LinearRegression, Logistic, CancerLogistic, CancerMLP)
+HALF = Recipe(name="fp16", param_dtype="float16", weight_update="nearest")
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
+def task(request: pytest.FixtureRequest):
+    return request.param()
+
+
+def test_data_are_float64_and_as_described(task) -> None:
+    (inputs, targets), (others, _) = task.whole()
+    assert inputs.dtype == targets.dtype == torch.float64
+    assert len(inputs) == len(targets) == task.batch
+    assert len(others) in (task.batch, 330, 114)
+    assert torch.equal(task.whole()[0][0], inputs)
+    assert task.load().train[0].dtype == torch.float32
+
+
+def test_losses_are_as_float64_has_them(task, seed: int) -> None:
+    (inputs, targets), _ = task.whole()
+    model = task.model(task.load(), seed).double()
+    logits = model(inputs).squeeze(-1)
+    if task.name == "linear-regression":
+        wanted = ((logits - targets) ** 2).sum() / 10
+    else:
+        wanted = nn.functional.binary_cross_entropy(logits.sigmoid(), targets)
+    torch.testing.assert_close(task.loss(model(inputs), targets), wanted)
+
+
+def test_linear_regression_has_a_solution() -> None:
+    (inputs, targets), _ = LinearRegression().whole()
+    solution = torch.linalg.lstsq(inputs, targets.unsqueeze(-1)).solution
+    assert (inputs @ solution - targets.unsqueeze(-1)).abs().max() < 1e-13
+
+
+def test_data_are_held_as_the_weights_are() -> None:
+    x = torch.tensor([1 / 3, 2.0], dtype=torch.float64)
+    assert held(HALF, x).dtype == torch.float16
+    two = held(recipes.get("fp16-mc2"), x)
+    assert isinstance(two, MCTensor)
+    assert (plain(two) - x).abs().max() < 2**-22
+
+
+@pytest.mark.parametrize("recipe", [HALF, *map(recipes.get, ("fp32", "fp64", "fp16-mc2", "fp16-mc3", "bf16-kahan"))])
+def test_every_recipe_runs(task, recipe: Recipe) -> None:
+    said = []
+    found = task.trial(recipe, 0, 4, task.load(), lambda step, loss: said.append(step))
+    assert said == [1, 2, 3, 4]
+    assert found["diverged_at"] is None
+    assert found["float32"]["train"]["loss"] == pytest.approx(found["curve"][-1][1], rel=0.5)
+    assert math.isfinite(found["own"]["loss"])
+    assert found["parameters"] == sum(p.numel() for p in task.model(task.load(), 0).parameters())
+
+
+def test_components_of_float16_go_on_where_float16_stops() -> None:
+    task = LinearRegression()
+    loss = {
+        name: task.trial(recipe, 0, 400, task.load())["float32"]["train"]["loss"]
+        for name, recipe in (("one", HALF), ("two", recipes.get("fp16-mc2")), ("exact", recipes.get("fp64")))
+    }
+    assert loss["two"] == pytest.approx(loss["exact"], rel=0.02)
+    assert loss["one"] > 10 * loss["exact"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_trial() -> None:
+    wild = type("Wild", (LinearRegression,), {"hyper": {"lr": 1e4}})()
+    found = wild.trial(recipes.get("fp32"), 0, 200, wild.load())
+    assert found["diverged_at"] is not None
+    assert found["own"] == {"loss": None, "accuracy": None}

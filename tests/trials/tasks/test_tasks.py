@@ -1,0 +1,105 @@
+"""Every task: the same data and batches each time, a float32 model, a finite loss."""
+
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfulp.trials import tasks
+from halfulp.trials.tasks import Task
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small files in the schemas that tinyshakespeare, cifar10 and mammals read."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+    from PIL import Image
+
+    root = tmp_path_factory.mktemp("data")
+    (root / "tinyshakespeare").mkdir()
+    (root / "tinyshakespeare" / "input.txt").write_text("To be, or not to be: that is the question.\n" * 50)
+    (root / "cifar10").mkdir()
+    for part, count in (("train", 130), ("test", 20)):
+        images = []
+        for index in range(count):
+            buffer = io.BytesIO()
+            Image.new("RGB", (32, 32), (index, 2 * index % 256, 99)).save(buffer, "PNG")
+            images.append({"bytes": buffer.getvalue(), "path": None})
+        table = pa.table({"img": images, "label": [index % 10 for index in range(count)]})
+        parquet.write_table(table, root / "cifar10" / f"{part}.parquet")
+    (root / "wordnet_mammals").mkdir()
+    pairs = [(f"n{node}", f"n{(node - 1) // 2}") for node in range(1, 127)]
+    below, above = zip(*pairs)
+    closure = pa.table({"id1": below, "id2": above, "weight": ["1"] * len(pairs)})
+    parquet.write_table(closure, root / "wordnet_mammals" / "closure.parquet")
+    return root
+
+
+@pytest.fixture(params=tasks.names())
+def task(request: pytest.FixtureRequest, folder: Path) -> Task:
+    return tasks.get(request.param, str(folder))
+
+
+def test_loss_of_a_batch_is_finite_and_has_gradients(task: Task, seed: int) -> None:
+    data = task.load()
+    model = task.model(data, seed)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    inputs, targets = next(iter(task.batches(data, seed, 1)))
+    assert len(inputs) == task.batch
+    loss = task.loss(model(inputs), targets)
+    loss.backward()
+    assert loss.isfinite()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    logits = model(data.validation[0][:3])
+    assert logits.shape[:-1] == data.validation[1][:3].shape
+
+
+def test_seeds_decide_everything(task: Task, seed: int) -> None:
+    data = task.load()
+
+    def trial(number: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed + 1000 * number)
+        batches = [part for batch in task.batches(data, number, 3) for part in batch]
+        return [*batches, *task.model(data, number).state_dict().values()]
+
+    assert all(torch.equal(a, b) for a, b in zip(trial(1), trial(1)))
+    assert not all(torch.equal(a, b) for a, b in zip(trial(1), trial(2)))
+
+
+def test_settings_and_pickle(task: Task) -> None:
+    again = pickle.loads(pickle.dumps(task))
+    assert again.settings() == task.settings()
+    assert task.settings()["name"] == task.name
+    assert task.judged_by in ("train_loss", "validation_loss")
+    assert all(0 < task.rate(step, task.steps) <= 1 for step in range(task.steps))
+
+
+def test_batches_cover_an_epoch() -> None:
+    task = tasks.get("digits")
+    data = task.load()
+    seen = torch.cat([inputs for inputs, _ in task.batches(data, 0, 45)])
+    assert len(seen) == 1440
+    assert len(torch.unique(seen[:1437], dim=0)) == len(torch.unique(data.train[0], dim=0))
+
+
+def test_windows_do_not_leak() -> None:
+    data = tasks.get("text").load()
+    inputs, targets = data.validation
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert len(data.train[0]) + inputs.numel() < 466_000
+
+
+@pytest.mark.parametrize("name", ["cifar10", "tinyshakespeare"])
+def test_missing_data_says_how_to_get_it(name: str, tmp_path: Path) -> None:
+    for given in (None, str(tmp_path)):
+        with pytest.raises(ValueError, match=r"https://|Hugging Face") as caught:
+            tasks.get(name, given)
+        assert "--data" in str(caught.value) or str(tmp_path) in str(caught.value)
+
+
+def test_unknown_task() -> None:
+    with pytest.raises(ValueError, match="did you mean 'digits'"):
+        tasks.get("digit")

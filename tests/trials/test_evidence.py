@@ -1,0 +1,120 @@
+"""Evidence as data, text and a page."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from halfulp.trials import Evidence
+
+RUN = {"workers": 2, "cores": 2, "seconds": 1.0, "trained": 1, "reused": 0}
+
+
+@pytest.fixture
+def evidence(make_record) -> Evidence:
+    losses = {"fp32": 1.0, "fp32-twin": 1.0, "bf16": 1.2, "bf16-kahan": 1.00001, "e8m3": 1.1}
+    records = [make_record(recipe, seed, loss + 0.01 * seed) for seed in range(3) for recipe, loss in losses.items()]
+    return Evidence(trials=tuple(records), run=RUN)
+
+
+def test_json_round_trip(evidence: Evidence) -> None:
+    again = Evidence.from_json(evidence.to_json())
+    assert again == evidence
+    assert again.rows() == evidence.rows()
+    assert [row["recipe"] for row in json.loads(evidence.to_json())["rows"]] == [row.recipe for row in again.rows()]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 99, "trials": [], "run": {}}'])
+def test_json_of_something_else(text: str) -> None:
+    with pytest.raises(ValueError, match="not the JSON of a comparison"):
+        Evidence.from_json(text)
+
+
+def test_diverged_trials_are_valid_json(make_record) -> None:
+    records = (make_record("fp32", 0, 1.0), make_record("bf16", 0, None))
+    evidence = Evidence(trials=records, run=RUN)
+    json.loads(evidence.to_json(), parse_constant=pytest.fail)
+    assert "diverged (1 of 1)" in evidence.table()
+
+
+def test_table(evidence: Evidence) -> None:
+    lines = str(evidence).splitlines()
+    assert lines[0] == "tiny"
+    line = {text.split()[0]: text for text in lines if text}
+    assert "no difference" in line["bf16-kahan"]
+    assert "worse" in line["bf16"]
+    assert "+0.2000" in line["bf16"]
+    assert "50.0%" in line["bf16"]
+    assert "emulated" in line["e8m3"]
+
+
+def test_unknown_row(evidence: Evidence) -> None:
+    assert evidence.row("tiny", "bf16").verdict == "worse"
+    with pytest.raises(ValueError, match="no trial of recipe"):
+        evidence.row("tiny", "bf17")
+
+
+class Links(HTMLParser):
+    """Collects what a page would load, its ids and its unclosed tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in ("script", "link", "img", "iframe", "object", "embed"):
+            self.loads.append(tag)
+        self.loads += [value for key, value in attrs if key in ("src", "href") and not (value or "").startswith("#")]
+        self.ids += [given["id"]] if "id" in given else []
+        if tag not in ("meta", "br", "hr"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_page_is_self_contained(evidence: Evidence, tmp_path: Path) -> None:
+    path = tmp_path / "compare.html"
+    evidence.to_html(path)
+    text = path.read_text(encoding="utf-8")
+    links = Links()
+    links.feed(text)
+    assert links.loads == []
+    assert links.open == []
+    assert len(links.ids) == len(set(links.ids))
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert re.findall(r'https?://[^"<\s]*', text.replace("http://www.w3.org", "")) == []
+    assert len(text) < 1_000_000
+
+
+def test_page_says_what_was_found(evidence: Evidence, tmp_path: Path) -> None:
+    evidence.to_html(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "bf16-kahan keeps float32’s accuracy at 8.0 bytes per parameter instead of 16.0." in text
+    assert "rounding cancelled 50% of its updates" in text
+    assert "a &lt;b&gt;task&lt;/b&gt;" in text
+    assert "<b>task</b>" not in text
+    for row in evidence.rows():
+        assert row.recipe in text
+
+
+def test_page_of_two_seeds_only_indicates(make_record, tmp_path: Path) -> None:
+    records = [make_record(recipe, seed, 1.0) for recipe in ("fp32", "bf16-kahan") for seed in (0, 1)]
+    Evidence(trials=tuple(records), run=RUN).to_html(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "On 2 seeds, bf16-kahan stays with float32" in text
+    assert "An indication" in text
+
+
+def test_page_when_nothing_kept_up(make_record, tmp_path: Path) -> None:
+    records = [make_record("fp32", seed, 1.0) for seed in range(3)]
+    records += [make_record("bf16", seed, None, curve=[]) for seed in range(3)]
+    Evidence(trials=tuple(records), run=RUN).to_html(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "No recipe stayed with float32" in text
+    assert "bf16 diverged" in text

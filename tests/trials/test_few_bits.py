@@ -1,0 +1,27 @@
+"""Twelve and ten bits for everything, as in section 5 of arXiv 2010.06192: what survives."""
+
+import pytest
+
+from halfulp import recipes
+from halfulp.trials import _trial, tasks
+
+
+def accuracy(recipe: str) -> float:
+    task = tasks.get("digits-fpu")
+    result = _trial.run(task, recipes.get(recipe), 0, task.steps, task.load())
+    return result["own"]["accuracy"]
+
+
+@pytest.mark.parametrize("recipe", ["e8m3-stochastic", "e8m3-kahan", "e8m3-kahan-stochastic"])
+def test_twelve_bits_keep_the_accuracy(recipe: str) -> None:
+    assert accuracy(recipe) >= 0.95
+
+
+def test_twelve_bits_to_nearest_lose_it() -> None:
+    assert accuracy("e8m3") < 0.80
+
+
+def test_ten_bits_need_more_than_kahan() -> None:
+    assert accuracy("e8m1-kahan-stochastic") >= 0.88
+    assert accuracy("e8m1") < 0.30
+    assert accuracy("e8m1-kahan") < 0.80

@@ -1,0 +1,60 @@
+"""Which trials a comparison consists of."""
+
+import json
+
+import pytest
+
+from halfulp.trials._plan import DEFAULT_RECIPES, DEFAULT_TASKS, plan
+
+
+def test_every_combination_once_in_order() -> None:
+    trials = plan(["digits", "text"], ["fp32", "bf16"], 2, None, None)
+    assert len({trial.key for trial in trials}) == len(trials) == 8
+    assert [trial.key for trial in trials[:4]] == [
+        "digits.fp32.seed0",
+        "digits.bf16.seed0",
+        "digits.fp32.seed1",
+        "digits.bf16.seed1",
+    ]
+    assert {trial.steps for trial in trials if trial.task.name == "text"} == {trials[-1].task.steps}
+
+
+def test_the_reference_is_always_there() -> None:
+    assert [trial.recipe.name for trial in plan("digits", ["bf16"], [5], 1, None)] == ["fp32", "bf16"]
+
+
+def test_the_defaults_exist() -> None:
+    assert len(plan(list(DEFAULT_TASKS), DEFAULT_RECIPES, 2, None, None)) == 28
+
+
+def test_settings_are_plain_data() -> None:
+    for trial in plan(["digits", "text", "digits-fpu"], ["bf16-mixed"], 1, None, None):
+        assert json.loads(json.dumps(trial.settings()))["task"]["name"] == trial.task.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("digts", ["fp32"], 1, 1, None), "did you mean 'digits'"),
+        (("digits", ["fp23"], 1, 1, None), "did you mean 'fp32'"),
+        (("digits", ["fp32", "fp32"], 1, 1, None), "more than once"),
+        ((["digits", "digits"], ["fp32"], 1, 1, None), "more than once"),
+        (([], ["fp32"], 1, 1, None), "no task"),
+        (("digits", ["fp32"], 0, 1, None), "at least 1"),
+        (("digits", ["fp32"], [-1], 1, None), "0 and up"),
+        (("digits", ["fp32"], [1, 1], 1, None), "more than once"),
+        (("digits", ["fp32"], 1, 0, None), "at least 1"),
+        (("cifar10", ["fp32"], 1, 1, None), "--data DIR"),
+        (("tinyshakespeare", ["fp32"], 1, 1, "/nowhere"), "neither"),
+    ],
+)
+def test_what_cannot_be_planned(arguments: tuple, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(*arguments)
+
+
+def test_names_become_file_names() -> None:
+    from halfulp import recipes
+
+    with pytest.raises(ValueError, match="file name"):
+        plan("digits", [recipes.get("bf16").replace(name="../x")], 1, 1, None)

@@ -1,0 +1,40 @@
+"""Rows: means and gaps paired by seed."""
+
+import pytest
+
+from halfulp.trials._row import rows
+
+
+def test_gaps_are_paired_by_seed(make_record) -> None:
+    records = [make_record("fp32", seed, loss) for seed, loss in ((0, 1.0), (1, 3.0), (2, 2.0))]
+    records += [make_record("bf16", seed, loss) for seed, loss in ((2, 2.5), (0, 1.5), (1, 3.5))]
+    reference, bf16 = rows("tiny", records)
+    assert reference.verdict == "reference"
+    assert reference.loss_spread == pytest.approx(1.0)
+    assert (bf16.gap, bf16.gap_spread) == (pytest.approx(0.5), pytest.approx(0.0))
+    assert bf16.verdict == "worse"
+    assert bf16.speed == pytest.approx(0.75)
+    assert bf16.cancelled == 0.5
+
+
+def test_the_twin_sets_what_counts(make_record) -> None:
+    records = [make_record("fp32", seed, 1.0) for seed in range(3)]
+    records += [make_record("fp32-twin", seed, 1.0 + 0.1 * seed) for seed in range(3)]
+    records += [make_record("bf16-kahan", seed, 1.1) for seed in range(3)]
+    _, twin, kahan = rows("tiny", records)
+    assert twin.verdict == "control"
+    assert kahan.noise == pytest.approx(0.2)
+    assert kahan.verdict == "no difference"
+
+
+def test_no_verdict_from_two_seeds(make_record) -> None:
+    records = [make_record(recipe, seed, loss) for recipe, loss in (("fp32", 1.0), ("bf16", 9.0)) for seed in (0, 1)]
+    assert rows("tiny", records)[1].verdict is None
+
+
+def test_divergence_is_a_result(make_record) -> None:
+    records = [make_record("fp32", seed, 1.0) for seed in range(3)]
+    records += [make_record("bf16", seed, 1.0 if seed else None) for seed in range(3)]
+    row = rows("tiny", records)[1]
+    assert (row.verdict, row.diverged) == ("diverged", 1)
+    assert row.loss is row.gap is None

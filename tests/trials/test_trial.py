@@ -1,0 +1,47 @@
+"""One trial in this process."""
+
+import json
+
+import pytest
+import torch
+
+from halfulp import recipes
+from halfulp.trials import _trial, tasks
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16-kahan", "e8m3-kahan"])
+def test_result_is_plain_data(tiny, recipe: str) -> None:
+    task = tiny.Tiny()
+    seen: list[int] = []
+    result = _trial.run(task, recipes.get(recipe), 0, 7, task.load(), lambda step, loss: seen.append(step))
+    json.dumps(result, allow_nan=False)
+    assert [step for step, _ in result["curve"]] == seen == list(range(1, 8))
+    assert result["parameters"] == 4
+    assert result["targets"] == 4
+    assert result["diverged_at"] is None
+    assert 0 < result["bytes_per_parameter"] <= 20
+    assert result["step_ms"] > 0
+
+
+def test_fp32_has_one_arithmetic(tiny) -> None:
+    task = tiny.Tiny()
+    result = _trial.run(task, recipes.get("fp32"), 0, 5, task.load())
+    assert result["own"] == result["float32"]["validation"]
+
+
+def test_evaluate_against_one_pass(seed: int) -> None:
+    task = tasks.get("digits")
+    data = task.load()
+    model = torch.nn.Linear(64, 10)
+    got = _trial.evaluate(model, task.loss, data.validation, size=77)
+    logits = model(data.validation[0])
+    assert got["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, data.validation[1]).item(), rel=1e-5)
+    assert got["accuracy"] == pytest.approx((logits.argmax(1) == data.validation[1]).float().mean().item())
+
+
+def test_a_loss_that_is_not_finite_ends_the_trial(tiny) -> None:
+    task = tiny.Tiny(trap="diverge")
+    result = _trial.run(task, recipes.get("fp32"), 0, 50, task.load())
+    assert result["diverged_at"] == 0
+    assert result["float32"]["validation"]["loss"] is None
+    json.dumps(result, allow_nan=False)
