@@ -16,6 +16,7 @@ LAYERS = [
     {"rounding"},
     {"arithmetic"},
     {"tensors"},
+    {"scaled"},
     {"optim", "gradients", "hyperbolic"},
     {"emulate"},
     {"recipes"},

@@ -2,6 +2,7 @@
 
 from . import _rules as _rules
 from ._fallback import FallbackWarning as FallbackWarning
+from ._fallback import note_fallback as note_fallback
 from ._fallback import recorded as recorded
 from ._fallback import strict as strict
 from ._mctensor import MCTensor as MCTensor
@@ -9,4 +10,5 @@ from ._model import multicomponent as multicomponent
 from ._model import single_component as single_component
 from ._model_fallbacks import fallbacks as fallbacks
 from ._registry import implements as implements
+from ._rule_table import RuleTable as RuleTable
 from ._state_dict import plain_state_dict as plain_state_dict

@@ -94,7 +94,12 @@ def counted(operator: OpOverload, arguments: tuple, options: dict) -> Any:
     """An operator in float64 although that does not hold the values: counted."""
     form = form_of(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
     if not form.is_wide:
-        _fallback.note(operator, f"{form.components} components of {form.dtype}")
+        _fallback.note_fallback(
+            operator,
+            f"{form.components} components of {form.dtype}",
+            "register one by MCTensor.implements",
+            "It ran in float64 and lost the digits beyond it",
+        )
     return in_float64(operator, arguments, options)
 
 

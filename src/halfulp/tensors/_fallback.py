@@ -1,4 +1,4 @@
-"""Counting what has no rule and went through float64."""
+"""Counting what has no rule and went through a plain tensor."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from torch._ops import OpOverload
 
 _totals: Counter[str] = Counter()
-_warned: set[str] = set()
+_warned: set[tuple[str, str]] = set()
 # Process-wide and not per thread: a backward pass on an accelerator runs in threads of its own.
 _recorders: list[Counter[str]] = []
 _strict: list[bool] = []
 
 
 class FallbackWarning(UserWarning):
-    """An operator without a rule for MCTensors ran in float64 and lost the digits beyond it."""
+    """An operator without a rule ran on plain tensors: MCTensors in float64, scaled tensors in float32."""
 
 
 def fallbacks() -> dict[str, int]:
-    """How often each operator without a rule ran in float64 instead, in this process.
+    """How often each operator without a rule ran on plain tensors instead, in this process.
 
     >>> isinstance(fallbacks(), dict)
     True
@@ -48,7 +48,7 @@ def recorded() -> Iterator[Counter[str]]:
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """A block in which an operator without a rule raises NotImplementedError instead of running in float64."""
+    """A block in which an operator without a rule raises NotImplementedError instead of running on plain tensors."""
     _strict.append(True)
     try:
         yield
@@ -56,15 +56,22 @@ def strict() -> Iterator[None]:
         _strict.pop()
 
 
-def note(operator: OpOverload, why: str) -> None:
-    """Count a fallback; warn at an operator's first; raise where strict."""
+def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> None:
+    """Count a fallback; warn at an operator's first; raise where strict.
+
+    Args:
+        operator: that has no rule.
+        why: for what it has none.
+        remedy: how a user registers one.
+        loss: what running on plain tensors did.
+    """
     name = str(operator)
-    advice = f"{name} has no rule for {why}: register one by MCTensor.implements"
+    advice = f"{name} has no rule for {why}: {remedy}"
     if _strict:
         raise NotImplementedError(f"{advice}, or leave halfulp.tensors.strict()")
     _totals[name] += 1
     for counts in _recorders:
         counts[name] += 1
-    if name not in _warned:
-        _warned.add(name)
-        warnings.warn(f"{advice}. It ran in float64 and lost the digits beyond it", FallbackWarning, stacklevel=4)
+    if (name, remedy) not in _warned:
+        _warned.add((name, remedy))
+        warnings.warn(f"{advice}. {loss}", FallbackWarning, stacklevel=4)

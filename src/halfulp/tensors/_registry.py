@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 from torch._ops import OpOverload
 
-RULES: dict[OpOverload, Callable] = {}
-_DERIVED: dict[OpOverload, Callable] = {}
+from ._rule_table import RuleTable
 
 
-def rule_of(operator: OpOverload) -> Callable:
-    """An operator's rule: registered, or derived from other operators' when it is met first."""
-    rule = RULES.get(operator) or _DERIVED.get(operator)
-    if rule is None:
-        from ._derivation import derived  # the derivations need the tensor class, which needs this file
+def _derived(operator: OpOverload) -> Callable:
+    from ._derivation import derived  # the derivations need the tensor class, which needs this file
 
-        rule = _DERIVED[operator] = derived(operator)
-    return rule
+    return derived(operator)
+
+
+_table = RuleTable(_derived)
+RULES = _table.rules
+rule_of = _table.of
 
 
 def implements(*operators: OpOverload) -> Callable[[Callable], Callable]:
@@ -41,15 +41,4 @@ def implements(*operators: OpOverload) -> Callable[[Callable], Callable]:
     >>> torch.ops.halfulp_doc.twice(MCTensor.encode("0.1")).to_strings()
     '0.20000000000000'
     """
-    for operator in operators:
-        if not isinstance(operator, OpOverload):
-            raise TypeError(f"{operator!r} is not one overload of an operator: give torch.ops.aten.add.Tensor, say")
-        if operator in RULES:
-            raise ValueError(f"{operator} has a rule already ({RULES[operator].__name__}): no operator has two")
-
-    def register(rule: Callable) -> Callable:
-        for operator in operators:
-            RULES[operator] = rule
-        return rule
-
-    return register
+    return _table.implements(*operators)

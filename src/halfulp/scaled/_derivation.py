@@ -1,0 +1,132 @@
+"""Operators without a rule: in place through their functional form, by torch's own steps, or counted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..tensors import note_fallback
+from ._form import decoded, encoded, logical_of, storage_of
+from ._scaled_tensor import ScaledTensor
+from ._writing import write
+
+aten = torch.ops.aten
+_RESIZE = ("resize_", "resize_as_", "set_")
+# Decompositions that do not give what the operator's own backward wants, or draw random numbers in another way.
+_NOT_DECOMPOSED = ("_scaled_dot_product", "native_dropout", "bernoulli", "rrelu", "uniform", "normal", "rand")
+
+
+def derived(operator: OpOverload) -> Callable:
+    """A rule for an operator that has none."""
+    name = operator._schema.name.removeprefix("aten::")
+    if operator._schema.is_mutable:
+        return _written_or_refused(operator, name)
+    if operator._can_decompose():
+        return functools.partial(_composite, operator)
+    decomposition = None if name.startswith(_NOT_DECOMPOSED) else _decompositions().get(operator)
+    if decomposition is not None:
+        return functools.partial(_decomposed, operator, decomposition)
+    if operator.is_view:
+        return functools.partial(_refuse, operator, "is a view")
+    return functools.partial(counted, operator)
+
+
+@functools.cache
+def _decompositions() -> dict[OpOverload, Callable]:
+    """torch's own, in terms of core operators. The larger table goes through operators that bypass rules."""
+    from torch._decomp import core_aten_decompositions
+
+    return dict(core_aten_decompositions())
+
+
+def _composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    results = operator.decompose(*arguments, **options)
+    return counted(operator, *arguments, **options) if results is NotImplemented else results
+
+
+def _decomposed(operator: OpOverload, decomposition: Callable, *arguments: Any, **options: Any) -> Any:
+    results = decomposition(*arguments, **options)
+    return counted(operator, *arguments, **options) if results is NotImplemented else results
+
+
+def counted(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    """An operator on decoded values; its floating results encoded with measured scales. Counted."""
+    note_fallback(
+        operator,
+        "scaled tensors",
+        "register one by ScaledTensor.implements",
+        "It ran in the logical dtype, and the scales of its results were measured",
+    )
+    return on_values(operator, *arguments, **options)
+
+
+def on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    """An operator on decoded values; its floating results with measured scales, in the operands' storage."""
+    leaves = tree_leaves((arguments, options))
+    storage, dtype = storage_of(leaves), logical_of(leaves)
+    # Below float32 the values would be rounded to the logical dtype first, and that is not what it stands for.
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    arguments, options = tree_map(
+        lambda x: decoded(x, wide) if isinstance(x, ScaledTensor) else x, (arguments, options)
+    )
+    return tree_map(lambda x: _held(x, wide, dtype, storage), operator(*arguments, **options))
+
+
+def _held(x: Any, wide: torch.dtype, dtype: torch.dtype, storage: torch.dtype) -> Any:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return encoded(x, storage, dtype=dtype if x.dtype == wide else x.dtype)
+
+
+def _written_or_refused(operator: OpOverload, name: str) -> Callable:
+    functional = _functional(operator, name)
+    if functional is None or name in _RESIZE:
+        return functools.partial(_refuse, operator, "writes into its argument")
+    return functools.partial(_written, operator, functional)
+
+
+def _written(operator: OpOverload, functional: OpOverload, *arguments: Any, **options: Any) -> Any:
+    """Compute, then copy into the arguments that are written."""
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, arguments)) | options
+    targets = [given[argument.name] for argument in operator._schema.arguments if _is_written(argument)]
+    taken = {argument.name for argument in functional._schema.arguments}
+    results = functional(**{name: value for name, value in given.items() if name in taken})
+    results = results if isinstance(results, (tuple, list)) else (results,)
+    for target, result in zip(targets, results, strict=True):
+        if result.shape != target.shape:
+            raise RuntimeError(f"a result of shape {list(result.shape)} for an output of shape {list(target.shape)}")
+    for target, result in zip(targets, results, strict=True):
+        write(target, result)
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _functional(operator: OpOverload, name: str) -> OpOverload | None:
+    """The overload that takes the same arguments and writes none of them."""
+    is_out = any(argument.is_out for argument in operator._schema.arguments)
+    packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)
+    if packet is None or operator.namespace != "aten" or not (is_out or name.endswith("_")):
+        return None
+    wanted = [(a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out]
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == wanted and not candidate._schema.is_mutable:
+            return candidate
+    return None
+
+
+def _refuse(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
+    raise NotImplementedError(
+        f"{operator} {why} and has no rule for scaled tensors: register one by ScaledTensor.implements, or use "
+        "x.decode()"
+    )

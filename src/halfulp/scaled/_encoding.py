@@ -1,0 +1,127 @@
+"""Into scaled tensors and out again, with gradients; printing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _powers
+from ._form import LOGICALS, check_storage, decoded, made, measured_scale, narrowed, widened
+from ._scaled_tensor import ScaledTensor, wrap
+
+
+def encode(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None, rounding: str) -> ScaledTensor:
+    """See `ScaledTensor.encode`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}: torch.as_tensor makes one")
+    check_storage(dtype)
+    _powers.check_power_rounding(rounding)
+    if x.dtype not in LOGICALS:
+        raise ValueError(f"x is {x.dtype}: allowed are {', '.join(map(str, LOGICALS))}; integers carry no scale")
+    if x.layout != torch.strided:
+        raise ValueError(f"x has layout {x.layout}: a scaled tensor is dense, x.to_dense()")
+    if isinstance(x, ScaledTensor):
+        x = x.decode()
+    given = None if scale is None else _powers.as_scale(scale, x.device)
+    return _Encode.apply(x, dtype, given, rounding)
+
+
+def decode(x: ScaledTensor, dtype: torch.dtype | None) -> Tensor:
+    """See `ScaledTensor.decode`."""
+    return _Decode.apply(x, dtype or x.dtype)
+
+
+def with_scale(x: ScaledTensor, scale: Tensor | float) -> ScaledTensor:
+    """See `ScaledTensor.with_scale`."""
+    return _Rescale.apply(x, _powers.as_scale(scale, x.device))
+
+
+def cast_(x: ScaledTensor, dtype: torch.dtype) -> ScaledTensor:
+    """See `ScaledTensor.cast_`."""
+    check_storage(dtype)
+    x._payload = narrowed(widened(x), dtype)
+    return x
+
+
+def rescaled(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
+    """The same values under another scale, in the same storage."""
+    return made(_powers.times(widened(x), _powers.ratio(x._scale, scale)), scale.clone(), x._payload.dtype, x.dtype)
+
+
+class _Encode(torch.autograd.Function):
+    """The identity on values, from plain to scaled."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: str) -> ScaledTensor:
+        context.dtype = x.dtype
+        wide = x if x.dtype == torch.float64 else x.to(torch.float32)
+        if scale is None:
+            scale = measured_scale(x, storage, rounding)
+        payload = (wide / scale.to(wide.dtype)).to(torch.float32)
+        _check_fits(wide, payload, storage, scale)
+        return made(payload, scale, storage, x.dtype) if payload is not x else wrap(payload.clone(), scale, x.dtype)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple:
+        return decode(gradient, context.dtype) if isinstance(gradient, ScaledTensor) else gradient, None, None, None
+
+
+class _Decode(torch.autograd.Function):
+    """The identity on values, from scaled to plain."""
+
+    @staticmethod
+    def forward(context: Any, x: ScaledTensor, dtype: torch.dtype) -> Tensor:
+        context.storage, context.dtype = x._payload.dtype, x.dtype
+        value = decoded(x, dtype)
+        return value.clone() if value is x._payload else value
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple:
+        if not isinstance(gradient, ScaledTensor):
+            gradient = encode(gradient.to(context.dtype), context.storage, None, "nearest")
+        return gradient, None
+
+
+class _Rescale(torch.autograd.Function):
+    """The identity on values, to another scale."""
+
+    @staticmethod
+    def forward(context: Any, x: ScaledTensor, scale: Tensor) -> ScaledTensor:
+        return rescaled(x, scale)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple:
+        return gradient, None
+
+
+def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:
+    """Raise if a finite value is out of the payload's range; where values cannot be looked at they saturate."""
+    if type(payload) is not Tensor or payload.device.type != "cpu" or not payload.numel():
+        return
+    largest = torch.finfo(storage).max
+    if bool(((payload.abs() > largest) & x.isfinite()).any()):
+        amax = x[x.isfinite()].abs().max().item()
+        wanted = _powers.power_of(amax / largest, "up")
+        raise ValueError(
+            f"a value of magnitude {amax:g} is out of {storage}'s range under the scale {scale.item():g}: give scale="
+            f"{wanted:g} or more, or None"
+        )
+
+
+def representation(x: ScaledTensor) -> str:
+    """The values, the scale as a power of two, the storage."""
+    payload, scale = x._payload, x._scale
+    if type(payload) is not Tensor or payload.is_meta:
+        return f"ScaledTensor(shape={list(x.shape)}, payload={payload.dtype}, device={x.device})"
+    with torch.no_grad():
+        text = repr(decoded(x.detach(), torch.float32))
+    text = text.removeprefix("tensor(").removesuffix(")").replace("\n       ", "\n             ")
+    words = [text.split(", dtype=")[0], f"scale=2^{round(math.log2(scale.item()))}", f"payload={payload.dtype}"]
+    if x.dtype != torch.float32:
+        words.append(f"dtype={x.dtype}")
+    if x.requires_grad:
+        words.append("requires_grad=True")
+    return f"ScaledTensor({', '.join(words)})"

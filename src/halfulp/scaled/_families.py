@@ -1,0 +1,140 @@
+"""How families of operators treat scales: what most rules are one line of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from . import _powers
+from ._form import EIGHT_BITS, decoded, encoded, first_scaled, logical_of, made, operand, storage_of, widened
+from ._registry import implements
+from ._scaled_tensor import ScaledTensor, wrap
+
+
+def moving(*operators: OpOverload) -> None:
+    """Register operators that move the elements of their first argument: the payload moves, the scale stays.
+
+    op(p * s) = op(p) * s, with no rounding. A view shares the scale with what it is a view of.
+    """
+    for operator in operators:
+        implements(operator, family="pass-through")(_mover(operator, operator.is_view))
+
+
+def _mover(operator: OpOverload, is_view: bool) -> Callable:
+    def move(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
+        scale, dtype = (x._scale if is_view else x._scale.clone()), x.dtype
+        return tree_map(lambda p: wrap(p, scale, dtype), moved(operator, x._payload, *arguments, **options))
+
+    return move
+
+
+def moved(operator: OpOverload, payload: Tensor, *arguments: Any, **options: Any) -> Any:
+    """An operator that moves elements, on a payload: as bytes where torch has no such kernel for eight bits."""
+    if payload.dtype not in EIGHT_BITS or operator.is_view:
+        return operator(payload, *arguments, **options)
+    results = operator(payload.view(torch.uint8), *arguments, **options)
+    return tree_map(lambda p: p.view(payload.dtype) if isinstance(p, Tensor) and p.dtype == torch.uint8 else p, results)
+
+
+def linear(*operators: OpOverload) -> None:
+    """Register operators of one scaled tensor, the first argument, that commute with a positive factor.
+
+    op(p * s) = op(p) * s: relu, abs, neg, amax; computed in float32 and rounded once. Results that are no floats
+    (indices, masks) are what they are.
+    """
+    for operator in operators:
+        implements(operator, family="pass-through")(_of_degree(operator, 1))
+
+
+def of_degree(degree: int, *operators: OpOverload) -> None:
+    """Register operators with op(p * s) = op(p) * s^degree: square, reciprocal."""
+    for operator in operators:
+        implements(operator, family="power law")(_of_degree(operator, degree))
+
+
+def _of_degree(operator: OpOverload, degree: int) -> Callable:
+    def scaled(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
+        storage, dtype = x._payload.dtype, x.dtype
+        scale, rest = _powers.product(*[x._scale] * degree) if degree > 0 else power(x._scale, degree)
+        results = operator(widened(x), *arguments, **options)
+        return tree_map(lambda y: result(y, scale.clone(), rest, storage, dtype), results)
+
+    return scaled
+
+
+def result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtype, dtype: torch.dtype) -> Any:
+    """A float32 payload as a scaled tensor; whatever is no float as it is."""
+    if not isinstance(y, Tensor) or not y.is_floating_point():
+        return y
+    return made(_powers.times(y, rest), scale, storage, dtype)
+
+
+def power(scale: Tensor, degree: int) -> tuple[Tensor, Tensor | float]:
+    """scale^degree as a scale, and what its range cannot hold."""
+    value = _powers.known(scale)
+    if value is not None:
+        return _powers.product(torch.tensor(1.0), value**degree)
+    return _powers.product(torch.ones_like(scale), scale.double() ** degree)
+
+
+def bounded(*operators: OpOverload, family: str = "unit output") -> None:
+    """Register operators whose results have magnitudes about 1 whatever their arguments': values in, scale 1 out.
+
+    exp, tanh, sigmoid, softmax: op(p * s) computed on decoded values in float32.
+    """
+    for operator in operators:
+        implements(operator, family=family)(_on_decoded(operator, unit=True))
+
+
+def measured(*operators: OpOverload, family: str = "measured") -> None:
+    """Register operators that no power law describes: values in, the scale of the results measured.
+
+    The scale is a power of two next to the root mean square of the results.
+    """
+    for operator in operators:
+        implements(operator, family=family)(_on_decoded(operator, unit=False))
+
+
+def _on_decoded(operator: OpOverload, unit: bool) -> Callable:
+    def compute(*arguments: Any, **options: Any) -> Any:
+        flat = [*arguments, *options.values()]
+        flat = [y for x in flat for y in (x if isinstance(x, (list, tuple)) else (x,))]
+        storage, dtype = storage_of(flat), logical_of(flat)
+        arguments, options = tree_map(value_of, (arguments, options))
+        return tree_map(lambda y: _held(y, storage, dtype, unit), operator(*arguments, **options))
+
+    return compute
+
+
+def value_of(x: Any) -> Any:
+    """A scaled tensor's values in float32, a plain floating tensor in float32; whatever else as it is."""
+    if isinstance(x, ScaledTensor):
+        return decoded(x, torch.float32)
+    if isinstance(x, Tensor) and x.is_floating_point():
+        return x.to(torch.float32)
+    return torch.float32 if isinstance(x, torch.dtype) and x.is_floating_point else x
+
+
+def _held(y: Any, storage: torch.dtype, dtype: torch.dtype, unit: bool) -> Any:
+    if not isinstance(y, Tensor) or not y.is_floating_point():
+        return y
+    return made(y, one(y), storage, dtype) if unit else encoded(y, storage, dtype=dtype)
+
+
+def one(like: Tensor) -> Tensor:
+    """The scale 1."""
+    return torch.ones((), dtype=torch.float32, device=like.device)
+
+
+def aligned(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtype]:
+    """float32 payloads of several operands under their largest scale; the scale, the storage, the logical dtype."""
+    like = first_scaled(operands)
+    tensors = [operand(x, like) for x in operands]
+    scale = _powers.larger(*(x._scale for x in tensors))
+    payloads = [_powers.times(widened(x), _powers.ratio(x._scale, scale)) for x in tensors]
+    return payloads, scale, storage_of(operands), logical_of(operands)

@@ -1,0 +1,132 @@
+"""From payloads to values and back: widening, narrowing, operands of one kind, results of the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _powers
+from ._powers import PowerRounding
+from ._scaled_tensor import ScaledTensor, wrap
+
+STORAGES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
+LOGICALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_WIDTH = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 1, torch.bfloat16: 1, torch.float32: 2}
+
+
+def check_storage(dtype: object) -> torch.dtype:
+    """Raise unless payloads can have this dtype."""
+    if dtype not in STORAGES:
+        raise ValueError(f"dtype={dtype}: a payload is one of {', '.join(map(str, STORAGES))}")
+    return dtype
+
+
+def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
+    """The payload type of a result: the wider one; of two different types of one width the next wider one."""
+    found = set(storages)
+    width = max(_WIDTH[storage] for storage in found)
+    widest = [storage for storage in found if _WIDTH[storage] == width]
+    if len(widest) == 1:
+        return widest[0]
+    return torch.float16 if width == 0 else torch.float32
+
+
+def widened(x: ScaledTensor) -> Tensor:
+    """The payload in float32, in which rules compute."""
+    return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
+
+
+def narrowed(values: Tensor, storage: torch.dtype) -> Tensor:
+    """float32 values rounded to a payload type; finite ones beyond its range saturate, infinities stay (or are NaN)."""
+    if storage == values.dtype:
+        return values
+    if storage in (torch.bfloat16, torch.float32):
+        return values.to(storage)
+    largest = torch.finfo(storage).max
+    if type(values) is Tensor and values.device.type == "cpu" and values.numel():
+        low, high = torch.aminmax(values)
+        if -largest <= low.item() and high.item() <= largest:
+            return values.to(storage)
+    return torch.where(values.isinf(), values, values.clamp(-largest, largest)).to(storage)
+
+
+def made(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+    """float32 payload values and a scale as a tensor of a storage and a logical dtype."""
+    return wrap(narrowed(values, storage), scale, dtype)
+
+
+def decoded(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """payload x scale, computed in float32 (float64 for that dtype) and rounded once to a dtype; its own by default."""
+    dtype = dtype or x.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    value = _powers.known(x._scale)
+    scaled = x._payload.to(wide) * (x._scale.to(wide) if value is None else value)
+    return scaled if dtype == wide else scaled.to(dtype)
+
+
+def measured_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "nearest") -> Tensor:
+    """The power of two next to the root mean square of the finite non-zero values; larger if an element needs it.
+
+    Without such values `ANY`.
+    """
+    if not values.numel():
+        return torch.full((), _powers.ANY, dtype=torch.float32, device=values.device)
+    finite = torch.nan_to_num(values.detach().to(torch.float64), 0.0, 0.0, 0.0)
+    count = finite.count_nonzero().clamp(min=1)
+    rms = (finite.square().sum() / count).sqrt()
+    amax = finite.abs().amax()
+    lowest = amax / torch.finfo(storage).max
+    scale = _powers.round_to_power(rms.to(torch.float32), rounding)
+    return torch.maximum(scale, _powers.round_to_power(lowest.to(torch.float32), "up"))
+
+
+def encoded(values: Tensor, storage: torch.dtype, scale: Tensor | None = None, dtype: torch.dtype | None = None):
+    """A plain tensor as payload x scale; the scale is measured unless given."""
+    dtype = dtype or values.dtype
+    scale = measured_scale(values, storage) if scale is None else scale
+    wide = values if values.dtype in (torch.float32, torch.float64) else values.to(torch.float32)
+    value = _powers.known(scale)
+    payload = wide / (scale.to(wide.dtype) if value is None else value)
+    return made(payload.to(torch.float32) if storage != torch.float32 else payload, scale, storage, dtype)
+
+
+def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
+    """A tensor or number as payload x scale with a float32 payload; scaled tensors stay as they are.
+
+    Numbers are split at the nearest power of two in log2, so that a factor of 0.95 leaves a scale alone; plain tensors
+    take a measured scale.
+    """
+    if isinstance(x, ScaledTensor):
+        return x
+    if isinstance(x, Tensor):
+        return encoded(x.to(like.dtype) if not x.is_floating_point() else x, torch.float32)
+    value = float(x)
+    scale = _powers.power_of(abs(value)) if value and abs(value) < float("inf") else (1.0 if value else _powers.ANY)
+    payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)
+    return wrap(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
+
+
+def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:
+    """The first scaled tensor among arguments."""
+    return next(x for x in arguments if isinstance(x, ScaledTensor))
+
+
+def storage_of(arguments: Iterable[Any]) -> torch.dtype:
+    """The payload type that a result of these arguments has: plain tensors and numbers do not widen it."""
+    return common_storage(x._payload.dtype for x in arguments if isinstance(x, ScaledTensor))
+
+
+def logical_of(arguments: Iterable[Any]) -> torch.dtype:
+    """The dtype that torch would promote these arguments to."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    with_dims = [x.dtype for x in tensors if x.dim()]
+    result = None
+    for dtype in with_dims or [x.dtype for x in tensors]:
+        result = dtype if result is None else torch.promote_types(result, dtype)
+    if not result.is_floating_point:
+        result = next(x.dtype for x in tensors if x.is_floating_point())
+    return result

@@ -1,0 +1,44 @@
+"""Rules of operators that move elements or commute with a positive factor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._families import linear, moving
+from ._form import LOGICALS, decoded
+from ._registry import implements
+from ._scaled_tensor import ScaledTensor, wrap
+
+aten = torch.ops.aten
+
+moving(
+    *(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default, aten.transpose.int),
+    *(aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default),
+    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default, aten.detach.default),
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.diagonal.default, aten.unfold.default),
+    *(aten.as_strided.default, aten.clone.default, aten.flip.default, aten.roll.default, aten.repeat.default),
+    *(aten.index_select.default, aten.gather.default, aten.index.Tensor, aten._unsafe_index.Tensor),
+    *(aten.embedding.default, aten.take.default, aten.tril.default, aten.triu.default, aten.masked_select.default),
+)
+linear(aten.relu.default, aten.abs.default, aten.neg.default)
+
+
+@implements(aten._to_copy.default, family="pass-through")
+def to_copy(
+    x: ScaledTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **layout: Any
+) -> Tensor:
+    """Another logical dtype or device: payload and scale as they are. Integers and truth values take the value."""
+    if dtype is not None and dtype not in LOGICALS:
+        return aten._to_copy.default(decoded(x), dtype=dtype, device=device, memory_format=memory_format)
+    payload = aten._to_copy.default(x._payload, device=device, memory_format=memory_format)
+    scale = aten._to_copy.default(x._scale, device=device)
+    return wrap(payload, scale, dtype or x.dtype)
+
+
+@implements(aten._local_scalar_dense.default, family="pass-through")
+def local_scalar_dense(x: ScaledTensor) -> float:
+    """The value as a Python number."""
+    return aten._local_scalar_dense.default(decoded(x, torch.float64))

@@ -1,0 +1,126 @@
+"""Powers of two: rounding to them, and combining scales without leaving float32's range."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+PowerRounding = Literal["down", "up", "nearest"]
+POWER_ROUNDINGS = ("down", "up", "nearest")
+
+SMALLEST, LARGEST = 2.0**-126, 2.0**127
+# The scale of a tensor that holds nothing but zeros: below every other, so that it never decides.
+ANY = SMALLEST
+
+_EXPONENT_BITS = 0x7F800000
+_MANTISSA_BITS = 0x007FFFFF
+_HALF_POWER = 0x003504F3  # mantissa of the square root of 2: from here on the next power is nearer in log2
+
+
+def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
+    """Positive numbers as powers of two in [2^-126, 2^127], float32; by bits, so without a logarithm's error.
+
+    Args:
+        value: positive floats of any shape; zeros and subnormals become 2^-126, what lies above 2^127 that.
+        rounding: "down", "up" (powers of two stay), or "nearest" in log2, ties up.
+
+    >>> round_to_power(torch.tensor([4.0, 5.0, 6.0]), "nearest").tolist(), round_to_power(torch.tensor(4.5), "up").item()
+    ([4.0, 4.0, 8.0], 8.0)
+    """
+    check_power_rounding(rounding)
+    bits = value.to(torch.float32).clamp(SMALLEST, LARGEST).view(torch.int32)
+    if rounding == "up":
+        bits = bits + _MANTISSA_BITS
+    elif rounding == "nearest":
+        bits = bits + (_MANTISSA_BITS + 1 - _HALF_POWER)
+    return (bits & _EXPONENT_BITS).view(torch.float32)
+
+
+def power_of(value: float, rounding: PowerRounding = "nearest") -> float:
+    """The same for one Python number.
+
+    >>> power_of(0.95), power_of(0.95, "down"), power_of(3.0)
+    (1.0, 0.5, 4.0)
+    """
+    if not value > SMALLEST:
+        return SMALLEST
+    mantissa, exponent = math.frexp(min(value, LARGEST))
+    if rounding == "down" or mantissa == 0.5:
+        return math.ldexp(0.5, exponent)
+    return math.ldexp(1.0 if rounding == "up" or mantissa >= math.sqrt(0.5) else 0.5, min(exponent, 127))
+
+
+def check_power_rounding(rounding: object) -> None:
+    """Raise unless this is a way of rounding to a power of two."""
+    if rounding not in POWER_ROUNDINGS:
+        raise ValueError(f"rounding={rounding!r}: allowed for powers of two are {', '.join(POWER_ROUNDINGS)}")
+
+
+def as_scale(scale: Tensor | float, device: torch.device | str | None = None) -> Tensor:
+    """A scale as a float32 tensor without dimensions.
+
+    Raises:
+        ValueError: it is no power of two from 2^-126 to 2^127, or has dimensions.
+    """
+    if isinstance(scale, Tensor):
+        if scale.dim():
+            raise ValueError(f"a scale of shape {list(scale.shape)}: allowed is one power of two without dimensions")
+        if known(scale) is None:  # on an accelerator or being traced: its value is not looked at
+            return scale.to(torch.float32)
+    value = float(scale)
+    if not SMALLEST <= value <= LARGEST or math.frexp(value)[0] != 0.5:
+        raise ValueError(f"scale={value!r}: allowed are powers of two from 2**-126 to 2**127, and None")
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def known(scale: Tensor) -> float | None:
+    """A scale's value where looking costs nothing: eagerly on the CPU; else None."""
+    return scale.item() if type(scale) is Tensor and scale.device.type == "cpu" else None
+
+
+def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
+    """The product of scales and powers of two: a scale, and what its range cannot hold, for the payload; mostly 1.
+
+    Raises:
+        ValueError: there is no scale among the factors.
+    """
+    scales = [factor for factor in factors if isinstance(factor, Tensor)]
+    values = [known(factor) if isinstance(factor, Tensor) else factor for factor in factors]
+    if None not in values:
+        value = math.prod(values)
+        held = min(max(value, SMALLEST), LARGEST)
+        return torch.tensor(held, dtype=torch.float32), value / held
+    value = scales[0].double()
+    for factor in (*scales[1:], *(factor for factor in factors if not isinstance(factor, Tensor))):
+        value = value * factor
+    held = value.clamp(SMALLEST, LARGEST).to(torch.float32)
+    return held, (value / held).to(torch.float32)
+
+
+def larger(*scales: Tensor) -> Tensor:
+    """The largest of several scales, as a tensor of its own."""
+    values = [known(scale) for scale in scales]
+    if None not in values:
+        return torch.tensor(max(values), dtype=torch.float32)
+    result = scales[0]
+    for scale in scales[1:]:
+        result = torch.maximum(result, scale)
+    return result.clone() if len(scales) == 1 else result
+
+
+def ratio(scale: Tensor, other: Tensor) -> Tensor | float:
+    """scale / other as a factor for a payload; a float where that costs nothing."""
+    over, under = known(scale), known(other)
+    if over is not None and under is not None:
+        return over / under
+    return scale / other
+
+
+def times(payload: Tensor, factor: Tensor | float) -> Tensor:
+    """A float32 payload times a power of two: exact but for what leaves float32's range."""
+    if isinstance(factor, Tensor):
+        return payload * factor
+    return payload if factor == 1.0 else payload * min(factor, LARGEST)

@@ -1,0 +1,54 @@
+"""Which function computes which torch operator on scaled tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch._ops import OpOverload
+
+from ..tensors import RuleTable
+
+
+def _derived(operator: OpOverload) -> Callable:
+    from ._derivation import derived  # the derivations need the tensor class, which needs this file
+
+    return derived(operator)
+
+
+_table = RuleTable(_derived)
+RULES = _table.rules
+rule_of = _table.of
+# The family of every registered operator, for the tables of the docs.
+FAMILIES: dict[OpOverload, str] = {}
+
+
+def implements(*operators: OpOverload, family: str = "own") -> Callable[[Callable], Callable]:
+    """Register a function as the rule of torch operators for scaled tensors, as a decorator.
+
+    The function takes the operator's own arguments, of which some are ScaledTensors, runs below autograd, and returns
+    what the operator returns. `halfulp.testing.check_rule` holds it to the plain operator under random scales.
+
+    Args:
+        operators: overloads such as `torch.ops.aten.erfc.default` or `torch.ops.mylib.smooth.default`.
+        family: the heading under which tables list it.
+
+    Raises:
+        TypeError: an argument is not one overload of an operator.
+        ValueError: an operator has a rule already.
+
+    >>> import torch
+    >>> from halfulp.scaled import ScaledTensor
+    >>> _ = torch.library.define("halfulp_doc::thrice", "(Tensor x) -> Tensor")
+    >>> @ScaledTensor.implements(torch.ops.halfulp_doc.thrice.default)
+    ... def thrice(x):
+    ...     return ScaledTensor(x.payload * 3, x.scale, x.dtype)
+    >>> torch.ops.halfulp_doc.thrice(ScaledTensor.encode(torch.tensor([1.0, 2.0]))).tolist()
+    [3.0, 6.0]
+    """
+    register = _table.implements(*operators)
+
+    def with_family(rule: Callable) -> Callable:
+        FAMILIES.update(dict.fromkeys(operators, family))
+        return register(rule)
+
+    return with_family

@@ -1,0 +1,46 @@
+"""Pickle and torch.save: plain tensors and a version, nothing that weights_only refuses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ._scaled_tensor import ScaledTensor
+
+VERSION = 1
+
+
+def reduced(x: ScaledTensor) -> tuple:
+    """What pickle stores: history is left out, the gradient too, as for every tensor."""
+    if not x.is_leaf:
+        raise RuntimeError("only leaves can be pickled, as for every tensor: save x.detach()")
+    marks = (x.requires_grad, getattr(x, "_is_param", False))
+    return rebuild_scaled_tensor, (VERSION, x._payload.detach(), x._scale, x.dtype, *marks)
+
+
+def rebuild_scaled_tensor(
+    version: int, payload: Tensor, scale: Tensor, dtype: torch.dtype, requires_grad: bool, is_parameter: bool
+) -> ScaledTensor:
+    """The tensor that `reduced` took apart.
+
+    Raises:
+        ValueError: the file was written by a version of another layout.
+    """
+    from ._scaled_tensor import wrap
+
+    if version != VERSION:
+        raise ValueError(
+            f"this file holds ScaledTensors of layout {version}, and this version of halfulp reads layout {VERSION}: "
+            "load it with the version that wrote it and save x.payload and x.scale, which are plain tensors"
+        )
+    made = wrap(payload, scale, dtype)
+    made.requires_grad_(requires_grad)
+    if is_parameter:
+        made._is_param = True
+    return made
+
+
+torch.serialization.add_safe_globals([rebuild_scaled_tensor])

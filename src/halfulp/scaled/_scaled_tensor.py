@@ -1,0 +1,218 @@
+"""ScaledTensor: a torch tensor whose value is a narrow payload times a power of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _powers, _saving
+from ._powers import PowerRounding
+from ._registry import implements, rule_of
+
+_make = torch.Tensor._make_wrapper_subclass
+
+
+class ScaledTensor(torch.Tensor):
+    """A tensor whose value is payload x scale: the payload a tensor of a narrow dtype, the scale one power of two.
+
+    From "Scalify: scale propagation for efficient low-precision LLM training" (Balança, Hosegood, Luschi and
+    Fitzgibbon, arXiv 2407.17353). Every operator has a rule that gives the payload and the scale of its result; in
+    full precision results are what they would be without scales. `x.dtype`, which modules and autograd see, is the
+    logical dtype; the payload's own is the storage dtype, `x.payload.dtype`: float16, bfloat16, float8_e4m3fn,
+    float8_e5m2 or float32. `x.to(dtype)` changes the logical dtype; `cast_` the storage.
+
+    Plain tensors and Python numbers that meet a scaled tensor are encoded with a float32 payload and do not widen the
+    result's. Rules compute in float32 and round once; finite results beyond the payload's range saturate, infinities
+    and NaN stay. Zeros made by torch.zeros_like take any scale: that of what is written or added first.
+
+    >>> import torch
+    >>> x = ScaledTensor.encode(torch.tensor([3e-9, 4e-9]), dtype=torch.float16)
+    >>> x
+    ScaledTensor([3.0013e-09, 3.9982e-09], scale=2^-28, payload=torch.float16)
+    >>> x.payload, x.dtype
+    (tensor([0.8057, 1.0732], dtype=torch.float16), torch.float32)
+    """
+
+    _payload: Tensor
+    _scale: Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, payload: Tensor, scale: Tensor | float, dtype: torch.dtype = torch.float32) -> ScaledTensor:
+        """payload x scale as it is: nothing is measured or rounded.
+
+        Args:
+            payload: of a storage dtype.
+            scale: a power of two from 2^-126 to 2^127.
+            dtype: the logical one.
+
+        Raises:
+            ValueError: the payload's dtype is no storage dtype, or the scale no power of two.
+        """
+        from ._form import check_storage
+
+        if not isinstance(payload, Tensor) or isinstance(payload, ScaledTensor):
+            raise TypeError(f"a payload is a plain tensor, got {type(payload).__name__}: use ScaledTensor.encode(x)")
+        check_storage(payload.dtype)
+        _check_logical(dtype)
+        return wrap(payload.detach(), _powers.as_scale(scale, payload.device), dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+        return rule_of(operator)(*arguments, **(options or {}))
+
+    @staticmethod
+    def encode(
+        x: Tensor,
+        dtype: torch.dtype = torch.float16,
+        scale: Tensor | float | None = None,
+        rounding: PowerRounding = "nearest",
+    ) -> ScaledTensor:
+        """A plain tensor as payload x scale.
+
+        Args:
+            x: float16, bfloat16, float32 or float64; its dtype becomes the logical one.
+            dtype: of the payload: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32.
+            scale: a power of two; None takes one next to the root mean square of the finite non-zero values, or as
+                much larger as the largest needs.
+            rounding: how the root mean square becomes a power of two: "down", "up" or "nearest" (in log2).
+
+        Returns:
+            A ScaledTensor of x's shape; gradients flow back to x.
+
+        Raises:
+            TypeError: x is no tensor.
+            ValueError: integer or complex data, no storage dtype, a scale that is no power of two, or one under which
+                a finite value does not fit the payload.
+
+        >>> import torch
+        >>> ScaledTensor.encode(torch.tensor([1e-6, 3e-6]), torch.float8_e4m3fn).scale.log2()
+        tensor(-19.)
+        """
+        from . import _encoding
+
+        return _encoding.encode(x, dtype, scale, rounding)
+
+    @staticmethod
+    def implements(*operators: Any) -> Callable[[Callable], Callable]:
+        """Register a function as the rule of torch operators, as a decorator: see `halfulp.scaled.implements`."""
+        return implements(*operators)
+
+    @property
+    def payload(self) -> Tensor:
+        """What the scale multiplies: a plain tensor that shares this tensor's memory."""
+        return self._payload
+
+    @property
+    def scale(self) -> Tensor:
+        """A power of two: float32, without dimensions."""
+        return self._scale
+
+    def with_scale(self, scale: Tensor | float) -> ScaledTensor:
+        """The same values under another scale; finite payloads beyond the storage's range saturate."""
+        from . import _encoding
+
+        return _encoding.with_scale(self, scale)
+
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The value as a plain tensor, rounded once to the logical dtype, or another; gradients flow through it.
+
+        >>> import torch
+        >>> ScaledTensor(torch.tensor([1.0, 1.5]), 2.0**-3).decode()
+        tensor([0.1250, 0.1875])
+        """
+        from . import _encoding
+
+        return _encoding.decode(self, dtype)
+
+    def cast_(self, dtype: torch.dtype) -> ScaledTensor:
+        """Change the payload's dtype, in place: the values rounded once, the scale as it is."""
+        from . import _encoding
+
+        return _encoding.cast_(self, dtype)
+
+    def tolist(self) -> float | list:
+        """Python floats in nested lists."""
+        return self.detach().decode(torch.float64).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused: NumPy has no type for a payload with a scale."""
+        raise TypeError("NumPy has no type for a payload with a scale: x.decode().numpy(), or x.payload and x.scale")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.numpy()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise TypeError("DLPack has no type for a payload with a scale: hand over x.decode()")
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        from . import _encoding
+
+        return _encoding.representation(self)
+
+    __str__ = __repr__
+
+    def __format__(self, specification: str) -> str:
+        return format(self.item(), specification) if self.dim() == 0 and specification else repr(self)
+
+    def __deepcopy__(self, memo: dict) -> ScaledTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
+        made = wrap(deepcopy(self._payload, memo), deepcopy(self._scale, memo), self.dtype)
+        made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        made.__dict__.update(
+            {k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("_payload", "_scale")}
+        )
+        if self.grad is not None:
+            made.grad = deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _saving.reduced(self)
+
+    @property
+    def data(self) -> Tensor:
+        """The same payload and scale without history; assigning replaces both."""
+        return torch._C.TensorBase.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, ScaledTensor):
+            raise TypeError("x.data of a ScaledTensor takes a ScaledTensor: write values with x.copy_(tensor)")
+        torch._C.TensorBase.data.__set__(self, value)
+        self._payload, self._scale = value._payload, value._scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["_payload", "_scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: torch.dtype, size: Any, stride: Any) -> ScaledTensor:
+        return wrap(inner["_payload"], inner["_scale"], context)
+
+    def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
+        if expected is torch.Tensor:
+            return self.detach().decode()
+        return self if expected in (None, ScaledTensor) else None
+
+
+def wrap(payload: Tensor, scale: Tensor, dtype: torch.dtype) -> ScaledTensor:
+    """payload x scale, unchecked."""
+    made = _make(
+        ScaledTensor, payload.shape, payload.stride(), payload.storage_offset(), dtype=dtype, device=payload.device
+    )
+    made._payload = payload
+    made._scale = scale
+    return made
+
+
+def _check_logical(dtype: object) -> None:
+    allowed = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if dtype not in allowed:
+        raise ValueError(f"dtype={dtype}: a logical dtype is one of {', '.join(map(str, allowed))}")

@@ -1,0 +1,45 @@
+"""Which function computes which torch operator, for one kind of tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch._ops import OpOverload
+
+
+class RuleTable:
+    """The rules of a tensor subclass: registered ones, and those that were derived when first met."""
+
+    def __init__(self, derive: Callable[[OpOverload], Callable]) -> None:
+        self.rules: dict[OpOverload, Callable] = {}
+        self._derived: dict[OpOverload, Callable] = {}
+        self._derive = derive
+
+    def of(self, operator: OpOverload) -> Callable:
+        """An operator's rule."""
+        rule = self.rules.get(operator) or self._derived.get(operator)
+        if rule is None:
+            rule = self._derived[operator] = self._derive(operator)
+        return rule
+
+    def implements(self, *operators: OpOverload) -> Callable[[Callable], Callable]:
+        """A decorator that registers a function as the rule of operators.
+
+        Raises:
+            TypeError: an argument is not one overload of an operator.
+            ValueError: an operator has a rule already.
+        """
+        for operator in operators:
+            if not isinstance(operator, OpOverload):
+                raise TypeError(f"{operator!r} is not one overload of an operator: give torch.ops.aten.add.Tensor, say")
+            if operator in self.rules:
+                name = self.rules[operator].__name__
+                raise ValueError(f"{operator} has a rule already ({name}): no operator has two")
+
+        def register(rule: Callable) -> Callable:
+            for operator in operators:
+                self.rules[operator] = rule
+                self._derived.pop(operator, None)
+            return rule
+
+        return register
