@@ -15,6 +15,7 @@ from ._scaled_tensor import ScaledTensor, wrap
 STORAGES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
 LOGICALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_INFINITE = (torch.float16, torch.float8_e5m2)
 _WIDTH = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 1, torch.bfloat16: 1, torch.float32: 2}
 
 
@@ -51,7 +52,8 @@ def narrowed(values: Tensor, storage: torch.dtype) -> Tensor:
         low, high = torch.aminmax(values)
         if -largest <= low.item() and high.item() <= largest:
             return values.to(storage)
-    return torch.where(values.isinf(), values, values.clamp(-largest, largest)).to(storage)
+    kept = values if storage in _INFINITE else torch.nan
+    return torch.where(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
 
 
 def made(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:

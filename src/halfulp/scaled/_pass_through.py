@@ -42,3 +42,9 @@ def to_copy(
 def local_scalar_dense(x: ScaledTensor) -> float:
     """The value as a Python number."""
     return aten._local_scalar_dense.default(decoded(x, torch.float64))
+
+
+@implements(aten.is_pinned.default, family="pass-through")
+def is_pinned(x: ScaledTensor, device: Any = None) -> bool:
+    """Whether the payload lies in pinned memory."""
+    return aten.is_pinned.default(x._payload, device)

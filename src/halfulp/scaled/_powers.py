@@ -27,8 +27,8 @@ def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
         value: positive floats of any shape; zeros and subnormals become 2^-126, what lies above 2^127 that.
         rounding: "down", "up" (powers of two stay), or "nearest" in log2, ties up.
 
-    >>> round_to_power(torch.tensor([4.0, 5.0, 6.0]), "nearest").tolist(), round_to_power(torch.tensor(4.5), "up").item()
-    ([4.0, 4.0, 8.0], 8.0)
+    >>> round_to_power(torch.tensor([4.0, 5.0, 6.0]), "nearest").tolist(), round_to_power(torch.tensor(4.5), "up")
+    ([4.0, 4.0, 8.0], tensor(8.))
     """
     check_power_rounding(rounding)
     bits = value.to(torch.float32).clamp(SMALLEST, LARGEST).view(torch.int32)

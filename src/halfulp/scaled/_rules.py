@@ -7,3 +7,4 @@ from . import _gated as _gated
 from . import _pass_through as _pass_through
 from . import _reductions as _reductions
 from . import _unit as _unit
+from . import _writing as _writing

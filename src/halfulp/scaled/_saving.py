@@ -18,11 +18,20 @@ def reduced(x: ScaledTensor) -> tuple:
     if not x.is_leaf:
         raise RuntimeError("only leaves can be pickled, as for every tensor: save x.detach()")
     marks = (x.requires_grad, getattr(x, "_is_param", False))
-    return rebuild_scaled_tensor, (VERSION, x._payload.detach(), x._scale, x.dtype, *marks)
+    payload = x._payload.detach()
+    # torch.load knows no storages of eight-bit floats.
+    stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
+    return rebuild_scaled_tensor, (VERSION, stored, payload.dtype, x._scale, x.dtype, *marks)
 
 
 def rebuild_scaled_tensor(
-    version: int, payload: Tensor, scale: Tensor, dtype: torch.dtype, requires_grad: bool, is_parameter: bool
+    version: int,
+    stored: Tensor,
+    storage: torch.dtype,
+    scale: Tensor,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
 ) -> ScaledTensor:
     """The tensor that `reduced` took apart.
 
@@ -36,7 +45,7 @@ def rebuild_scaled_tensor(
             f"this file holds ScaledTensors of layout {version}, and this version of halfulp reads layout {VERSION}: "
             "load it with the version that wrote it and save x.payload and x.scale, which are plain tensors"
         )
-    made = wrap(payload, scale, dtype)
+    made = wrap(stored.view(storage), scale, dtype)
     made.requires_grad_(requires_grad)
     if is_parameter:
         made._is_param = True

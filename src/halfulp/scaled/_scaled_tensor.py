@@ -32,9 +32,9 @@ class ScaledTensor(torch.Tensor):
     >>> import torch
     >>> x = ScaledTensor.encode(torch.tensor([3e-9, 4e-9]), dtype=torch.float16)
     >>> x
-    ScaledTensor([3.0013e-09, 3.9982e-09], scale=2^-28, payload=torch.float16)
+    ScaledTensor([2.9995e-09, 4.0018e-09], scale=2^-28, payload=torch.float16)
     >>> x.payload, x.dtype
-    (tensor([0.8057, 1.0732], dtype=torch.float16), torch.float32)
+    (tensor([0.8052, 1.0742], dtype=torch.float16), torch.float32)
     """
 
     _payload: Tensor

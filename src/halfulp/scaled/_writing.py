@@ -9,7 +9,14 @@ from torch import Tensor
 
 from . import _powers
 from ._form import decoded, narrowed, operand, widened
+from ._registry import implements
 from ._scaled_tensor import ScaledTensor
+
+
+@implements(torch.ops.aten.copy_.default, family="writing")
+def copy_(x: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy a tensor of any kind into x."""
+    return write(x, value)
 
 
 def write(x: Tensor, value: Any) -> Tensor:
