@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from halfulp.arithmetic import names, pointwise
-from halfulp.kernels import engine, same_bits
+from halfulp.arithmetic._functions import FUNCTIONS
+from halfulp.arithmetic._pointwise import Call
+from halfulp.kernels import engine, record, same_bits
 
 
 def pair(*shape, dtype=torch.float32):
@@ -77,6 +79,24 @@ def test_a_compiled_graph_gives_the_same_bits(seed):
     torch._dynamo.reset()
     compiled = torch.compile(work, fullgraph=True, backend="aot_eager")
     assert all(same_bits(a, b) for a, b in zip(compiled(*operands), work(*operands)))
+
+
+def _to_compile(trace, known: set) -> int:
+    """Instructions, those of a network that is called counted once."""
+    digests = {piece.trace.digest(): piece.trace for piece in trace.pieces}
+    count = len(trace.lines)
+    for digest in digests.keys() - known:
+        known.add(digest)
+        count += _to_compile(digests[digest], known)
+    return count
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_compiler_sees_few_instructions(name):
+    """Ten thousand take about a second to compile; erf of four components has a hundred thousand to run."""
+    operands = FUNCTIONS[name].operands
+    call = Call(name, ((torch.float64, 4),) * operands, 4, torch.float64)
+    assert _to_compile(record(call.evaluate, torch.float64, 4 * operands)[0], set()) < 15_000
 
 
 def test_refusals_say_what_is_allowed():

@@ -8,7 +8,7 @@ more components are distilled from all exact partial results: at most 2^-(n p - 
 
 from __future__ import annotations
 
-from ..kernels import is_finite, power, select, square_root, times_power, trace_is_wide
+from ..kernels import is_finite, power, select, shared, square_root, times_power, trace_is_wide
 from ._transforms import Terms, distill, fast_two_sum, sweep, two_product, two_sum
 
 
@@ -50,6 +50,7 @@ def scaled(x: Terms, factor) -> Terms:
     return [t * factor for t in x]
 
 
+@shared
 def added(x: Terms, y: Terms, n: int) -> Terms:
     """x + y to n components; special values are not looked after."""
     if len(x) < len(y):
@@ -76,6 +77,7 @@ def _add_two(x: Terms, y: Terms) -> Terms:
     return list(fast_two_sum(v, t1 + w))
 
 
+@shared
 def multiplied(x: Terms, y: Terms, n: int) -> Terms:
     """x y to n components; special values are not looked after."""
     if len(x) < len(y):
@@ -126,6 +128,7 @@ def updated(x: Terms, y, factor: Terms) -> Terms:
     return list(fast_two_sum(high, x[1] + rest))
 
 
+@shared
 def divided(x: Terms, y: Terms, n: int) -> Terms:
     """x / y to n components, for y and the quotient away from the ends of the range."""
     if n == 1:
@@ -141,6 +144,7 @@ def divided(x: Terms, y: Terms, n: int) -> Terms:
     return distill(quotient, n)
 
 
+@shared
 def rooted(x: Terms, n: int) -> Terms:
     """The square root to n components, for x away from the ends of the range."""
     digits = [square_root(x[0])]

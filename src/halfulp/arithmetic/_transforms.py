@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..kernels import product_error
+from ..kernels import product_error, shared
 
 Terms = list  # of values: tensors, or traced ones
 
@@ -34,6 +34,7 @@ def sweep(terms: Terms, first: int = 0) -> Terms:
     return out
 
 
+@shared
 def distill(terms: Terms, keep: int) -> Terms:
     """The `keep` leading components of a sum of any terms: pass after pass, each fixing one more of them.
 

@@ -34,6 +34,7 @@ from ._trace import power_below as power_below
 from ._trace import product_error as product_error
 from ._trace import record as record
 from ._trace import select as select
+from ._trace import shared as shared
 from ._trace import square_root as square_root
 from ._trace import times_power as times_power
 from ._trace import trace_is_wide as trace_is_wide

@@ -6,14 +6,17 @@ computes; given `Traced` values it writes itself down, without branches, for `_v
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 MANTISSA = {torch.float32: 23, torch.float64: 52}
 _BIAS = {torch.float32: 127, torch.float64: 1023}
 _WORD = {torch.float32: torch.int32, torch.float64: torch.int64}
+_SHORT = 60  # instructions up to which a network is better written out than called
 
 
 class Trace:
@@ -23,7 +26,9 @@ class Trace:
         self.dtype = dtype
         self.lines: list[tuple[str, tuple[int, ...], object]] = []
         self.tables: list[tuple[float, ...]] = []
+        self.pieces: list[Piece] = []
         self._known: dict[tuple, int] = {}
+        self._places: dict[tuple, int] = {}
 
     def emit(self, operation: str, operands: Sequence[object] = (), extra: object = None) -> Traced:
         """One more instruction, or the same one's earlier result."""
@@ -39,12 +44,64 @@ class Trace:
             self.tables.append(values)
         return self.tables.index(values)
 
+    def call(self, function: Callable, arguments: tuple) -> list[Traced]:
+        """The results of a function of lists of values, which is recorded once for all its uses on such lists.
+
+        Arguments that are no lists belong to the function; the same value given twice is one input of it.
+        """
+        numbers = [[self._number(x) for x in a] if isinstance(a, list) else a for a in arguments]
+        distinct = list(dict.fromkeys(k for a in numbers if isinstance(a, list) for k in a))
+        shape = tuple(tuple(map(distinct.index, a)) if isinstance(a, list) else a for a in numbers)
+        if (function, shape) not in self._places:
+            self._places[function, shape] = len(self.pieces)
+            self.pieces.append(_piece(function, shape, self.dtype, len(distinct)))
+        place = self._places[function, shape]
+        piece = self.pieces[place]
+        if len(piece.trace.lines) <= _SHORT:
+            return function(*arguments)
+        made = self.emit("call", [Traced(self, k) for k in distinct], place)
+        return [self.emit("part", (made,), k) for k in range(len(piece.results))]
+
+    def size(self) -> int:
+        """How many instructions there are with all calls written out."""
+        return sum(self.pieces[extra].trace.size() if name == "call" else 1 for name, _, extra in self.lines)
+
     def digest(self) -> str:
         """A hash of everything that was recorded."""
-        return hashlib.sha256(repr((self.dtype, self.lines, self.tables)).encode()).hexdigest()
+        called = [(piece.trace.digest(), piece.results) for piece in self.pieces]
+        return hashlib.sha256(repr((self.dtype, self.lines, self.tables, called)).encode()).hexdigest()
 
     def _number(self, x: object) -> int:
         return x.number if isinstance(x, Traced) else self.emit("constant", (), float(x).hex()).number
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Instructions that are used several times: their record, and which of them are the results."""
+
+    trace: Trace
+    results: tuple[int, ...]
+
+
+@functools.cache
+def _piece(function: Callable, shape: tuple, dtype: torch.dtype, inputs: int) -> Piece:
+    def on_lists(*values):
+        return function(*([values[k] for k in a] if isinstance(a, tuple) else a for a in shape))
+
+    trace, results = record(on_lists, dtype, inputs)
+    return Piece(trace, tuple(x.number for x in results))
+
+
+def shared(network: Callable) -> Callable:
+    """A network, (lists of values and constants) -> a list of values, that large kernels hold once and call."""
+
+    @functools.wraps(network)
+    def run(*arguments):
+        values = (x for a in arguments if isinstance(a, list) for x in a)
+        traced = next((x for x in values if isinstance(x, Traced)), None)
+        return network(*arguments) if traced is None else traced.trace.call(network, arguments)
+
+    return run
 
 
 class Traced:

@@ -12,11 +12,12 @@ import torch
 
 from ._cache import MachineCodeCache
 from ._trace import Trace, record
-from ._vector_instructions import Instructions, size_of
+from ._vector_instructions import Instructions, hidden_one, size_of
 
 LANES = 16  # neighbours that a broadcast operand repeats: the widest vector of any kernel
 _HEADER = 2  # words of the table before the operands: elements per row, elements in all
 _WORDS = 3  # words per operand: address, elements from row to row, elements from neighbour to neighbour
+_LONG = 3000  # instructions from which calls cost less than the compiler's time for writing all out
 
 
 def compile_trace(
@@ -121,6 +122,7 @@ class Loop:
         self.wide = trace.dtype == torch.float64
         self.real = ir.DoubleType() if self.wide else ir.FloatType()
         self.i64 = ir.IntType(64)
+        self.calls = trace.size() > _LONG
 
     def word(self, value: int):
         return self.ir.Constant(self.i64, value)
@@ -143,20 +145,39 @@ class Loop:
                 for (address, step, _), dtype in zip(operands, self.stored + self.written)
             ]
             whole = b.mul(b.sdiv(count, self.word(lanes)), self.word(lanes))
-            for size, low, high in ((lanes, self.word(0), whole), (1, whole, count)):
-                with self.loop(low, high, self.word(size)) as i:
-                    self.element(size, [(base, b.mul(i, near)) for base, (_, _, near) in zip(bases, operands)])
+            with self.loop(self.word(0), whole, self.word(lanes)) as i:
+                self.element(lanes, [(base, b.mul(i, near)) for base, (_, _, near) in zip(bases, operands)])
+            with b.if_then(b.icmp_signed("<", whole, count)):
+                self.rest(lanes, bases, [near for _, _, near in operands], whole, count)
+
+    def rest(self, lanes: int, bases: list, nears: list, whole, count) -> None:
+        """The last neighbours of a row, fewer than a vector: copied, the last of them repeated, and back."""
+        b, last = self.b, self.b.sub(count, self.word(1))
+        kinds = [self.ir.IntType(8 * size_of(dtype)) for dtype in self.stored + self.written]
+        with b.goto_entry_block():
+            copies = [b.alloca(kind, size=self.word(lanes)) for kind in kinds]
+        inputs = list(zip(kinds, copies, bases, nears))[: len(self.stored)]
+        outputs = list(zip(kinds, copies, bases))[len(self.stored) :]
+        with self.loop(self.word(0), self.word(lanes), self.word(1)) as j:
+            i = b.add(whole, j)
+            i = b.select(b.icmp_signed("<", i, count), i, last)
+            for kind, copy, base, near in inputs:
+                b.store(b.load(b.gep(b.inttoptr(base, kind.as_pointer()), [b.mul(i, near)])), b.gep(copy, [j]))
+        self.element(lanes, [(b.ptrtoint(copy, self.i64), self.word(0)) for copy in copies])
+        with self.loop(whole, count, self.word(1)) as i:
+            for kind, copy, base in outputs:
+                value = b.load(b.gep(copy, [b.sub(i, whole)]))
+                b.store(value, b.gep(b.inttoptr(base, kind.as_pointer()), [i]))
 
     def hide_ones(self, lanes: int) -> None:
-        """For a vector width a 1 that the optimizer cannot see; see `Instructions.sum_of`."""
+        """A hidden 1 for a vector width that has fused operations."""
         from llvmlite import binding
 
         self.ones: dict = {}
         kind = self.ir.VectorType(self.real, lanes)
         bits = lanes * (64 if self.wide else 32)
         if binding.get_host_cpu_features().get({256: "avx2", 512: "avx512f"}.get(bits)):
-            one = self.ir.Constant(kind, [1.0] * lanes)
-            self.ones[lanes] = self.b.asm(self.ir.FunctionType(kind, [kind]), "", "=v,0", [one], side_effect=True)
+            self.ones[lanes] = hidden_one(self.b, kind)
 
     def loop(self, low, high, step):
         """A counting loop as a context manager that yields the counter."""
@@ -194,6 +215,7 @@ class _Fold(Loop):
         (trace, values), (self.closing, closed) = pieces
         results = tuple(value.number for value in values)
         super().__init__(builder, trace, results, stored, (torch.float64,) * len(closed))
+        self.calls = False
         self.closed, self.start = [value.number for value in closed], start
 
     def build(self, first, last, table) -> None:

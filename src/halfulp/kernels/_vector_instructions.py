@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._trace import Trace
+from ._trace import Piece, Trace
 
 if TYPE_CHECKING:
     from ._vector import Loop
@@ -18,9 +18,10 @@ _PREDICATES = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
 class Instructions:
     """One method per operation of a trace, on scalars or vectors."""
 
-    def __init__(self, loop: Loop, lanes: int, trace: Trace | None = None) -> None:
+    def __init__(self, loop: Loop, lanes: int, trace: Trace | None = None, builder=None) -> None:
         ir = self.ir = loop.ir
-        self.b, self.lanes, self.wide, self.trace = loop.b, lanes, loop.wide, trace or loop.trace
+        self.loop, self.b, self.lanes, self.wide = loop, builder or loop.b, lanes, loop.wide
+        self.trace = trace or loop.trace
         self.one, self.sums, self.products = loop.ones.get(lanes), 0, 0
         self.mantissa, self.bias = (52, 1023) if self.wide else (23, 127)
         self.real = self.shape(loop.real)
@@ -32,6 +33,8 @@ class Instructions:
         for operation, operands, extra in self.trace.lines:
             if operation == "input":
                 values.append(inputs[extra])
+            elif operation == "part":
+                values.append(values[operands[0]][extra])
             else:
                 values.append(getattr(self, f"do_{operation}")(extra, *(values[k] for k in operands)))
         return values
@@ -89,6 +92,38 @@ class Instructions:
             value = b.fptrunc(value, self.shape(ir.HalfType()))
         scalar = {torch.float16: ir.HalfType(), torch.float32: ir.FloatType()}.get(dtype, ir.DoubleType())
         b.store(value, self.pointer(place, scalar), align=size_of(dtype))
+
+    def do_call(self, number, *values):
+        """A list of the results of a piece: from its function where there is one, else written out."""
+        piece = self.trace.pieces[number]
+        if not self.loop.calls:
+            made = Instructions(self.loop, self.lanes, piece.trace, self.b).run(list(values))
+            return [made[k] for k in piece.results]
+        made = self.b.call(self.function(piece), values)
+        return [self.b.extract_value(made, k) for k in range(len(piece.results))]
+
+    def function(self, piece: Piece):
+        """A piece as a function of vectors, which travel in registers; one for all its uses in a module."""
+        ir, module = self.ir, self.b.module
+        inputs = sum(line[0] == "input" for line in piece.trace.lines)
+        told = repr((piece.trace.digest(), piece.results, self.lanes))
+        name = f"halfulp_piece_{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+        known = module.globals.get(name)
+        if known is not None:
+            return known
+        kind = ir.FunctionType(ir.LiteralStructType([self.real] * len(piece.results)), [self.real] * inputs)
+        function = ir.Function(module, kind, name)
+        function.linkage, function.calling_convention = "internal", "fastcc"
+        function.attributes.add("noinline")
+        builder = ir.IRBuilder(function.append_basic_block("entry"))
+        inside = Instructions(self.loop, self.lanes, piece.trace, builder)
+        inside.one = None if self.one is None else hidden_one(builder, self.real)
+        made = inside.run(list(function.args))
+        together = ir.Constant(kind.return_type, ir.Undefined)
+        for k, number in enumerate(piece.results):
+            together = builder.insert_value(together, made[number], k)
+        builder.ret(together)
+        return function
 
     def do_constant(self, extra, *_):
         return self.constant(self.real, float.fromhex(extra))
@@ -213,6 +248,14 @@ class Instructions:
             lane = ir.Constant(ir.IntType(32), k)
             made = b.insert_element(made, b.load(b.gep(table, [first, b.extract_element(whole, lane)])), lane)
         return made
+
+
+def hidden_one(builder, kind):
+    """A vector of ones that the optimizer cannot see; see `Instructions.sum_of`."""
+    from llvmlite import ir
+
+    one = ir.Constant(kind, [1.0] * kind.count)
+    return builder.asm(ir.FunctionType(kind, [kind]), "", "=v,0", [one], side_effect=True)
 
 
 def size_of(dtype: torch.dtype) -> int:

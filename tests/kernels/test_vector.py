@@ -1,0 +1,100 @@
+"""Traces as machine code: rows of any length, and networks that a long trace holds once and calls."""
+
+import array
+
+import pytest
+import torch
+
+from halfulp.kernels import LANES, compile_trace, record, same_bits, select, shared
+
+
+@shared
+def _mixed(x: list, y: list, n: int) -> list:
+    """Something of more than 100 operations."""
+    out = [*x, *y]
+    for _ in range(12):
+        for k in range(len(out)):
+            out[k] = out[k] * 0.75 - out[k - 1] * 0.5
+    return out[:n]
+
+
+def _long(a, b):
+    """Two thousand operations written out once, five times as many with every call."""
+    x = [a, b]
+    for k in range(60):
+        x = _mixed(x, [b * (1.0 + k), a], 2)
+    return [select(x[0] > x[1], x[0], x[1]), x[1] / (abs(x[0]) + 1.0)]
+
+
+def _short(a, b):
+    return [*_mixed([a], [b], 1), a + b]
+
+
+def _run(kernel, per_row: int, inputs: list, steps: list, outputs: list) -> None:
+    words = [per_row, outputs[0].numel()]
+    for part, (row, neighbour) in zip(inputs, steps):
+        words += (part.data_ptr(), row, neighbour)
+    for part in outputs:
+        words += (part.data_ptr(), per_row, 1)
+    table = array.array("q", words)
+    kernel(0, -(-outputs[0].numel() // per_row), table.buffer_info()[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("function", [_short, _long])
+def test_every_length_has_the_bits_of_tensors(function, dtype, cache, seed):
+    trace, results = record(function, dtype, 2)
+    kernel = compile_trace("test", trace, [r.number for r in results], [dtype] * 2, [dtype] * 2)
+    for count in (*range(1, 2 * LANES + 2), 100):
+        a, b = torch.randn(2, count, dtype=dtype)
+        expected = function(a, b)
+        behind = torch.full((2, count + LANES), 7.0, dtype=dtype)
+        outputs = [part[:count] for part in behind]
+        _run(kernel, count, [a, b], [(count, 1)] * 2, outputs)
+        assert all(map(same_bits, outputs, expected))
+        assert bool((behind[:, count:] == 7.0).all())
+        _run(kernel, count, [a, b], [(count, 1)] * 2, [a, b])
+        assert all(map(same_bits, [a, b], expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_rows_with_a_broadcast_operand(dtype, cache, seed):
+    trace, results = record(_long, torch.float64, 2)
+    kernel = compile_trace("test", trace, [r.number for r in results], [dtype] * 2, [torch.float64] * 2)
+    for rows, columns in ((3, 1), (4, 7), (2, 19)):
+        a, b = torch.randn(rows, columns).to(dtype), torch.randn(rows, 1).to(dtype)
+        outputs = [torch.empty(rows, columns, dtype=torch.float64) for _ in range(2)]
+        repeated = b.expand(-1, LANES).contiguous()
+        _run(kernel, columns, [a, repeated], [(columns, 1), (LANES, 0)], outputs)
+        assert all(map(same_bits, outputs, _long(a.double(), b.double())))
+
+
+def test_a_network_is_recorded_once_for_lists_of_one_shape():
+    trace, _ = record(_long, torch.float64, 2)
+    assert len(trace.pieces) == 2, "the first call alone takes a value twice"
+    assert trace.size() > 59 * len(trace.pieces[0].trace.lines)
+    assert len(trace.lines) < 500
+
+
+def test_a_value_given_twice_is_another_shape():
+    trace, _ = record(lambda a, b: [*_mixed([a, b], [a, b], 2), *_mixed([a, b], [b, a], 2)], torch.float64, 2)
+    assert [sum(line[0] == "input" for line in piece.trace.lines) for piece in trace.pieces] == [2, 2]
+
+
+def test_the_digest_tells_what_is_called():
+    def of(factor):
+        @shared
+        def network(x):
+            for _ in range(100):
+                x = [x[0] * factor + 1.0]
+            return x
+
+        return record(lambda a: network([a]), torch.float64, 1)[0].digest()
+
+    assert of(2.0) == of(2.0)
+    assert of(2.0) != of(3.0)
+
+
+def test_a_short_network_is_written_out():
+    trace, _ = record(lambda a, b: shared(lambda x: [x[0] + x[1]])([a, b]), torch.float64, 2)
+    assert [line[0] for line in trace.lines] == ["input", "input", "add"]
