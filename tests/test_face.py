@@ -11,7 +11,8 @@ import halfulp as hu
 MOST_NAMES = 44
 FACE = {
     "halfulp": {
-        *("arithmetic", "formats", "hyperbolic", "kernels", "optim", "recipes", "rounding", "tensors", "trials"),
+        *("arithmetic", "formats", "hyperbolic", "kernels", "optim", "recipes", "rounding", "tensors", "testing"),
+        "trials",
         *("MCTensor", "exact_dot", "exact_partial", "exact_round", "exact_sum", "fallbacks", "multicomponent"),
         *("BlockFormat", "Format"),
         *("Down", "Nearest", "Stochastic", "TowardZero", "Up", "quantize"),

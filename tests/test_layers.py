@@ -17,6 +17,7 @@ LAYERS = [
     {"arithmetic"},
     {"tensors"},
     {"scaled"},
+    {"testing"},
     {"optim", "gradients", "hyperbolic"},
     {"emulate"},
     {"recipes"},

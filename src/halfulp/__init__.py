@@ -8,6 +8,7 @@ from . import optim as optim
 from . import recipes as recipes
 from . import rounding as rounding
 from . import tensors as tensors
+from . import testing as testing
 from . import trials as trials
 from .arithmetic import exact_dot as exact_dot
 from .arithmetic import exact_partial as exact_partial

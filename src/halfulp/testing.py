@@ -1,0 +1,160 @@
+"""Tests of a user's own rules: the same values under other scales must give the same results."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .scaled import ScaledTensor
+
+_LARGEST_EXPONENT = 16
+
+
+class RuleError(AssertionError):
+    """A rule's results depend on scales, or are not the plain operator's."""
+
+
+def check_rule(
+    operator: Callable,
+    make_arguments: Callable[[], Sequence[Any]],
+    *,
+    trials: int = 8,
+    seed: int | None = None,
+    exact: bool | float = True,
+    gradients: bool = True,
+) -> None:
+    """Hold an operator on scaled tensors to the operator on plain ones.
+
+    Every floating tensor among the arguments is given as payload x scale twice: a float32 payload under the scale 1,
+    and under a random power of two, one for each tensor. The values are the same, so that results and gradients,
+    decoded, must have the same bits. They must also be what the plain operator gives.
+
+    Args:
+        operator: a function of the arguments: torch.ops.mylib.smooth, torch.erfc, a lambda with options.
+        make_arguments: returns the positional arguments, as a sequence; tensors among them may stand in lists. It is
+            called once per trial and draws from torch's generator, which is seeded for it and put back after.
+        trials: fresh arguments and scales.
+        seed: of all that is random; None draws one, which an error names.
+        exact: True: results equal the plain operator's bit for bit. A number: the largest difference allowed, relative
+            to the largest element. Independence of the scales is always bit for bit.
+        gradients: whether gradients are compared too, where the plain operator has them.
+
+    Raises:
+        RuleError: an AssertionError that names the result, the scales under which it differs, and the seed.
+        ValueError: no argument is a floating tensor, or a value under which a scale cannot change exactly.
+
+    >>> import torch
+    >>> from halfulp.scaled import ScaledTensor
+    >>> check_rule(torch.mm, lambda: (torch.randn(3, 4), torch.randn(4, 2)), exact=1e-6)
+    >>> _ = torch.library.define("halfulp_check::next", "(Tensor x) -> Tensor")
+    >>> _ = torch.library.impl("halfulp_check::next", "CPU")(lambda x: x + 1)
+    >>> @ScaledTensor.implements(torch.ops.halfulp_check.next.default)
+    ... def following(x):
+    ...     return ScaledTensor(x.payload + 1, x.scale, x.dtype)  # 1 should be 1 / scale
+    >>> check_rule(torch.ops.halfulp_check.next, lambda: (torch.ones(2),), gradients=False)
+    Traceback (most recent call last):
+    ...
+    halfulp.testing.RuleError: halfulp_check.next: result 0 depends on the scales...
+    """
+    seed = random.SystemRandom().randrange(2**31) if seed is None else seed
+    tolerance = 0.0 if exact is True else float(exact)
+    name = str(getattr(operator, "_qualified_op_name", getattr(operator, "__name__", operator))).replace("::", ".")
+    with torch.random.fork_rng(devices=[]):
+        for number in range(seed, seed + trials):
+            torch.manual_seed(number)
+            trial = _Trial(operator, make_arguments(), number, gradients)
+            plain, under_one = trial.run(None), trial.run(lambda: 0)
+            _compare(plain, under_one, tolerance, f"{name}: {{}} is not the plain operator's: {{}} (seed={number})")
+            chance, drawn = random.Random(number), []
+
+            def exponent(chance: random.Random = chance, drawn: list[int] = drawn) -> int:
+                drawn.append(chance.randint(-_LARGEST_EXPONENT, _LARGEST_EXPONENT))
+                return drawn[-1]
+
+            found = trial.run(exponent)
+            scales = ", ".join(f"2^{k}" for k in drawn)
+            message = f"{name}: {{}} depends on the scales: {{}}; all 1 and {scales} (seed={number})"
+            _compare(under_one, found, 0.0, message)
+
+
+class _Trial:
+    """One set of arguments, run plain or under scales."""
+
+    def __init__(self, operator: Callable, arguments: Sequence[Any], seed: int, gradients: bool) -> None:
+        self.operator, self.arguments, self.seed, self.gradients = operator, tuple(arguments), seed, gradients
+        if not any(_is_floating(x) for x in tree_leaves(self.arguments)):
+            raise ValueError("make_arguments returned no floating tensor: there is nothing to give a scale")
+
+    def run(self, exponent: Callable[[], int] | None) -> dict[str, Any]:
+        """Results and gradients by name, decoded; plain without exponents, else as payloads under their powers."""
+        leaves: list[Tensor] = []
+
+        def given(x: Any) -> Any:
+            if not _is_floating(x):
+                return x
+            leaves.append(_represented(x.detach().clone(), exponent))
+            return leaves[-1].requires_grad_(self.gradients)
+
+        arguments = tree_map(given, self.arguments)
+        torch.manual_seed(self.seed)
+        results = [x for x in tree_leaves(self.operator(*arguments)) if x is not None]
+        named = {f"result {number}": _value(x) for number, x in enumerate(results)}
+        outputs = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
+        if outputs:
+            torch.manual_seed(self.seed)
+            cotangents = [torch.randn(x.shape, dtype=x.dtype) for x in outputs]
+            cotangents = [
+                _represented(c, exponent) if isinstance(x, ScaledTensor) else c for c, x in zip(cotangents, outputs)
+            ]
+            found = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
+            named |= {f"gradient {number}": _value(x) for number, x in enumerate(found)}
+        return named
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _represented(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:
+    if exponent is None:
+        return x
+    power = 2.0 ** exponent()
+    payload = x.to(torch.float32) / power
+    if not torch.equal((payload * power).nan_to_num(), x.to(torch.float32).nan_to_num()):
+        raise ValueError(f"an argument does not keep its values under the scale {power:g}: give magnitudes about 1")
+    return ScaledTensor(payload, power, x.dtype)
+
+
+def _value(x: Any) -> Any:
+    return x.detach().decode() if isinstance(x, ScaledTensor) else x.detach() if isinstance(x, Tensor) else x
+
+
+def _compare(expected: dict[str, Any], found: dict[str, Any], tolerance: float, message: str) -> None:
+    """Raise where two runs differ; the message takes a result's name and how it differs."""
+    if expected.keys() != found.keys():
+        raise RuleError(message.format("the number of results", f"{list(found)} for {list(expected)}"))
+    for name, x in expected.items():
+        if difference := _difference(x, found[name], tolerance):
+            raise RuleError(message.format(name, difference))
+
+
+def _difference(x: Any, y: Any, tolerance: float) -> str:
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        same = x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and (x == y or (x != x and y != y)))
+        return "" if same else f"{y!r} for {x!r}"
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return f"{y.dtype} {list(y.shape)} for {x.dtype} {list(x.shape)}"
+    wrong = (x != y) & ~((x != x) & (y != y))
+    if tolerance and bool(wrong.any()):
+        finite = x[x.isfinite()].abs()
+        allowed = tolerance * finite.max().item() if finite.numel() else 0.0
+        wrong &= ~((x - y).abs() <= allowed)
+    if not bool(wrong.any()):
+        return ""
+    place = tuple(wrong.nonzero()[0].tolist())
+    return f"{y[place].item()!r} for {x[place].item()!r} at {list(place)}"

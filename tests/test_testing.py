@@ -1,0 +1,99 @@
+"""check_rule: what it passes, and that it names every kind of wrong rule."""
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.scaled import ScaledTensor
+from halfulp.testing import RuleError, check_rule
+
+_LIBRARY = torch.library.Library("halfulp_testing", "DEF")
+
+
+def _operator(name, plain, rule):
+    _LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+    _LIBRARY.impl(name, plain, "CPU")
+    packet = getattr(torch.ops.halfulp_testing, name)
+    ScaledTensor.implements(packet.default)(rule)
+    return packet
+
+
+def _normal():
+    return (torch.randn(4, 3) + 3,)
+
+
+def test_a_right_rule_passes(seed):
+    thrice = _operator("thrice", lambda x: x * 3, lambda x: ScaledTensor(x.payload * 3, x.scale, x.dtype))
+    check_rule(thrice, _normal, seed=seed, gradients=False)
+    check_rule(torch.ops.aten.mm, lambda: (torch.randn(3, 4), torch.randn(4, 2)), seed=seed, exact=1e-6)
+    check_rule(torch.tanh, _normal, seed=seed)
+
+
+def test_results_of_every_kind_are_compared(seed):
+    check_rule(lambda x: (-x, {"more": x * 2}, 3, None), _normal, seed=seed)
+    check_rule(lambda xs: xs[0] * xs[1], lambda: ([torch.randn(3), torch.randn(3)],), seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "words"),
+    [
+        ("forgets", lambda x: ScaledTensor(x.payload + 1, x.scale, x.dtype), "depends on the scales"),
+        ("wrong", lambda x: ScaledTensor.encode(x.decode() + 2, torch.float32), "is not the plain operator's"),
+        ("shape", lambda x: ScaledTensor((x.decode() + 1)[:1], 1.0), r"torch.float32 \[1, 3\] for"),
+        ("kind", lambda x: ScaledTensor(x.decode() + 1, 1.0, torch.float64), "torch.float64"),
+    ],
+)
+def test_a_wrong_rule_is_named(seed, name, rule, words):
+    operator = _operator(name, lambda x: x + 1, rule)
+    with pytest.raises(RuleError, match=words) as caught:
+        check_rule(operator, _normal, seed=seed, gradients=False)
+    assert f"halfulp_testing.{name}: result 0" in str(caught.value)
+    assert "seed=" in str(caught.value)
+    assert isinstance(caught.value, AssertionError)
+
+
+def test_a_wrong_gradient_is_named(seed):
+    class Off(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x * 2
+
+        @staticmethod
+        def backward(context, gradient):
+            if not isinstance(gradient, ScaledTensor):
+                return gradient * 2
+            return ScaledTensor(gradient.payload * 2, 1.0)
+
+    with pytest.raises(RuleError, match=r"gradient 0 depends on the scales.*2\^"):
+        check_rule(Off.apply, _normal, seed=seed)
+    check_rule(Off.apply, _normal, seed=seed, gradients=False)
+
+
+def test_the_tolerance_is_of_the_plain_operator_only(seed):
+    near = _operator("near", lambda x: x, lambda x: ScaledTensor(x.payload * (1 + 1e-5), x.scale, x.dtype))
+    with pytest.raises(RuleError):
+        check_rule(near, _normal, seed=seed, gradients=False)
+    check_rule(near, _normal, seed=seed, gradients=False, exact=1e-4)
+
+
+def test_nan_and_infinities_are_values(seed):
+    check_rule(torch.neg, lambda: (torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0]),), seed=seed)
+
+
+def test_random_numbers_outside_are_left_alone():
+    torch.manual_seed(3)
+    wanted = torch.rand(3)
+    torch.manual_seed(3)
+    check_rule(torch.neg, _normal)
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_arguments_without_a_scale_are_refused():
+    with pytest.raises(ValueError, match="no floating tensor"):
+        check_rule(torch.neg, lambda: (torch.arange(3),))
+    with pytest.raises(ValueError, match="magnitudes about 1"):
+        check_rule(torch.neg, lambda: (torch.tensor([1.2e-38]),), trials=40)
+
+
+def test_it_is_at_hand():
+    assert hu.testing.check_rule is check_rule
