@@ -11,9 +11,10 @@ import halfulp as hu
 MOST_NAMES = 44
 FACE = {
     "halfulp": {
-        *("arithmetic", "formats", "hyperbolic", "kernels", "optim", "recipes", "rounding", "tensors", "testing"),
-        "trials",
+        *("arithmetic", "formats", "hyperbolic", "kernels", "optim", "recipes", "rounding", "scaled"),
+        *("tensors", "testing", "trials"),
         *("MCTensor", "exact_dot", "exact_partial", "exact_round", "exact_sum", "fallbacks", "multicomponent"),
+        *("ScaledTensor", "rescale", "scalify"),
         *("BlockFormat", "Format"),
         *("Down", "Nearest", "Stochastic", "TowardZero", "Up", "quantize"),
         *("Components", "Feedback", "Kahan", "Master", "Split", "float32_gradients"),

@@ -7,6 +7,7 @@ from . import kernels as kernels
 from . import optim as optim
 from . import recipes as recipes
 from . import rounding as rounding
+from . import scaled as scaled
 from . import tensors as tensors
 from . import testing as testing
 from . import trials as trials
@@ -30,6 +31,9 @@ from .rounding import Stochastic as Stochastic
 from .rounding import TowardZero as TowardZero
 from .rounding import Up as Up
 from .rounding import quantize as quantize
+from .scaled import ScaledTensor as ScaledTensor
+from .scaled import rescale as rescale
+from .scaled import scalify as scalify
 from .tensors import MCTensor as MCTensor
 from .tensors import fallbacks as fallbacks
 from .tensors import multicomponent as multicomponent

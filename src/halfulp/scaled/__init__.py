@@ -1,6 +1,15 @@
 """Tensors with a scale: ScaledTensor, a narrow payload times a power of two."""
 
 from . import _rules as _rules
+from ._drift import Drift as Drift
+from ._drift import drift as drift
+from ._placement import propose_rescales as propose_rescales
 from ._powers import round_to_power as round_to_power
 from ._registry import implements as implements
+from ._rescale import rescale as rescale
 from ._scaled_tensor import ScaledTensor as ScaledTensor
+from ._scalify import scalify as scalify
+from ._scalify import unscalify as unscalify
+from ._scalify_function import scalify_function as scalify_function
+from ._state_dict import plain_state_dict as plain_state_dict
+from ._wire import payload_hook as payload_hook

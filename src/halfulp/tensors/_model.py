@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from . import _collectives as _collectives
-from . import _model_fallbacks, _state_dict
+from . import _companions, _model_fallbacks
 from . import _recurrent as _recurrent
+from . import _state_dict as _state_dict
 from ._backward import COMPONENTS, FIRST, check_gradients
 from ._mctensor import MCTensor
 from ._numbers import check_count, check_dtype
-
-Where = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
+from ._places import Place, Where, check_has_shape, chosen, places, with_marks
 
 # Name of a module's record of the dtypes that its parameters had before.
 _BEFORE = "_halfulp_dtypes"
+# What an MCTensor keeps in its __dict__.
+_OWN = ("_parts", "_scale", "_gradients")
 
 
 def multicomponent(
@@ -68,16 +65,18 @@ def multicomponent(
     check_gradients(gradients)
     if dtype is not None:
         check_dtype(dtype)
-    places = _chosen(model, where)
+    found = chosen(places(model, constants=True), where)
+    for place in found:
+        _check(place)
     made: dict[int, Tensor] = {}
-    for place in places:
+    for place in found:
         if id(place.held) not in made:
             made[id(place.held)] = _multiplied(place, components, dtype, gradients)
-    for place in places:
+    for place in found:
         place.module.__dict__.setdefault(_BEFORE, {}).setdefault(place.key, place.held.dtype)
         place.put(made[id(place.held)])
-        _state_dict.install(place.module)
-    _state_dict.install_check(model)
+        _companions.install(place.module)
+    _companions.install_check(model)
     _model_fallbacks.install(model)
     return model
 
@@ -104,90 +103,30 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     """
     if dtype is not None:
         check_dtype(dtype)
-    places = [place for place in _places(model) if isinstance(place.held, MCTensor)]
+    found = [place for place in places(model, constants=True) if isinstance(place.held, MCTensor)]
     made: dict[int, Tensor] = {}
-    for place in places:
+    for place in found:
         if id(place.held) not in made:
             before = place.module.__dict__.get(_BEFORE, {}).get(place.key, place.held.dtype)
             made[id(place.held)] = _single(place, dtype if dtype and place.is_parameter else before)
-    for place in places:
+    for place in found:
         place.put(made[id(place.held)])
     for module in model.modules():
         module.__dict__.pop(_BEFORE, None)
-        _state_dict.remove(module)
+        _companions.remove(module)
         _model_fallbacks.remove(module)
     return model
 
 
-class _Place(NamedTuple):
-    """Where a parameter or buffer is held: its qualified name, its module, its name there, and itself."""
-
-    name: str
-    module: nn.Module
-    key: str
-    held: Tensor
-
-    @property
-    def is_parameter(self) -> bool:
-        return self.key in self.module._parameters
-
-    def put(self, value: Tensor) -> None:
-        """By attribute: recurrent modules keep lists of their weights, and see that."""
-        setattr(self.module, self.key, value)
-
-
-def _places(model: nn.Module) -> Iterator[_Place]:
-    """Every place of a parameter, and of a floating buffer that is not saved."""
-    for path, module in model.named_modules():
-        constants = {
-            key: value
-            for key, value in module._buffers.items()
-            if key in module._non_persistent_buffers_set and value is not None and value.is_floating_point()
-        }
-        for key, value in (*module._parameters.items(), *constants.items()):
-            if value is not None:
-                yield _Place(f"{path}.{key}" if path else key, module, key, value)
-
-
-def _chosen(model: nn.Module, where: Where) -> list[_Place]:
-    """The places of everything that is matched under any of its names."""
-    places = list(_places(model))
-    matches = _matcher(where, [place.name for place in places])
-    matched = {id(place.held) for place in places if matches(place.module, place.name)}
-    if where is not None and not matched:
-        raise ValueError(f"where={where!r} matches none of the model's {len(places)} parameters")
-    chosen = [place for place in places if id(place.held) in matched]
-    for place in chosen:
-        _check(place)
-    return chosen
-
-
-def _matcher(where: Where, names: list[str]) -> Callable[[nn.Module, str], bool]:
-    if where is None:
-        return lambda module, name: True
-    if callable(where):
-        return where
-    globs = [where] if isinstance(where, str) else list(where)
-    for glob in globs:
-        if not isinstance(glob, str):
-            raise TypeError(f"where holds {glob!r}: allowed are globs over names, or one function f(module, name)")
-        if not fnmatch.filter(names, glob):
-            near = difflib.get_close_matches(glob, names, n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the names are {names[:5]} ..."
-            raise ValueError(f"where={glob!r} matches no parameter; {hint}")
-    return lambda module, name: any(fnmatch.fnmatchcase(name, glob) for glob in globs)
-
-
-def _check(place: _Place) -> None:
-    if isinstance(place.held, nn.parameter.UninitializedTensorMixin):
-        raise ValueError(f"parameter {place.name!r} has no shape yet: run one batch through the model first")
+def _check(place: Place) -> None:
+    check_has_shape(place)
     try:
         check_dtype(place.held.dtype)
     except ValueError as error:
         raise ValueError(f"parameter {place.name!r}: {error}; or leave it out by where=") from None
 
 
-def _multiplied(place: _Place, components: int, dtype: torch.dtype | None, gradients: str) -> Tensor:
+def _multiplied(place: Place, components: int, dtype: torch.dtype | None, gradients: str) -> Tensor:
     old = place.held
     kind = dtype if dtype and place.is_parameter else old.dtype
     try:
@@ -200,10 +139,10 @@ def _multiplied(place: _Place, components: int, dtype: torch.dtype | None, gradi
             new.grad = grad if gradients == COMPONENTS else grad.decode(kind)
     except ValueError as error:
         raise ValueError(f"parameter {place.name!r}: {error}") from None
-    return _with_marks(new, old)
+    return with_marks(new, old, _OWN)
 
 
-def _single(place: _Place, dtype: torch.dtype) -> Tensor:
+def _single(place: Place, dtype: torch.dtype) -> Tensor:
     old = place.held
     value = old.detach().decode(dtype)
     if not value.is_meta and bool((value.isinf() & old.detach().decode().isfinite()).any()):
@@ -214,11 +153,4 @@ def _single(place: _Place, dtype: torch.dtype) -> Tensor:
     if old.grad is not None:
         grad = old.grad.detach()
         new.grad = grad.decode(dtype) if isinstance(grad, MCTensor) else grad.to(dtype)
-    return _with_marks(new, old)
-
-
-def _with_marks(new: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
-    """What users hang on a parameter (marks for weight decay and the like) goes along."""
-    own = ("_parts", "_scale", "_gradients", "_is_param")
-    new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in own})
-    return new
+    return with_marks(new, old, _OWN)

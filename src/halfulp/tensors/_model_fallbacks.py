@@ -17,12 +17,12 @@ class ModelCounts(Counter):
 
 
 def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
-    """How often each operator without a rule ran in float64 instead.
+    """How often each operator without a rule ran on plain tensors instead: in float64, or for scaled ones in float32.
 
     Args:
-        model: one that `multicomponent` changed, or that holds such a model: counted since then, in its forward passes
-            and in whatever follows one until another such model runs forward: its backward pass, the optimizer's step.
-            None counts the whole process.
+        model: one that `multicomponent` or `scalify` changed, or that holds such a model: counted since then, in its
+            forward passes and in whatever follows one until another such model runs forward: its backward pass, the
+            optimizer's step. None counts the whole process.
 
     Raises:
         ValueError: nothing is counted for this model.
@@ -36,7 +36,10 @@ def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
         return _fallback.fallbacks()
     counts = [module.__dict__[_COUNTS] for module in model.modules() if _COUNTS in module.__dict__]
     if not counts:
-        raise ValueError(f"this {type(model).__name__} has no multi-component parameters: hu.multicomponent(model)")
+        raise ValueError(
+            f"this {type(model).__name__} has neither multi-component nor scaled parameters: hu.multicomponent(model) "
+            "or hu.scalify(model)"
+        )
     return dict(sum(counts, Counter()))
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..arithmetic import PRECISION
+from ._companions import Layout, check_version, register
 from ._mctensor import MCTensor, wrap
 from ._scale import decoded
 
 # Layout of the entries below; a file of another layout is refused.
 VERSION = 1
-_VERSION_KEY = "halfulp_components"
-_LOADED = "_halfulp_loaded"
 _SUFFIX = re.compile(r"\.(component_[1-3]|scale)$")
 
 
@@ -38,7 +37,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     <All keys matched successfully>
     """
     for metadata in getattr(state_dict, "_metadata", {}).values():
-        _check_version(metadata)
+        check_version(metadata)
     bases = {_SUFFIX.sub("", name) for name in state_dict if _SUFFIX.search(name)}
     plain = {}
     for name, value in state_dict.items():
@@ -52,89 +51,10 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     return plain
 
 
-def install(module: nn.Module) -> None:
-    """Save and load this module's own multi-component parameters as plain tensors."""
-    if _save not in module._state_dict_hooks.values():
-        module.register_state_dict_post_hook(_save)
-        module.register_load_state_dict_pre_hook(_load)
-        module.register_load_state_dict_post_hook(_forget_missing)
-
-
-def install_check(model: nn.Module) -> None:
-    """Check a file for all of a model's modules before any of them is loaded."""
-    if not any(getattr(hook, "hook", None) is _check_all for hook in model._load_state_dict_pre_hooks.values()):
-        model.register_load_state_dict_pre_hook(_check_all)
-        model._load_state_dict_pre_hooks.move_to_end(next(reversed(model._load_state_dict_pre_hooks)), last=False)
-
-
-def remove(module: nn.Module) -> None:
-    """Take back what `install` and `install_check` did."""
-    own = (_save, _load, _check_all, _forget_missing)
-    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
-        for key, hook in list(hooks.items()):
-            if getattr(hook, "hook", hook) in own:
-                del hooks[key]
-
-
-def _own(module: nn.Module) -> list[tuple[str, MCTensor]]:
-    return [(key, value) for key, value in module._parameters.items() if isinstance(value, MCTensor)]
-
-
-def _save(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: dict) -> None:
-    """Components as entries of their own, each behind its parameter; with keep_vars the parameter itself stays."""
-    local_metadata[_VERSION_KEY] = VERSION
-    names = {prefix + key: parameter for key, parameter in _own(module)}
-    last = []
-    # What this module and its children have saved stands last.
-    while state_dict and next(reversed(state_dict)).startswith(prefix):
-        last.append(state_dict.popitem())
-    for name, value in reversed(last):
-        whole = name in names and isinstance(value, MCTensor) and value is not names[name]
-        state_dict.update(_entries(name, value) if whole else {name: value})
-
-
 def _entries(name: str, value: MCTensor) -> dict[str, Tensor]:
     entries = {name: value._parts[0]}
     entries |= {f"{name}.component_{i}": part for i, part in enumerate(value._parts) if i}
     return entries if value._scale is None else entries | {f"{name}.scale": value._scale}
-
-
-def _check_all(module: nn.Module, state_dict: Mapping, prefix: str, local_metadata: dict, *rest: Any) -> None:
-    """Refuse a file that does not fit before anything is written."""
-    _check_version(local_metadata)
-    metadata = getattr(state_dict, "_metadata", None) or {}
-    for path, inner in module.named_modules():
-        own = f"{prefix}{path}." if path else prefix
-        _check_version(metadata.get(own[:-1], {}))
-        for key, parameter in _own(inner):
-            _fitting(state_dict, own + key, parameter)
-
-
-def _load(
-    module: nn.Module,
-    state_dict: MutableMapping[str, Any],
-    prefix: str,
-    local_metadata: dict,
-    strict: bool,
-    missing: list,
-    unexpected: list,
-    errors: list,
-) -> None:
-    """Components back into parameters; what is left to torch is what it reports, and assigning."""
-    _check_version(local_metadata)
-    loaded = module.__dict__[_LOADED] = []
-    for key, parameter in _own(module):
-        name = prefix + key
-        value = _fitting(state_dict, name, parameter)
-        for entry in [entry for entry in state_dict if _SUFFIX.sub("", entry) == name != entry]:
-            del state_dict[entry]
-        if value is None:
-            continue
-        state_dict[name] = value
-        if value.shape == parameter.shape and not local_metadata.get("assign_to_params_buffers", False):
-            _copy(parameter, value)
-            del state_dict[name]
-            loaded.append(name)
 
 
 def _copy(parameter: MCTensor, value: MCTensor) -> None:
@@ -146,22 +66,12 @@ def _copy(parameter: MCTensor, value: MCTensor) -> None:
             parameter._scale.copy_(value._scale)
 
 
-def _forget_missing(module: nn.Module, incompatible: Any) -> None:
-    """What `_load` has loaded is not missing."""
-    for name in module.__dict__.pop(_LOADED, ()):
-        if name in incompatible.missing_keys:
-            incompatible.missing_keys.remove(name)
-
-
 def _fitting(state_dict: Mapping, name: str, parameter: MCTensor) -> MCTensor | None:
     """A parameter's entries in its own form; None where the file has none.
 
     Raises:
         ValueError: they hold more digits than the parameter, or are of another layout.
     """
-    foreign = [entry for entry in state_dict if entry.startswith(f"{name}.") and not _SUFFIX.search(entry)]
-    if foreign:
-        raise ValueError(f"unknown entries {foreign[:3]} beside {name!r}: the file is of another layout")
     value = _gathered(state_dict, name)
     if value is None:
         return None
@@ -206,10 +116,16 @@ def _gathered(state_dict: Mapping, name: str) -> MCTensor | None:
     return wrap(tuple(part.detach() for part in parts), beside.get("scale"), "first")
 
 
-def _check_version(metadata: Mapping) -> None:
-    version = metadata.get(_VERSION_KEY, VERSION)
-    if version != VERSION:
-        raise ValueError(
-            f"this file holds components in layout {version}, and this version of halfulp reads layout {VERSION}: load "
-            "it with the version that wrote it, and save its plain_state_dict"
-        )
+register(
+    Layout(
+        MCTensor,
+        key="halfulp_components",
+        version=VERSION,
+        what="components",
+        plain="plain_state_dict",
+        suffix=_SUFFIX,
+        entries=_entries,
+        fitting=_fitting,
+        copy=_copy,
+    )
+)

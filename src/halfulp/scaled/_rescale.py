@@ -1,0 +1,107 @@
+"""Rescaling: a payload brought to magnitudes about 1 by a power of two that its scale takes over."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from . import _powers
+from ._form import made, widened
+from ._scaled_tensor import ScaledTensor
+
+Statistic = Literal["rms", "max", "mean"]
+Side = Literal["forward", "gradient", "both"]
+STATISTICS = ("rms", "max", "mean")
+SIDES = ("forward", "gradient", "both")
+# Squares and sums of these payloads stay in float32's range.
+_SHORT = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def rescale(x: Tensor, by: Statistic = "rms", side: Side = "forward") -> Tensor:
+    """The same values with a payload of magnitude about 1.
+
+    payload / 2^k and scale * 2^k, with 2^k next to the root mean square, the largest or the mean magnitude of the
+    payload's finite non-zero elements. Payloads that would leave the storage's range get a larger scale, and zeros keep
+    theirs. The dynamic rescaling of "Scalify" (Balança et al., arXiv 2407.17353, section 3.3); it acts the same with
+    and without autograd, eager and compiled. Plain tensors have no scale and come back as they are.
+
+    Args:
+        x: a tensor of any shape.
+        by: the statistic, "rms", "max" or "mean".
+        side: "forward" rescales x, "gradient" the gradient that flows back through it, "both" both.
+
+    Returns:
+        A tensor of x's shape, storage and dtype.
+
+    Raises:
+        TypeError: x is no tensor.
+        ValueError: another statistic or side.
+
+    >>> from halfulp.scaled import ScaledTensor
+    >>> rescale(ScaledTensor(torch.tensor([1e-4, 3e-4]), 1.0))
+    ScaledTensor([1.0000e-04, 3.0000e-04], scale=2^-12, payload=torch.float32)
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}")
+    if by not in STATISTICS:
+        raise ValueError(f"by={by!r}: allowed are {', '.join(STATISTICS)}")
+    check_side(side)
+    return _Rescale.apply(x, by, side) if isinstance(x, ScaledTensor) else x
+
+
+def check_side(side: object) -> None:
+    """Raise unless this is a side on which to rescale."""
+    if side not in SIDES:
+        raise ValueError(f"side={side!r}: allowed are {', '.join(SIDES)}")
+
+
+def rescaled(x: ScaledTensor, by: Statistic = "rms") -> ScaledTensor:
+    """The same values, the payload's statistic next to 1."""
+    if not x.numel():
+        return x.clone()
+    power = power_of_payload(x._payload, by)
+    scale, rest = _powers.product(x._scale, power)
+    return made(_powers.times(widened(x) / power, rest), scale, x._payload.dtype, x.dtype)
+
+
+def power_of_payload(payload: Tensor, by: Statistic) -> Tensor:
+    """The power of two next to a statistic of the finite non-zero elements; more if the largest needs it; 1 for zeros."""
+    amax, value = _statistic(payload, by)
+    lowest = amax / torch.finfo(payload.dtype).max
+    power = torch.maximum(_powers.round_to_power(value, "nearest"), _powers.round_to_power(lowest, "up"))
+    return torch.where(amax == 0, torch.ones_like(power), power)
+
+
+def root_mean_square(payload: Tensor) -> Tensor:
+    """Of the finite non-zero elements; 0 where there is none."""
+    return _statistic(payload, "rms")[1]
+
+
+def _statistic(payload: Tensor, by: Statistic) -> tuple[Tensor, Tensor]:
+    """The largest magnitude and a statistic, of the finite non-zero elements."""
+    wide = payload.detach().to(torch.float32 if payload.dtype in _SHORT else torch.float64)
+    magnitudes = torch.nan_to_num(wide, 0.0, 0.0, 0.0).abs()
+    amax = magnitudes.amax()
+    if by == "max":
+        return amax, amax
+    count = magnitudes.count_nonzero().clamp(min=1)
+    if by == "mean":
+        return amax, magnitudes.sum() / count
+    return amax, (magnitudes.square().sum() / count).sqrt()
+
+
+class _Rescale(torch.autograd.Function):
+    """The identity on values."""
+
+    @staticmethod
+    def forward(context: Any, x: ScaledTensor, by: Statistic, side: Side) -> ScaledTensor:
+        context.by = None if side == "forward" else by
+        return x.view_as(x) if side == "gradient" else rescaled(x, by)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple:
+        if context.by is not None and isinstance(gradient, ScaledTensor):
+            gradient = rescaled(gradient, context.by)
+        return gradient, None, None

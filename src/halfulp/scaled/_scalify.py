@@ -1,0 +1,251 @@
+"""A model's parameters as scaled tensors, and back."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ..tensors import _companions, _model_fallbacks
+from ..tensors._places import Place, Where, check_has_shape, chosen, places, with_marks
+from . import _placement
+from . import _state_dict as _state_dict
+from ._form import LOGICALS, check_storage
+from ._placement import Rescale
+from ._scaled_tensor import ScaledTensor
+
+# What a ScaledTensor keeps in its __dict__.
+_OWN = ("_payload", "_scale")
+_STORAGE = "_halfulp_storage"
+
+
+def scalify(
+    model: nn.Module | Callable,
+    dtype: torch.dtype = torch.float16,
+    matmul: str | None = None,
+    where: Where = None,
+    rescale: Rescale = "norms",
+) -> Any:
+    """Hold a model's parameters as payload x scale, so that every tensor of its passes is: in place, and returned.
+
+    From "Scalify" (Balança et al., arXiv 2407.17353). Every matched parameter becomes an nn.Parameter that is a
+    ScaledTensor with a measured scale; the modules, their forward methods and torch.optim optimizers stay as they are.
+    A parameter that several modules share stays shared. Parameters are new objects: make optimizers afterwards.
+    Floating tensors among the model's arguments, nested ones too, are encoded as it is called, but for those named as
+    masks; its outputs stay scaled, and so does a loss of them and of plain targets: `loss.backward()`, `loss.item()`.
+    Gradients are ScaledTensors of the same storage.
+
+    Buffers stay as they are. Running statistics are moving averages, which in a narrow payload stop moving, and
+    constants such as rotary frequencies keep their digits; neither widens the payloads of what it meets.
+
+    `state_dict` holds plain tensors, `weight` and `weight.scale`; files of plain models are encoded as they are loaded.
+
+    A function instead of a model: see `scalify_function`, which this then returns.
+
+    Args:
+        model: any module, whose parameters are floating, integer or complex; the last two stay as they are.
+        dtype: of the payloads: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32.
+        matmul: "fp8" lets linear layers with a scaled weight (nn.Linear, transformers' Conv1D) multiply in eight bits:
+            float8_e4m3fn operands forward, float8_e5m2 gradients backward.
+        where: which parameters, a glob over qualified names ("encoder.*.weight"), several of them, or a function of
+            the module that holds one and its qualified name; all by default.
+        rescale: where gradients are brought back to payloads about 1 (values stay the same): "norms", at the input of
+            every normalisation layer; names of modules (globs), at the gradient of their first scaled argument; a dict
+            of names and sides ("forward", "gradient", "both"); or None.
+
+    Returns:
+        The same model, or a function.
+
+    Raises:
+        ValueError: no storage dtype, a pattern that matches nothing, sparse parameters, parameters that an optimizer
+            holds already, another matmul or rescale. The model is as it was.
+        TypeError: neither a module nor a function.
+
+    >>> layer = scalify(torch.nn.Linear(3, 2))
+    >>> list(layer.state_dict())
+    ['weight', 'weight.scale', 'bias', 'bias.scale']
+    >>> loss = torch.nn.functional.mse_loss(layer(torch.ones(4, 3)), torch.zeros(4, 2))
+    >>> loss.backward()
+    >>> layer.weight.grad.payload.dtype
+    torch.float16
+    """
+    check_storage(dtype)
+    if matmul not in (None, "fp8"):
+        raise ValueError(f"matmul={matmul!r}: allowed are None and 'fp8'")
+    if not isinstance(model, nn.Module):
+        from ._scalify_function import scalify_function
+
+        if matmul is not None or where is not None or rescale != "norms":
+            raise ValueError("matmul, where and rescale are for models: a function has no modules")
+        return scalify_function(model, dtype)
+    sides = _placement.sides_of(model, rescale)
+    found = [place for place in chosen(places(model), where) if _takes_scale(place)]
+    _refuse_optimizers({id(place.held): place.name for place in found})
+    made: dict[int, Tensor] = {}
+    for place in found:
+        if id(place.held) not in made:
+            made[id(place.held)] = _scaled(place, dtype)
+    for place in found:
+        place.put(made[id(place.held)])
+        _companions.install(place.module)
+    if _STORAGE not in model.__dict__:
+        model.register_forward_pre_hook(_wrap_inputs, with_kwargs=True)
+    model.__dict__[_STORAGE] = dtype
+    _companions.install_check(model)
+    _model_fallbacks.install(model)
+    _placement.remove(model)
+    _placement.install(sides)
+    _set_products(model, matmul)
+    return model
+
+
+def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Make the parameters plain tensors again, each value rounded once: the way back from `scalify`, in place.
+
+    Args:
+        model: any module; parameters that are no ScaledTensors stay as they are.
+        dtype: of the parameters; by default the logical dtype of each, which is what it was before `scalify`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: a dtype that is not floating, a value out of its range, or parameters that an optimizer holds. The
+            model is as it was.
+
+    >>> layer = torch.nn.Linear(3, 2)
+    >>> start = layer.weight.detach().clone()
+    >>> back = unscalify(scalify(layer, torch.float32))
+    >>> type(back.weight).__name__, torch.equal(back.weight, start)
+    ('Parameter', True)
+    """
+    if dtype is not None and dtype not in LOGICALS:
+        raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICALS))}, and None")
+    found = [place for place in places(model) if isinstance(place.held, ScaledTensor)]
+    _refuse_optimizers({id(place.held): place.name for place in found}, "unscalify")
+    made: dict[int, Tensor] = {}
+    for place in found:
+        if id(place.held) not in made:
+            made[id(place.held)] = _plain(place, dtype)
+    for place in found:
+        place.put(made[id(place.held)])
+    _placement.remove(model)
+    _set_products(model, None)
+    for module in model.modules():
+        _companions.remove(module)
+        _model_fallbacks.remove(module)
+        if module.__dict__.pop(_STORAGE, None) is not None:
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if hook is _wrap_inputs:
+                    del module._forward_pre_hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+    return model
+
+
+def wrapped(arguments: Any, dtype: torch.dtype) -> Any:
+    """Plain floating tensors, however nested, as scaled ones; whatever else as it is."""
+    return tree_map(lambda x: ScaledTensor.encode(x, dtype) if _is_plain_float(x) else x, arguments)
+
+
+def _is_plain_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, ScaledTensor) and x.dtype in LOGICALS
+
+
+def _wrap_inputs(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    """A forward pre-hook. Masks hold huge numbers that stand for infinity: no scale goes with the rest of them."""
+    dtype = module.__dict__[_STORAGE]
+    options = {name: x if "mask" in name else wrapped(x, dtype) for name, x in options.items()}
+    return wrapped(arguments, dtype), options
+
+
+def _takes_scale(place: Place) -> bool:
+    check_has_shape(place)
+    if place.held.layout != torch.strided:
+        raise ValueError(
+            f"parameter {place.name!r} has layout {place.held.layout}: scaled tensors are dense; leave it out by where="
+        )
+    return place.held.dtype in LOGICALS
+
+
+def _scaled(place: Place, dtype: torch.dtype) -> nn.Parameter:
+    old = place.held
+    if not isinstance(old, ScaledTensor) and type(old.data) is not Tensor:
+        raise ValueError(
+            f"parameter {place.name!r} is a {type(old).__name__}: scalify takes plain tensors and ScaledTensors; leave "
+            "it out by where="
+        )
+    new = nn.Parameter(_encoded(old, dtype), old.requires_grad)
+    if old.grad is not None:
+        new.grad = _encoded(old.grad, dtype)
+    return with_marks(new, old, _OWN)
+
+
+def _encoded(x: Tensor, dtype: torch.dtype) -> ScaledTensor:
+    return ScaledTensor.encode(x.detach(), dtype).detach()
+
+
+def _plain(place: Place, dtype: torch.dtype | None) -> nn.Parameter:
+    old = place.held
+    value = old.detach().decode(dtype)
+    if not value.is_meta and bool((value.isinf() & old.detach().decode(torch.float64).isfinite()).any()):
+        raise ValueError(f"parameter {place.name!r} has values beyond {value.dtype}: give a wider dtype=")
+    new = nn.Parameter(value, old.requires_grad)
+    if old.grad is not None:
+        grad = old.grad.detach()
+        new.grad = grad.decode(value.dtype) if isinstance(grad, ScaledTensor) else grad.to(value.dtype)
+    return with_marks(new, old, _OWN)
+
+
+def _refuse_optimizers(names: dict[int, str], function: str = "scalify") -> None:
+    """Raise if an optimizer holds one of these parameters: it would go on stepping tensors that no model has."""
+    if not _holders(names):
+        return
+    gc.collect()  # one that nobody has any more may still lie about
+    for optimizer, name in _holders(names):
+        raise ValueError(
+            f"{optimizer} holds parameter {name!r} and would train nothing, as parameters become new objects: delete it "
+            f"and make the optimizer after {function}"
+        )
+
+
+def _holders(names: dict[int, str]) -> list[tuple[str, str]]:
+    optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
+    held = [(type(x).__name__, id(p)) for x in optimizers for group in x.param_groups for p in group["params"]]
+    return [(optimizer, names[key]) for optimizer, key in held if key in names]
+
+
+def _set_products(model: nn.Module, matmul: str | None) -> None:
+    """Give linear layers with a scaled weight the forward of a kind of products, or their own back."""
+    for module in model.modules():
+        given = module.__dict__.get("forward")
+        if isinstance(given, functools.partial) and given.func in (_linear, _transposed_linear):
+            del module.__dict__["forward"]
+        forward = _eight_bit_forward(module) if matmul == "fp8" else None
+        if forward is not None and isinstance(module.weight, ScaledTensor):
+            module.forward = functools.partial(forward, module)
+
+
+def _eight_bit_forward(module: nn.Module) -> Callable | None:
+    """By what forward does: subclasses with a forward of their own compute something else."""
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return _linear
+    # transformers' layer of GPT-2, known by name: the library is not imported for it.
+    is_transposed = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+    return _transposed_linear if is_transposed else None
+
+
+def _linear(module: nn.Module, input: Tensor) -> Tensor:
+    from ._eight_bits import linear_fp8
+
+    return linear_fp8(input, module.weight, module.bias)
+
+
+def _transposed_linear(module: nn.Module, x: Tensor) -> Tensor:
+    from ._eight_bits import linear_fp8
+
+    return linear_fp8(x, module.weight.t(), module.bias)

@@ -1,0 +1,52 @@
+"""A function, or a whole training step, that computes on scaled tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ._form import check_storage
+from ._scalify import wrapped
+from ._scaled_tensor import ScaledTensor
+
+
+def scalify_function(function: Callable, dtype: torch.dtype = torch.float16) -> Callable:
+    """A function whose floating arguments are encoded as it is called.
+
+    What comes out is as what went in: with plain arguments the scaled tensors among the results, however nested, are
+    decoded, so that the function can stand in for the other; if an argument is a ScaledTensor they stay scaled.
+    Gradients flow through both. Tensors that the function closes over are used as they are: scalify a model that it
+    trains, and plain tensors are encoded where they meet scaled ones.
+
+    Args:
+        function: any callable, such as a loss, or a training step that calls backward and an optimizer.
+        dtype: of the payloads: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32.
+
+    Raises:
+        TypeError: not callable.
+        ValueError: no storage dtype.
+
+    >>> f = scalify_function(lambda x: (x * 3).relu())
+    >>> f(torch.tensor([1e-6, -2e-6]))
+    tensor([3.0003e-06, 0.0000e+00])
+    >>> f(ScaledTensor.encode(torch.tensor([1.0, 2.0])))
+    ScaledTensor([3., 6.], scale=2^3, payload=torch.float16)
+    """
+    check_storage(dtype)
+    if not callable(function):
+        raise TypeError(f"scalify takes a module or a function, got {type(function).__name__}")
+
+    @functools.wraps(function)
+    def scaled(*arguments: Any, **options: Any) -> Any:
+        stays = any(isinstance(x, ScaledTensor) for x in tree_leaves((arguments, options)))
+        arguments, options = wrapped((arguments, options), dtype)
+        results = function(*arguments, **options)
+        if stays:
+            return results
+        return tree_map(lambda x: x.decode() if isinstance(x, ScaledTensor) else x, results)
+
+    return scaled

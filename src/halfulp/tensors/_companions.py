@@ -1,0 +1,151 @@
+"""Parameters with companions in a state_dict: plain tensors beside each other, and back, for every kind of tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+_LOADED = "_halfulp_loaded"
+
+
+class Layout(NamedTuple):
+    """How one class of tensors lies in a state_dict.
+
+    Attributes:
+        kind: the class.
+        key, version: the entry of the metadata, and what stands there; a file of another version is refused.
+        what, plain: words for messages: what is stored, and the function that makes a plain state_dict.
+        suffix: of the entries of companions.
+        entries: all entries of a tensor, by its name.
+        fitting: the tensor that a state_dict holds under a name, in the form of a given one; None if it has none.
+        copy: from one tensor into another of the same form, bit for bit.
+    """
+
+    kind: type[Tensor]
+    key: str
+    version: int
+    what: str
+    plain: str
+    suffix: re.Pattern
+    entries: Callable[[str, Any], dict[str, Tensor]]
+    fitting: Callable[[Mapping, str, Any], Any]
+    copy: Callable[[Any, Any], None]
+
+
+_layouts: dict[type[Tensor], Layout] = {}
+
+
+def register(layout: Layout) -> None:
+    """From now on modules on which `install` was called save and load this class."""
+    _layouts[layout.kind] = layout
+
+
+def install(module: nn.Module) -> None:
+    """Save and load this module's own parameters of such classes as plain tensors."""
+    if _save not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_save)
+        module.register_load_state_dict_pre_hook(_load)
+        module.register_load_state_dict_post_hook(_forget_missing)
+
+
+def install_check(model: nn.Module) -> None:
+    """Check a file for all of a model's modules before any of them is loaded."""
+    if not any(getattr(hook, "hook", None) is _check_all for hook in model._load_state_dict_pre_hooks.values()):
+        model.register_load_state_dict_pre_hook(_check_all)
+        model._load_state_dict_pre_hooks.move_to_end(next(reversed(model._load_state_dict_pre_hooks)), last=False)
+
+
+def remove(module: nn.Module) -> None:
+    """Take back what `install` and `install_check` did, unless parameters of such classes are left."""
+    if any(_own(inner) for inner in module.modules()):
+        return
+    own = (_save, _load, _check_all, _forget_missing)
+    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "hook", hook) in own:
+                del hooks[key]
+
+
+def check_version(metadata: Mapping) -> None:
+    """Raise for a file of another layout."""
+    for layout in _layouts.values():
+        version = metadata.get(layout.key, layout.version)
+        if version != layout.version:
+            raise ValueError(
+                f"this file holds {layout.what} in layout {version}, and this version of halfulp reads layout "
+                f"{layout.version}: load it with the version that wrote it, and save its {layout.plain}"
+            )
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor, Layout]]:
+    own = [(key, value, _layouts.get(type(value))) for key, value in module._parameters.items()]
+    return [place for place in own if place[2] is not None]
+
+
+def _save(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: dict) -> None:
+    """Companions as entries of their own, each behind its parameter; with keep_vars the parameter itself stays."""
+    own = {prefix + key: (parameter, layout) for key, parameter, layout in _own(module)}
+    local_metadata.update({layout.key: layout.version for _, layout in own.values()})
+    last = []
+    # What this module and its children have saved stands last.
+    while state_dict and next(reversed(state_dict)).startswith(prefix):
+        last.append(state_dict.popitem())
+    for name, value in reversed(last):
+        parameter, layout = own.get(name, (value, None))
+        whole = value is not parameter and isinstance(value, layout.kind)
+        state_dict.update(layout.entries(name, value) if whole else {name: value})
+
+
+def _check_all(module: nn.Module, state_dict: Mapping, prefix: str, local_metadata: dict, *rest: Any) -> None:
+    """Refuse a file that does not fit before anything is written."""
+    check_version(local_metadata)
+    metadata = getattr(state_dict, "_metadata", None) or {}
+    for path, inner in module.named_modules():
+        own = f"{prefix}{path}." if path else prefix
+        check_version(metadata.get(own[:-1], {}))
+        for key, parameter, layout in _own(inner):
+            _fitting(state_dict, own + key, parameter, layout)
+
+
+def _fitting(state_dict: Mapping, name: str, parameter: Tensor, layout: Layout) -> Any:
+    foreign = [entry for entry in state_dict if entry.startswith(f"{name}.") and not layout.suffix.search(entry)]
+    if foreign:
+        raise ValueError(f"unknown entries {foreign[:3]} beside {name!r}: the file is of another layout")
+    return layout.fitting(state_dict, name, parameter)
+
+
+def _load(
+    module: nn.Module,
+    state_dict: MutableMapping[str, Any],
+    prefix: str,
+    local_metadata: dict,
+    strict: bool,
+    missing: list,
+    unexpected: list,
+    errors: list,
+) -> None:
+    """Companions back into parameters; what is left to torch is what it reports, and assigning."""
+    check_version(local_metadata)
+    loaded = module.__dict__[_LOADED] = []
+    for key, parameter, layout in _own(module):
+        name = prefix + key
+        value = _fitting(state_dict, name, parameter, layout)
+        for entry in [entry for entry in state_dict if layout.suffix.sub("", entry) == name != entry]:
+            del state_dict[entry]
+        if value is None:
+            continue
+        state_dict[name] = value
+        if value.shape == parameter.shape and not local_metadata.get("assign_to_params_buffers", False):
+            layout.copy(parameter, value)
+            del state_dict[name]
+            loaded.append(name)
+
+
+def _forget_missing(module: nn.Module, incompatible: Any) -> None:
+    """What `_load` has loaded is not missing."""
+    for name in module.__dict__.pop(_LOADED, ()):
+        if name in incompatible.missing_keys:
+            incompatible.missing_keys.remove(name)
