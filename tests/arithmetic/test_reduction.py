@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from halfulp.arithmetic import product, running, split, total
+from halfulp.arithmetic import average, product, running, split, total
 from halfulp.kernels import engine, same_bits
 
 from .expansions import PRECISION, exact
@@ -36,7 +36,8 @@ def parts_of(shape, dtype, n):
 @pytest.mark.parametrize(("shape", "dim"), CASES, ids=str)
 @pytest.mark.parametrize(("dtype", "n"), FORMS)
 def test_both_engines_and_torchs_shape(shape, dim, dtype, n, seed):
-    x = parts_of(shape, dtype, n)
+    # 1.887 is 1 / exp(mean of log |N(0, 1)|): products stay far from underflow, where the two engines differ.
+    x = split(1.887 * torch.randn(shape, dtype=torch.float64), dtype, n)
     for function, plain in ((total, torch.sum), (product, torch.prod)):
         for keepdim in (False, True):
             got = function(x, dim, n, keepdim)
@@ -46,6 +47,35 @@ def test_both_engines_and_torchs_shape(shape, dim, dtype, n, seed):
             if plain is torch.sum:
                 shape_of = plain(x[0], list(range(len(shape))) if dim is None else dim, keepdim=keepdim).shape
                 assert got[0].shape == shape_of
+
+
+WAYS = {
+    "segments of a line": ((140_001,), 0),
+    "segments of lines": ((2, 131_100), 1),
+    "segments of narrow matrices": ((2, 9_000, 17), 1),
+    "segments of wide matrices": ((2, 1_500, 100), 1),
+    "lines that end within a vector": ((40, 1_003), 1),
+    "narrow matrices": ((3, 150, 31), 1),
+    "columns that overlap": ((3, 150, 33), 1),
+    "many small matrices": ((300, 9, 3), 1),
+    "dimensions apart": ((5, 60, 7, 8), (0, 2)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("dtype", "n"), [(torch.float32, 2), (torch.float64, 2), (torch.bfloat16, 1)], ids=str)
+def test_every_way_through_memory_gives_the_references_bits(way, dtype, n, seed):
+    shape, dim = WAYS[way]
+    x = parts_of(shape, dtype, n)
+    for function in (total, average):
+        got = function(x, dim, n)
+        with engine("reference"):
+            wanted = function(x, dim, n)
+        assert all(same_bits(a, b) for a, b in zip(got, wanted, strict=True))
+    whole = sum(part.double() for part in x)
+    loss = 2.0 ** -(min(n * PRECISION[dtype], 50) - 1)
+    error = (sum(part.double() for part in total(x, dim, n)) - whole.sum(dim)).abs()
+    assert bool((error <= 2.0**-49 * whole.abs().sum(dim) + loss * whole.sum(dim).abs() + 2.0**-40).all())
 
 
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)
@@ -59,6 +89,18 @@ def test_sums_within_the_bound(dtype, n, seed):
     inner = Fraction(2**8 + 600, 2**106) if dtype == torch.float64 or n * p > 48 else Fraction(1, 2**49)
     outer = Fraction(2) ** -(n * p - 1) * abs(wanted) + Fraction(2) ** -24 * (dtype == torch.float16)
     assert abs(got - wanted) <= inner * sum(map(abs, values)) + outer
+
+
+@pytest.mark.parametrize(("dtype", "n"), FORMS)
+def test_means_within_the_bound(dtype, n, seed):
+    x = parts_of((700,), dtype, n)
+    values = exact(x)
+    wanted = sum(values) / 700
+    got = exact(tuple(part.reshape(1) for part in average(x, None, n)))[0]
+    p = PRECISION[dtype]
+    inner = Fraction(2**8 + 140 + 15, 2**106) if dtype == torch.float64 else Fraction(1, 2**49)
+    outer = Fraction(2) ** -(n * p - 1) * abs(wanted) + Fraction(2) ** -24 * (dtype == torch.float16)
+    assert abs(got - wanted) <= inner * sum(map(abs, values)) / 700 + outer
 
 
 def test_products_within_the_bound(seed):
@@ -76,14 +118,46 @@ def test_infinities_and_nan_are_the_plain_sums(seed):
         assert float(got[1]) == 0
 
 
+def test_an_infinity_stays_in_its_column_and_its_sum(seed):
+    x = torch.randn(3, 400, 40, dtype=torch.float64)
+    x[1, 77, 5], x[2, 3, 39] = math.inf, math.nan
+    x[0, 1, 1], x[0, 300, 1] = math.inf, -math.inf
+    for dtype in (torch.float32, torch.float64):
+        parts = split(x, dtype, 2)
+        for dim in (0, 1, 2, (1, 2), None):
+            for function, plain in ((total, torch.sum), (average, torch.mean), (product, None)):
+                if plain is None and not isinstance(dim, int):
+                    continue
+                wanted = (plain or torch.prod)(parts[0].double(), dim)
+                got = function(parts, dim, 2)
+                odd = ~wanted.isfinite()
+                assert torch.equal(got[0].double().nan_to_num(7.0)[odd], wanted.to(dtype).double().nan_to_num(7.0)[odd])
+                assert bool((got[1][odd] == 0).all())
+                assert bool(got[0][~odd & (wanted.abs() < 1e30)].isfinite().all())
+
+
+def test_sums_beyond_the_components_range_are_infinite():
+    x = torch.full((3, 40), 6e4, dtype=torch.float16)
+    assert total((x, torch.zeros_like(x)), 1, 2)[0].tolist() == [math.inf] * 3
+    assert average((x, torch.zeros_like(x)), 1, 2)[0].tolist() == x[:, 0].tolist()
+
+
+def test_no_elements_sum_to_nothing():
+    x = torch.ones(3, 0, 2), torch.zeros(3, 0, 2)
+    assert total(x, 1, 2)[0].tolist() == [[0.0] * 2] * 3
+    assert product(x, 1, 2)[0].tolist() == [[1.0] * 2] * 3
+    assert bool(average(x, 1, 2)[0].isnan().all())
+
+
 def test_threads_and_strides_do_not_change_bits(seed):
     x = parts_of((64, 3000), torch.float64, 2)
-    wanted = total(x, 1, 2)
     turned = tuple(part.t().contiguous().t() for part in x)
+    wanted = [total(x, dim, 2) for dim in (0, 1, None)]
     torch.set_num_threads(2)
     try:
-        assert all(same_bits(a, b) for a, b in zip(total(turned, 1, 2), wanted))
-        assert all(same_bits(a, b) for a, b in zip(total(x, 1, 2), wanted))
+        for dim, sums in zip((0, 1, None), wanted):
+            assert all(same_bits(a, b) for a, b in zip(total(turned, dim, 2), sums))
+            assert all(same_bits(a, b) for a, b in zip(total(x, dim, 2), sums))
     finally:
         torch.set_num_threads(1)
 
