@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..tensors import note_fallback
@@ -88,6 +89,8 @@ def _written_or_refused(operator: OpOverload, name: str) -> Callable:
     functional = _functional(operator, name)
     if functional is None or name in _RESIZE:
         return functools.partial(_refuse, operator, "writes into its argument")
+    if torch.Tag.inplace_view in operator.tags:
+        return functools.partial(_viewed_in_place, operator, functional)
     return functools.partial(_written, operator, functional)
 
 
@@ -105,6 +108,14 @@ def _written(operator: OpOverload, functional: OpOverload, *arguments: Any, **op
     for target, result in zip(targets, results, strict=True):
         write(target, result)
     return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _viewed_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:
+    """squeeze_, transpose_: the tensor becomes a view of itself, and so does its payload."""
+    x._payload = functional(x._payload, *arguments)
+    with no_dispatch():  # the shape that the wrapper itself reports
+        operator(x, *arguments)
+    return x
 
 
 def _is_written(argument: Any) -> bool:

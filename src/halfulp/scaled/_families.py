@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_map
 
 from . import _powers
@@ -27,8 +27,9 @@ def moving(*operators: OpOverload) -> None:
 
 def _mover(operator: OpOverload, is_view: bool) -> Callable:
     def move(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
-        scale, dtype = (x._scale if is_view else x._scale.clone()), x.dtype
-        return tree_map(lambda p: wrap(p, scale, dtype), moved(operator, x._payload, *arguments, **options))
+        scale, dtype = x._scale, x.dtype
+        results = moved(operator, x._payload, *arguments, **options)
+        return tree_map(lambda p: wrap(p, scale if is_view else scale.clone(), dtype), results)
 
     return move
 
@@ -111,6 +112,34 @@ def _on_decoded(operator: OpOverload, unit: bool) -> Callable:
     return compute
 
 
+def on_plain(*operators: OpOverload, family: str) -> None:
+    """Register operators of values whose results are left plain: truth values, indices, complex numbers."""
+    for operator in operators:
+        implements(operator, family=family)(_plain(operator))
+
+
+def _plain(operator: OpOverload) -> Callable:
+    def compute(*arguments: Any, **options: Any) -> Any:
+        arguments, options = tree_map(value_of, (arguments, options))
+        return operator(*arguments, **options)
+
+    return compute
+
+
+def overloads(*packets: OpOverloadPacket) -> list[OpOverload]:
+    """The overloads of operators that write no argument, view none, and that torch does not compose of others."""
+    found = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    return [
+        operator
+        for operator in found
+        if torch._C._dispatch_has_kernel(operator.name())  # not so for TorchScript's own, of lists of tensors say
+        and not operator._schema.is_mutable
+        and not operator.is_view
+        and any("Tensor" in str(argument.type) for argument in operator._schema.arguments)
+        and not operator._can_decompose()
+    ]
+
+
 def value_of(x: Any) -> Any:
     """A scaled tensor's values in float32, a plain floating tensor in float32; whatever else as it is."""
     if isinstance(x, ScaledTensor):
@@ -121,7 +150,7 @@ def value_of(x: Any) -> Any:
 
 
 def _held(y: Any, storage: torch.dtype, dtype: torch.dtype, unit: bool) -> Any:
-    if not isinstance(y, Tensor) or not y.is_floating_point():
+    if not isinstance(y, Tensor) or not y.is_floating_point() or y.layout != torch.strided:
         return y
     return made(y, one(y), storage, dtype) if unit else encoded(y, storage, dtype=dtype)
 

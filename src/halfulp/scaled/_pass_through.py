@@ -23,6 +23,14 @@ moving(
     *(aten.index_select.default, aten.gather.default, aten.index.Tensor, aten._unsafe_index.Tensor),
     *(aten.embedding.default, aten.take.default, aten.tril.default, aten.triu.default, aten.masked_select.default),
 )
+moving(
+    *(aten.view_copy.default, aten._reshape_copy.default, aten._reshape_alias_copy.default, aten.t_copy.default),
+    *(aten.transpose_copy.int, aten.permute_copy.default, aten.expand_copy.default, aten.slice_copy.Tensor),
+    *(aten.select_copy.int, aten.unsqueeze_copy.default, aten.squeeze_copy.default, aten.squeeze_copy.dim),
+    *(aten.squeeze_copy.dims, aten.alias_copy.default, aten.detach_copy.default, aten.lift_fresh_copy.default),
+    *(aten.split_copy.Tensor, aten.split_with_sizes_copy.default, aten.unbind_copy.int, aten.diagonal_copy.default),
+    *(aten.unfold_copy.default, aten.as_strided_copy.default, aten.narrow_copy.default),
+)
 linear(aten.relu.default, aten.abs.default, aten.neg.default)
 
 
