@@ -36,12 +36,14 @@ def _attention(operator: OpOverload) -> None:
     """
 
     def attend(*arguments: Any, **options: Any) -> tuple:
-        given = _by_name(operator, arguments, options)
+        given = arguments_by_name(operator, arguments, options)
         inputs = [given[name] for name in _INPUTS]
         query, key, value, storage = _operands(inputs, given)
         dtype = logical_of(inputs)
         kernel = _kernel_dtype(operator, storage, dtype)
-        output, *others = _call(operator, given | _payloads(query, key, value, kernel) | _bias_values(given, kernel))
+        output, *others = call_by_name(
+            operator, given | _payloads(query, key, value, kernel) | _bias_values(given, kernel)
+        )
         return result(output.to(torch.float32), value._scale.clone(), 1.0, storage, dtype), *others
 
     implements(operator, family="attention")(attend)
@@ -56,7 +58,7 @@ def _attention_backward(operator: OpOverload) -> None:
     """
 
     def attend_backward(*arguments: Any, **options: Any) -> tuple:
-        given = _by_name(operator, arguments, options)
+        given = arguments_by_name(operator, arguments, options)
         of_output = next(name for name in given if name.startswith("grad_out"))
         tensors = [given[name] for name in (of_output, *_INPUTS, "out")]
         gradient, query, key, value, output, storage = _operands(tensors, given)
@@ -68,7 +70,7 @@ def _attention_backward(operator: OpOverload) -> None:
             "out": _narrow(_powers.times(widened(output), to_value), kernel),
             "logsumexp": value_of(given["logsumexp"]),
         }
-        results = _call(operator, given | payloads | bias)
+        results = call_by_name(operator, given | payloads | bias)
         sg, sq, sk, sv = (x._scale for x in (gradient, query, key, value))
         spread = root_of_count(key.shape[-2])
         parts = [
@@ -89,13 +91,13 @@ def _operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
     return *(operand(x, like) for x in tensors), storage_of(scaled or [like])
 
 
-def _by_name(operator: OpOverload, arguments: Sequence[Any], options: dict) -> dict[str, Any]:
+def arguments_by_name(operator: OpOverload, arguments: Sequence[Any], options: dict) -> dict[str, Any]:
     schema = operator._schema.arguments
     given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     return given | dict(zip((argument.name for argument in schema), arguments)) | options
 
 
-def _call(operator: OpOverload, given: dict[str, Any]) -> Any:
+def call_by_name(operator: OpOverload, given: dict[str, Any]) -> Any:
     schema = operator._schema.arguments
     positional = [given[argument.name] for argument in schema if not argument.kwarg_only]
     return operator(*positional, **{argument.name: given[argument.name] for argument in schema if argument.kwarg_only})
