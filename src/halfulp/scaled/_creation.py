@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from . import _powers
 from ._form import LOGICALS
@@ -15,62 +16,58 @@ from ._scaled_tensor import ScaledTensor, wrap
 aten = torch.ops.aten
 
 
-def constant(x: ScaledTensor, shape: Any, value: float, options: dict) -> Tensor:
-    """A tensor of one number: of x's storage where the dtype is a logical one, else plain."""
-    dtype = options.get("dtype") or x.dtype
-    device = options.get("device") or x.device
-    if dtype not in LOGICALS:
-        return torch.full(shape, value, dtype=dtype, device=device)
+def constant(x: ScaledTensor, plain: Tensor, value: float) -> Tensor:
+    """A plain tensor of one number as it is, or of x's storage where its dtype is a logical one."""
+    if plain.dtype not in LOGICALS:
+        return plain.fill_(value)
     finite = value == value and abs(value) != float("inf")
-    power = _powers.power_of(abs(value)) if value and finite else (1.0 if value else _powers.ANY)
-    payload = torch.full(shape, value / power if finite else value, dtype=torch.float32, device=device)
-    scale = torch.full((), power, dtype=torch.float32, device=device)
-    return wrap(payload.to(x._payload.dtype), scale, dtype)
+    # An infinity has the scale of zeros: it decides nothing.
+    power = _powers.power_of(abs(value)) if value and finite else (1.0 if value != value else _powers.ANY)
+    number = torch.full((), value / power if finite else value, dtype=torch.float32)
+    payload = torch.empty_like(plain, dtype=x._payload.dtype).fill_(number.item())
+    scale = torch.full((), power, dtype=torch.float32, device=plain.device)
+    return wrap(payload, scale, plain.dtype)
 
 
-@implements(aten.zeros_like.default, family="creation")
-def zeros_like(x: ScaledTensor, **options: Any) -> Tensor:
+def _like(operator: OpOverload, value: float | None) -> None:
+    """Register operators that make a tensor of x's shape, with x's memory format."""
+
+    def like(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
+        number = float(arguments[0] if value is None else value)
+        options["dtype"] = options.get("dtype") or x.dtype
+        return constant(x, torch.empty_like(x._payload, **options), number)
+
+    implements(operator, family="creation")(like)
+
+
+def _new(operator: OpOverload, value: float | None) -> None:
+    """Register operators that make a tensor of another shape, with x's dtype and device."""
+
+    def new(x: ScaledTensor, size: Any, *arguments: Any, **options: Any) -> Tensor:
+        number = float(arguments[0] if value is None else value)
+        options["dtype"] = options.get("dtype") or x.dtype
+        return constant(x, x._payload.new_empty(size, **options), number)
+
+    implements(operator, family="creation")(new)
+
+
+# What is empty holds zeros of any scale: what is not written must not be read.
+_like(aten.zeros_like.default, 0.0)
+_like(aten.ones_like.default, 1.0)
+_like(aten.full_like.default, None)
+_like(aten.empty_like.default, 0.0)
+_new(aten.new_zeros.default, 0.0)
+_new(aten.new_ones.default, 1.0)
+_new(aten.new_full.default, None)
+_new(aten.new_empty.default, 0.0)
+
+
+@implements(aten.new_empty_strided.default, family="creation")
+def new_empty_strided(x: ScaledTensor, size: Any, stride: Any, **options: Any) -> Tensor:
     """Zeros of any scale."""
-    return constant(x, x.shape, 0.0, options)
-
-
-@implements(aten.ones_like.default, family="creation")
-def ones_like(x: ScaledTensor, **options: Any) -> Tensor:
-    """Ones under the scale 1."""
-    return constant(x, x.shape, 1.0, options)
-
-
-@implements(aten.full_like.default, family="creation")
-def full_like(x: ScaledTensor, value: Any, **options: Any) -> Tensor:
-    """One number under its own power of two."""
-    return constant(x, x.shape, float(value), options)
-
-
-@implements(aten.new_zeros.default, family="creation")
-def new_zeros(x: ScaledTensor, size: Any, **options: Any) -> Tensor:
-    """Zeros of any scale."""
-    return constant(x, size, 0.0, options)
-
-
-@implements(aten.new_ones.default, family="creation")
-def new_ones(x: ScaledTensor, size: Any, **options: Any) -> Tensor:
-    """Ones under the scale 1."""
-    return constant(x, size, 1.0, options)
-
-
-@implements(aten.new_full.default, family="creation")
-def new_full(x: ScaledTensor, size: Any, value: Any, **options: Any) -> Tensor:
-    """One number under its own power of two."""
-    return constant(x, size, float(value), options)
-
-
-@implements(aten.empty_like.default, family="creation")
-def empty_like(x: ScaledTensor, **options: Any) -> Tensor:
-    """Zeros of any scale: what is not written must not be read."""
-    return constant(x, x.shape, 0.0, options)
-
-
-@implements(aten.new_empty.default, family="creation")
-def new_empty(x: ScaledTensor, size: Any, **options: Any) -> Tensor:
-    """Zeros of any scale: what is not written must not be read."""
-    return constant(x, size, 0.0, options)
+    options["dtype"] = options.get("dtype") or x.dtype
+    plain = x._payload.new_empty_strided(size, stride, **options)
+    if plain.dtype not in LOGICALS:
+        return plain.zero_()
+    payload = x._payload.new_empty_strided(size, stride, **(options | {"dtype": x._payload.dtype})).zero_()
+    return wrap(payload, torch.full((), _powers.ANY, dtype=torch.float32, device=plain.device), plain.dtype)

@@ -100,16 +100,32 @@ def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     """A tensor or number as payload x scale with a float32 payload; scaled tensors stay as they are.
 
     Numbers are split at the nearest power of two in log2, so that a factor of 0.95 leaves a scale alone; plain tensors
-    take a measured scale.
+    take a measured scale, which stand-ins for infinity among them do not decide.
     """
     if isinstance(x, ScaledTensor):
         return x
     if isinstance(x, Tensor):
-        return encoded(x.to(like.dtype) if not x.is_floating_point() else x, torch.float32)
+        x = x if x.is_floating_point() else x.to(like.dtype)
+        return encoded(x, torch.float32, _scale_beside_stand_ins(x))
     value = float(x)
     scale = _powers.power_of(abs(value)) if value and abs(value) < float("inf") else (1.0 if value else _powers.ANY)
     payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)
     return wrap(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
+
+
+# Masks add such numbers where they mean minus infinity: -1e9, the smallest of the dtype.
+_STAND_IN = 2.0**24
+
+
+def _scale_beside_stand_ins(x: Tensor) -> Tensor:
+    """The scale of the other numbers, where there are others or zeros; no smaller than float32 payloads allow."""
+    if not x.dim() or not x.numel():
+        return measured_scale(x, torch.float32)
+    large = x.abs() >= _STAND_IN
+    scale = measured_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
+    amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()
+    lowest = (amax / torch.finfo(torch.float32).max).to(torch.float32)
+    return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
 
 
 def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:

@@ -116,11 +116,14 @@ def ratio(scale: Tensor, other: Tensor) -> Tensor | float:
     over, under = known(scale), known(other)
     if over is not None and under is not None:
         return over / under
-    return scale / other
+    # Not below a normal number: an infinite payload under the scale of zeros must not meet a factor of 0.
+    return (scale / other).clamp(min=SMALLEST)
 
 
 def times(payload: Tensor, factor: Tensor | float) -> Tensor:
     """A float32 payload times a power of two: exact but for what leaves float32's range."""
     if isinstance(factor, Tensor):
         return payload * factor
+    if factor < SMALLEST:  # as float32 it might be 0, and infinity times 0 is NaN
+        return payload * SMALLEST * max(factor / SMALLEST, SMALLEST)
     return payload if factor == 1.0 else payload * min(factor, LARGEST)

@@ -1,4 +1,4 @@
-"""Rules of sums and means: a sum of n terms is brought back by sqrt(n)."""
+"""Rules of sums, means, norms, extrema and running sums: a sum of n terms is brought back by sqrt(n)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _powers
 from ._bilinear import root_of_count
-from ._families import result
-from ._form import widened
+from ._degrees import by_degree, keeping, measured_like, under
+from ._families import linear
+from ._form import decoded, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -27,6 +27,16 @@ def terms_of(x: Tensor, dims: Sequence[int] | int | None) -> int:
     return math.prod(x.shape[dim] for dim in dims) if x.dim() else 1
 
 
+def spread_of(x: Tensor, dims: Sequence[int] | int | None = None, *_: Any, **__: Any) -> float:
+    """The power of two below the root of the number of terms."""
+    return root_of_count(terms_of(x, dims))
+
+
+def in_dtype(y: Any, dtype: torch.dtype | None) -> Any:
+    """A result in the dtype that was asked for."""
+    return y if dtype is None or dtype == y.dtype else torch.ops.aten._to_copy.default(y, dtype=dtype)
+
+
 @implements(aten.sum.default, family="reduction")
 def sum_all(x: ScaledTensor, *, dtype: Any = None) -> Tensor:
     """The sum of all elements."""
@@ -36,21 +46,97 @@ def sum_all(x: ScaledTensor, *, dtype: Any = None) -> Tensor:
 @implements(aten.sum.dim_IntList, family="reduction")
 def sum_over(x: ScaledTensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """sum(p) / c under the scale s c, with c the power of two below the root of the number of terms."""
-    spread = root_of_count(terms_of(x, dims))
-    scale, rest = _powers.product(x._scale, spread)
-    values = aten.sum.dim_IntList(widened(x), dims, keepdim) * (1.0 / spread)
-    return result(values, scale, rest, x._payload.dtype, dtype or x.dtype)
+    values = aten.sum.dim_IntList(widened(x), dims, keepdim)
+    return in_dtype(under(values, [x._scale], [x], spread_of(x, dims)), dtype)
+
+
+@implements(aten.nansum.default, family="reduction")
+def nansum(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """The sum of what is a number."""
+    values = aten.nansum.default(widened(x), dims, keepdim)
+    return in_dtype(under(values, [x._scale], [x], spread_of(x, dims)), dtype)
 
 
 @implements(aten.mean.default, family="reduction")
 def mean_all(x: ScaledTensor, *, dtype: Any = None) -> Tensor:
     """The mean of all elements."""
-    return mean_over(x, None, dtype=dtype)
+    return in_dtype(under(aten.mean.default(widened(x)), [x._scale], [x]), dtype)
 
 
 @implements(aten.mean.dim, family="reduction")
 def mean_over(x: ScaledTensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """mean(p) under the scale s."""
-    dims = list(range(x.dim())) if dims is None else dims
-    values = aten.mean.dim(widened(x), dims, keepdim)
-    return result(values, x._scale.clone(), 1.0, x._payload.dtype, dtype or x.dtype)
+    return in_dtype(under(aten.mean.dim(widened(x), dims, keepdim), [x._scale], [x]), dtype)
+
+
+@implements(aten.cumsum.default, family="reduction")
+def cumsum(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Tensor:
+    """Running sums, divided by the power of two below the root of the longest."""
+    values = aten.cumsum.default(widened(x), dim)
+    return in_dtype(under(values, [x._scale], [x], spread_of(x, dim)), dtype)
+
+
+by_degree(aten.trace.default, family="reduction", self=1)
+by_degree(aten.var.correction, family="reduction", self=2)
+by_degree(aten.std.correction, family="reduction", self=1)
+
+
+@implements(aten.var_mean.correction, family="reduction")
+def var_mean(x: ScaledTensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """The variance under s^2, the mean under s."""
+    variance, mean = aten.var_mean.correction(widened(x), *arguments, **options)
+    return under(variance, [x._scale] * 2, [x]), under(mean, [x._scale], [x])
+
+
+by_degree(aten.std_mean.correction, family="reduction", self=1)
+linear(
+    *(aten.amax.default, aten.amin.default, aten.aminmax.default, aten.max.default, aten.max.dim),
+    *(aten.min.default, aten.min.dim, aten.median.default, aten.median.dim, aten.nanmedian.default),
+    *(aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default, aten.cummax.default, aten.cummin.default),
+    *(aten.argmax.default, aten.argmin.default, aten.all.default, aten.all.dim, aten.all.dims),
+    *(aten.any.default, aten.any.dim, aten.any.dims, aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
+)
+keeping(aten.logsumexp.default, aten.logcumsumexp.default, family="reduction", least=True)
+
+
+@implements(aten.prod.default, aten.prod.dim_int, family="reduction")
+def prod(x: ScaledTensor, *where: Any, dtype: Any = None, **options: Any) -> Tensor:
+    """The product of values, in float64, where n powers of two do not leave the range; its scale measured."""
+    values = torch.prod(decoded(x, torch.float64), *where, **options)
+    return in_dtype(measured_like(values, [x]), dtype)
+
+
+@implements(aten.cumprod.default, family="reduction")
+def cumprod(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Tensor:
+    """Running products of values, in float64; their scale measured."""
+    return in_dtype(measured_like(aten.cumprod.default(decoded(x, torch.float64), dim), [x]), dtype)
+
+
+def _norm(x: ScaledTensor, order: Any, dims: Any, keepdim: bool, dtype: Any) -> Tensor:
+    order = 2.0 if order is None else float(order)
+    values = aten.linalg_vector_norm.default(widened(x), order, dims, keepdim)
+    count = terms_of(x, dims)
+    spread = root_of_count(count)
+    if order == 0:
+        return in_dtype(under(values, [], [x], spread), dtype)
+    if 0 < order < 2:
+        spread = root_of_count(count * count)
+    return in_dtype(under(values, [x._scale], [x], spread if 0 < order <= 2 else 1.0), dtype)
+
+
+@implements(aten.linalg_vector_norm.default, family="reduction")
+def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """norm(p) under the scale s; of order 0 a count under the scale 1."""
+    return _norm(x, order, dims, keepdim, dtype)
+
+
+@implements(aten.norm.Scalar, aten.norm.ScalarOpt_dtype, family="reduction")
+def norm(x: ScaledTensor, order: Any = 2, *, dtype: Any = None) -> Tensor:
+    """norm(p) under the scale s."""
+    return _norm(x, order, None, False, dtype)
+
+
+@implements(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype, family="reduction")
+def norm_over(x: ScaledTensor, order: Any, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """norm(p) under the scale s."""
+    return _norm(x, order, dims, keepdim, dtype)
