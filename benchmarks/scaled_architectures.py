@@ -1,0 +1,125 @@
+"""Scaled tensors in Hugging Face architectures, classes unmodified: `python -m benchmarks.scaled_architectures`."""
+
+import argparse
+import copy
+import json
+import math
+import time
+import warnings
+from pathlib import Path
+
+from ._architectures import ARCHITECTURES, build
+from ._results import Result, Table, save
+
+TEXT = """Tiny random configurations of transformers' classes, unmodified; one forward and one backward pass of the \
+model's own loss. `error` is the norm of the difference of all gradients to plain float32's over their norm, `bit-equal` \
+the share of parameters whose gradient has the same bits with a float32 payload, `fallbacks` how many operators ran \
+without a rule. In brackets: the same loss and gradients in plain float64 against plain float32, float32's own noise."""
+FLOAT32_BAR, FLOAT16_BAR = 1e-6, 1e-2
+
+
+def gradients(model, batch):
+    """The loss and the gradients of every parameter that has one, as float64."""
+    import torch
+
+    import halfulp as hu
+
+    output = model(**batch)
+    loss = output.loss if getattr(output, "loss", None) is not None else output.last_hidden_state.square().mean()
+    loss.backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad
+            found[name] = grad.decode(torch.float64) if isinstance(grad, hu.ScaledTensor) else grad.double()
+    return loss.item(), found
+
+
+def error(ours, wanted):
+    """The norm of the difference of all gradients over their norm."""
+    difference = sum((ours[name] - grad).square().sum().item() for name, grad in wanted.items())
+    return math.sqrt(difference / sum(grad.square().sum().item() for grad in wanted.values()))
+
+
+def measure(name: str, seed: int = 0) -> dict:
+    """One architecture: errors and fallbacks with float32 and float16 payloads."""
+    import torch
+
+    import halfulp as hu
+
+    torch.manual_seed(seed)
+    kind, model, batch = build(name)
+    loss, wanted = gradients(copy.deepcopy(model), batch)
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    row = {"architecture": name, "kind": kind}
+    try:
+        row["noise"] = error(gradients(copy.deepcopy(model).double(), wide)[1], wanted)
+    except RuntimeError:  # a class that knows float32 only
+        row["noise"] = None
+    for label, dtype in (("float32", torch.float32), ("float16", torch.float16)):
+        scaled = hu.scalify(copy.deepcopy(model), dtype)
+        found_loss, found = gradients(scaled, batch)
+        assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+        row[label] = error(found, wanted)
+        row[f"loss {label}"] = abs(found_loss - loss) / max(abs(loss), 1e-30)
+        row["fallbacks"] = hu.fallbacks(scaled)
+        if dtype == torch.float32:
+            row["bit-equal"] = sum(torch.equal(found[k], wanted[k]) for k in wanted) / len(wanted)
+            row["worst"] = max(wanted, key=lambda k: (found[k] - wanted[k]).norm().item())
+    return row
+
+
+def main() -> None:
+    """Measures all or some, prints a table and writes it."""
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(ARCHITECTURES)}; all by default")
+    parser.add_argument("--out", type=Path, help="a JSON file for the raw rows, beside the table")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    names = arguments.names or list(ARCHITECTURES)
+    rows, failed = [], []
+    for name in names:
+        start = time.process_time()
+        try:
+            row = measure(name)
+        except Exception as problem:
+            failed.append((name, f"{type(problem).__name__}: {str(problem).splitlines()[0][:300] if str(problem) else ''}"))
+            print(f"{name:30} FAILED {failed[-1][1]}", flush=True)
+            continue
+        rows.append(row)
+        print(
+            f"{name:30} {row['float32']:.1e} ({row['noise'] or 0:.0e}) {row['bit-equal']:5.0%} {row['float16']:.1e} "
+            f"{time.process_time() - start:5.1f} s {dict(row['fallbacks'])} {row['worst'] if row['float32'] > 1e-6 else ''}",
+            flush=True,
+        )
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"rows": rows, "failed": failed}, indent=1))
+    if arguments.names:
+        return
+    save(result(rows, failed))
+
+
+def result(rows: list[dict], failed: list[tuple[str, str]]) -> Result:
+    """The rows as a table with bars."""
+    columns = {"architecture": "", "kind": "", "float32 payload": "", "bit-equal": "", "float16 payload": "", "fallbacks": ""}
+    table = Table("gradients of scaled models against plain float32", columns)
+    for row in rows:
+        met = row["float32"] <= FLOAT32_BAR and row["float16"] <= FLOAT16_BAR and not row["fallbacks"]
+        noise = "" if row["noise"] is None else f" ({row['noise']:.0e})"
+        cells = {"float32 payload": f"{row['float32']:.1e}{noise}", "float16 payload": f"{row['float16']:.1e}"}
+        counts = ", ".join(f"{name} {count}" for name, count in row["fallbacks"].items())
+        bits = {"bit-equal": f"{row['bit-equal']:.0%}", "fallbacks": counts}
+        bar = "error 1e-6 and 1e-2, no fallback"
+        table.add(architecture=row["architecture"], kind=row["kind"], **cells, **bits, bar=bar, met=met)
+    for name, why in failed:
+        table.add(architecture=name, kind=ARCHITECTURES[name][0], fallbacks=why, bar="runs", met=False)
+    met = sum(row["met"] for row in table.rows)
+    table.note = f"{met} of {len(table.rows)} meet the bar; {sum(r['bit-equal'] == 1 for r in rows)} are bit-equal"
+    return Result("scaled_architectures", "Scaled Hugging Face models", TEXT, "python -m benchmarks.scaled_architectures", tables=[table])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What the payloads of a model do, as a report."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import halfulp as hu
+from halfulp.scaled import ScaledTensor, drift
+
+
+class Net(nn.Module):
+    """Two named layers and a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.second = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+def test_rows_name_module_operator_and_pass(seed):
+    model = hu.scalify(Net())
+    with drift(model) as report:
+        model(torch.randn(8, 16)).square().sum().backward()
+    found = {(row.side, row.module, row.operator) for row in report.rows}
+    assert {("forward", "first", "addmm"), ("forward", "second", "addmm"), ("forward", "", "relu")} <= found
+    assert {("backward", "second", "mm"), ("backward", "first", "mm")} <= found
+    assert all(row.calls >= 1 for row in report.rows)
+    assert report.fallbacks == {}
+    assert not model.first._forward_hooks
+    assert not model.first._forward_pre_hooks
+
+
+def test_the_measures(seed):
+    x = ScaledTensor(torch.tensor([4.0, -4.0, 0.0, torch.inf]).half(), 2.0**-20)
+    with drift(nn.Identity()) as report:
+        x * 1.0
+        ScaledTensor(torch.tensor([2.0**-10, 65504.0]).half(), 1.0) * 1.0
+    (row,) = report.rows
+    assert (row.lowest, row.calls, row.elements, row.saturated) == (2.0, 2, 4, 1)
+    assert row.share("float16") == 1
+    assert row.share("float8_e4m3fn") == 0.5
+    assert row.share("float8_e5m2") == 0.75
+    assert report.worst("forward") is row
+    assert report.worst("backward") is None
+
+
+def test_it_prints_and_goes_into_json(seed):
+    model = hu.scalify(Net())
+    with drift(model) as report:
+        model(torch.randn(8, 16))
+    text = str(report)
+    assert text.splitlines()[0].split() == [
+        *("side", "module", "operator", "payload", "calls", "log2", "rms"),
+        *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "saturated"),
+    ]
+    assert "addmm" in text
+    again = json.loads(json.dumps(report.to_dict()))
+    assert again["rows"][0]["side"] == "forward"
+    assert 0 <= again["rows"][0]["inside"]["float16"] <= 1
+
+
+def test_it_counts_fallbacks():
+    x = ScaledTensor.encode(torch.rand(4))
+    with pytest.warns(hu.tensors.FallbackWarning) if not hu.fallbacks().get(NAME) else drift(nn.Identity()), drift(
+        nn.Identity()
+    ) as report:
+        torch.special.airy_ai(x)
+    assert report.fallbacks == {NAME: 1}
+    assert f"fallback: {NAME}, 1 times" in str(report)
+
+
+NAME = "aten.special_airy_ai.default"
+
+
+def test_a_model_that_raises_is_left_as_it_was(seed):
+    model = hu.scalify(Net())
+    with pytest.raises(RuntimeError), drift(model):
+        model(torch.randn(8, 3))
+    assert not model.first._forward_hooks
+    assert model(torch.randn(8, 16)).shape == (8, 4)

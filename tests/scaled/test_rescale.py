@@ -1,0 +1,89 @@
+"""Rescaling: values stay, payloads come to magnitudes about 1."""
+
+import math
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.scaled import ScaledTensor
+
+STATISTICS = {
+    "rms": lambda v: v.square().mean().sqrt(),
+    "max": lambda v: v.abs().max(),
+    "mean": lambda v: v.abs().mean(),
+}
+
+
+def powers() -> float:
+    return 2.0 ** int(torch.randint(-9, 6, ()))
+
+
+@pytest.mark.parametrize("by", STATISTICS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2])
+def test_the_statistic_comes_to_one_and_values_stay(dtype, by, seed):
+    values = torch.randn(500).clamp(-4, 4)
+    values[::7] = 0
+    values[3:6] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    x = ScaledTensor(values.mul(powers()).to(dtype), powers())
+    y = hu.rescale(x, by)
+    used = y.payload.double()
+    used = used[used.isfinite() & (used != 0)]
+    # Eight bits may lose elements below their smallest number on the way, and round those next to it.
+    assert abs(math.log2(STATISTICS[by](used))) <= 0.5 + 1e-3
+    same = (x.payload.float().abs() >= x.payload.float().nan_to_num(0, 0, 0).abs().max() * 2.0**-10) | ~values.isfinite()
+    torch.testing.assert_close(y.decode()[same], x.decode()[same], rtol=0, atol=0, equal_nan=True)
+    assert y.payload.dtype == dtype
+
+
+def test_the_side_tells_which_pass(seed):
+    for side, forward, backward in (("forward", True, False), ("gradient", False, True), ("both", True, True)):
+        x = ScaledTensor(torch.randn(64) * 2.0**-9, 1.0).requires_grad_()
+        for track in (True, False):
+            with torch.set_grad_enabled(track):
+                y = hu.rescale(x, "rms", side)
+            assert torch.equal(y.decode(), x.decode())
+            assert (y.scale != 1) == forward
+        y = hu.rescale(x, "rms", side)
+        gradient = ScaledTensor(torch.randn(64) * 2.0**-7, 1.0)
+        y.backward(gradient)
+        assert torch.equal(x.grad.decode(), gradient.decode())
+        assert (x.grad.scale != 1) == backward
+
+
+def test_compiled_it_is_the_same(seed):
+    x = ScaledTensor((torch.randn(64) * 2.0**-9).half(), 2.0**3).requires_grad_()
+    compiled = torch.compile(lambda x: hu.rescale(x, "rms", "both"), backend="aot_eager", fullgraph=True)
+    for track in (True, False):
+        with torch.set_grad_enabled(track):
+            ours, wanted = compiled(x), hu.rescale(x, "rms", "both")
+        assert torch.equal(ours.payload, wanted.payload)
+        assert torch.equal(ours.scale, wanted.scale)
+
+
+@pytest.mark.parametrize("by", STATISTICS)
+def test_the_ends_of_the_range(by):
+    zeros = torch.zeros_like(ScaledTensor.encode(torch.ones(3)))
+    assert torch.equal(hu.rescale(zeros, by).scale, zeros.scale)
+    assert hu.rescale(ScaledTensor(torch.ones(0), 1.0), by).shape == (0,)
+    lone = ScaledTensor(torch.tensor([torch.inf, 0.0]), 4.0)
+    assert torch.equal(hu.rescale(lone, by).scale, lone.scale)
+    for payload, scale in ((2.0**100, 2.0**100), (2.0**-100, 2.0**-100), (1.0, 2.0**127), (1.0, 2.0**-126)):
+        x = ScaledTensor(torch.tensor([payload]), scale)
+        y = hu.rescale(x, by)
+        assert y.payload.double() * y.scale.double() == x.payload.double() * x.scale.double()
+    # One large element among many small: the storage's range decides.
+    spike = ScaledTensor(torch.cat([torch.full((10**6,), 2.0**-24), torch.tensor([30000.0])]).half(), 1.0)
+    assert hu.rescale(spike, by).payload.isfinite().all()
+    assert hu.rescale(spike, by)[-1].item() == pytest.approx(30000)
+
+
+def test_plain_tensors_and_bad_input():
+    x = torch.ones(2)
+    assert hu.rescale(x) is x
+    with pytest.raises(TypeError, match="a torch.Tensor"):
+        hu.rescale(1.0)
+    with pytest.raises(ValueError, match="by="):
+        hu.rescale(x, "l1")
+    with pytest.raises(ValueError, match="side="):
+        hu.rescale(x, side="backward")

@@ -1,0 +1,218 @@
+"""A model's parameters as scaled tensors, and back."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halfulp as hu
+from halfulp.scaled import ScaledTensor, unscalify
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def gradients(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    assert loss.isfinite()
+    return [p.grad.decode() if isinstance(p.grad, ScaledTensor) else p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("size", [2.0**-8, 1.0, 2.0**10])
+def test_loss_and_gradients_are_those_of_the_plain_model(dtype, most, size, seed):
+    plain = net()
+    with torch.no_grad():
+        plain[0].weight.mul_(size)
+    x, y = torch.randn(32, 8), torch.randint(3, (32,))
+    model = hu.scalify(copy.deepcopy(plain), dtype)
+    assert all(isinstance(p, ScaledTensor) and isinstance(p, nn.Parameter) for p in model.parameters())
+    # In all of them: single activations may fall on the other side of zero in 16 bits.
+    ours, wanted = (torch.cat([g.flatten() for g in gradients(m, x, y)]) for m in (model, plain))
+    assert (ours - wanted).norm() <= most * wanted.norm()
+    assert all(p.grad.payload.dtype == dtype for p in model.parameters())
+
+
+def test_a_linear_model_has_the_same_bits(seed):
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(4, 8)
+    model = hu.scalify(copy.deepcopy(plain), torch.float32)
+    for m in (model, plain):
+        m(x).sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(p.grad.decode(), q.grad)
+
+
+def test_a_copy_and_a_pickle_train_as_the_model(seed):
+    model = hu.scalify(net())
+    x, y = torch.randn(4, 8), torch.randint(3, (4,))
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to("cpu")]
+    wanted = gradients(copy.deepcopy(model), x, y)
+    for twin in twins:
+        assert all(map(torch.equal, gradients(twin, x, y), wanted))
+        assert list(twin.state_dict())[:2] == ["0.weight", "0.weight.scale"]
+    assert twins[0][0].weight is not model[0].weight
+
+
+class Tied(nn.Module):
+    """Shares a weight, takes nested arguments, and has parameters that carry no scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.steps = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.register_buffer("running", torch.ones(4))
+        self.seen = None
+
+    def forward(self, batch: dict, *, extra=None, attention_mask=None) -> torch.Tensor:
+        self.seen = batch, extra, attention_mask
+        return self.head(self.embed(batch["ids"]) + extra[0] * self.running)
+
+
+def test_ties_arguments_and_what_has_no_scale(seed):
+    model = hu.scalify(Tied())
+    assert model.head.weight is model.embed.weight
+    assert type(model.steps.data) is torch.Tensor
+    assert type(model.phase.data) is torch.Tensor
+    assert type(model.running) is torch.Tensor
+    ids, mask = torch.tensor([1, 2]), torch.tensor([0.0, -torch.inf])
+    out = model({"ids": ids}, extra=[torch.ones(2, 4)], attention_mask=mask)
+    batch, extra, seen_mask = model.seen
+    assert batch["ids"] is ids
+    assert seen_mask is mask
+    assert isinstance(extra[0], ScaledTensor)
+    assert isinstance(out, ScaledTensor)
+    F.mse_loss(out, torch.zeros(2, 5)).backward()
+    assert isinstance(model.head.weight.grad, ScaledTensor)
+
+
+def test_where_chooses_by_name_or_function(seed):
+    model = hu.scalify(net(), where="*.weight")
+    assert isinstance(model[0].weight, ScaledTensor)
+    assert type(model[0].bias) is nn.Parameter
+    x, y = torch.randn(4, 8), torch.randint(3, (4,))
+    gradients(model, x, y)
+    start = model[0].bias.detach().clone()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    assert not torch.equal(model[0].bias, start)
+    assert type(model[0].bias) is nn.Parameter
+    only = hu.scalify(net(), where=lambda module, name: isinstance(module, nn.LayerNorm))
+    assert [name for name, p in only.named_parameters() if isinstance(p, ScaledTensor)] == ["1.weight", "1.bias"]
+
+
+def test_the_way_back(seed):
+    start = net()
+    x = torch.randn(4, 8)
+    model = unscalify(hu.scalify(copy.deepcopy(start), torch.float32))
+    assert torch.equal(model(x), start(x))
+    assert list(model.state_dict()) == list(start.state_dict())
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._state_dict_hooks
+        assert not module._load_state_dict_pre_hooks
+        assert not [name for name in module.__dict__ if "halfulp" in name]
+    half = unscalify(hu.scalify(nn.Linear(2, 2).to(torch.bfloat16)))
+    assert half.weight.dtype == torch.bfloat16
+    assert unscalify(hu.scalify(nn.Linear(2, 2)), torch.float64).weight.dtype == torch.float64
+
+
+def test_gradients_and_marks_go_along(seed):
+    model = net()
+    model(torch.randn(2, 8)).sum().backward()
+    model[0].weight.decay = 0.1
+    wanted = model[0].weight.grad.clone()
+    hu.scalify(model, torch.float32)
+    assert torch.equal(model[0].weight.grad.decode(), wanted)
+    assert model[0].weight.decay == 0.1
+    unscalify(model)
+    assert torch.equal(model[0].weight.grad, wanted)
+    assert model[0].weight.decay == 0.1
+
+
+def test_an_optimizer_that_exists_already_is_refused(seed):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    start = model[0].weight
+    with pytest.raises(ValueError, match=r"SGD holds parameter '0.weight'.*after scalify"):
+        hu.scalify(model)
+    assert model[0].weight is start
+    optimizer.loop = optimizer
+    del optimizer  # still lies about, in a cycle
+    hu.scalify(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="after unscalify"):
+        unscalify(model)
+    del optimizer
+    gc.collect()
+
+
+def test_batch_norm_keeps_its_statistics_wide(seed):
+    plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    model = hu.scalify(copy.deepcopy(plain))
+    for _ in range(20):
+        x = torch.randn(16, 4)
+        model(x), plain(x)
+    assert model[1].running_var.dtype == torch.float32
+    assert type(model[1].running_var) is torch.Tensor
+    torch.testing.assert_close(model[1].running_var, plain[1].running_var, rtol=1e-3, atol=1e-4)
+
+
+def test_bad_input(seed):
+    model = net()
+    start = dict(model.named_parameters())
+    for options, message in (
+        ({"dtype": torch.int8}, "a payload is one of"),
+        ({"dtype": torch.float64}, "a payload is one of"),
+        ({"where": "*.wieght"}, "did you mean '0.weight'"),
+        ({"matmul": "int8"}, "allowed are None and 'fp8'"),
+        ({"rescale": "all"}, "allowed are 'norms'"),
+        ({"rescale": ["9"]}, "matches no module"),
+        ({"rescale": {"0": "left"}}, "allowed are forward"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hu.scalify(model, **options)
+    with pytest.raises(ValueError, match="has no shape yet"):
+        hu.scalify(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match="lay out|dense"):
+        sparse = nn.Module()
+        sparse.w = nn.Parameter(torch.eye(3).to_sparse())
+        hu.scalify(sparse)
+    with pytest.raises(ValueError, match="MCTensor"):
+        hu.scalify(hu.multicomponent(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match="a module or a function"):
+        hu.scalify(3)
+    with pytest.raises(ValueError, match="for models"):
+        hu.scalify(torch.relu, where="x")
+    with pytest.raises(ValueError, match="dtype="):
+        unscalify(hu.scalify(net()), torch.int8)
+    assert all(start[name] is p for name, p in model.named_parameters())
+
+
+def test_scalify_again_changes_the_storage(seed):
+    model = hu.scalify(hu.scalify(net(), torch.float32), torch.float16)
+    assert model[0].weight.payload.dtype == torch.float16
+    assert len(model._forward_pre_hooks) == 2
+    assert model(torch.randn(2, 8)).payload.dtype == torch.float16
+
+
+def test_eight_bit_products(seed):
+    plain = net()
+    model = hu.scalify(copy.deepcopy(plain), matmul="fp8")
+    x, y = torch.randn(32, 8), torch.randint(3, (32,))
+    ours, wanted = (torch.cat([g.flatten() for g in gradients(m, x, y)]) for m in (model, plain))
+    sixteen = torch.cat([g.flatten() for g in gradients(hu.scalify(copy.deepcopy(plain)), x, y)])
+    error, control = ((g - wanted).norm() / wanted.norm() for g in (ours, sixteen))
+    assert control < 0.02 < error < 0.5
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    model.zero_grad()
+    assert all(map(torch.equal, gradients(twin, x, y), gradients(model, x, y)))
+    assert "forward" not in unscalify(model)[0].__dict__
