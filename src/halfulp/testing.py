@@ -106,7 +106,7 @@ class _Trial:
         named = {f"result {number}": _value(x) for number, x in enumerate(results)}
         outputs = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
         if outputs:
-            torch.manual_seed(self.seed)
+            torch.manual_seed(~self.seed)  # other numbers than the arguments, which are often drawn alike
             cotangents = [torch.randn(x.shape, dtype=x.dtype) for x in outputs]
             cotangents = [
                 _represented(c, exponent) if isinstance(x, ScaledTensor) else c for c, x in zip(cotangents, outputs)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from . import _powers
 from ._form import LOGICALS, check_storage, decoded, made, measured_scale, narrowed, widened
@@ -49,6 +50,15 @@ def cast_(x: ScaledTensor, dtype: torch.dtype) -> ScaledTensor:
 def rescaled(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     """The same values under another scale, in the same storage."""
     return made(_powers.times(widened(x), _powers.ratio(x._scale, scale)), scale.clone(), x._payload.dtype, x.dtype)
+
+
+def in_complex_numbers(operator: Any, arguments: tuple, options: dict) -> Any:
+    """An operator on values, with plain results: complex numbers carry no scale."""
+    return operator(*tree_map(_plain, arguments), **tree_map(_plain, options))
+
+
+def _plain(x: Any) -> Any:
+    return decoded(x) if isinstance(x, ScaledTensor) else x
 
 
 class _Encode(torch.autograd.Function):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _powers
 from ._powers import PowerRounding
+from ._registry import ComplexOperand
 from ._scaled_tensor import ScaledTensor, wrap
 
 STORAGES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
@@ -105,8 +106,12 @@ def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     if isinstance(x, ScaledTensor):
         return x
     if isinstance(x, Tensor):
+        if x.is_complex():
+            raise ComplexOperand
         x = x if x.is_floating_point() else x.to(like.dtype)
         return encoded(x, torch.float32, _scale_beside_stand_ins(x))
+    if isinstance(x, complex):
+        raise ComplexOperand
     value = float(x)
     scale = _powers.power_of(abs(value)) if value and abs(value) < float("inf") else (1.0 if value else _powers.ANY)
     payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)

@@ -22,6 +22,10 @@ rule_of = _table.of
 FAMILIES: dict[OpOverload, str] = {}
 
 
+class ComplexOperand(Exception):
+    """A complex number met a scaled tensor: the operator runs on plain values, and the result is plain."""
+
+
 def implements(*operators: OpOverload, family: str = "own") -> Callable[[Callable], Callable]:
     """Register a function as the rule of torch operators for scaled tensors, as a decorator.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _powers, _saving
 from ._powers import PowerRounding
-from ._registry import implements, rule_of
+from ._registry import ComplexOperand, implements, rule_of
 
 _make = torch.Tensor._make_wrapper_subclass
 
@@ -63,7 +63,12 @@ class ScaledTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
-        return rule_of(operator)(*arguments, **(options or {}))
+        try:
+            return rule_of(operator)(*arguments, **(options or {}))
+        except ComplexOperand:
+            from ._encoding import in_complex_numbers
+
+            return in_complex_numbers(operator, arguments, options or {})
 
     @staticmethod
     def encode(

@@ -2,7 +2,7 @@
 
 import torch
 
-from ._families import measured, overloads
+from ._families import measured, on_plain, overloads
 
 aten = torch.ops.aten
 
@@ -33,3 +33,5 @@ measured(
     *overloads(aten.segment_reduce, aten._segment_reduce_backward),
     family="special",
 )
+# Sparse layouts leave scaled tensors: plain values.
+on_plain(aten._sparse_coo_tensor_with_dims_and_tensors.default, family="special")
