@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from halfulp.arithmetic import renormalize, split
+from halfulp.arithmetic import half_components, largest_magnitude, renormalize, split
 from halfulp.arithmetic._matmul import matmul
 from halfulp.arithmetic._matmul_sliced import _layout, _tasks
 from halfulp.arithmetic._workspace import _built, workspace
@@ -291,14 +291,31 @@ def test_parameters_and_tensors_that_require_gradients(seed):
     assert torch.equal(matmul((a,), (a,), 2, F32)[0], matmul((a.detach(),), (a.detach(),), 2, F32)[0])
 
 
-def test_fewer_bits_for_float32_products_are_not_taken(seed):
-    a, b = (split(torch.randn(40, 40, dtype=F64), BF16, 3) for _ in range(2))
-    before = torch.get_float32_matmul_precision()
+@pytest.mark.parametrize("backend", [torch.backends, torch.backends.mkldnn, torch.backends.mkldnn.matmul])
+@pytest.mark.parametrize(("dtype", "components", "bits"), [(BF16, 3, 20), (F16, 2, 20), (F32, 1, 21), (F64, 2, 104)])
+def test_fewer_bits_for_float32_products_are_not_taken(seed, backend, dtype, components, bits):
+    a, b = (split(torch.randn(40, 40, dtype=F64), dtype, components) for _ in range(2))
+    plain = matmul(a, b, components, dtype)
+    before = backend.fp32_precision
     try:
-        torch.set_float32_matmul_precision("medium")
-        assert _errors(a, b, matmul(a, b, 3, BF16)) <= -20
+        for precision in ("bf16", "tf32"):
+            backend.fp32_precision = precision
+            made, bound = matmul(a, b, components, dtype, error=True)
+            assert _errors(a, b, made, bound) <= -bits
+            assert backend.fp32_precision == precision
     finally:
-        torch.set_float32_matmul_precision(before)
+        backend.fp32_precision = before
+    assert all(torch.equal(x, y) for x, y in zip(plain, matmul(a, b, components, dtype), strict=True))
+
+
+@pytest.mark.parametrize("exponent", [-30, -12, 0, 12])
+def test_float32_as_float16_components(seed, exponent):
+    x = torch.randn(1000) * 2.0**exponent
+    for components in (1, 2, 3):
+        found = half_components(x * 2.0**7, 2.0**-7, components)
+        assert all(torch.equal(p, q) for p, q in zip(found, split(x, F16, components), strict=True))
+    assert largest_magnitude(x) == float(x.abs().max())
+    assert math.isnan(largest_magnitude(torch.tensor([1.0, torch.nan, -torch.inf])))
 
 
 def test_memory_is_a_small_multiple_of_the_operands():

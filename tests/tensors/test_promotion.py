@@ -45,6 +45,17 @@ def test_float32_x2_with_another_operand(other, dtype, components):
         assert (result.dtype, len(result.components)) == (dtype, components)
 
 
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE, DOUBLE])
+@pytest.mark.parametrize("components", [1, 2, 3, 4])
+def test_steps_inside_an_operator_leave_its_number_of_components(dtype, components):
+    x, plain = _mc(dtype, components), torch.full((2,), 1.5, dtype=dtype)
+    gaps = MCTensor.from_components([plain, *[plain * torch.finfo(dtype).smallest_normal] * (components - 1)])
+    for a in (x, gaps):
+        for function in (torch.remainder, torch.fmod, torch.floor_divide, torch.copysign, torch.hypot, torch.atan2):
+            for result in (function(a, a), function(a, plain), function(plain, a)):
+                assert (result.dtype, len(result.components)) == (dtype, components)
+
+
 def test_half_and_brain_meet_in_float32():
     result = _mc(HALF, 2) + _mc(BRAIN, 3)
     assert (result.dtype, len(result.components), result.scale) == (SINGLE, 3, None)

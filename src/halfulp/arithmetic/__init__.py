@@ -11,7 +11,8 @@ from ._linalg import lstsq as lstsq
 from ._linalg import qr as qr
 from ._linalg import solve as solve
 from ._matmul import matmul as matmul
-from ._matmul_wide import cut as cut
+from ._matmul_wide import half_components as half_components
+from ._matmul_wide import largest_magnitude as largest_magnitude
 from ._matmul_wide import single_product as single_product
 from ._parts import compare as compare
 from ._parts import merge as merge

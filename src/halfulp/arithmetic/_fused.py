@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,10 +9,8 @@ from functools import cached_property
 import torch
 
 from ..kernels import chosen, compile_trace, record
-from ._pointwise import _fill
+from ._pointwise import fill
 from ._transforms import Terms
-
-_SERIAL = 65_537  # elements below which threads do not pay
 
 
 @dataclass(frozen=True)
@@ -36,18 +33,10 @@ class Fused:
 
     def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Fill `outputs` (contiguous, of one shape; they may be inputs too) from inputs that broadcast to them."""
-        shape, count = outputs[0].shape, outputs[0].numel()
-        if not count:
+        if not outputs[0].numel():
             return
         if chosen(outputs[0].device.type) == "numba":
-            if count < _SERIAL and all(part.shape == shape and part.is_contiguous() for part in inputs):
-                words = [count, count]
-                for part in (*inputs, *outputs):
-                    words += (part.data_ptr(), count, 1)
-                table = array("q", words)
-                self._kernel(0, 1, table.buffer_info()[0])
-            else:
-                _fill(self._kernel, shape, count, list(inputs), tuple(outputs))
+            fill(self._kernel, inputs, tuple(outputs))
             return
         terms = self.function(*(part.to(self.arithmetic) for part in inputs))
         for target, term in zip(outputs, terms, strict=True):

@@ -10,6 +10,7 @@ from ..kernels import define_operator
 from ._matmul_direct import error_direct, multiply_direct
 from ._matmul_sliced import multiply_sliced
 from ._matmul_wide import error_wide, multiply_wide, wide_type
+from ._plain_product import multiply
 from ._pointwise import MOST, PRECISION, Parts
 from ._slices import BLOCK
 
@@ -72,14 +73,12 @@ def _check(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> None:
 def _shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
     if b.dim() == 2:
         return (*a.shape[:-1], b.shape[-1])
-    if a.dim() == 2 and b.dim() == 2:
-        return (a.shape[0], b.shape[1])
     return (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
 
 
 def _run(a: Sequence, b: Sequence, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
     """All components of the result, and the bound behind them if it is asked for."""
-    a, b = ([part.detach() for part in parts] for parts in (a, b))
+    a, b = ([part.detach() if part.requires_grad else part for part in parts] for parts in (a, b))
     shape = _shape(a[0], b[0])
     if len(shape) == 2:
         return _multiply(tuple(a), tuple(b), components, dtype, error)
@@ -123,7 +122,8 @@ def _multiply(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bo
         and a[0].dtype == b[0].dtype == dtype
         and dtype in (torch.float32, torch.float64)
     ):
-        made = (torch.matmul(a[0], b[0]),)
+        made = (a[0].new_empty(shape),)
+        multiply(a[0], b[0], made[0])
         return [*made, *([error_wide(a, b, made, dtype)] if error else [])]
     work = wide_type((a, b), components, dtype)
     if work is not None:

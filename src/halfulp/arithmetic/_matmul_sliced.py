@@ -17,6 +17,7 @@ import torch
 from ..kernels import times_power
 from . import _slices as slicing
 from ._matmul_direct import multiply_entries
+from ._plain_product import multiply
 from ._pointwise import PRECISION, Parts
 from ._workspace import Layout, workspace
 
@@ -157,7 +158,7 @@ def _as_row(x: torch.Tensor) -> torch.Tensor:
 def _judged(task: _Task, slices: int, sizes: list, error: bool) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
     """How many slices to take, the entries that they do not reach, and the bound of the error."""
     left, right, sums = sizes
-    _product(left, right, sums)
+    multiply(left, right, sums)
     missed = None
     if not float(sums.amin()) >= slicing.least_sum(slices, task.inner, task.bits):
         nonzero = (sums > 0) | _hidden(task, left, right)
@@ -198,11 +199,11 @@ def _summed(task: _Task, left: list, right: list, known: Parts, last: bool, resu
         for i in range(level + 1):
             if len(waiting) == _RESULTS - 1:
                 known, waiting = _fold(task, waiting, known, None), []
-            _product(left[i], right[level - i], buffers[len(waiting)])
+            multiply(left[i], right[level - i], buffers[len(waiting)])
             waiting.append(buffers[len(waiting)])
     tails = buffers[len(waiting)]
     rest = right[slices]
-    _product(left[0], rest, tails)
+    multiply(left[0], rest, tails)
     for i in range(1, slices + 1):
         rest += right[slices - i]
         _accumulate(left[i], rest, tails)
@@ -215,10 +216,6 @@ def _fold(task: _Task, waiting: list, known: Parts, written: Parts | None) -> Pa
     kernel = slicing.summer(len(waiting), len(known), len(written), written[0].dtype)
     kernel([*waiting, task.row_scales[0], _as_row(task.column_scales[0]), *known], written)
     return written
-
-
-def _product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
-    (torch.mm if x.dim() == 2 else torch.bmm)(x, y, out=out)
 
 
 def _accumulate(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:

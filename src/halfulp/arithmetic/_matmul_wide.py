@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -12,6 +13,7 @@ from ..kernels import is_finite, select
 from ._fused import Fused
 from ._lowering import lowered
 from ._networks import finished
+from ._plain_product import multiply
 from ._pointwise import PRECISION, Parts
 from ._transforms import Terms, distill
 from ._workspace import workspace
@@ -19,23 +21,23 @@ from ._workspace import workspace
 _PIECE = 512  # inner length from which on a product is taken in pieces
 _MOST_PIECES = 4
 _NARROW = (torch.float16, torch.bfloat16)
-# Bits of a term that leave after rounding to the type, its smallest subnormal, its largest number.
-_CUT = {torch.float16: (13, 2.0**-24, 65504.0), torch.bfloat16: (16, 2.0**-133, None)}
+# Bits of a float32 that go in rounding to the type, and the type's smallest subnormal.
+_CUT = {torch.float16: (13, 2.0**-24), torch.bfloat16: (16, 2.0**-133)}
+_LARGEST = {torch.float16: 65504.0}
 
 
 def wide_type(operands: tuple[Parts, Parts], components: int, dtype: torch.dtype) -> torch.dtype | None:
     """The native type in which a product has the result's digits and a few more; None where there is none."""
     bits = components * PRECISION[dtype]
     if dtype in _NARROW and bits <= 24 and all(parts[0].dtype != torch.float64 for parts in operands):
-        # "high" and "medium" let torch multiply float32 matrices in fewer bits.
-        return torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
+        return torch.float32
     return torch.float64 if bits <= 48 else None
 
 
 def multiply_wide(a: Parts, b: Parts, components: int, dtype: torch.dtype, work: torch.dtype) -> Parts:
     """a @ b for matrices or stacks of them, in `work` and rounded to components."""
     shape = (*a[0].shape[:-1], b[0].shape[-1])
-    written = tuple(torch.empty(shape, dtype=dtype, device=a[0].device) for _ in range(components))
+    written = tuple([torch.empty(shape, dtype=dtype, device=a[0].device) for _ in range(components)])
     direct = components == 1 and dtype == work
     merged = [parts for parts in (a, b) if len(parts) > 1 or parts[0].dtype != work]
     # Where the result has nearly the digits of the product, long sums lose some of them: several are added exactly.
@@ -43,17 +45,19 @@ def multiply_wide(a: Parts, b: Parts, components: int, dtype: torch.dtype, work:
     pieces = max(1, min(_MOST_PIECES, a[0].shape[-1] // _PIECE)) if long else 1
     layout = (*((tuple(parts[0].shape), work) for parts in merged), *([] if direct else [(shape, work)] * pieces))
     with workspace((layout,), a[0].device) as ((*scratch,),):
-        factors = []
-        for parts in (a, b):
-            if any(parts is other for other in merged):
-                factors.append(scratch.pop(0))
-                _merger(work, parts[0].dtype, len(parts))(parts, factors[-1:])
-            else:
-                factors.append(parts[0])
+        rest = iter(scratch)
+        factors = [_merged(parts, next(rest)) if any(parts is x for x in merged) else parts[0] for parts in (a, b)]
+        scratch = list(rest)
         _multiply_pieces(*factors, written[:1] if direct else scratch)
         if not direct:
             _splitter(work, dtype, components, pieces)(scratch, written)
     return written
+
+
+def _merged(parts: Parts, out: torch.Tensor) -> torch.Tensor:
+    """The sum of all components, in the scratch memory's type."""
+    _merger(out.dtype, parts[0].dtype, len(parts))(parts, (out,))
+    return out
 
 
 def _multiply_pieces(x: torch.Tensor, y: torch.Tensor, products: Sequence[torch.Tensor]) -> None:
@@ -62,7 +66,7 @@ def _multiply_pieces(x: torch.Tensor, y: torch.Tensor, products: Sequence[torch.
     for k, out in enumerate(products):
         part = slice(inner * k // count, inner * (k + 1) // count)
         left, right = (x, y) if count == 1 else (x[..., part], y[..., part, :])
-        (torch.mm if x.dim() == 2 else torch.bmm)(left, right, out=out)
+        multiply(left, right, out)
 
 
 def error_wide(a: Parts, b: Parts, product: Parts, work: torch.dtype) -> torch.Tensor:
@@ -77,40 +81,63 @@ def error_wide(a: Parts, b: Parts, product: Parts, work: torch.dtype) -> torch.T
     return sums * (lost * (1 + 2.0**-20)) + size * 2.0 ** (1 - components * PRECISION[dtype]) + tiny
 
 
-def single_product(a: Parts, b: Parts) -> torch.Tensor:
-    """a @ b of 16-bit components in float32 on the CPU, whatever the range of their own type.
+@contextlib.contextmanager
+def single_product(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
+    """a @ b of float16 components in float32, whose range holds it; in scratch memory, for the length of a block.
+
+    Args:
+        a: (M, K) or (B, M, K).
+        b: (K, N) or (B, K, N).
 
     >>> half = torch.ones(2, 2, dtype=torch.float16)
-    >>> single_product((half * 60000,), (half * 2,))[0].tolist()
+    >>> with single_product((half * 60000,), (half * 2,)) as product:
+    ...     product[0].tolist()
     [240000.0, 240000.0]
     """
-    factors = []
-    for parts in (a, b):
-        factors.append(torch.empty(parts[0].shape, dtype=torch.float32))
-        _merger(torch.float32, parts[0].dtype, len(parts))(parts, factors[-1:])
-    return torch.matmul(*factors)
+    shapes = a[0].shape, b[0].shape, (*a[0].shape[:-1], b[0].shape[-1])
+    with workspace((tuple((tuple(shape), torch.float32) for shape in shapes),), a[0].device) as ((left, right, out),):
+        multiply(_merged(a, left), _merged(b, right), out)
+        yield out
 
 
-def cut(product: torch.Tensor, factor: float, components: int, dtype: torch.dtype) -> Parts:
-    """A float32 tensor times a power of two as 16-bit components.
+def largest_magnitude(x: torch.Tensor) -> float:
+    """Of a tensor with elements; NaN where one is.
 
-    >>> [part.item() for part in cut(torch.tensor(3.0), 0.5, 2, torch.float16)]
+    >>> largest_magnitude(torch.tensor([1.0, -3.0]))
+    3.0
+    """
+    # Two reductions that torch vectorizes: aminmax is slower than both, the norm by infinity twenty times slower.
+    return max(-float(x.amin()), float(x.amax()))
+
+
+def half_components(x: torch.Tensor, factor: float, components: int) -> Parts:
+    """A float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15.
+
+    >>> [part.item() for part in half_components(torch.tensor(3.0), 0.5, 2)]
     [1.5, 0.0]
     """
-    written = tuple(
-        torch.empty_like(product, dtype=dtype, memory_format=torch.contiguous_format) for _ in range(components)
-    )
-    _scaling_splitter(dtype, components)((product, torch.tensor(factor, dtype=torch.float32)), written)
+    written = tuple([torch.empty((*x.shape,), dtype=torch.float16, device=x.device) for _ in range(components)])
+    _half_cutter(components)((x, _kept(factor)), written)
     return written
 
 
+@functools.lru_cache(512)
+def _kept(factor: float) -> torch.Tensor:
+    return torch.tensor(factor, dtype=torch.float32, device="cpu")
+
+
 @functools.cache
-def _scaling_splitter(dtype: torch.dtype, components: int) -> Fused:
+def _half_cutter(components: int) -> Fused:
     def scale_and_cut(x, factor) -> Terms:
-        return _cut(x * factor, dtype, components)
+        rest, out = x * factor, []
+        for _ in range(components - 1):
+            out.append(_nearest(rest, torch.float16))
+            rest = rest - out[-1]
+        # Storing rounds the last one.
+        return [*out, rest]
 
     inputs = (torch.float32, torch.float32)
-    return Fused("matmul_scaled_split", scale_and_cut, torch.float32, inputs, (dtype,) * components)
+    return Fused("matmul_half", scale_and_cut, torch.float32, inputs, (torch.float16,) * components)
 
 
 @functools.cache
@@ -138,18 +165,23 @@ def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: in
 
 
 def _cut(x, dtype: torch.dtype, components: int) -> Terms:
-    """A float32 as 16-bit components, each the nearest (Veltkamp 1968; below the normal numbers by a fixed grid)."""
-    bits, smallest, largest = _CUT[dtype]
+    """A float32 as 16-bit components, each the nearest."""
+    largest = _LARGEST.get(dtype)
     huge = abs(x) > 2.0**100
     rest, grow = x * select(huge, 2.0**-40, 1.0), select(huge, 2.0**40, 1.0)
-    magic, out = 1.5 * 2.0**23 * smallest, []
+    out = []
     for _ in range(components):
-        far = rest * (2.0**bits + 1.0)
-        head = far - (far - rest)
-        head = select(abs(rest) < smallest * 2.0 ** (24 - bits), (rest + magic) - magic, head)
+        head = _nearest(rest, dtype)
         rest = rest - head
         out.append(head * grow)
     head = select(is_finite(x), out[0], x)
     if largest is not None:
         head = select(abs(head) > largest, head * float("inf"), head)
     return [head, *(select(is_finite(head), part, 0.0) for part in out[1:])]
+
+
+def _nearest(x, dtype: torch.dtype):
+    """A float32 below 2^100 as a 16-bit number (Veltkamp 1968; below the normal numbers by a fixed grid)."""
+    bits, smallest = _CUT[dtype]
+    magic, far = 1.5 * 2.0**23 * smallest, x * (2.0**bits + 1.0)
+    return select(abs(x) < smallest * 2.0 ** (24 - bits), (x + magic) - magic, far - (far - x))

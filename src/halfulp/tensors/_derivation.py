@@ -224,7 +224,7 @@ def _loop(name: str, operator: OpOverload, *arguments: Any, **options: Any) -> A
     results = []
     for i in range(count):
         one = {k: v[i] if k in lists and isinstance(v, (list, tuple)) else v for k, v in given.items()}
-        results.append(function(*_ordered(name, one)))
+        results.append(function(*_ordered(one)))
     return None if name.endswith("_") else results
 
 
@@ -251,5 +251,5 @@ def _bounded(name: str) -> Callable:
     return bounded
 
 
-def _ordered(name: str, given: dict[str, Any]) -> list:
+def _ordered(given: dict[str, Any]) -> list:
     return [value for value in given.values() if value is not None]

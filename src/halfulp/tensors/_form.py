@@ -83,7 +83,7 @@ def parts_of(x: Any, device: torch.device) -> Parts:
 
 def evaluate(name: str, *operands: Any, form: Form | None = None) -> Tensor:
     """A function of `arithmetic.pointwise` of MCTensors, tensors and numbers."""
-    if form is None and len(operands) == 2 and _are_alike(*operands):
+    if form is None and len(operands) == 2 and are_alike(*operands):
         x = operands[0]
         parts = pointwise(name, x._parts, operands[1]._parts, components=len(x._parts), dtype=x._parts[0].dtype)
         return wrap(parts, None, x._gradients)
@@ -91,7 +91,7 @@ def evaluate(name: str, *operands: Any, form: Form | None = None) -> Tensor:
     return run(name, operand_parts(name, operands, form.dtype, form.components, form.device), form)
 
 
-def _are_alike(a: Any, b: Any) -> bool:
+def are_alike(a: Any, b: Any) -> bool:
     """Whether no promotion, scale or backward pass is to be thought of: the shortest way for the commonest call."""
     return (
         type(a) is MCTensor

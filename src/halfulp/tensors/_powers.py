@@ -176,20 +176,24 @@ def floor_divide(a: Any, b: Any) -> Tensor:
 @beyond_exact(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def remainder(a: Any, b: Any) -> Tensor:
     """a - b floor(a / b)."""
-    return evaluate("sub", a, evaluate("mul", b, torch.floor(evaluate("div", a, b)), form=_finer(form_of((a, b)))))
+    form = form_of((a, b))
+    whole = evaluate("mul", b, torch.floor(evaluate("div", a, b)), form=_finer(form))
+    return evaluate("sub", a, whole, form=form)
 
 
 @beyond_exact(aten.fmod.Tensor, aten.fmod.Scalar)
 def fmod(a: Any, b: Any) -> Tensor:
     """a - b trunc(a / b)."""
-    return evaluate("sub", a, evaluate("mul", b, torch.trunc(evaluate("div", a, b)), form=_finer(form_of((a, b)))))
+    form = form_of((a, b))
+    whole = evaluate("mul", b, torch.trunc(evaluate("div", a, b)), form=_finer(form))
+    return evaluate("sub", a, whole, form=form)
 
 
 @beyond_exact(aten.copysign.Tensor, aten.copysign.Scalar)
 def copysign(a: Any, b: Any) -> Tensor:
     """|a| with b's sign."""
     negative = _negative(b) if isinstance(b, Tensor) else torch.tensor(b).signbit()
-    return chosen(_negative(a) != negative, -a, a)
+    return as_form(chosen(_negative(a) != negative, -a, a), form_of((a, b)))
 
 
 @beyond_exact(aten.nan_to_num.default)

@@ -12,83 +12,81 @@ from .. import arithmetic
 from ..arithmetic import Parts
 from ..kernels import define_operator
 from ._backward import COMPONENTS, rounds
-from ._form import Form, evaluate, form_of, made, parts_of
+from ._form import Form, are_alike, evaluate, form_of, made, parts_of
 from ._mctensor import MCTensor, wrap
 from ._registry import implements
 from ._scale import HEADROOM, TOP, magnitude, scale_for, scaled
 
 aten = torch.ops.aten
 
-# float32 carries two float16 components; more need float64.
-_SINGLE_BITS = 24
+# float32 carries a product to two float16 components; more need float64.
+_SINGLE_COMPONENTS = 2
 
 
 def product(a: Any, b: Any, form: Form) -> Tensor:
     """a @ b, batch dimensions broadcast, as a result of that form."""
-    if form.scaled or any(isinstance(x, MCTensor) and x._scale is not None for x in (a, b)):
+    if form.scaled or _has_scale(a) or _has_scale(b):
         return _scaled_product(a, b, form)
     count = 1 if rounds(form.gradients) else form.components
     parts = arithmetic.matmul(parts_of(a, form.device), parts_of(b, form.device), count, form.dtype)
     return parts[0] if rounds(form.gradients) else wrap(parts, None, form.gradients)
 
 
+def _has_scale(x: Any) -> bool:
+    return isinstance(x, MCTensor) and x._scale is not None
+
+
 def _scaled_product(a: Any, b: Any, form: Form) -> Tensor:
     """Scales are factors: the payloads' product, times both."""
-    dtype = torch.float32 if form.components * arithmetic.PRECISION[form.dtype] <= _SINGLE_BITS else torch.float64
     payloads = _payload(a, form.device), _payload(b, form.device)
-    scales = [x._scale for x in (a, b) if isinstance(x, MCTensor) and x._scale is not None]
-    if form.scaled and dtype == torch.float32 and not rounds(form.gradients) and _are_narrow(payloads):
-        flat = [part for parts in payloads for part in parts]
-        call = _narrow_product if all(type(part) is Tensor for part in flat) else _narrow_operator
-        *parts, scale = call(flat, len(payloads[0]), scales, form.components, form.dtype)
+    scales = [x._scale for x in (a, b) if _has_scale(x)]
+    if form.scaled and form.components <= _SINGLE_COMPONENTS and not rounds(form.gradients) and _are_half(*payloads):
+        flat = [*payloads[0], *payloads[1]]
+        call = _half_product if all(type(part) is Tensor for part in flat) else _half_operator
+        *parts, scale = call(flat, len(payloads[0]), scales, form.components)
         return wrap(tuple(parts), scale, form.gradients)
-    return made(_wide_product(payloads, scales, 1 if form.is_wide else form.components, dtype), form)
+    return made(_wide_product(payloads, scales, 1 if form.is_wide else form.components), form)
 
 
-def _wide_product(payloads: tuple[Parts, Parts], scales: list[Tensor], count: int, dtype: torch.dtype) -> Parts:
-    wide = tuple(part.double() for part in arithmetic.matmul(*payloads, count, dtype))
+def _wide_product(payloads: tuple[Parts, Parts], scales: list[Tensor], count: int) -> Parts:
+    wide = arithmetic.matmul(*payloads, count, torch.float64)
     for scale in scales:
         wide = tuple(part * scale for part in wide)
     return wide
 
 
-def _are_narrow(payloads: tuple[Parts, Parts]) -> bool:
-    """16-bit components on the CPU, and float32 products are in float32."""
-    parts = [part for parts in payloads for part in parts]
-    plain = all(p.device.type == "cpu" and p.dtype.itemsize == 2 and p.numel() for p in parts)
-    return plain and torch.get_float32_matmul_precision() == "highest"
+def _are_half(a: Parts, b: Parts) -> bool:
+    """float16 on the CPU, whose products float32 holds without overflow or underflow; matrices or as many of them."""
+    x, y = a[0], b[0]
+    half = x.dtype == y.dtype == torch.float16 and x.device.type == "cpu"
+    return half and x.dim() <= 3 and x.shape[:-2] == y.shape[:-2] and bool(x.numel() and y.numel())
 
 
-def _narrow_product(
-    flat: list[Tensor], left: int, scales: list[Tensor], components: int, dtype: torch.dtype
-) -> list[Tensor]:
-    """Components of the product and their scale: a float32 product, cut in two passes where it is finite."""
+def _half_product(flat: list[Tensor], left: int, scales: list[Tensor], components: int) -> list[Tensor]:
+    """float16 components of a product and their scale: a float32 product, cut in two passes where it is finite."""
     payloads = tuple(flat[:left]), tuple(flat[left:])
-    product = arithmetic.single_product(*payloads)
-    largest = float(torch.linalg.vector_norm(product, math.inf)) if product.numel() else 0.0
-    if not 0 < largest < math.inf:
-        wide = _wide_product(payloads, scales, 1, torch.float32)
-        scale = scale_for(magnitude(wide[0]), dtype)
-        return [*scaled(wide, scale, components, dtype), scale]
-    factor = math.prod(float(scale) for scale in scales)
-    power = math.ldexp(factor, math.frexp(largest)[1] - (TOP[dtype] - HEADROOM))
-    power = min(max(power, 2.0**-126), 2.0**127)
-    return [*arithmetic.cut(product, factor / power, components, dtype), torch.tensor(power)]
+    with arithmetic.single_product(*payloads) as product:
+        largest = arithmetic.largest_magnitude(product)
+        if 0 < largest < math.inf:
+            factor = math.prod([float(scale) for scale in scales])
+            power = max(math.ldexp(factor, math.frexp(largest)[1] - (TOP[torch.float16] - HEADROOM)), 2.0**-126)
+            if power <= 2.0**127:
+                parts = arithmetic.half_components(product, factor / power, components)
+                return [*parts, torch.tensor(power, dtype=torch.float32, device="cpu")]
+    wide = _wide_product(payloads, scales, 1)
+    scale = scale_for(magnitude(wide[0]), torch.float16)
+    return [*scaled(wide, scale, components, torch.float16), scale]
 
 
-def _narrow_fake(
-    flat: list[Tensor], left: int, scales: list[Tensor], components: int, dtype: torch.dtype
-) -> list[Tensor]:
+def _half_fake(flat: list[Tensor], left: int, scales: list[Tensor], components: int) -> list[Tensor]:
     product = torch.matmul(flat[0], flat[left])
-    parts = [product.new_empty(product.shape, dtype=dtype) for _ in range(components)]
+    parts = [product.new_empty(product.shape) for _ in range(components)]
     return [*parts, product.new_empty((), dtype=torch.float32)]
 
 
 # The same code for eager calls and for compiled graphs, where it is one operator: the same bits.
-_narrow_operator = define_operator(
-    "narrow_product(Tensor[] flat, int left, Tensor[] scales, int components, ScalarType dtype) -> Tensor[]",
-    _narrow_product,
-    _narrow_fake,
+_half_operator = define_operator(
+    "half_product(Tensor[] flat, int left, Tensor[] scales, int components) -> Tensor[]", _half_product, _half_fake
 )
 
 
@@ -113,8 +111,11 @@ def _sum_of(start: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Tensor:
 @implements(aten.mm.default, aten.bmm.default)
 def mm(a: Any, b: Any) -> Tensor:
     """Matrices, one or a batch."""
-    if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
-        raise RuntimeError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
+    left, right = a.shape, b.shape
+    if left[-1] != right[-2] or left[:-2] != right[:-2]:
+        raise RuntimeError(f"shapes {tuple(left)} and {tuple(right)} cannot be multiplied")
+    if are_alike(a, b):
+        return wrap(arithmetic.matmul(a._parts, b._parts, len(a._parts), a._parts[0].dtype), None, a._gradients)
     return product(a, b, form_of((a, b)))
 
 

@@ -50,8 +50,8 @@ def magnitude(x: Tensor) -> Tensor:
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """The power of two that brings a largest magnitude to the top of a dtype, but for the headroom."""
-    bits = largest.to(torch.float32).clamp(max=torch.finfo(torch.float32).max).view(torch.int32)
-    exponent = (bits >> 23) - (min(TOP[dtype], 128) - HEADROOM - 1)
+    # In float64: a product of scaled values may be out of float32's range where its payload is not.
+    exponent = (largest.double().view(torch.int64) >> 52) - (1023 - _BIAS) - (min(TOP[dtype], 128) - HEADROOM - 1)
     exponent = torch.where(largest == 0, _BIAS, exponent.clamp(1, 2 * _BIAS))
     return (exponent.to(torch.int32) << 23).view(torch.float32)
 

@@ -1,0 +1,27 @@
+"""Products of plain matrices in all bits of their type, also where torch may take fewer."""
+
+from __future__ import annotations
+
+import torch
+
+# Settings of the backends under which float32 products are what IEEE 754 calls float32.
+_WHOLE = ("none", "ieee")
+
+
+def multiply(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+    """x @ y into `out`: matrices or stacks of as many, float32 or float64.
+
+    `torch.set_float32_matmul_precision` and `torch.backends` may let torch multiply float32 matrices in TensorFloat32
+    or bfloat16. Then this one takes float64, and rounds.
+    """
+    function = torch.mm if x.dim() == 2 else torch.bmm
+    if x.dtype == torch.float32 and not _is_whole(x.device):
+        out.copy_(function(x.double(), y.double()))
+    else:
+        function(x, y, out=out)
+
+
+def _is_whole(device: torch.device) -> bool:
+    # torch.get_float32_matmul_precision raises where the backends' settings differ from one another.
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    return backend.matmul.fp32_precision in _WHOLE
