@@ -107,3 +107,12 @@ def test_to_changes_the_components_and_keeps_their_number(dtype):
     one_below = MCTensor.from_components([torch.ones(1).double(), torch.full((1,), -(2.0**-80)).double()])
     assert one_below.long().item() == 0
     assert x.bool().all()
+
+
+def test_a_reduction_into_another_kind_of_number_is_refused():
+    x = _mc(SINGLE, 2)
+    assert torch.sum(x, dtype=DOUBLE).dtype == DOUBLE
+    for function in (torch.sum, torch.mean, torch.prod, torch.nansum):
+        for dtype in (torch.int64, torch.complex64):
+            with pytest.raises(TypeError, match="decode"):
+                function(x, dtype=dtype)

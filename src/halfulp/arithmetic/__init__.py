@@ -23,6 +23,7 @@ from ._pointwise import PRECISION as PRECISION
 from ._pointwise import Parts as Parts
 from ._pointwise import names as names
 from ._pointwise import pointwise as pointwise
+from ._reduction import average as average
 from ._reduction import product as product
 from ._reduction import running as running
 from ._reduction import total as total

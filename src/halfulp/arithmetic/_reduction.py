@@ -6,17 +6,19 @@ import array
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..kernels import SERIAL_BELOW, chosen, compile_fold, define_operator, run_chunks
-from ._networks import added, multiplied
+from ..kernels import ACROSS, BLOCK, SERIAL_BELOW, Fold, chosen, compile_fold, define_operator, run_chunks
+from ._lowering import lowered
+from ._networks import added, gathered, multiplied, quotient
 from ._pointwise import PRECISION, Parts, pointwise
 from ._transforms import Terms, two_sum
 
-_WIDE = 32  # columns that fill the vectors of a kernel
-_BLOCK = 16  # rows that are summed with one plain sum of rounding errors
+_LARGE = 2**17  # elements of a matrix from which on its rows are reduced in segments, each by one thread
+_SEGMENT = 2**16  # elements of a segment
 
 
 def total(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
@@ -24,8 +26,8 @@ def total(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdi
 
     16 elements at a time are summed exactly but for a plain sum of their rounding errors, the blocks' results as
     expansions: the error is at most (2^8 + N/5) 2^-106 sum |x|, of components up to 48 bits in all 2^-49 sum |x|, and
-    one rounding to the components. The order is fixed, so the bits do not
-    depend on threads. Infinities and NaN are as in a float64 sum.
+    one rounding to the components. The order depends on the shape alone, so the bits do not depend on threads, strides
+    or the processor. Infinities and NaN are as in a float64 sum.
 
     Args:
         parts: components of one value, any shape.
@@ -43,6 +45,16 @@ def total(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdi
 def product(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
     """The product over dimensions, as `total`."""
     return _reduced("prod", parts, dim, components, keepdim)
+
+
+def average(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
+    """The sum over dimensions, divided before it is rounded to the components: 15 u^2 of a float64 sum more.
+
+    >>> import torch
+    >>> [float(part) for part in average((torch.tensor([1.0, 2.0**-40]),), None, 2)]
+    [0.5, 4.547473508864641e-13]
+    """
+    return _reduced("mean", parts, dim, components, keepdim)
 
 
 def running(parts: Parts, dim: int, components: int) -> Parts:
@@ -87,62 +99,89 @@ def _dimensions(rank: int, dim) -> list[int]:
 
 def _reduce(kind: str, parts: Parts, dims: Sequence[int], components: int, keepdim: bool) -> Parts:
     shape, dtype = parts[0].shape, parts[0].dtype
-    if len(dims) == len(shape):
-        matrices = tuple([part.reshape(1, -1, 1) for part in parts])
-    else:
-        before = [d for d in range(dims[0]) if d not in dims]
-        behind = [d for d in range(dims[0], len(shape)) if d not in dims]
-        sizes = [_size(shape, some) for some in (before, dims, behind)]
-        matrices = tuple(part.permute([*before, *dims, *behind]).reshape(sizes) for part in parts)
-    made = _mended(kind, matrices, _columns(kind, matrices, components, True))
-    if dtype != torch.float64 or len(made) != components:
-        made = pointwise("renormalize", made, components=components, dtype=dtype)
     after = [1 if d in dims else shape[d] for d in range(len(shape)) if keepdim or d not in dims]
-    return tuple([part.reshape(after) for part in made])
-
-
-def _size(shape: torch.Size, dims: Sequence[int]) -> int:
-    return math.prod(shape[d] for d in dims)
-
-
-def _mended(kind: str, matrices: Parts, made: Parts) -> Parts:
-    """Infinities and NaN as the leading components' own sum or product has them."""
-    if math.isfinite(made[0].item()) if made[0].numel() == 1 else bool(torch.isfinite(made[0]).all()):
+    matrices, sizes = _matrices(parts, dims)
+    made = _columns(kind, matrices, sizes, components, dtype, after)
+    if _is_finite(made[0]):
         return made
-    head = matrices[0].double()
-    plain = head.sum(1) if kind == "sum" else head.prod(1)
+    wide = _columns(kind, matrices, sizes, _held(dtype, len(parts), components), torch.float64, after)
+    mended = _mended(kind, matrices[0].view(sizes), wide)
+    return pointwise("renormalize", mended, components=components, dtype=dtype)
+
+
+def _matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[int, int, int]]:
+    """The elements as (matrices, rows, columns) without gaps, of which the rows are reduced."""
+    shape = parts[0].shape
+    if len(dims) == len(shape):
+        return tuple([part.contiguous() for part in parts]), (1, parts[0].numel(), 1)
+    before = [d for d in range(dims[0]) if d not in dims]
+    behind = [d for d in range(dims[0], len(shape)) if d not in dims]
+    sizes = tuple([math.prod([shape[d] for d in some]) for some in (before, dims, behind)])
+    order = [*before, *dims, *behind]
+    if order != sorted(order):
+        parts = tuple([part.permute(order) for part in parts])
+    parts = tuple([part.contiguous() for part in parts])
+    many, rows, columns = sizes
+    if rows * columns > ACROSS or columns >= ACROSS or many < ACROSS:
+        return parts, sizes
+    # Many small matrices lie side by side.
+    beside = tuple([part.reshape(sizes).transpose(0, 1).contiguous() for part in parts])
+    return beside, (1, rows, many * columns)
+
+
+def _is_finite(x: torch.Tensor) -> bool:
+    return math.isfinite(x.item() if x.numel() == 1 else x.sum(dtype=torch.float64).item())
+
+
+def _mended(kind: str, head: torch.Tensor, made: Parts) -> Parts:
+    """Infinities and NaN as the leading components' own sum, mean or product has them."""
+    head = head.double()
+    plain = getattr(head, kind)(1).reshape(made[0].shape)
     sound = torch.isfinite(made[0])
     return (torch.where(sound, made[0], plain), *(torch.where(sound, part, 0.0) for part in made[1:]))
 
 
-def _columns(kind: str, matrices: Parts, components: int, raw: bool) -> Parts:
-    """The results of every column of (matrices, rows, columns), as float64 components; `raw` are the operand's own."""
-    count, rows, columns = matrices[0].shape
-    several = -(-_WIDE // max(columns, 1))
-    turns = rows // several
-    if turns < 2 or not columns or (several == 1 and (turns < 2 * _BLOCK or not raw)):
-        return _narrow(kind, matrices, components)
-    block = _BLOCK if raw and turns >= 2 * _BLOCK else turns
-    blocks = turns // block
-    whole = blocks * block * several
-    shape = count * blocks, block, several * columns
-    wide = tuple([(m if whole == rows else m[:, :whole]).reshape(shape) for m in matrices])
-    made = _fold(kind, wide, components, block <= _BLOCK and raw)
-    first = tuple([part.view(count, -1, columns) for part in made])
-    if whole < rows:
-        left = tuple([m[:, whole:] for m in matrices])
-        rest = pointwise("renormalize", left, components=len(first), dtype=torch.float64)
-        first = tuple([torch.cat(pair, 1) for pair in zip(first, rest)])
-    return _columns(kind, first, len(first), False)
+def _columns(
+    kind: str, parts: Parts, sizes: tuple[int, int, int], components: int, dtype: torch.dtype, shape: Sequence[int]
+) -> Parts:
+    """The results of every column of (matrices, rows, columns), in a shape."""
+    many, rows, columns = sizes
+    stored, count = parts[0].dtype, len(parts)
+    held = _held(stored, count, max(components, 2) if dtype == torch.float64 else components)
+    pieces = _Pieces(kind, stored, count, held, True, components, dtype)
+    several = _side_by_side(rows, columns)
+    if rows * columns <= _LARGE:
+        return _fold(pieces, parts, _Cut(sizes, rows, 1, several, rows), shape)
+    length = max(2, _SEGMENT // (BLOCK * several * columns)) * BLOCK * several
+    segments = -(-rows // length)
+    inner = pieces._replace(kind="prod" if kind == "prod" else "sum", components=held, dtype=torch.float64)
+    first = _fold(inner, parts, _Cut(sizes, length, segments, several, rows), (many * segments, columns))
+    outer = pieces._replace(stored=torch.float64, count=held, raw=False)
+    cut = _Cut((many, segments, columns), segments, 1, _side_by_side(segments, columns), rows)
+    return _fold(outer, first, cut, shape)
 
 
-def _narrow(kind: str, matrices: Parts, components: int) -> Parts:
-    """Few columns but many matrices: the matrices lie side by side."""
-    count, rows, columns = matrices[0].shape
-    if columns >= _WIDE or count == 1:
-        return _fold(kind, matrices, components, rows <= _BLOCK)
-    beside = tuple(m.transpose(0, 1).reshape(1, rows, count * columns) for m in matrices)
-    return tuple(part.reshape(count, columns) for part in _fold(kind, beside, components, rows <= _BLOCK))
+def _side_by_side(rows: int, columns: int) -> int:
+    """Rows in the lanes of a kernel."""
+    return ACROSS if columns == 1 else max(1, min(ACROSS // max(columns, 1), rows))
+
+
+class _Cut(NamedTuple):
+    """How a kernel goes through its matrices.
+
+    Attributes:
+        sizes: matrices, rows and columns.
+        length: rows of a segment.
+        segments: of a matrix.
+        several: rows that lie side by side in the lanes of a kernel.
+        count: what a mean is divided by.
+    """
+
+    sizes: tuple[int, int, int]
+    length: int
+    segments: int
+    several: int
+    count: int
 
 
 def _held(dtype: torch.dtype, count: int, components: int) -> int:
@@ -152,50 +191,72 @@ def _held(dtype: torch.dtype, count: int, components: int) -> int:
     return 2 if PRECISION[dtype] * max(count, components) <= 60 else 3
 
 
-def _fold(kind: str, matrices: Parts, components: int, short: bool) -> Parts:
-    dtype, count = matrices[0].dtype, len(matrices)
-    held = _held(dtype, count, components)
-    if chosen(matrices[0].device.type) != "numba":
-        return _fold_reference(kind, matrices, held, short)
-    many, rows, columns = matrices[0].shape
-    matrices = tuple([m.contiguous() for m in matrices])
-    made = tuple([torch.empty((many, columns), dtype=torch.float64) for _ in range(held)])
-    if many and columns:
-        words = [rows, columns, *(m.data_ptr() for m in matrices), *(part.data_ptr() for part in made)]
-        table = array.array("q", words)
-        kernel = _kernel(kind, dtype, count, held, short)
-        if many == 1 or many * rows * columns < SERIAL_BELOW:
-            kernel(0, many, table.buffer_info()[0])
-        else:
-            run_chunks(kernel, np.full(many, rows * columns), table.buffer_info()[0])
-    return made
+class _Pieces(NamedTuple):
+    """What a kernel is made of.
 
+    Attributes:
+        kind: "sum", "mean" or "prod".
+        stored: dtype of a row's components.
+        count: of them.
+        held: float64 components that the result is gathered in.
+        raw: whether a row is an operand's own, and the rounding errors of a block may be summed plainly.
+        components: of the result.
+        dtype: of the result's components.
+    """
 
-def _step(kind: str, dtype: torch.dtype, held: int, short: bool) -> Callable:
-    """The next row into what is held."""
+    kind: str
+    stored: torch.dtype
+    count: int
+    held: int
+    raw: bool
+    components: int
+    dtype: torch.dtype
 
-    def step(*values) -> Terms:
-        sofar, row = list(values[:held]), list(values[held:])
-        if dtype != torch.float64:
+    def step(self, *values) -> Terms:
+        """The next row into a block's state."""
+        held, state, row = self.held, list(values[: self.held]), list(values[self.held :])
+        if self.stored != torch.float64:
             row = _gathered(row)
-        if kind == "prod":
-            return multiplied(sofar, row, held)
-        if held > 2 or not short:
-            return added(sofar, row, held)
-        if dtype != torch.float64:
+        if self.kind == "prod":
+            return multiplied(state, row, held)
+        if not self._short:
+            return added(state, row, held)
+        if self.stored != torch.float64:
             # Two float32 fill 48 bits: 16 of them summed in float64 keep what they hold.
-            return [sofar[0] + row[0], sofar[1]]
-        high, error = two_sum(sofar[0], row[0])
-        return [high, sofar[1] + (error + row[1] if len(row) > 1 else error)]
+            return [state[0] + row[0], state[1]]
+        high, error = two_sum(state[0], row[0])
+        return [high, state[1] + (error + row[1] if len(row) > 1 else error)]
 
-    return step
+    def join(self, *values) -> Terms:
+        """A block's state, or another lane's terms, into what is held."""
+        sofar, state = list(values[: self.held]), list(values[self.held :])
+        if self.kind == "prod":
+            return multiplied(sofar, state, self.held)
+        return added(sofar, list(two_sum(*state)) if self._short else state, self.held)
 
+    def close(self, *values) -> Terms:
+        """What is held, and what a mean is divided by, as the result's components."""
+        *terms, count = values
+        if self.kind == "mean":
+            terms = quotient(terms, [count], self.held)
+        if self.dtype != torch.float64:
+            return lowered(terms, self.dtype, self.components)
+        return terms if self.held == self.components else gathered(terms, self.held)[: self.components]
 
-def _close(kind: str, held: int, short: bool) -> Callable:
-    """At most 16 rounding errors were summed plainly: 2^8 u^2 of the sum of magnitudes."""
-    if kind == "sum" and held == 2 and short:
-        return lambda high, low: list(two_sum(high, low))
-    return lambda *values: list(values)
+    @property
+    def _short(self) -> bool:
+        """At most 16 rounding errors are summed plainly: 2^8 u^2 of the sum of magnitudes."""
+        return self.raw and self.held == 2
+
+    @property
+    def fold(self) -> Fold:
+        """For the compiler."""
+        return Fold(self.step, self.join, self.close, self.held, self.start)
+
+    @property
+    def start(self) -> float:
+        """What changes nothing."""
+        return 1.0 if self.kind == "prod" else 0.0
 
 
 def _gathered(row: Terms) -> Terms:
@@ -206,22 +267,69 @@ def _gathered(row: Terms) -> Terms:
     return list(two_sum(high, low + sum(row[3:], row[2])))
 
 
+def _fold(pieces: _Pieces, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Parts:
+    """The segments' results, in a shape."""
+    (many, rows, columns), length, segments, several, divisor = cut
+    if chosen(parts[0].device.type) != "numba":
+        made = _fold_reference(pieces, [part.reshape(cut.sizes).double() for part in parts], cut)
+        return tuple([part.to(pieces.dtype).reshape(shape) for part in made])
+    made = tuple([torch.empty(shape, dtype=pieces.dtype) for _ in range(pieces.components)])
+    count = many * segments
+    if not count or not columns:
+        return made
+    words = [rows, columns, length, segments, several, many * rows * columns, divisor]
+    for part in (*parts, *made):
+        words.append(part.data_ptr())
+    table = array.array("q", words)
+    kernel = _kernel(pieces, "line" if columns == 1 else "narrow" if columns < ACROSS else "wide")
+    if count == 1 or many * rows * columns < SERIAL_BELOW or torch.get_num_threads() == 1:
+        kernel(0, count, table.buffer_info()[0])
+    else:
+        run_chunks(kernel, np.full(count, length * columns), table.buffer_info()[0])
+    return made
+
+
 @functools.cache
-def _kernel(kind: str, dtype: torch.dtype, count: int, held: int, short: bool) -> Callable:
-    start = 0.0 if kind == "sum" else 1.0
-    step, close = _step(kind, dtype, held, short), _close(kind, held, short)
-    return compile_fold(f"fold_{kind}", step, close, held, start, [dtype] * count)
+def _kernel(pieces: _Pieces, shape: str) -> Callable:
+    stored, written = (pieces.stored,) * pieces.count, (pieces.dtype,) * pieces.components
+    return compile_fold(f"fold_{pieces.kind}", pieces.fold, stored, written, shape)
 
 
-def _fold_reference(kind: str, matrices: Parts, held: int, short: bool) -> Parts:
-    step, (many, rows, columns) = _step(kind, matrices[0].dtype, held, short), matrices[0].shape
-    sofar = [torch.zeros((many, columns), dtype=torch.float64, device=matrices[0].device) for _ in range(held)]
-    if kind == "prod":
-        sofar[0] += 1.0
-    wide = [m.double() for m in matrices]
-    for k in range(rows):
-        sofar = step(*sofar, *(m[:, k] for m in wide))
-    return tuple(_close(kind, held, short)(*sofar))
+def _fold_reference(pieces: _Pieces, parts: list[torch.Tensor], cut: _Cut) -> Terms:
+    length = cut.length
+    pieces_of = [[part[:, k * length : (k + 1) * length] for part in parts] for k in range(cut.segments)]
+    return [torch.stack(some, 1) for some in zip(*(_segment(pieces, some, cut) for some in pieces_of))]
+
+
+def _segment(pieces: _Pieces, parts: list[torch.Tensor], cut: _Cut) -> Terms:
+    """Turns of several rows side by side, then these joined by halves."""
+    (many, rows, columns), several = parts[0].shape, cut.several
+    turns = -(-rows // several)
+    lanes = [_padded(part, turns * several, 0.0 if k else pieces.start) for k, part in enumerate(parts)]
+    held = _in_blocks(pieces, [part.reshape(many, turns, several * columns) for part in lanes])
+    while several > 1:
+        half = (several + 1) // 2
+        own, alone, other = (several - half) * columns, half * columns, several * columns
+        joined = pieces.join(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
+        held = [torch.cat([new, old[:, own:alone]], 1) for new, old in zip(joined, held)]
+        several = half
+    return pieces.close(*held, held[0].new_tensor(float(cut.count)))
+
+
+def _in_blocks(pieces: _Pieces, lanes: list[torch.Tensor]) -> Terms:
+    many, turns, width = lanes[0].shape
+    held = begin = [lanes[0].new_full((many, width), 0.0 if k else pieces.start) for k in range(pieces.held)]
+    for top in range(0, turns, BLOCK):
+        state = begin
+        for turn in range(top, min(top + BLOCK, turns)):
+            state = pieces.step(*state, *(part[:, turn] for part in lanes))
+        held = pieces.join(*held, *state)
+    return held
+
+
+def _padded(part: torch.Tensor, rows: int, value: float) -> torch.Tensor:
+    """More rows that change nothing."""
+    return torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[1]), value=value)
 
 
 def _implementation(kind: str, parts: list, dims: list, components: int, keepdim: bool) -> list[torch.Tensor]:

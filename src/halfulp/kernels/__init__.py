@@ -11,6 +11,10 @@ from ._engines import engine as engine
 from ._engines import note as note
 from ._engines import note_and_warn_once as note_and_warn_once
 from ._engines import report as report
+from ._fold import ACROSS as ACROSS
+from ._fold import BLOCK as BLOCK
+from ._fold import Fold as Fold
+from ._fold import compile_fold as compile_fold
 from ._index_map import CHUNK as CHUNK
 from ._index_map import IndexMap as IndexMap
 from ._index_map import chunks as chunks
@@ -39,5 +43,4 @@ from ._trace import square_root as square_root
 from ._trace import times_power as times_power
 from ._trace import trace_is_wide as trace_is_wide
 from ._vector import LANES as LANES
-from ._vector import compile_fold as compile_fold
 from ._vector import compile_trace as compile_trace

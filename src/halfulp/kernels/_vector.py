@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ._cache import MachineCodeCache
-from ._trace import Trace, record
+from ._trace import Trace
 from ._vector_instructions import Instructions, hidden_one, size_of
 
 LANES = 16  # neighbours that a broadcast operand repeats: the widest vector of any kernel
@@ -37,33 +37,6 @@ def compile_trace(
     """
     key = hashlib.sha256(repr((trace.digest(), tuple(results), tuple(stored), tuple(written))).encode()).hexdigest()
     body = _intrinsic_of(lambda builder: Loop(builder, trace, tuple(results), tuple(stored), tuple(written)))
-
-    def run(first, last, table):
-        body(first, last, table)
-
-    return _dispatcher(run, name, key)
-
-
-def compile_fold(
-    name: str, step: Callable, close: Callable, held: int, start: float, stored: Sequence[torch.dtype]
-) -> Callable:
-    """A function (first matrix, last matrix, table address) that reduces the rows of matrices, column by column.
-
-    Args:
-        name: for the cache.
-        step: a piece on float64 values: what is held and a row's components -> what is held from there on.
-        close: a piece on what is held after the last row -> the result's components.
-        held: how many values are held.
-        start: the first of them before the first row; the others are zero.
-        stored: dtype in memory of each of a row's components.
-
-    The table is an int64 array: rows and columns of a matrix, the addresses of the matrices' components, which lie one
-    after another without gaps, then of the results', float64, one row for each matrix.
-    """
-    pieces = record(step, torch.float64, held + len(stored)), record(close, torch.float64, held)
-    told = [(trace.digest(), [value.number for value in values]) for trace, values in pieces]
-    key = hashlib.sha256(repr((told, start, tuple(stored))).encode()).hexdigest()
-    body = _intrinsic_of(lambda builder: _Fold(builder, pieces, start, tuple(stored)))
 
     def run(first, last, table):
         body(first, last, table)
@@ -206,56 +179,3 @@ class Loop:
         values = maker.run([maker.load(place, dtype) for place, dtype in zip(places, self.stored)])
         for k, (number, dtype) in enumerate(zip(self.results, self.written)):
             maker.store(places[len(self.stored) + k], dtype, values[number])
-
-
-class _Fold(Loop):
-    """Columns in wide vectors, each with its components in registers while the rows go by."""
-
-    def __init__(self, builder, pieces: tuple, start: float, stored: tuple) -> None:
-        (trace, values), (self.closing, closed) = pieces
-        results = tuple(value.number for value in values)
-        super().__init__(builder, trace, results, stored, (torch.float64,) * len(closed))
-        self.calls = False
-        self.closed, self.start = [value.number for value in closed], start
-
-    def build(self, first, last, table) -> None:
-        b = self.b
-        words = b.inttoptr(table, self.i64.as_pointer())
-        rows, columns, *addresses = (
-            b.load(b.gep(words, [self.word(k)])) for k in range(2 + len(self.stored) + len(self.written))
-        )
-        # Four native vectors at once hide the latency of the chain of sums.
-        lanes = 4 * _native_lanes(self.trace.dtype)
-        self.hide_ones(lanes)
-        whole = b.mul(b.sdiv(columns, self.word(lanes)), self.word(lanes))
-        with self.loop(first, last, self.word(1)) as matrix:
-            start, out = b.mul(matrix, b.mul(rows, columns)), b.mul(matrix, columns)
-            for size, low, high in ((lanes, self.word(0), whole), (1, whole, columns)):
-                with self.loop(low, high, self.word(size)) as i:
-                    self.column(size, rows, columns, addresses, b.add(start, i), b.add(out, i))
-
-    def column(self, lanes: int, rows, columns, addresses: list, top, out) -> None:
-        """The rows of `lanes` columns below element `top`, into element `out`."""
-        b, maker = self.b, Instructions(self, lanes)
-        before = b.block
-        head, body, done = (b.append_basic_block(n) for n in ("rows", "row", "reduced"))
-        b.branch(head)
-        b.position_at_end(head)
-        row = b.phi(self.i64)
-        row.add_incoming(self.word(0), before)
-        held = [b.phi(maker.real) for _ in self.results]
-        for k, phi in enumerate(held):
-            phi.add_incoming(maker.constant(maker.real, self.start if k == 0 else 0.0), before)
-        b.cbranch(b.icmp_signed("<", row, rows), body, done)
-        b.position_at_end(body)
-        at = b.add(b.mul(row, columns), top)
-        loaded = [maker.load((address, at), dtype) for address, dtype in zip(addresses, self.stored)]
-        values = maker.run([*held, *loaded])
-        for phi, number in zip(held, self.results):
-            phi.add_incoming(values[number], b.block)
-        row.add_incoming(b.add(row, self.word(1)), b.block)
-        b.branch(head)
-        b.position_at_end(done)
-        values = Instructions(self, lanes, self.closing).run(held)
-        for address, number in zip(addresses[len(self.stored) :], self.closed):
-            maker.store((address, out), torch.float64, values[number])

@@ -13,7 +13,7 @@ from .. import arithmetic
 from ..arithmetic import PRECISION, Parts
 from ._backward import rounds
 from ._derivation import beyond_float64
-from ._form import Form, evaluate, form_of, kept, made, parts_of, wide_count
+from ._form import Form, form_of, made, parts_of, wide_count
 from ._mctensor import MCTensor
 from ._registry import implements
 
@@ -31,7 +31,11 @@ def dimensions(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
 
 def reduced(function: Callable, x: MCTensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
     """One of arithmetic's reductions over any dimensions."""
-    form = form_of((x,), dtype=dtype if dtype in PRECISION else None)
+    if dtype is not None and dtype not in PRECISION:
+        raise TypeError(
+            f"dtype={dtype} of a reduction: components are float16, bfloat16, float32 or float64; reduce x.decode()"
+        )
+    form = form_of((x,), dtype=dtype)
     dims = dimensions(x, dim) if x.dim() else []
     parts = parts_of(x, form.device)
     if not dims:
@@ -74,9 +78,7 @@ def mean_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
 @implements(aten.mean.dim)
 def mean_dim(x: MCTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """Means over dimensions."""
-    form = form_of((x,), dtype=dtype)
-    count = math.prod(x.shape[i] for i in dimensions(x, dim)) if x.dim() else 1
-    return evaluate("div", reduced(arithmetic.total, kept(x), dim, keepdim, dtype), count, form=form)
+    return reduced(arithmetic.average, x, dim, keepdim, dtype)
 
 
 @implements(aten.prod.default)
