@@ -150,3 +150,26 @@ def _alive(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
+
+
+def test_verify_proves_a_task_and_a_target(run, tmp_path, monkeypatch) -> None:
+    (tmp_path / "ours_to_verify.py").write_text(
+        "import torch\ndef made():\n    return torch.nn.Linear(3, 2), torch.ones(4, 3)\ndef wrong():\n    return 1\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("verify", "ours_to_verify:made", "--out", "found.json")
+    assert code == 0
+    assert "passed: 2 of 2 gradients are bit-equal" in " ".join(out.split())
+    assert '"passed": true' in (tmp_path / "found.json").read_text()
+    assert run("verify", "--task", "digits", "--trials", "1")[0] == 0
+    for arguments, words in (
+        (("verify",), "give either a target"),
+        (("verify", "ours_to_verify"), "names no function"),
+        (("verify", "ours_to_verify:absent"), "cannot take 'absent'"),
+        (("verify", "ours_to_verify:wrong"), "returned int"),
+        (("verify", "--task", "digits", "--recipe", "bf16"), "rounds by design"),
+        (("verify", "--task", "mammals", "--data", str(tmp_path)), "."),
+    ):
+        code, _, err = run(*arguments)
+        assert code == 2, arguments
+        assert words in err

@@ -15,6 +15,7 @@ FACE = {
         *("tensors", "testing", "trials"),
         *("MCTensor", "exact_dot", "exact_partial", "exact_round", "exact_sum", "fallbacks", "multicomponent"),
         *("ScaledTensor", "rescale", "scalify"),
+        *("ScaledTensor", "cast", "rescale", "scalify", "verify"),
         *("BlockFormat", "Format"),
         *("Down", "Nearest", "Stochastic", "TowardZero", "Up", "quantize"),
         *("Components", "Feedback", "Kahan", "Master", "Split", "float32_gradients"),

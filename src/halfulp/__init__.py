@@ -25,6 +25,7 @@ from .optim import Master as Master
 from .optim import Split as Split
 from .optim import float32_gradients as float32_gradients
 from .recipes import Recipe as Recipe
+from .recipes import verify as verify
 from .rounding import Down as Down
 from .rounding import Nearest as Nearest
 from .rounding import Stochastic as Stochastic
@@ -32,6 +33,7 @@ from .rounding import TowardZero as TowardZero
 from .rounding import Up as Up
 from .rounding import quantize as quantize
 from .scaled import ScaledTensor as ScaledTensor
+from .scaled import cast as cast
 from .scaled import rescale as rescale
 from .scaled import scalify as scalify
 from .tensors import MCTensor as MCTensor

@@ -1,4 +1,4 @@
-"""The command line: halfulp compare | formats."""
+"""The command line: halfulp compare | verify | formats."""
 
 import importlib.metadata
 import sys
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
     try:
         code = application()(arguments, prog_name="halfulp", standalone_mode=False)
-    except (ValueError, TrialError) as error:
+    except (ValueError, NotImplementedError, TrialError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
         _fail("interrupted")
@@ -69,6 +69,22 @@ def application() -> Any:
         """Train tasks under several recipes, and show which keep float32's accuracy, at what memory and speed."""
         tasks, recipes = _split(task, DEFAULT_TASKS), _split(recipe, DEFAULT_RECIPES)
         _compare(tasks, recipes, seeds=seeds, steps=steps, data=data, out=out, workers=workers, resume=resume)
+
+    @app.command()
+    def verify(
+        target: Annotated[
+            str | None,
+            typer.Argument(help="package.module:function that returns (model, batch) or (model, batch, loss)."),
+        ] = None,
+        task: Annotated[str | None, typer.Option(help="A task's model and batch instead of a target.")] = None,
+        recipe: Annotated[str, typer.Option(help="A recipe with scaled payloads.")] = "scaled-fp16",
+        trials: Annotated[int, typer.Option(help="How many draws of scales.")] = 2,
+        seed: Annotated[int, typer.Option(help="Of the scales.")] = 0,
+        data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
+        out: Annotated[str | None, typer.Option(help="A file for the result as JSON.")] = None,
+    ) -> int:
+        """Prove on a model that a recipe's scales change no gradient, or name the first operator that does."""
+        return _verify(target, task, recipe, data=data, out=out, trials=trials, seed=seed)
 
     @app.command()
     def formats() -> None:
@@ -138,6 +154,71 @@ def _table(headers: list[str], rows: list[Any], lines: list[dict[str, str]]) -> 
     for row, line in zip(rows, lines):
         table.add_row(*(line[header] for header in headers), style=styles.get(row.verdict or "", ""))
     return table
+
+
+def _verify(
+    target: str | None, task: str | None, recipe: str, *, data: str | None, out: str | None, **options: int
+) -> int:
+    """Exit code 0 if all gradients agree and nothing fell back, else 1."""
+    import json
+
+    from .recipes import verify
+
+    if (target is None) == (task is None):
+        _fail("give either a target, package.module:function, or --task with a task's name")
+    model, batch, loss = _of_task(task, data, options["seed"]) if task else _of_target(target)
+    found = verify(model, batch, recipe, loss=loss, **options)
+    _print_verification(found)
+    if out is not None:
+        Path(out).write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
+    return 0 if found.passed else 1
+
+
+def _of_task(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:
+    from .trials.tasks import get
+
+    task = get(name, data)
+    if hasattr(task, "trial"):
+        _fail(f"task {name!r} has a training loop of its own and no model to verify")
+    found = task.load()
+    model = task.model(found, seed)
+    inputs, targets = next(task.batches(found, seed, 1))
+    return model, inputs, lambda logits: task.loss(logits, targets)
+
+
+def _of_target(target: str) -> tuple[Any, Any, Any]:
+    import importlib
+
+    name, _, function = target.partition(":")
+    if not function:
+        _fail(f"{target!r} names no function: write package.module:function")
+    # As `python -m` does: modules of the folder that one stands in are found.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        made = getattr(importlib.import_module(name), function)()
+    except (ImportError, AttributeError) as error:
+        _fail(f"cannot take {function!r} from {name!r}: {error}")
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        _fail(f"{target} returned {type(made).__name__}: return (model, batch) or (model, batch, loss)")
+    return (*made, None) if len(made) == 2 else made
+
+
+def _print_verification(found: Any) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    console = _console()
+    style = "green" if found.passed else "red"
+    console.print(Text(str(found), style=style))
+    unequal = sorted(((d, n) for n, d in found.gradients.items() if d), reverse=True)[:20]
+    if not unequal:
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("parameter")
+    table.add_column("relative difference of its gradient", justify="right")
+    for difference, name in unequal:
+        table.add_row(name, f"{difference:.1e}")
+    console.print(table)
 
 
 _COLUMNS = {

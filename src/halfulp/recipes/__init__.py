@@ -7,3 +7,5 @@ from ._catalog import get as get
 from ._catalog import names as names
 from ._near import unknown as unknown
 from ._recipe import Recipe as Recipe
+from ._verify import Verification as Verification
+from ._verify import verify as verify

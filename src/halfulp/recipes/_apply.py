@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..scaled import scalify
 from . import _by_torch
 from ._few_bit_states import hold_states
 from ._near import unknown
@@ -49,6 +50,8 @@ def apply(
     _perturb(model, recipe.perturb, seed)
     if recipe.by_torch:
         return _by_torch.apply(recipe, model, rule, **hyper)
+    if recipe.payload:
+        scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul)
     choices = {
         "state_dtype": _state(recipe, rule, hyper),
         "param_dtype": getattr(torch, recipe.param_dtype) if recipe.param_dtype else None,
@@ -110,7 +113,7 @@ def _state(recipe: Recipe, rule: str, hyper: dict[str, Any]) -> object:
         second = ["exp_avg_sq"] if rule in ("Adam", "AdamW") else []
         second += ["max_exp_avg_sq"] if second and hyper.get("amsgrad") else []
         return dict.fromkeys(second, recipe.state_dtype) or None
-    if recipe.state_dtype in (None, "8bit"):
+    if recipe.state_dtype in (None, "8bit", "fp8"):
         return recipe.state_dtype
     return torch.float32 if recipe.state_dtype == recipe.format else getattr(torch, recipe.state_dtype)
 

@@ -12,6 +12,10 @@ def _fp16(suffix: str, description: str, **fields: object) -> Recipe:
     return Recipe(name=f"fp16{suffix}", description=description, param_dtype="float16", **fields)
 
 
+def _scaled(name: str, description: str, **fields: object) -> Recipe:
+    return Recipe(name=name, description=description, **{"payload": "float16", **fields})
+
+
 def _few_bits(format: str, bits: int, update: str) -> Recipe:
     suffix = "" if update == "nearest" else f"-{update}"
     return Recipe(
@@ -49,6 +53,35 @@ _RECIPES = (
     _fp16("-master", "float16 with a float32 master copy", weight_update="master"),
     _fp16("-mc2", "MCTensor: weights as two float16 components, computed with as such", components=2),
     _fp16("-mc3", "MCTensor: weights as three float16 components, computed with as such", components=3),
+    _scaled("scaled-fp16-master", "Scalify, row 1: float16 with scales, float32 masters", weight_update="master"),
+    _scaled("scaled-fp16", "Scalify, row 2: float16 with scales, weights too", weight_update="nearest"),
+    _scaled("scaled-fp8", "Scalify, row 3: the same, products in eight bits", matmul="fp8", weight_update="nearest"),
+    _scaled(
+        "scaled-fp8-state16",
+        "Scalify, row 4: the same, moments float16 with scales",
+        matmul="fp8",
+        weight_update="nearest",
+        state_dtype="float16",
+    ),
+    _scaled(
+        "scaled-fp16-kahan",
+        "float16 with scales, moments too, a residual per weight",
+        weight_update="kahan",
+        state_dtype="float16",
+    ),
+    _scaled(
+        "scaled-fp16-stochastic",
+        "float16 with scales, moments too, stochastic updates",
+        weight_update="stochastic",
+        state_dtype="float16",
+    ),
+    _scaled(
+        "scaled-fp8-stochastic",
+        "the same, products and moments in eight bits",
+        matmul="fp8",
+        weight_update="stochastic",
+        state_dtype="fp8",
+    ),
     Recipe(name="fp64", description="float64 everywhere, a wider reference", param_dtype="float64"),
     Recipe(
         name="fp64-mc2", description="MCTensor: weights as two float64 components", param_dtype="float64", components=2

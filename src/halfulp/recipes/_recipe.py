@@ -22,7 +22,9 @@ WEIGHT_UPDATES = (
     "components-3",
 )
 PARAM_DTYPES = ("bfloat16", "float16", "float32", "float64")
-STATE_DTYPES = ("bfloat16", "bfloat16x2", "float32", "8bit")
+STATE_DTYPES = ("bfloat16", "bfloat16x2", "float16", "float32", "8bit", "fp8")
+PAYLOADS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
+MATMULS = ("fp8",)
 
 _UPDATE_WORDS = {
     "nearest": "rounded to the nearest value, so that a small update is lost",
@@ -53,6 +55,10 @@ class Recipe:
         weight_update: One name for every parameter, or ordered pairs (or a dict) from glob to name. A glob
             is matched against the parameter's qualified name (``"blocks.0.up.weight"``) and against the class
             of the module that holds it (``"Embedding"``, ``"*Norm"``); the first match wins.
+        payload: What parameters, activations and gradients are stored in, each tensor with a scale (`hu.scalify`):
+            ``"float16"``, ``"bfloat16"``, ``"float8_e4m3fn"``, ``"float8_e5m2"`` or ``"float32"``; in the place of
+            ``param_dtype``. ``state_dtype`` is then ``"float32"``, ``"float16"`` or ``"fp8"``, with scales too.
+        matmul: ``"fp8"`` with ``payload``: linear layers multiply e4m3fn operands forward and e5m2 gradients backward.
         components: The parameters as sums of so many components of ``param_dtype``, which forward and backward compute
             with; excludes ``weight_update`` and ``state_dtype``.
         state_dtype: What the optimizer's moments are stored in: ``"bfloat16"``, ``"float32"``, ``"8bit"``,
@@ -74,6 +80,8 @@ class Recipe:
     description: str = ""
     param_dtype: str | None = None
     weight_update: str | Mix | None = None
+    payload: str | None = None
+    matmul: str | None = None
     components: int | None = None
     state_dtype: str | None = None
     format: str | None = None
@@ -81,7 +89,7 @@ class Recipe:
     perturb: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("param_dtype", "state_dtype", "format", "emulate"):
+        for field in ("param_dtype", "payload", "state_dtype", "format", "emulate"):
             object.__setattr__(self, field, _plain_name(getattr(self, field)))
         if isinstance(self.weight_update, Mapping):
             object.__setattr__(self, "weight_update", tuple(self.weight_update.items()))
@@ -103,12 +111,13 @@ class Recipe:
                 f"recipe {self.name!r} has param_dtype={self.param_dtype!r} and format={self.format!r}: a format "
                 "lives inside float32 parameters, so give one of the two"
             )
-        if self.update_names() and not (self.format or self.param_dtype):
+        if self.update_names() and not (self.format or self.param_dtype or self.payload):
             raise ValueError(
                 f"recipe {self.name!r} has a weight update but float32 parameters, which lose nothing; "
-                "give param_dtype= or format= too"
+                "give param_dtype=, payload= or format= too"
             )
         self._check_components()
+        self._check_payload()
         if not isinstance(self.perturb, int | float) or not math.isfinite(self.perturb) or self.perturb < 0:
             raise ValueError(f"perturb is a finite number >= 0, got {self.perturb!r}")
 
@@ -129,6 +138,23 @@ class Recipe:
             raise ValueError(
                 f"recipe {self.name!r} steps by torch.optim, which takes no weight_update, state_dtype or emulate: "
                 "leave them out; weight_update='components' keeps components in the optimizer instead"
+            )
+
+    def _check_payload(self) -> None:
+        _check_among("payload", self.payload, PAYLOADS)
+        _check_among("matmul", self.matmul, MATMULS)
+        if self.matmul and not self.payload:
+            raise ValueError(
+                f"recipe {self.name!r} has matmul={self.matmul!r}: its operands carry scales, give payload="
+            )
+        if self.state_dtype in ("float16", "fp8") and not self.payload:
+            raise ValueError(
+                f"recipe {self.name!r} has state_dtype={self.state_dtype!r}, which needs a scale: payload="
+            )
+        if self.payload and (self.param_dtype or self.format or self.emulate or self.components):
+            raise ValueError(
+                f"recipe {self.name!r} has a payload, which goes with neither param_dtype, format, emulate nor "
+                "components: leave them out"
             )
 
     def update_names(self) -> tuple[str, ...]:
@@ -224,6 +250,8 @@ def _check_fields(data: Mapping[str, Any]) -> None:
 
 
 def _state_words(name: str) -> str:
+    if name in ("float16", "fp8"):
+        return f"The optimizer's moments are stored in {name}, each tensor with a scale."
     if name == "bfloat16x2":
         return "The optimizer's second moments are stored as two bfloat16, its first ones as one."
     return f"The optimizer's moments are stored in {name.replace('8bit', '8 bits')}."
@@ -236,6 +264,8 @@ def _storage_words(recipe: Recipe) -> list[str]:
         return [f"Weights are {recipe.param_dtype}, updated by torch.optim."]
     if recipe.param_dtype:
         return [f"Weights are {recipe.param_dtype}."]
+    if recipe.payload:
+        return [f"Weights are {recipe.payload} payloads, each tensor with a power-of-two scale."]
     if recipe.format:
         return [f"Weights are float32 tensors that hold only values of {recipe.format}."]
     return ["Weights are float32, updated as torch.optim does."]
@@ -253,4 +283,7 @@ def _arithmetic_words(recipe: Recipe) -> str:
         return f"The output of every operator, forward and backward, is rounded to {recipe.emulate}."
     if recipe.components:
         return "Forward and backward compute with all of them."
+    if recipe.payload:
+        products = " Linear layers multiply in eight bits." if recipe.matmul else ""
+        return f"Activations and gradients are such payloads too.{products}"
     return f"Forward and backward run in {recipe.param_dtype or 'float32'}."

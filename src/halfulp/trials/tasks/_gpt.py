@@ -36,11 +36,20 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token ids (batch, time) to logits (batch, time, vocabulary); weights start as N(0, 0.02)."""
 
-    def __init__(self, vocabulary: int, *, width: int = 96, layers: int = 2, heads: int = 4, time: int = 64):
+    def __init__(
+        self,
+        vocabulary: int,
+        *,
+        width: int = 96,
+        layers: int = 2,
+        heads: int = 4,
+        time: int = 64,
+        block: type[Block] = Block,
+    ):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(time, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
         self.register_buffer("future", torch.ones(time, time, dtype=torch.bool).triu(1), persistent=False)

@@ -5,6 +5,7 @@ from ._cifar10 import Cifar10
 from ._digits import Digits
 from ._digits_fpu import DigitsFPU
 from ._full_batch import CancerLogistic, CancerMLP, LinearRegression, Logistic
+from ._gpt_scaled import ScaledGPT
 from ._mammals import Mammals
 from ._task import Task
 from ._text import Text
@@ -13,7 +14,7 @@ from ._tinyshakespeare import TinyShakespeare
 _TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
-        *(Digits, DigitsFPU, Text, TinyShakespeare, Cifar10, Mammals),
+        *(Digits, DigitsFPU, Text, TinyShakespeare, ScaledGPT, Cifar10, Mammals),
         *(LinearRegression, Logistic, CancerLogistic, CancerMLP),
     )
 }

@@ -1,0 +1,90 @@
+"""What every operator of a step gave, in order, so that two runs of it can be compared bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..kernels import same_bits
+from ..scaled import ScaledTensor
+
+
+class Step(NamedTuple):
+    """One operator's call: its name, the module and direction it ran in, its floating results, decoded."""
+
+    operator: str
+    place: str
+    results: tuple[Tensor, ...]
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps every operator's results while a model runs; those that only look at or move a tensor are left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self._places = ["the model"]
+        self._handles = []
+        for name, module in model.named_modules():
+            path = name or "the model"
+            self._handles.append(module.register_forward_pre_hook(lambda *_, path=path: self._places.append(path)))
+            self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+
+    def _leave(self) -> None:
+        self._places.pop()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+        results = operator(*arguments, **(options or {}))
+        if not operator.is_view and not operator._schema.is_mutable and operator.namespace == "aten":
+            floats = tuple(_plain(x) for x in tree_leaves(results) if _is_float(x))
+            if floats:
+                backward = torch._C._current_graph_task_id() != -1
+                place = "the backward pass" if backward else self._places[-1]
+                self.steps.append(Step(str(operator), place, floats))
+        return results
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+
+def first_difference(wanted: list[Step], got: list[Step]) -> tuple[str, str, float] | None:
+    """The first operator whose results differ: its name, where it ran, the largest relative difference.
+
+    Operators that only one of the runs has (conversions at the door, rescaling) are passed over: the two sequences are
+    matched by name and shapes.
+    """
+    place = 0
+    for step in got:
+        shapes = [x.shape for x in step.results]
+        for ahead in range(place, min(place + 32, len(wanted))):
+            other = wanted[ahead]
+            if other.operator == step.operator and [x.shape for x in other.results] == shapes:
+                place = ahead + 1
+                if not all(map(same_bits, other.results, step.results)):
+                    return step.operator, step.place, max(map(relative, other.results, step.results))
+                break
+    return None
+
+
+def relative(wanted: Tensor, got: Tensor) -> float:
+    """The norm of the difference over the norm of what was wanted; infinite where only one is finite."""
+    wanted, got = wanted.double(), got.double()
+    if not bool((wanted.isfinite() == got.isfinite()).all()):
+        return float("inf")
+    difference = torch.nan_to_num(wanted - got, 0.0, 0.0, 0.0).norm()
+    return float(difference / torch.nan_to_num(wanted, 0.0, 0.0, 0.0).norm().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _plain(x: Tensor) -> Tensor:
+    x = x.detach()
+    return x.decode(torch.float32) if isinstance(x, ScaledTensor) else x.clone()

@@ -1,0 +1,204 @@
+"""Collective operations of torch.distributed: scales are agreed on first, then payloads travel as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._ops import OpOverload
+
+from . import _powers
+from ._bilinear import root_of_count
+from ._form import EIGHT_BITS, narrowed, operand, widened
+from ._registry import implements
+from ._scaled_tensor import ScaledTensor, wrap
+from ._writing import write
+
+_REFUSED = (
+    *("reduce_scatter_tensor_coalesced_", "allgather_coalesced_", "allgather_into_tensor_coalesced_", "alltoall_"),
+    *("alltoall_base_", "gather_", "scatter_", "send", "recv_", "recv_any_source_"),
+)
+
+
+def agreed_scales(tensors: Sequence[ScaledTensor], group: Any) -> list[Tensor]:
+    """The largest scale of every tensor over all ranks, in one message."""
+    scales = torch.stack([x._scale for x in tensors])
+    _sent(dist.all_reduce, scales, op=dist.ReduceOp.MAX, group=group)
+    return list(scales.unbind())
+
+
+def on_the_wire(x: ScaledTensor, scale: Tensor, share: float = 1.0) -> Tensor:
+    """The payload under an agreed scale, times a power of two; eight bits travel as float16, as sums need."""
+    storage = torch.float16 if x._payload.dtype in EIGHT_BITS else x._payload.dtype
+    return narrowed(_powers.times(widened(x), _powers.ratio(x._scale, scale)) * share, storage).contiguous()
+
+
+def _sent(collective: Callable, *arguments: Any, group: Any, **options: Any) -> Any:
+    """A collective on plain tensors, to its end: whoever waits for its handle later may read at once."""
+    group = dist.ProcessGroup.unbox(group)
+    work = collective(*arguments, group=group, async_op=True, **options)
+    work.wait()
+    return work.boxed()
+
+
+def _share(op: Any, group: Any, name: str) -> float:
+    """What payloads are multiplied by before they are added, so that a narrow sum of many ranks does not overflow.
+
+    Raises:
+        NotImplementedError: the reduction is none of sum, average, maximum and minimum.
+    """
+    if _kind(op) in ("SUM", "AVG"):
+        return 1.0 / root_of_count(_size(group))
+    if _kind(op) in ("MAX", "MIN"):
+        return 1.0
+    raise NotImplementedError(
+        f"{name} of scaled tensors by {_kind(op)}: allowed are SUM, AVG, MAX and MIN; for others send x.decode()"
+    )
+
+
+def _received(payload: Tensor, scale: Tensor, share: float, op: Any, group: Any, dtype: torch.dtype) -> ScaledTensor:
+    """The reduced payload with its scale; an average divides in float32, as some backends have none."""
+    values = payload.to(torch.float32)
+    if _kind(op) == "AVG":
+        values = values / _size(group)
+    total, rest = _powers.product(scale, 1.0 / share)
+    return wrap(_powers.times(values, rest), total, dtype)
+
+
+def _wire_op(op: Any) -> Any:
+    return getattr(dist.ReduceOp, "SUM" if _kind(op) == "AVG" else _kind(op))
+
+
+def _kind(op: Any) -> str:
+    """The name of a reduction, which arrives in a box."""
+    return dist.ReduceOp.RedOpType(op.op()).name
+
+
+def _size(group: Any) -> int:
+    return dist.ProcessGroup.unbox(group).size()
+
+
+def allreduce_(tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
+    """sum over ranks of payload x (scale / largest scale), under the largest scale."""
+    mine = [operand(x, _first(tensors)) for x in tensors]
+    share = _share(op, group, "all_reduce")
+    scales = agreed_scales(mine, group)
+    for target, x, scale in zip(tensors, mine, scales):
+        payload = on_the_wire(x, scale, share)
+        work = _sent(dist.all_reduce, payload, op=_wire_op(op), group=group)
+        write(target, _received(payload, scale, share, op, group, x.dtype))
+    return list(tensors), work
+
+
+def allreduce_coalesced_(tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
+    """`allreduce_` of each."""
+    return allreduce_(tensors, group, op)[1]
+
+
+def reduce_(tensors: Sequence[Tensor], group: Any, op: Any, root: int, *rest: Any, **options: Any) -> Any:
+    """`allreduce_`, written on the root only."""
+    kept = [x.clone() for x in tensors]
+    _, work = allreduce_(kept, group, op)
+    if dist.ProcessGroup.unbox(group).rank() == root:
+        for target, value in zip(tensors, kept):
+            write(target, value)
+    return work
+
+
+def reduce_scatter_base_(output: Tensor, x: Tensor, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
+    """Every rank's own piece of what `allreduce_` would give."""
+    x = operand(x, _first((output, x)))
+    share = _share(op, group, "reduce_scatter")
+    (scale,) = agreed_scales([x], group)
+    payload = on_the_wire(x, scale, share)
+    piece = payload.new_empty(output.shape)
+    work = _sent(dist.reduce_scatter_single, piece, payload, op=_wire_op(op), group=group)
+    write(output, _received(piece, scale, share, op, group, x.dtype))
+    return output, work
+
+
+def reduce_scatter_(
+    outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], group: Any, op: Any, *rest: Any, **options: Any
+) -> Any:
+    """The same for lists: one tensor for every rank."""
+    for output, pieces in zip(outputs, inputs):
+        _, work = reduce_scatter_base_(output, torch.cat([piece.reshape(-1) for piece in pieces]), group, op)
+    return list(outputs), work
+
+
+def allgather_(
+    outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], group: Any, *rest: Any, **options: Any
+) -> Any:
+    """Every rank's payload and scale, as they are."""
+    for targets, x in zip(outputs, inputs):
+        x = operand(x, _first((*targets, x)))
+        payload = x._payload.contiguous().view(torch.uint8) if x.dim() else x._payload.reshape(1).view(torch.uint8)
+        payloads = [torch.empty_like(payload) for _ in targets]
+        scales = [torch.empty_like(x._scale) for _ in targets]
+        _sent(dist.all_gather, payloads, payload, group=group)
+        work = _sent(dist.all_gather, scales, x._scale.contiguous(), group=group)
+        for target, bits, scale in zip(targets, payloads, scales):
+            write(target, wrap(bits.view(x._payload.dtype).reshape(x.shape), scale, x.dtype))
+    return [list(targets) for targets in outputs], work
+
+
+def allgather_base_(output: Tensor, x: Tensor, group: Any, *rest: Any, **options: Any) -> Any:
+    """Every rank's payload under the largest scale, side by side."""
+    x = operand(x, _first((output, x)))
+    (scale,) = agreed_scales([x], group)
+    payload = on_the_wire(x, scale)
+    gathered = payload.new_empty(output.shape)
+    work = _sent(dist.all_gather_single, gathered, payload, group=group)
+    write(output, wrap(gathered, scale, x.dtype))
+    return output, work
+
+
+def broadcast_(tensors: Sequence[Tensor], group: Any, root: int, place: int, *rest: Any, **options: Any) -> Any:
+    """Payload and scale from one rank into the others'."""
+    for x in tensors:
+        if not isinstance(x, ScaledTensor):
+            work = _sent(dist.broadcast, x, group_src=root, group=group)
+            continue
+        payload = x._payload.contiguous().reshape(-1).view(torch.uint8).clone()
+        scale = x._scale.clone()
+        _sent(dist.broadcast, payload, group_src=root, group=group)
+        work = _sent(dist.broadcast, scale, group_src=root, group=group)
+        write(x, wrap(payload.view(x._payload.dtype).reshape(x.shape), scale, x.dtype))
+    return list(tensors), work
+
+
+def _first(tensors: Sequence[Any]) -> ScaledTensor:
+    return next(x for x in tensors if isinstance(x, ScaledTensor))
+
+
+def _refuse(operator: OpOverload) -> Callable:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError(f"{operator} of scaled tensors: send x.payload and x.scale, or x.decode()")
+
+    return refuse
+
+
+def _register() -> None:
+    c10d = torch.ops.c10d
+    rules = {
+        "allreduce_": allreduce_,
+        "allreduce_coalesced_": allreduce_coalesced_,
+        "reduce_": reduce_,
+        "_reduce_scatter_base_": reduce_scatter_base_,
+        "reduce_scatter_": reduce_scatter_,
+        "allgather_": allgather_,
+        "_allgather_base_": allgather_base_,
+        "broadcast_": broadcast_,
+    }
+    for name, rule in rules.items():
+        implements(getattr(c10d, name).default, family="collectives")(rule)
+    for name in _REFUSED:
+        operator = getattr(c10d, name).default
+        implements(operator, family="refused")(_refuse(operator))
+
+
+if dist.is_available():
+    _register()
