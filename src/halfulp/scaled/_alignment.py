@@ -103,6 +103,15 @@ def _joined(operator: OpOverload, tensors: Sequence[Any], dim: int) -> Tensor:
     return made(operator(payloads, dim), scale, storage, dtype)
 
 
+def _within(x: ScaledTensor, low: Any, high: Any) -> ScaledTensor:
+    """x under the power of two of the larger bound, where two numbers bound it and that is the smaller scale."""
+    bounds = [abs(float(b)) for b in (low, high) if isinstance(b, (int, float))]
+    if len(bounds) < 2 or not 0 < max(bounds) < float("inf"):
+        return x
+    limit = torch.full_like(x._scale, _powers.power_of(max(bounds)))
+    return wrap(x._payload, torch.minimum(x._scale, limit), x.dtype)
+
+
 @implements(aten.clamp.default, aten.clamp.Tensor, family="alignment")
 def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
     """x between bounds; numbers among them keep x's scale."""
@@ -110,7 +119,7 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
     if not isinstance(x, ScaledTensor) or any(isinstance(b, Tensor) and b.dim() for b in given[1:]):
         payloads, scale = together(given)
     else:
-        bounds, scale = constants_under(x, *given[1:])
+        bounds, scale = constants_under(_within(x, low, high), *given[1:])
         bounds = [torch.full((), b, dtype=torch.float32, device=x.device) if type(b) is float else b for b in bounds]
         payloads = [_powers.times(widened(x), _powers.ratio(x._scale, scale)), *bounds]
     values = payloads.pop(0)

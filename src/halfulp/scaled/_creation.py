@@ -23,8 +23,7 @@ def constant(x: ScaledTensor, plain: Tensor, value: float) -> Tensor:
     finite = value == value and abs(value) != float("inf")
     # An infinity has the scale of zeros: it decides nothing.
     power = _powers.power_of(abs(value)) if value and finite else (1.0 if value != value else _powers.ANY)
-    number = torch.full((), value / power if finite else value, dtype=torch.float32)
-    payload = torch.empty_like(plain, dtype=x._payload.dtype).fill_(number.item())
+    payload = torch.empty_like(plain, dtype=x._payload.dtype).fill_(value / power if finite else value)
     scale = torch.full((), power, dtype=torch.float32, device=plain.device)
     return wrap(payload, scale, plain.dtype)
 

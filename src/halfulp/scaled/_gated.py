@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._degrees import by_degree, constants_under, held_under, keeping, under
 from ._families import bounded, linear, value_of
-from ._form import first_scaled, logical_of, operand, storage_of, widened
+from ._form import first_scaled, operand, widened
 from ._powers import ratio, times
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor

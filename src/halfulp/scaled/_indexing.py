@@ -11,8 +11,8 @@ from torch._ops import OpOverload
 
 from ._alignment import multiplied
 from ._degrees import by_degree, is_constant, measured_like, together, under
-from ._form import decoded, first_scaled, operand
 from ._families import value_of
+from ._form import decoded, first_scaled, operand
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 from ._writing import write

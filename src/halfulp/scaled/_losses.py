@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import _powers
 from ._bilinear import root_of_count
-from ._degrees import by_degree, keeping, under
+from ._degrees import by_degree, under
 from ._families import aligned, measured, value_of
-from ._form import first_scaled, logical_of, operand, storage_of, widened
+from ._form import first_scaled, operand, widened
+from ._reductions import squared
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -66,10 +66,10 @@ def _holder(gradient: Any, like: ScaledTensor) -> ScaledTensor:
 
 @implements(aten.mse_loss.default, family="loss")
 def mse_loss(x: Any, target: Any, reduction: int = MEAN) -> Tensor:
-    """(px - pt)^2 under s^2."""
+    """(px - pt)^2, which stands for so many s^2."""
     (a, b), scale, *_ = aligned(x, target)
     y = aten.mse_loss.default(a, b, reduction)
-    return under(y, [scale, scale], [x, target], _spread(a.numel(), reduction))
+    return squared(y, scale, [x, target])
 
 
 @implements(aten.mse_loss_backward.default, family="loss")

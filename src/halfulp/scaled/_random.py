@@ -58,6 +58,12 @@ def normal_(x: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = Non
     return write(x, aten.normal_functional.default(x, mean, std, generator=generator))
 
 
+@implements(aten.bernoulli_.float, family="random")
+def bernoulli_(x: Any, p: float = 0.5, *, generator: Any = None) -> Tensor:
+    """Zeros and ones written in place."""
+    return write(x, aten.bernoulli.p(x, p, generator=generator))
+
+
 def _like(operator: OpOverload) -> None:
     def like(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         dtype = options.get("dtype") or x.dtype

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _powers
 from ._bilinear import root_of_count
-from ._degrees import by_degree, keeping, measured_like, under
+from ._degrees import by_degree, held_under, keeping, measured_like, under
 from ._families import linear
-from ._form import decoded, widened
+from ._form import decoded, measured_scale, storage_of, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -77,15 +78,29 @@ def cumsum(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Tensor:
 
 
 by_degree(aten.trace.default, family="reduction", self=1)
-by_degree(aten.var.correction, family="reduction", self=2)
 by_degree(aten.std.correction, family="reduction", self=1)
+
+
+@implements(aten.var.correction, family="reduction")
+def var(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
+    """The variance: as its square under the scale s^2 leaves narrow payloads soon, under a measured one."""
+    return squared(aten.var.correction(widened(x), *arguments, **options), x._scale, [x])
 
 
 @implements(aten.var_mean.correction, family="reduction")
 def var_mean(x: ScaledTensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """The variance under s^2, the mean under s."""
+    """The variance, and the mean under s."""
     variance, mean = aten.var_mean.correction(widened(x), *arguments, **options)
-    return under(variance, [x._scale] * 2, [x]), under(mean, [x._scale], [x])
+    return squared(variance, x._scale, [x]), under(mean, [x._scale], [x])
+
+
+def squared(y: Tensor, scale: Tensor, holders: list[Any]) -> Tensor:
+    """Payloads that stand for y s^2; a narrow one under the power of two that is next to its root mean square."""
+    storage = storage_of(holders)
+    if storage == torch.float32:
+        return under(y, [scale, scale], holders)
+    power = measured_scale(y, storage)
+    return under(_powers.times(y, 1.0 / power), [scale, scale, power], holders)
 
 
 by_degree(aten.std_mean.correction, family="reduction", self=1)
@@ -114,14 +129,13 @@ def cumprod(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Tensor:
 
 def _norm(x: ScaledTensor, order: Any, dims: Any, keepdim: bool, dtype: Any) -> Tensor:
     order = 2.0 if order is None else float(order)
-    values = aten.linalg_vector_norm.default(widened(x), order, dims, keepdim)
     count = terms_of(x, dims)
-    spread = root_of_count(count)
-    if order == 0:
-        return in_dtype(under(values, [], [x], spread), dtype)
-    if 0 < order < 2:
-        spread = root_of_count(count * count)
-    return in_dtype(under(values, [x._scale], [x], spread if 0 < order <= 2 else 1.0), dtype)
+    if order not in (0.0, 1.0, 2.0, math.inf, -math.inf):  # powers of payloads depend on how values are split
+        values = aten.linalg_vector_norm.default(decoded(x, torch.float32), order, dims, keepdim)
+        return in_dtype(held_under(values, x._scale, x._payload.dtype, x.dtype), dtype)
+    values = aten.linalg_vector_norm.default(widened(x), order, dims, keepdim)
+    spread = {0.0: root_of_count(count), 1.0: root_of_count(count * count), 2.0: root_of_count(count)}.get(order, 1.0)
+    return in_dtype(under(values, [x._scale] if order else [], [x], spread), dtype)
 
 
 @implements(aten.linalg_vector_norm.default, family="reduction")

@@ -1,0 +1,172 @@
+"""Sums, choices, joins, bounds and pads: bits do not depend on scales; constants decide none."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from halfulp.kernels import same_bits
+from halfulp.scaled import ScaledTensor
+from halfulp.tensors import strict
+from halfulp.testing import check_rule
+
+aten = torch.ops.aten
+MASK = torch.tensor([[True, False, True], [False, False, True]])
+
+
+def pair():
+    return torch.randn(2, 3), torch.randn(2, 3)
+
+
+def one():
+    return (torch.randn(2, 3),)
+
+
+def volume():
+    return (torch.randn(2, 2, 4, 4, 4),)
+
+
+EXACT = {
+    "add": (lambda a, b: a + b, pair),
+    "add alpha": (lambda a, b: torch.add(a, b, alpha=-0.7), pair),
+    "sub": (lambda a, b: torch.sub(a, b, alpha=3), pair),
+    "rsub": (lambda a, b: torch.rsub(a, b, alpha=0.3), pair),
+    "number minus": (lambda a: 2.5 - a, one),
+    "broadcast": (lambda a, b: a + b[0], pair),
+    "maximum": (torch.maximum, pair),
+    "minimum": (torch.minimum, pair),
+    "fmax": (torch.fmax, pair),
+    "fmin": (torch.fmin, pair),
+    "where": (lambda a, b: torch.where(MASK, a, b), pair),
+    "where number": (lambda a: torch.where(MASK, a, 0.3), one),
+    "where infinity": (lambda a: torch.where(MASK, -float("inf"), a), one),
+    "cat": (lambda a, b: torch.cat([a, b, a[:0]]), pair),
+    "stack": (lambda a, b: torch.stack([a, b], 1), pair),
+    "clamp": (lambda a: torch.clamp(a, -0.5, 0.7), one),
+    "clamp_min": (lambda a: a.clamp_min(0.1), one),
+    "clamp by tensors": (lambda a, b: torch.clamp(a, b - 0.1, b + 0.1), pair),
+    "clamp_max tensor": (lambda a, b: a.clamp_max(b), pair),
+    "masked_fill": (lambda a: a.masked_fill(MASK, 3.0), one),
+    "masked_fill infinity": (lambda a: a.masked_fill(MASK, -float("inf")), one),
+    "masked_scatter": (lambda a, b: a.masked_scatter(MASK, b), pair),
+    "masked_select": (lambda a: a.masked_select(MASK), one),
+    "fill": (lambda a: aten.fill(a, 3.0), one),
+    "fmod": (torch.fmod, pair),
+    "remainder": (torch.remainder, pair),
+    "fmod number": (lambda a: torch.fmod(a, 0.3), one),
+    "remainder number": (lambda a: a % 0.3, one),
+    "copysign": (torch.copysign, pair),
+    "pad": (lambda a: F.pad(a, (1, 2), value=0.3), one),
+    "pad zeros": (lambda a: F.pad(a, (1, -1, 2, 0)), one),
+    "slice": (lambda a: a[:, 1:], one),
+    "slice_scatter": (lambda a, b: a.slice_scatter(b[:1], 0, 0, 1), pair),
+    "select_scatter": (lambda a, b: a.select_scatter(b[0], 0, 1), pair),
+    "diagonal": (lambda a: a.diagonal(), one),
+    "diagonal_scatter": (lambda a, b: a.diagonal_scatter(b[0, :2]), pair),
+    "as_strided_scatter": (lambda a, b: a.as_strided_scatter(b[0, :2], (2,), (2,)), pair),
+    "unfold": (lambda a: a.unfold(1, 2, 1), one),
+    "nan_to_num": (lambda a: torch.nan_to_num(a / 0, 0.5, 2.0, -3.0), one),
+}
+EXACT |= {
+    f"{mode} {n}d": (
+        lambda a, mode=mode, n=n: F.pad(a[(0,) * (3 - n)], (1, 2) * n, mode=mode),
+        volume,
+    )
+    for mode in ("reflect", "replicate", "circular")
+    for n in (1, 2, 3)
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_bits_are_those_of_plain_tensors_under_all_scales(case, seed):
+    with strict():
+        check_rule(*EXACT[case], seed=seed, trials=2)
+
+
+@pytest.mark.parametrize("function", [torch.heaviside, lambda a, b: aten.copy(a, b[0])])
+def test_bits_without_gradients(function, seed):
+    with strict():
+        check_rule(function, pair, seed=seed, trials=2, gradients=False)
+
+
+def test_hypot_is_close(seed):
+    with strict():
+        check_rule(torch.hypot, pair, seed=seed, exact=1e-6)
+
+
+def test_narrow_payloads(differences, seed):
+    for function in (torch.add, torch.maximum, lambda a, b: torch.cat([a, b]), lambda a, b: torch.where(MASK, a, b)):
+        assert max(differences(function, [(2, 3), (2, 3)])) < 1e-2
+
+
+def small():
+    return ScaledTensor.encode(torch.tensor([1e-5, -2e-5, 3e-5]), torch.float16)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, c: x.masked_fill(torch.tensor([True, False, False]), c),
+        lambda x, c: torch.where(torch.tensor([True, False, False]), c, x),
+        lambda x, c: torch.where(torch.tensor([True, False, False]), torch.tensor(c), x),
+        lambda x, c: x.index_fill(0, torch.tensor([0]), c),
+        lambda x, c: x.scatter(0, torch.tensor([0]), c),
+        lambda x, c: x.index_put((torch.tensor([0]),), torch.tensor(c)),
+        lambda x, c: F.pad(x[1:], (1, 0), value=c),
+        lambda x, c: torch.cat([x[:1].clamp(c, c), x[1:]]),
+    ],
+)
+class TestConstants:
+    def test_they_leave_the_scale_and_saturate(self, write):
+        x = small()
+        for constant in (-1e9, torch.finfo(torch.float32).min):
+            y = write(x, constant)
+            assert torch.equal(y.scale, x.scale)
+            assert same_bits(y[1:].decode(), x[1:].decode())
+            assert y[0].item() == -65504 * x.scale.item()
+
+    def test_infinities_stay(self, write):
+        y = write(small(), -float("inf"))
+        assert y[0].item() == -float("inf")
+        assert torch.equal(y.scale, small().scale)
+
+    def test_zeros_of_any_scale_take_theirs(self, write):
+        y = write(torch.zeros_like(small()), 3e5)
+        assert abs(y[0].item() / 3e5 - 1) < 1e-3
+        assert y[1:].tolist() == [0.0, 0.0]
+
+    def test_zeros_with_infinities_still_take_any_scale(self, write):
+        y = write(torch.zeros_like(small()), -float("inf"))
+        total = y + small()
+        assert total[0].item() == -float("inf")
+        assert same_bits(total[1:].decode(), small()[1:].decode())
+
+
+@pytest.mark.parametrize("large", [-1e4 * 2e4, -1e9, torch.finfo(torch.float32).min, -float("inf")])
+def test_a_mask_of_large_numbers_is_added_without_deciding_the_scale(large):
+    scores = ScaledTensor.encode(torch.tensor([0.5, -1.5, 1.25]), torch.float16)
+    masked = scores + torch.tensor([0.0, large, 0.0])
+    assert masked[[0, 2]].tolist() == [0.5, 1.25]
+    assert masked.softmax(0)[1].item() == 0.0
+
+
+def test_zeros_never_decide(seed):
+    x = small()
+    zeros = torch.zeros_like(x)
+    for y in (x + zeros, torch.cat([x, zeros])[:3], torch.where(x > 0, x, zeros), torch.maximum(x, zeros - 0)):
+        assert y.scale.item() == x.scale.item()
+    infinite = torch.full_like(x, -float("inf"))
+    assert torch.where(x > 0, x, infinite).scale.item() == x.scale.item()
+    large = ScaledTensor.encode(torch.full((3,), 1e9), torch.float16)
+    assert (large + infinite).tolist() == [-float("inf")] * 3
+
+
+def test_a_thousand_decaying_steps_of_a_moving_average_stay_with_float32():
+    g = ScaledTensor.encode(torch.tensor([1.0, -2.0, 0.5]), torch.float16)
+    average, expected = torch.zeros_like(g), torch.zeros(3)
+    for step in range(1000):
+        factor = 0.97**step
+        average = average * 0.95 + g * (0.05 * factor)
+        expected = expected * 0.95 + g.decode() * (0.05 * factor)
+    assert average.isfinite().all()
+    # The scale stays where it began, and the payload decays to its smallest number.
+    assert torch.allclose(average.decode(), expected, rtol=1e-2, atol=2.0**-24)

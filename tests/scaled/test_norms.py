@@ -1,0 +1,92 @@
+"""Normalisations: bits do not depend on scales, statistics are moved in place, extremes stay finite."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from halfulp.scaled import ScaledTensor
+from halfulp.tensors import strict
+from halfulp.testing import check_rule
+
+aten = torch.ops.aten
+
+
+def rows():
+    return torch.randn(4, 6), torch.randn(6), torch.randn(6)
+
+
+def images():
+    return torch.randn(3, 4, 5, 2), torch.randn(4), torch.randn(4)
+
+
+CASES = {
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), rows),
+    "layer_norm plain": (lambda x, w, b: F.layer_norm(x, (4, 6)), rows),
+    "layer_norm large eps": (lambda x, w, b: F.layer_norm(x, (6,), w, b, 10.0), rows),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), images),
+    "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), images),
+    "batch_norm flat": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), rows),
+    "batch_norm eval": (lambda x, w, b: F.batch_norm(x, w.detach(), b.detach() ** 2 + 0.1, w, b), images),
+    "instance_norm": (lambda x, w, b: F.instance_norm(x, None, None, w, b), images),
+    "fused_rms_norm": (lambda x, w, b: aten._fused_rms_norm(x, (6,), w, 1e-5)[0], rows),
+    "local_response_norm": (lambda x, w, b: F.local_response_norm(x, 2), images),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_under_all_scales(case, seed):
+    with strict():
+        check_rule(*CASES[case], seed=seed, trials=2, exact=1e-5)
+
+
+@pytest.mark.parametrize("case", ["layer_norm", "group_norm", "batch_norm", "fused_rms_norm"])
+def test_narrow_payloads(case, differences, seed):
+    function, make = CASES[case]
+    shapes = [x.shape for x in make()][: 2 if "rms" in case else 3]
+    assert max(differences(lambda x, w, b=None: function(x, w, b), shapes)) < 2e-2
+
+
+def test_layer_norm_is_exact(seed):
+    with strict():
+        check_rule(*CASES["layer_norm"], seed=seed, trials=4)
+
+
+@pytest.mark.parametrize("scaled_statistics", [False, True])
+def test_running_statistics_move_as_in_float32(scaled_statistics, seed):
+    plain = torch.nn.BatchNorm2d(4)
+    mean, variance = torch.zeros(4), torch.ones(4)
+    if scaled_statistics:
+        mean, variance = (ScaledTensor.encode(x, torch.float32) for x in (mean, variance))
+    for _ in range(3):
+        x = torch.randn(3, 4, 5, 2) * 3 + 1
+        plain(x)
+        with strict():
+            F.batch_norm(ScaledTensor.encode(x, torch.float32), mean, variance, training=True)
+    found = [x.decode() if scaled_statistics else x for x in (mean, variance)]
+    assert torch.allclose(found[0], plain.running_mean, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(found[1], plain.running_var, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e25])
+def test_extremes_stay_finite_with_gradients(size, dtype, seed):
+    x = torch.randn(4, 6) * size
+    given = ScaledTensor.encode(x, dtype).requires_grad_()
+    y = F.layer_norm(given, (6,))
+    g = torch.randn(4, 6)
+    y.backward(ScaledTensor.encode(g, dtype))
+    wide = x.double().requires_grad_()
+    expected = F.layer_norm(wide, (6,))
+    expected.backward(g.double())
+    assert torch.allclose(y.decode().double(), expected, rtol=2e-2, atol=2e-3)
+    difference = (given.grad.decode(torch.float64) - wide.grad).norm() / wide.grad.norm()
+    assert difference < 2e-2
+
+
+def test_zeros_like_have_gradients_of_the_size_that_eps_allows(seed):
+    x = torch.zeros_like(ScaledTensor.encode(torch.randn(4, 6), torch.float16)).requires_grad_()
+    g = torch.randn(4, 6)
+    F.layer_norm(x, (6,)).backward(ScaledTensor.encode(g, torch.float16))
+    plain = torch.zeros(4, 6, requires_grad=True)
+    F.layer_norm(plain, (6,)).backward(g)
+    assert torch.allclose(x.grad.decode(), plain.grad, rtol=1e-2, atol=1e-2 * plain.grad.abs().max())
