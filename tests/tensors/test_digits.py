@@ -149,6 +149,7 @@ def test_sums_at_indices(kind, seed):
         (lambda x, w: torch.cdist(x, w), ((2, 5, 3), (2, 4, 3))),
         (lambda x, w: F.group_norm(x, 2, w, w), ((2, 4, 5), (4,))),
         (lambda x, w: F.scaled_dot_product_attention(x, w, w, is_causal=True), ((2, 4, 3), (2, 4, 3))),
+        (lambda x, w: F.scaled_dot_product_attention(x, w, w, enable_gqa=True), ((2, 6, 4, 3), (2, 2, 5, 3))),
         (lambda x, w: x.unfold(1, 3, 1) @ w, ((2, 6), (3,))),
     ],
 )

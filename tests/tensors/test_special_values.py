@@ -91,3 +91,19 @@ def test_nothing_at_all(dtype, components):
     assert x.cumsum(0).shape == (0, 3)
     with pytest.raises((RuntimeError, IndexError)):
         x.max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("source", [torch.float64, torch.float32])
+def test_a_conversion_overflows_to_infinity_as_torchs(source, dtype, seed):
+    """Attention masks hold the least number of their dtype."""
+    least = torch.finfo(torch.float64).min if source == torch.float64 else -math.inf
+    x = torch.tensor([least, -least, 0.5, -0.0, math.inf, math.nan, *torch.randn(20)], dtype=source)
+    found = MCTensor.encode(x, 2).to(dtype)
+    wanted = x.to(dtype).double()
+    assert found.dtype == dtype
+    assert torch.equal(found.isinf(), wanted.isinf())
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.signbit() | found.isnan(), wanted.signbit() | wanted.isnan())
+    finite = wanted.isfinite()
+    assert bool(((found.decode() - x)[finite].abs() <= 2.0**-15 * x[finite].abs() + 2.0**-30).all())

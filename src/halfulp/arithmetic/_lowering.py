@@ -22,6 +22,8 @@ def rounded(x, dtype: torch.dtype):
     # Adding 1.5 * 2^52 units leaves no bit below one unit, and taking it away again is exact.
     magic = unit * (1.5 * 2.0**52)
     nearest = (x + magic) - magic
+    # Near the end of float64's range the magic number itself overflows.
+    nearest = select(abs(x) < 2.0 * largest, nearest, x)
     nearest = select(abs(nearest) > largest, nearest * float("inf"), nearest)
     return select(is_finite(x) & (nearest != 0.0), nearest, select(is_finite(x), x * 0.0, x))
 

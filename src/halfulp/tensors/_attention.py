@@ -31,10 +31,26 @@ def _factor(query: Any, scale: float | None) -> float:
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
+def _for_heads_of(query: Any, x: Any) -> Any:
+    """Keys or values whose heads each serve a group of the query's (Ainslie et al., arXiv 2305.13245), repeated."""
+    if x.dim() < 3 or x.shape[-3] == query.shape[-3]:
+        return x
+    groups = query.shape[-3] // x.shape[-3]
+    return x.unsqueeze(-3).expand(*x.shape[:-2], groups, *x.shape[-2:]).flatten(-4, -3)
+
+
+def _summed_for(x: Any, gradient: Any) -> Any:
+    """The gradient of keys or values from that of the repeated ones."""
+    if x.dim() < 3 or x.shape[-3] == gradient.shape[-3]:
+        return gradient
+    return gradient.unflatten(-3, (x.shape[-3], -1)).sum(-3)
+
+
 def attention(
     query: Any, key: Any, value: Any, causal: bool = False, mask: Any = None, scale: float | None = None
 ) -> tuple[Any, Any]:
     """softmax(query key^T scale + mask) value, and the logarithms of the sums."""
+    key, value = _for_heads_of(query, key), _for_heads_of(query, value)
     scores = _scores(query, key, causal, mask, scale)
     sums = scores.logsumexp(-1)
     return (scores - sums.unsqueeze(-1)).exp() @ value, sums
@@ -52,12 +68,15 @@ def attention_backward(
     scale: float | None = None,
 ) -> tuple[Any, Any, Any, Any]:
     """The gradients of query, key, value and mask."""
+    narrow_key, narrow_value = key, value
+    key, value = _for_heads_of(query, key), _for_heads_of(query, value)
     weights = (_scores(query, key, causal, mask, scale) - sums[..., : query.shape[-2]].unsqueeze(-1)).exp()
     back = gradient @ value.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True)
     change = weights * back
     factor = _factor(query, scale)
     to_query, to_key = change @ key * factor, change.transpose(-2, -1) @ query * factor
-    return to_query, to_key, weights.transpose(-2, -1) @ gradient, change
+    to_value = weights.transpose(-2, -1) @ gradient
+    return to_query, _summed_for(narrow_key, to_key), _summed_for(narrow_value, to_value), change
 
 
 def _run(function: Callable, *arguments: Any) -> Any:
