@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from . import _powers
-from ._bilinear import over, root_of_count
+from ._bilinear import over, product_storage, root_of_count
 from ._families import measured, result, value_of
-from ._form import first_scaled, logical_of, narrowed, operand, storage_of, widened
+from ._form import first_scaled, logical_of, narrowed, operand, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -66,8 +66,8 @@ def _attention_backward(operator: OpOverload) -> None:
         bias = _bias_values(given, kernel)
         to_value = over(output._scale, scale=value._scale)
         payloads = _payloads(query, key, value, kernel) | {
-            of_output: _narrow(widened(gradient), kernel),
-            "out": _narrow(_powers.times(widened(output), to_value), kernel),
+            of_output: narrowed(widened(gradient), kernel),
+            "out": narrowed(_powers.times(widened(output), to_value), kernel),
             "logsumexp": value_of(given["logsumexp"]),
         }
         results = call_by_name(operator, given | payloads | bias)
@@ -75,7 +75,7 @@ def _attention_backward(operator: OpOverload) -> None:
         spread = root_of_count(key.shape[-2])
         parts = [
             ((sg, sv, sk, 1.0 / spread), (spread,), query.dtype),
-            ((sg, sv, sq, 1.0 / spread), (spread, _reciprocal(over(sq, sk))), key.dtype),
+            ((sg, sv, sq, 1.0 / spread), (spread, 1.0 / over(sq, sk)), key.dtype),
             ((sg,), (), value.dtype),
             ((sg, sv, 1.0 / spread), (spread,), next((given[name].dtype for name in bias), None)),
         ]
@@ -88,7 +88,7 @@ def _operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
     """Tensors as payload x scale, then the storage of what is made of them."""
     like = first_scaled([*tensors, *given.values()])
     scaled = [x for x in tensors if isinstance(x, ScaledTensor)]
-    return *(operand(x, like) for x in tensors), storage_of(scaled or [like])
+    return *(operand(x, like) for x in tensors), product_storage(tuple(scaled) or (like,))
 
 
 def arguments_by_name(operator: OpOverload, arguments: Sequence[Any], options: dict) -> dict[str, Any]:
@@ -109,27 +109,16 @@ def _kernel_dtype(operator: OpOverload, storage: torch.dtype, dtype: torch.dtype
     return next((x for x in (storage, dtype) if x in (torch.float16, torch.bfloat16)), torch.float16)
 
 
-def _narrow(payload: Tensor, kernel: torch.dtype) -> Tensor:
-    return narrowed(payload, kernel)
-
-
 def _payloads(query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kernel: torch.dtype) -> dict[str, Tensor]:
     query_payload = _powers.times(widened(query), over(query._scale, key._scale))
     payloads = (query_payload, widened(key), widened(value))
-    return {name: _narrow(payload, kernel) for name, payload in zip(_INPUTS, payloads)}
+    return {name: narrowed(payload, kernel) for name, payload in zip(_INPUTS, payloads)}
 
 
 def _bias_values(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
     """What is added to logits, as values; masks of truth values stay."""
     found = {name: given[name] for name in _BIAS if isinstance(given.get(name), Tensor)}
     return {name: value_of(x).to(kernel) if x.is_floating_point() else x for name, x in found.items()}
-
-
-def _reciprocal(factor: Tensor | float) -> Tensor | float:
-    """1 / factor, finite also where a factor of zeros of any scale leaves float32's range."""
-    if isinstance(factor, Tensor):
-        return factor.double().reciprocal().clamp(_powers.SMALLEST, _powers.LARGEST).to(torch.float32)
-    return 1.0 / factor
 
 
 def _gradient(y: Any, scales: tuple, factors: tuple, dtype: torch.dtype | None, storage: torch.dtype) -> Any:

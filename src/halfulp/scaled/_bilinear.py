@@ -48,15 +48,18 @@ def inverse(scale: Tensor) -> Tensor | float:
 
 
 def over(*factors: Tensor | float, scale: Tensor | None = None) -> Tensor | float:
-    """The product of some scales, divided by another: what payloads take to come under it."""
+    """The product of some scales, divided by another: what payloads take to come under it.
+
+    It stays a normal float32 number, as an infinity under the scale of zeros must not meet a factor of 0.
+    """
     values = [_powers.known(factor) if isinstance(factor, Tensor) else factor for factor in factors]
     held = 1.0 if scale is None else _powers.known(scale)
     if held is not None and None not in values:
-        return math.prod(values) / held
+        return min(max(math.prod(values) / held, _powers.SMALLEST), _powers.LARGEST)
     total = factors[0].double() if scale is None else scale.double().reciprocal() * factors[0]
     for factor in factors[1:]:
         total = total * factor
-    return total.to(torch.float32)
+    return total.clamp(_powers.SMALLEST, _powers.LARGEST).to(torch.float32)
 
 
 def is_symbolic(value: Any) -> bool:

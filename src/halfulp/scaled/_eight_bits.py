@@ -51,7 +51,7 @@ def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype
             check_storage(dtype)
     if forward is None and backward is None:
         return x
-    return _Cast.apply(x, forward, backward)
+    return _cast(x, forward, backward)
 
 
 def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -82,8 +82,8 @@ def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulated"]:
     """How products of eight-bit matrices are computed on a device.
 
-    "scaled_mm": by torch._scaled_mm on the device's eight-bit units (CUDA of compute capability 8.9 and above, ROCm
-    that has it), where both sides are multiples of 16 and one operand is e4m3fn. "emulated": payloads are widened to
+    "scaled_mm": by torch._scaled_mm on the device's eight-bit units (CUDA of compute capability 8.9 and above),
+    where all sides are multiples of 16 and one operand is e4m3fn. "emulated": payloads are widened to
     float32 and multiplied there, which gives the same products, summed in float32.
 
     >>> eight_bit_engine("cpu")
@@ -96,7 +96,7 @@ def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulat
 
 @functools.cache
 def _has_units(index: int | None) -> bool:
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or torch.version.hip:  # ROCm's eight-bit formats may be others
         return False
     return torch.cuda.get_device_capability(index) >= (8, 9)
 
@@ -140,36 +140,38 @@ def unit_scale(values: Tensor, storage: torch.dtype) -> Tensor:
     return torch.where(amax > 0, torch.maximum(scale, least), _powers.ANY)
 
 
-def _rounded_plain(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
+    if forward is None:
+        return x.clone()
     wide = x.to(torch.float32)
-    scale = unit_scale(wide, dtype)
-    return (narrowed(wide / scale, dtype).to(torch.float32) * scale).to(x.dtype)
+    scale = unit_scale(wide, forward)
+    return (narrowed(wide / scale, forward).to(torch.float32) * scale).to(x.dtype)
 
 
-rounded_to = define_operator(
-    "rounded_to(Tensor x, ScalarType dtype) -> Tensor",
-    _rounded_plain,
-    lambda x, dtype: torch.empty_like(x),
+_cast = define_operator(
+    "cast(Tensor x, ScalarType? forward, ScalarType? backward) -> Tensor",
+    _cast_plain,
+    lambda x, forward, backward: torch.empty_like(x),
 )
 
 
-@implements(rounded_to, family="own")
-def rounded_scaled(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
+@implements(_cast, family="own")
+def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dtype | None) -> ScaledTensor:
     """The payload brought to a root mean square of about 1 and rounded; the scale takes what it lost."""
+    if forward is None:
+        return x.clone()
     payload = widened(x)
-    level = unit_scale(payload, dtype)
+    level = unit_scale(payload, forward)
     scale, rest = _powers.product(x._scale, level)
-    return made(_powers.times(payload / level, rest), scale, dtype, x.dtype)
+    return made(_powers.times(payload / level, rest), scale, forward, x.dtype)
 
 
-class _Cast(torch.autograd.Function):
-    """The identity but for what is rounded, on either way."""
+def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.dtype = inputs[2]
 
-    @staticmethod
-    def forward(context: Any, x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
-        context.dtype = backward
-        return x.view_as(x) if forward is None else rounded_to(x, forward)
 
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple:
-        return gradient if context.dtype is None else cast(gradient, forward=context.dtype), None, None
+def _cast_backward(context: Any, gradient: Tensor) -> tuple:
+    return gradient if context.dtype is None else _cast(gradient, context.dtype, None), None, None
+
+
+torch.library.register_autograd("halfulp::cast", _cast_backward, setup_context=_remember)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from . import _powers
-from ._form import LOGICALS, check_storage, decoded, made, measured_scale, narrowed, widened
+from ._form import LOGICALS, check_storage, common_storage, decoded, made, measured_scale, narrowed, widened
 from ._scaled_tensor import ScaledTensor, wrap
 
 
@@ -61,6 +61,16 @@ def _plain(x: Any) -> Any:
     return decoded(x) if isinstance(x, ScaledTensor) else x
 
 
+def of_kind(x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype) -> ScaledTensor:
+    """The values in another logical dtype and storage, under a measured scale where the storage is a narrower one."""
+    if common_storage((x._payload.dtype, storage)) == storage:
+        return made(widened(x), x._scale, storage, dtype)
+    payload = widened(x)
+    level = measured_scale(payload, storage)
+    scale, rest = _powers.product(x._scale, level)
+    return made(_powers.times(payload / level, rest), scale, storage, dtype)
+
+
 class _Encode(torch.autograd.Function):
     """The identity on values, from plain to scaled."""
 
@@ -109,7 +119,7 @@ class _Rescale(torch.autograd.Function):
 
 def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:
     """Raise if a finite value is out of the payload's range; where values cannot be looked at they saturate."""
-    if type(payload) is not Tensor or payload.device.type != "cpu" or not payload.numel():
+    if not _powers.in_sight(payload) or not payload.numel():
         return
     largest = torch.finfo(storage).max
     if bool(((payload.abs() > largest) & x.isfinite()).any()):

@@ -194,17 +194,22 @@ class ScaledTensor(torch.Tensor):
         torch._C.TensorBase.data.__set__(self, value)
         self._payload, self._scale = value._payload, value._scale
 
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["_payload", "_scale"], self.dtype
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, torch.dtype]]:
+        # The payload's dtype too: a compiled backward reads a gradient's memory as the dtype that it was traced with.
+        return ["_payload", "_scale"], (self.dtype, self._payload.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: torch.dtype, size: Any, stride: Any) -> ScaledTensor:
-        return wrap(inner["_payload"], inner["_scale"], context)
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: tuple, size: Any, stride: Any) -> ScaledTensor:
+        return wrap(inner["_payload"], inner["_scale"], context[0])
 
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
         if expected is torch.Tensor:
             return self.detach().decode()
-        return self if expected in (None, ScaledTensor) else None
+        if expected not in (None, ScaledTensor):
+            return None
+        from . import _encoding
+
+        return _encoding.of_kind(self.detach(), *context)
 
 
 def wrap(payload: Tensor, scale: Tensor, dtype: torch.dtype) -> ScaledTensor:
