@@ -8,6 +8,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.scaled import ScaledTensor, drift
+from halfulp.tensors import FallbackWarning, _fallback
 
 
 class Net(nn.Module):
@@ -64,17 +65,23 @@ def test_it_prints_and_goes_into_json(seed):
     assert 0 <= again["rows"][0]["inside"]["float16"] <= 1
 
 
-def test_it_counts_fallbacks():
+@pytest.fixture
+def without_rule(monkeypatch) -> torch._ops.OpOverload:
+    """An operator that has no rule, and has not been warned of."""
+    monkeypatch.setattr(_fallback, "_warned", set())
+    library = torch.library.Library("halfulp_test", "FRAGMENT")
+    library.define("drifting(Tensor x) -> Tensor")
+    library.impl("drifting", lambda x: x.clone(), "CompositeExplicitAutograd")
+    yield torch.ops.halfulp_test.drifting.default
+    library._destroy()
+
+
+def test_it_counts_fallbacks(without_rule):
     x = ScaledTensor.encode(torch.rand(4))
-    with pytest.warns(hu.tensors.FallbackWarning) if not hu.fallbacks().get(NAME) else drift(nn.Identity()), drift(
-        nn.Identity()
-    ) as report:
-        torch.special.airy_ai(x)
-    assert report.fallbacks == {NAME: 1}
-    assert f"fallback: {NAME}, 1 times" in str(report)
-
-
-NAME = "aten.special_airy_ai.default"
+    with pytest.warns(FallbackWarning), drift(nn.Identity()) as report:
+        without_rule(x)
+    assert report.fallbacks == {"halfulp_test.drifting.default": 1}
+    assert "fallback: halfulp_test.drifting.default, 1 times" in str(report)
 
 
 def test_a_model_that_raises_is_left_as_it_was(seed):

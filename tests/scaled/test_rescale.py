@@ -31,7 +31,9 @@ def test_the_statistic_comes_to_one_and_values_stay(dtype, by, seed):
     used = used[used.isfinite() & (used != 0)]
     # Eight bits may lose elements below their smallest number on the way, and round those next to it.
     assert abs(math.log2(STATISTICS[by](used))) <= 0.5 + 1e-3
-    same = (x.payload.float().abs() >= x.payload.float().nan_to_num(0, 0, 0).abs().max() * 2.0**-10) | ~values.isfinite()
+    same = (
+        x.payload.float().abs() >= x.payload.float().nan_to_num(0, 0, 0).abs().max() * 2.0**-10
+    ) | ~values.isfinite()
     torch.testing.assert_close(y.decode()[same], x.decode()[same], rtol=0, atol=0, equal_nan=True)
     assert y.payload.dtype == dtype
 
@@ -51,6 +53,7 @@ def test_the_side_tells_which_pass(seed):
         assert (x.grad.scale != 1) == backward
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_it_is_the_same(seed):
     x = ScaledTensor((torch.randn(64) * 2.0**-9).half(), 2.0**3).requires_grad_()
     compiled = torch.compile(lambda x: hu.rescale(x, "rms", "both"), backend="aot_eager", fullgraph=True)

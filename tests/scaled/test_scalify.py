@@ -172,7 +172,7 @@ def test_bad_input(seed):
     for options, message in (
         ({"dtype": torch.int8}, "a payload is one of"),
         ({"dtype": torch.float64}, "a payload is one of"),
-        ({"where": "*.wieght"}, "did you mean '0.weight'"),
+        ({"where": "*.wieght"}, "did you mean .*'0.weight'"),
         ({"matmul": "int8"}, "allowed are None and 'fp8'"),
         ({"rescale": "all"}, "allowed are 'norms'"),
         ({"rescale": ["9"]}, "matches no module"),

@@ -161,9 +161,17 @@ def one(like: Tensor) -> Tensor:
 
 
 def aligned(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtype]:
-    """float32 payloads of several operands under their largest scale; the scale, the storage, the logical dtype."""
+    """float32 payloads of several operands under their largest scale; the scale, the storage, the logical dtype.
+
+    Numbers that stand for infinity do not decide the scale, and stay about as much larger than the rest as float32 can
+    hold.
+    """
     like = first_scaled(operands)
     tensors = [operand(x, like) for x in operands]
-    scale = _powers.larger(*(x._scale for x in tensors))
-    payloads = [_powers.times(widened(x), _powers.ratio(x._scale, scale)) for x in tensors]
+    scale = _powers.deciding(*(x._scale for x in tensors))
+    payloads = [_powers.times(widened(x), _limited(_powers.ratio(x._scale, scale))) for x in tensors]
     return payloads, scale, storage_of(operands), logical_of(operands)
+
+
+def _limited(ratio: Tensor | float) -> Tensor | float:
+    return ratio.clamp(max=_powers.HUGE) if isinstance(ratio, Tensor) else min(ratio, _powers.HUGE)

@@ -49,7 +49,7 @@ def narrowed(values: Tensor, storage: torch.dtype) -> Tensor:
     if storage in (torch.bfloat16, torch.float32):
         return values.to(storage)
     largest = torch.finfo(storage).max
-    if type(values) is Tensor and values.device.type == "cpu" and values.numel():
+    if _powers.in_sight(values) and values.numel():
         low, high = torch.aminmax(values)
         if -largest <= low.item() and high.item() <= largest:
             return values.to(storage)

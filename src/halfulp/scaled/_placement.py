@@ -1,4 +1,4 @@
-"""Where a model rescales: at the inputs of its normalisations, at modules named by the user, or as one step proposes."""
+"""Where a model rescales: at the inputs of its normalisations, at named modules, or as one step proposes."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ PowerRounding = Literal["down", "up", "nearest"]
 POWER_ROUNDINGS = ("down", "up", "nearest")
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127
+# Scales from here on belong to numbers that stand for infinity.
+HUGE = 2.0**100
 # The scale of a tensor that holds nothing but zeros: below every other, so that it never decides.
 ANY = SMALLEST
 
@@ -78,7 +80,12 @@ def as_scale(scale: Tensor | float, device: torch.device | str | None = None) ->
 
 def known(scale: Tensor) -> float | None:
     """A scale's value where looking costs nothing: eagerly on the CPU; else None."""
-    return scale.item() if type(scale) is Tensor and scale.device.type == "cpu" else None
+    return scale.item() if in_sight(scale) else None
+
+
+def in_sight(x: Tensor) -> bool:
+    """Whether looking at values costs nothing: eagerly on the CPU."""
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
 
 
 def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
@@ -109,6 +116,20 @@ def larger(*scales: Tensor) -> Tensor:
     for scale in scales[1:]:
         result = torch.maximum(result, scale)
     return result.clone() if len(scales) == 1 else result
+
+
+def deciding(*scales: Tensor) -> Tensor:
+    """The largest of several scales, but for those of numbers that stand for infinity, if there are others.
+
+    Under the scale of a 1e38 that some step has written instead of infinity, nothing else would be left.
+    """
+    values = [known(scale) for scale in scales]
+    if None not in values:
+        others = [value for value in values if ANY < value < HUGE]
+        return torch.tensor(max(others or values), dtype=torch.float32)
+    others = [torch.where(scale < HUGE, scale, ANY) for scale in scales]
+    scale = larger(*others)
+    return torch.where(scale == ANY, larger(*scales), scale)
 
 
 def ratio(scale: Tensor, other: Tensor) -> Tensor | float:

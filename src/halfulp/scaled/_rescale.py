@@ -7,8 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..kernels import define_operator
 from . import _powers
 from ._form import made, widened
+from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
 Statistic = Literal["rms", "max", "mean"]
@@ -67,7 +69,7 @@ def rescaled(x: ScaledTensor, by: Statistic = "rms") -> ScaledTensor:
 
 
 def power_of_payload(payload: Tensor, by: Statistic) -> Tensor:
-    """The power of two next to a statistic of the finite non-zero elements; more if the largest needs it; 1 for zeros."""
+    """The power of two next to a statistic of the finite non-zero elements, or larger if the largest needs it."""
     amax, value = _statistic(payload, by)
     lowest = amax / torch.finfo(payload.dtype).max
     power = torch.maximum(_powers.round_to_power(value, "nearest"), _powers.round_to_power(lowest, "up"))
@@ -92,16 +94,21 @@ def _statistic(payload: Tensor, by: Statistic) -> tuple[Tensor, Tensor]:
     return amax, (magnitudes.square().sum() / count).sqrt()
 
 
+# An operator, so that compilers meet its name and not what it does to payloads.
+_change = define_operator(
+    "rescale_payload(Tensor x, str by) -> Tensor", lambda x, by: x.clone(), lambda x, by: torch.empty_like(x)
+)
+implements(_change, family="rescaling")(rescaled)
+
+
 class _Rescale(torch.autograd.Function):
     """The identity on values."""
 
     @staticmethod
-    def forward(context: Any, x: ScaledTensor, by: Statistic, side: Side) -> ScaledTensor:
-        context.by = None if side == "forward" else by
-        return x.view_as(x) if side == "gradient" else rescaled(x, by)
+    def forward(context: Any, x: Tensor, by: Statistic, side: Side) -> Tensor:
+        context.by, context.side = by, side
+        return x.view_as(x) if side == "gradient" else _change(x, by)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple:
-        if context.by is not None and isinstance(gradient, ScaledTensor):
-            gradient = rescaled(gradient, context.by)
-        return gradient, None, None
+        return gradient if context.side == "forward" else _change(gradient, context.by), None, None

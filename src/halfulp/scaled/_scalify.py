@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ..tensors import _companions, _model_fallbacks
 from ..tensors._places import Place, Where, check_has_shape, chosen, places, with_marks
-from . import _placement
+from . import _door, _placement
 from . import _state_dict as _state_dict
 from ._form import LOGICALS, check_storage
 from ._placement import Rescale
@@ -21,7 +20,6 @@ from ._scaled_tensor import ScaledTensor
 
 # What a ScaledTensor keeps in its __dict__.
 _OWN = ("_payload", "_scale")
-_STORAGE = "_halfulp_storage"
 
 
 def scalify(
@@ -93,9 +91,7 @@ def scalify(
     for place in found:
         place.put(made[id(place.held)])
         _companions.install(place.module)
-    if _STORAGE not in model.__dict__:
-        model.register_forward_pre_hook(_wrap_inputs, with_kwargs=True)
-    model.__dict__[_STORAGE] = dtype
+    _door.install(model, dtype)
     _companions.install_check(model)
     _model_fallbacks.install(model)
     _placement.remove(model)
@@ -134,33 +130,13 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
             made[id(place.held)] = _plain(place, dtype)
     for place in found:
         place.put(made[id(place.held)])
+    _door.remove(model)
     _placement.remove(model)
     _set_products(model, None)
     for module in model.modules():
         _companions.remove(module)
         _model_fallbacks.remove(module)
-        if module.__dict__.pop(_STORAGE, None) is not None:
-            for key, hook in list(module._forward_pre_hooks.items()):
-                if hook is _wrap_inputs:
-                    del module._forward_pre_hooks[key]
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
     return model
-
-
-def wrapped(arguments: Any, dtype: torch.dtype) -> Any:
-    """Plain floating tensors, however nested, as scaled ones; whatever else as it is."""
-    return tree_map(lambda x: ScaledTensor.encode(x, dtype) if _is_plain_float(x) else x, arguments)
-
-
-def _is_plain_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, ScaledTensor) and x.dtype in LOGICALS
-
-
-def _wrap_inputs(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """A forward pre-hook. Masks hold huge numbers that stand for infinity: no scale goes with the rest of them."""
-    dtype = module.__dict__[_STORAGE]
-    options = {name: x if "mask" in name else wrapped(x, dtype) for name, x in options.items()}
-    return wrapped(arguments, dtype), options
 
 
 def _takes_scale(place: Place) -> bool:
@@ -208,8 +184,8 @@ def _refuse_optimizers(names: dict[int, str], function: str = "scalify") -> None
     gc.collect()  # one that nobody has any more may still lie about
     for optimizer, name in _holders(names):
         raise ValueError(
-            f"{optimizer} holds parameter {name!r} and would train nothing, as parameters become new objects: delete it "
-            f"and make the optimizer after {function}"
+            f"{optimizer} holds parameter {name!r} and would train nothing, as parameters become new objects: delete "
+            f"it and make the optimizer after {function}"
         )
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ._door import wrapped
 from ._form import check_storage
-from ._scalify import wrapped
 from ._scaled_tensor import ScaledTensor
 
 
@@ -40,10 +40,12 @@ def scalify_function(function: Callable, dtype: torch.dtype = torch.float16) -> 
     if not callable(function):
         raise TypeError(f"scalify takes a module or a function, got {type(function).__name__}")
 
+    like = ScaledTensor(torch.ones(()), 1.0)
+
     @functools.wraps(function)
     def scaled(*arguments: Any, **options: Any) -> Any:
         stays = any(isinstance(x, ScaledTensor) for x in tree_leaves((arguments, options)))
-        arguments, options = wrapped((arguments, options), dtype)
+        arguments, options = wrapped((arguments, options), dtype, like)
         results = function(*arguments, **options)
         if stays:
             return results

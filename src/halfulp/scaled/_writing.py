@@ -62,7 +62,7 @@ def _kept(own: Tensor, other: Tensor) -> Tensor:
 
 
 def _check_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
-    if type(payload) is not Tensor or payload.device.type != "cpu" or not payload.numel():
+    if not _powers.in_sight(payload) or not payload.numel():
         return
     largest = torch.finfo(x._payload.dtype).max
     if bool(((payload.abs() > largest) & widened(value).isfinite()).any()):
