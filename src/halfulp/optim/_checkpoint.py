@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from ..formats import Format
+from ..scaled import ScaledTensor
 from ._saved import checked_groups, checked_state, whole_step
-from ._slots import Slot, local, placed_like, state_tensor_names
+from ._scaled_states import peak
+from ._scaled_step import weight_scale
+from ._slots import Slot, local, memory, placed_like, state_tensor_names
 from ._states import as_state
 from ._weight_update import WeightUpdate
 
@@ -102,12 +105,15 @@ class CheckpointMixin:
             model: whose parameters this optimizer steps; other floating tensors are converted.
         """
         found = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
+        for name, tensor in whole_state(model).items():
             slot = self._slot_of(tensor)
             value = tensor.detach()
             if slot is not None:
                 decoded = slot.kind.update.read(slot.kind.store, _contiguous_parts(slot))
-                found[name] = placed_like(decoded.clone(), value)
+                decoded = decoded * tensor.scale if slot.kind.scaled else decoded.clone()
+                found[name] = placed_like(decoded, value)
+            elif isinstance(value, ScaledTensor):
+                found[name] = value.decode(torch.float32)
             elif isinstance(value, torch.Tensor) and value.is_floating_point():
                 found[name] = value.to(torch.float32, copy=True)
             else:
@@ -120,7 +126,7 @@ class CheckpointMixin:
         Raises:
             ValueError: missing or unexpected names, or other shapes; nothing is changed.
         """
-        own = model.state_dict(keep_vars=True)
+        own = whole_state(model)
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
             raise ValueError(
@@ -135,8 +141,12 @@ class CheckpointMixin:
                 if slot is None:
                     own[name].copy_(value)
                     continue
-                parts = _contiguous_parts(slot)
-                slot.kind.update.fill(slot.kind.store, parts, local(value.detach()).float().contiguous())
+                parts, value = _contiguous_parts(slot), local(value.detach()).float().contiguous()
+                if slot.kind.scaled:
+                    scale = weight_scale(slot.kind.store.dtype, own[name].scale.item(), peak(value))
+                    own[name].scale.fill_(scale)
+                    value = value / scale
+                slot.kind.update.fill(slot.kind.store, parts, value)
                 if parts[0] is not slot.parts[0]:
                     slot.parts[0].copy_(parts[0])
 
@@ -152,8 +162,18 @@ class CheckpointMixin:
         return {**super().__getstate__(), "_slots": {}, "_aligned": {}, "_kinds": {}, "_tables": type(self._tables)()}
 
 
+def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A model's state by name, scaled tensors in one piece."""
+    held = dict(model.state_dict(keep_vars=True))
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    scaled = {name: tensor for name, tensor in named.items() if name in held and isinstance(tensor, ScaledTensor)}
+    for name in scaled:
+        held.pop(f"{name}.scale", None)
+    return held | scaled
+
+
 def _contiguous_parts(slot: Slot) -> list[torch.Tensor]:
-    return [slot.parts[0].detach().contiguous(), *slot.parts[1:]]
+    return [memory(slot.parameter).detach().contiguous(), *slot.parts[1:]]
 
 
 def _as_held(value: object, parameter: torch.Tensor, block: int | None) -> object:
@@ -205,6 +225,8 @@ def _fit_state(slot: Slot, codec, rule_state, names: list[str], state: Mapping) 
             f"state of parameter {slot.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
         )
     given = state[rule_state.name]
+    if isinstance(given, ScaledTensor):
+        state = {**state, rule_state.name: (given := given.decode(torch.float32))}
     if given is None and rule_state.name == "momentum_buffer":
         return {name: torch.zeros_like(slot.tensors[name]) for name in names}
     own = [slot.tensors[name] for name in names]
@@ -231,6 +253,9 @@ def _saved_value(given: torch.Tensor, state: Mapping, rule_state) -> torch.Tenso
             raise ValueError(f"saved state {rule_state.name!r} is {given.dtype} without a scale: the file is damaged")
         residual = state.get(f"{rule_state.name}_residual")
         return given.float() if residual is None else given.float() + local(residual).float()
+    if given.is_floating_point() and _dtype(scale) == torch.float32 and scale.dim() == 0:
+        value = given.float() * scale.to(given.device)
+        return value * value if rule_state.degree == 2 else value
     if given.dtype not in (torch.int8, torch.uint8) or _dtype(scale) != torch.bfloat16:
         raise ValueError(f"saved state {rule_state.name!r} is {given.dtype}, no 8-bit codes: the file is damaged")
     block = -(-given.numel() // max(1, local(scale).numel()))

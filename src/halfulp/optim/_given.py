@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from ..scaled import ScaledTensor
 from ._optimizer import Optimizer, _holds
+from ._program import Kind
 from ._slots import Slot
 from ._stores import Store
 
@@ -18,6 +20,14 @@ class GivenOptimizer(Optimizer):
     def __init__(self, params: Iterable, defaults: dict, **narrow) -> None:
         self._given: Mapping[torch.Tensor, torch.Tensor] = {}
         super().__init__(params, defaults, **narrow)
+
+    def _kind(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> Kind:
+        if isinstance(parameter, ScaledTensor):
+            raise ValueError(
+                f"parameter {name} is a ScaledTensor, which wrap and EMA do not take: torch.optim's optimizers run on "
+                "it unwrapped, and hu.optim's AdamW, Adam, SGD and Lion step it"
+            )
+        return super()._kind(group, parameter, gradient, name)
 
     def _step_by(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Step every parameter that a tensor is given for."""

@@ -32,6 +32,7 @@ class Kahan(WeightUpdate):
 
     name: ClassVar[str] = "kahan"
     compensates: ClassVar[bool] = True
+    scales: ClassVar[bool] = True
     weight: str = "nearest"
     residual: str = "stochastic"
     literal: bool = False

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ..formats import Format
+from ..scaled import ScaledTensor
 from ._checkpoint import CheckpointMixin
+from ._eight_bits import PAYLOADS
 from ._format_store import format_store
 from ._identity import assign_identities
 from ._meter import LostUpdateReport, lost_update_report, warn_if_mostly_lost
@@ -22,8 +24,10 @@ from ._slots import (
     codecs_for,
     index_map_of,
     local,
+    memory,
     refuse_feedback,
     refuse_other_states,
+    refuse_unscalable,
     still_true,
     store_of,
     wanted_tensors,
@@ -42,11 +46,13 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             them; without, by position.
         defaults: the hyper-parameters.
         weight_update: how updates enter narrow parameters: a name, a WeightUpdate, or None for "split8" where
-            parameters have 16 bits. float32 parameters (without `format`) need none and take none.
-        state_dtype: how states are stored: torch.float32, torch.bfloat16, "8bit", "bfloat16x2" (two of them), a State,
-            or a dict from state name to one of these. By default bfloat16 beside 16-bit parameters and float32 beside
-            float32 ones. Parameters whose rows (numel / shape[0]) are not a multiple of the block keep bfloat16
-            states under "8bit".
+            parameters have 16 bits and "stochastic" where they are scaled. float32 parameters (without `format`) need
+            none and take none.
+        state_dtype: how states are stored: torch.float32, torch.bfloat16, "8bit", "bfloat16x2" (two of them), beside
+            scaled parameters torch.float16 and "fp8" (a payload and one scale per tensor), a State, or a dict from
+            state name to one of these. By default bfloat16 beside 16-bit parameters, float16 beside scaled ones and
+            float32 beside float32 ones. Parameters whose rows (numel / shape[0]) are not a multiple of the block keep
+            bfloat16 states under "8bit".
         param_dtype: torch.bfloat16 or torch.float16: narrow float32 parameters in place; the bits that fall off go
             into the companions.
         format: a Format or its name: parameters stay float32 tensors and hold values of that format.
@@ -118,19 +124,22 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
 
     def _kind(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> Kind:
         """What a step of a parameter consists of; without `gradient`, as it will be once narrowed."""
-        narrows = group["param_dtype"] is not None and parameter.dtype == torch.float32
-        store = store_of(group["param_dtype"] if narrows else parameter.dtype, format_store(group["format"]), name)
-        update, rule = self._weight_update(group, store), self.rule(group)
+        scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
+        narrows = group["param_dtype"] is not None and dtype == torch.float32
+        store = store_of(group["param_dtype"] if narrows else dtype, format_store(group["format"]), name, scaled)
+        update, rule = self._weight_update(group, store, scaled), self.rule(group)
+        refuse_unscalable(group, parameter, update, name)
         update.check(store)
         refuse_feedback(rule, update)
-        kind = Kind(rule, update, store, gradient or store, codecs_for(rule, update, group, parameter, store, name))
+        codecs = codecs_for(rule, update, group, parameter, store, name)
+        kind = Kind(rule, update, store, gradient or store, codecs, scaled=scaled)
         return self._kinds.setdefault((kind, local(parameter).device), kind)
 
     @staticmethod
-    def _weight_update(group: dict, store: Store) -> WeightUpdate:
+    def _weight_update(group: dict, store: Store, scaled: bool) -> WeightUpdate:
         if store.name == "fp32":
             return REGISTRY["exact"]
-        default = "split8" if store.dtype in NARROW else "kahan"
+        default = "stochastic" if scaled else "split8" if store.dtype in NARROW else "kahan"
         return weight_update(default if group["weight_update"] is None else group["weight_update"])
 
     def _prepare(self, group: dict, position: int, gradient: Store) -> Slot:
@@ -151,7 +160,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             kind,
             index_map_of(parameter),
             {key: local(state[key]) for key in wanted},
-            local(parameter).data_ptr(),
+            memory(parameter).data_ptr(),
             state,
         )
         known = self._slots.get(parameter)
@@ -172,7 +181,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         parameter = group["params"][position]
         slot = self._slots.get(parameter)
         if slot is None or not still_true(slot, self.rule(group), self.state[parameter]):
-            slot = self._prepare(group, position, STORES[parameter.dtype])
+            slot = self._prepare(group, position, PAYLOADS[memory(parameter).dtype])
         return slot
 
     def _look_again(self) -> None:
@@ -214,7 +223,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             make_ready(kind, slots[0].gradient.device.type)
         for kind, slots in zip(kinds, batches.values()):
             run_step(kind, slots, self._tables)
-            torch.autograd.graph.increment_version([slot.parts[0] for slot in slots])
+            torch.autograd.graph.increment_version([s.parameter if kind.scaled else s.parts[0] for s in slots])
             for slot in slots:
                 slot.state["step"], slot.gradient = slot.step, None
                 if slot.copied is not None:
@@ -242,10 +251,11 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             if gradient is None:
                 continue
             slot = known[position]
+            scale = 1.0
             if slot is None or not slot.plain:
-                gradient = local(gradient)
+                gradient, scale = _payload(local(gradient), parameter)
             if slot is None or not _holds(slot, gradient, rule, states[parameter]):
-                slot = self._prepare(group, position, _gradient_store(gradient, _name(group, position)))
+                slot = self._prepare(group, position, _gradient_store(gradient, parameter, _name(group, position)))
                 known = self._in_order(number, group)
             if gradient.shape != slot.shape:
                 raise ValueError(
@@ -254,6 +264,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
                 )
             slot.step = step = slot.state["step"] + 1
             slot.constants = constants.get(step) or constants.setdefault(step, tuple(rule.values(group, step)))
+            slot.gradient_scale = scale
             slot.gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
             if not slot.parts[0].is_contiguous():
                 slot.copied = slot.parts[0].contiguous()
@@ -288,7 +299,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 slot = self._known(group, position)
-                held = [local(parameter), *slot.tensors.values()]
+                held = [memory(parameter), *slot.tensors.values()]
+                held += [parameter.scale] if slot.kind.scaled else []
                 total += sum(tensor.numel() * tensor.element_size() for tensor in held)
                 total += local(parameter).numel() * slot.kind.gradient.dtype.itemsize
                 elements += local(parameter).numel()
@@ -310,12 +322,23 @@ def _name(group: dict, position: int) -> str:
     return names[position] if names else f"#{position}"
 
 
-def _gradient_store(gradient: torch.Tensor, name: str) -> Store:
+def _payload(gradient: torch.Tensor, parameter: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """What a gradient is stored as, and its scale, which only a scaled parameter's step takes."""
+    if not isinstance(gradient, ScaledTensor):
+        return gradient, 1.0
+    if not isinstance(parameter, ScaledTensor):
+        return gradient.detach().decode(), 1.0
+    return gradient.detach().payload, gradient.scale.item()
+
+
+def _gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:
     if gradient.layout is not torch.strided:
         raise ValueError(
             f"parameter {name} has a sparse gradient: give its Embedding sparse=False, or use "
             "hu.optim.wrap(torch.optim.SparseAdam, ...)"
         )
+    if isinstance(parameter, ScaledTensor) and gradient.dtype in PAYLOADS:
+        return PAYLOADS[gradient.dtype]
     if gradient.dtype not in STORES:
         raise ValueError(f"the gradient of {name} is {gradient.dtype}: allowed are bfloat16, float16 and float32")
     return STORES[gradient.dtype]

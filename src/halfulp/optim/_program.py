@@ -23,12 +23,14 @@ from ._block_pieces import (
     encode_squared,
 )
 from ._rule import UpdateRule
+from ._scaled_states import Scaled, higher
 from ._states import Blocks, Codec
 from ._stores import Store
 from ._weight_update import WeightUpdate
 
 SIGNATURE = "void(int64, int64, int64[:,::1], int64[:,::1], int64[::1], float32[:,::1], uint32[:,::1], float64[:,::1])"
 POINTERS_BEFORE_STATES = 5
+METER = ("seen", "cancelled", "wanted", "kept")
 TILE = 1024
 
 
@@ -43,6 +45,8 @@ class Kind:
         gradient: of the gradient.
         codecs: of the states, in the rule's order.
         metered: whether lost updates are counted.
+        scaled: whether the parameter is a payload with a scale; scales are then further constants.
+        peaks: nothing is written, and the largest finite magnitudes that would be are found.
     """
 
     rule: UpdateRule
@@ -51,11 +55,32 @@ class Kind:
     gradient: Store
     codecs: tuple[Codec, ...]
     metered: bool = False
+    scaled: bool = False
+    peaks: bool = False
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """The names of the rule's constants, then of the scales and of inverses of those to be."""
+        if not self.scaled:
+            return self.rule.constants
+        own = [name for k in self.scaled_states for name in (f"scale_{k}", f"inverse_{k}")]
+        return (*self.rule.constants, "weight_scale", "weight_inverse", "gradient_scale", *own)
+
+    @property
+    def scaled_states(self) -> tuple[int, ...]:
+        """Which states have a scale."""
+        return tuple(k for k, codec in enumerate(self.codecs) if isinstance(codec, Scaled))
 
     @property
     def block(self) -> int | None:
         """Length of the 8-bit blocks, None where there are none."""
         return next((codec.block for codec in self.codecs if isinstance(codec, Blocks)), None)
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether elements too large to square are brought down for the rule: float32 would lose them, codes not."""
+        squares = any(slot.degree == 2 for slot in self.rule.states)
+        return bool(self.block) and not self.scaled and squares and self.rule.homogeneous is not None
 
     @property
     def assigns(self) -> bool:
@@ -65,7 +90,8 @@ class Kind:
     @property
     def name(self) -> str:
         """For messages and the cache."""
-        return f"{self.rule.name}_{self.update.name}_{self.store.name}".replace("-", "_")
+        kind = "_peaks" if self.peaks else "_scaled" if self.scaled else ""
+        return f"{self.rule.name}_{self.update.name}_{self.store.name}{kind}".replace("-", "_")
 
 
 @dataclass(frozen=True)
@@ -130,6 +156,7 @@ def bindings(kind: Kind) -> dict[str, object]:
         "decode_signed": decode_signed, "decode_squared": decode_squared, "encode_signed": encode_signed,
         "encode_squared": encode_squared, "BLOCK": np.int64(kind.block or 1), "HUGE": HUGE, "GROW": GROW,
         "HUGE_SQUARED": HUGE_SQUARED, "SHRINK": SHRINK, "UNIT": np.float32(1.0), "ZERO": np.float32(0.0),
+        "higher": higher,
     }  # fmt: skip
     if kind.rule.repay is not None:
         bound["repay_rule"] = kind.rule.repay
@@ -148,10 +175,12 @@ def source(kind: Kind) -> str:
         "        t, begin, index = chunks[c, 0], chunks[c, 1], chunks[c, 3]",
         "        end = begin + chunks[c, 2]",
         "        " + "; ".join(f"a{j} = pointers[t, {j}]" for j in range(pointer_count(kind))),
-        *(f"        {name} = constants[rows[t], {j}]" for j, name in enumerate(kind.rule.constants)),
+        *(f"        {name} = constants[rows[t], {j}]" for j, name in enumerate(kind.constants)),
         *(["        seen = cancelled = wanted = kept = 0.0"] if kind.metered else []),
+        *([f"        {name} = UNDRAWN" for name in peak_names(kind)] if kind.peaks else []),
         *(_blocked_loop(kind) if kind.block else _plain_loop(kind)),
-        *(_meter_out() if kind.metered else []),
+        *(_meter_out(METER) if kind.metered else []),
+        *(_meter_out([f"real({name})" for name in peak_names(kind)]) if kind.peaks else []),
         *_keep_buffers(kind),
     ]
     return "\n".join(lines) + "\n"
@@ -164,7 +193,7 @@ def state_pointers(kind: Kind) -> list[int]:
 
 
 def _plain_loop(kind: Kind) -> list[str]:
-    words = range(draws_of(kind)[2])
+    words = range(0 if kind.peaks else draws_of(kind)[2])
     body = element_update(kind, words) + _advance(words)
     return [*_counters(words, "index", 8), "        for i in range(begin, end):", *_indent(body, 12)]
 
@@ -185,6 +214,8 @@ def _weight_write(kind: Kind, draws: Sequence[Draw], scaled: bool = False) -> li
     bits = [bits_of(draw) for draw in draws]
     bits += ["UNDRAWN"] * (2 - len(bits))
     terms = "g, h0, h1, h2, -ZERO" if kind.assigns else "w, h0, h1, h2, u"
+    if kind.scaled:
+        terms = "p, h0, h1, h2, u * weight_inverse"
     lines = [f"new = write_weight(a0, a1, a2, a3, i, {terms}, {bits[0]}, {bits[1]})"]
     if kind.update.feeds_back:
         values = ", ".join(f"n{k}" for k in range(len(kind.codecs)))
@@ -195,6 +226,7 @@ def _weight_write(kind: Kind, draws: Sequence[Draw], scaled: bool = False) -> li
             f"n0 = repay_rule(lost if lost - lost == ZERO else ZERO, {values}, {constants})",
         ]
     if kind.metered:
+        lines += ["new = new * weight_scale"] if kind.scaled else []
         lines += [
             "change = float64(new) - float64(w)",
             "asked = abs(u) > ZERO and change - change == ZERO and u - u == ZERO",
@@ -222,8 +254,19 @@ def _indent(lines: Sequence[str], depth: int) -> list[str]:
     return [" " * depth + line for line in lines]
 
 
-def _meter_out() -> list[str]:
-    return _indent([f"meter[c, {j}] = {name}" for j, name in enumerate(("seen", "cancelled", "wanted", "kept"))], 8)
+def _meter_out(names: Sequence[str]) -> list[str]:
+    return _indent([f"meter[c, {j}] = {name}" for j, name in enumerate(names)], 8)
+
+
+def peak_names(kind: Kind) -> list[str]:
+    """What holds the largest words of the weight and of the scaled states."""
+    return ["top_weight", *(f"top_{k}" for k in kind.scaled_states)]
+
+
+def _peaks(kind: Kind) -> list[str]:
+    """The largest of what is about to be stored."""
+    lines = [f"top_{k} = higher(top_{k}, {kind.codecs[k].measured(k)})" for k in kind.scaled_states]
+    return ["top_weight = higher(top_weight, w + u)", *lines]
 
 
 def _buffers(kind: Kind) -> list[str]:
@@ -247,7 +290,9 @@ def _blocked_loop(kind: Kind) -> list[str]:
     blocked = [(k, codec, at) for (k, codec), at in zip(enumerate(kind.codecs), pointers) if isinstance(codec, Blocks)]
     inner = [f"stop = min(start + {TILE}, end)"]
     inner += [f"decode_{form_of(codec)}(a{at}, a{at + 1}, start, stop, new{k})" for k, codec, at in blocked]
-    inner += _counters(range(words), "index + (start - begin)", 0)
+    if not kind.peaks:
+        inner += _counters(range(words), "index + (start - begin)", 0)
+    own = 0 if kind.peaks else own
     body = element_update(
         kind,
         range(own),
@@ -255,7 +300,7 @@ def _blocked_loop(kind: Kind) -> list[str]:
         lambda k, value: f"store32(new{k}, i - start, word({value}))",
     )
     inner += ["for i in range(start, stop):", *_indent(body + _advance(range(own)), 4)]
-    for k, codec, at in blocked:
+    for k, codec, at in () if kind.peaks else blocked:
         drawn = state_draws[k]
         shift = "S16" if drawn.part == "high" else "UNDRAWN"
         inner += _counters([drawn.word], "index + (start - begin)", 0)
@@ -283,8 +328,12 @@ def element_update(
         encode: (8-bit state k, text of the value) -> the text that stores it.
     """
     weight_draws, state_draws, _ = draws_of(kind)
-    rescaled = bool(kind.block) and kind.rule.homogeneous is not None and any(s.degree == 2 for s in kind.rule.states)
-    body = ["w, h0, h1, h2 = read_weight(a0, a1, a2, a3, i)", "g = gradient_real(gradient_load(a4, i))"]
+    rescaled = kind.shrinks
+    if kind.scaled:
+        body = ["p, h0, h1, h2 = read_weight(a0, a1, a2, a3, i)", "w = p * weight_scale"]
+        body += ["g = gradient_real(gradient_load(a4, i)) * gradient_scale"]
+    else:
+        body = ["w, h0, h1, h2 = read_weight(a0, a1, a2, a3, i)", "g = gradient_real(gradient_load(a4, i))"]
     values, after, large = [], [], ["abs(g) > HUGE"]
     for k, (codec, slot, at) in enumerate(zip(kind.codecs, kind.rule.states, state_pointers(kind))):
         square, blocked = slot.degree == 2, isinstance(codec, Blocks)
@@ -300,5 +349,7 @@ def element_update(
     if rescaled:
         body += [f"huge = {' or '.join(large)}", "shrink = SHRINK if huge else UNIT", "grow = GROW if huge else UNIT"]
     body += [_rule_call(kind, "g * shrink" if rescaled else "g", values, rescaled)]
+    if kind.peaks:
+        return body + _peaks(kind)
     body += [f"x{word} = draw(counter{word})" for word in words]
     return body + _weight_write(kind, weight_draws, rescaled) + after

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ..kernels import IndexMap, on_tensors
 from ..rounding._random import random_words
 from ._program import Draw, Kind, draws_of
+from ._scaled_states import Scaled, peak
 from ._states import Blocks
 
 
@@ -28,24 +29,26 @@ def reference_step(
         parts: the parameter and its companions.
         gradient: of the parameter's shape.
         states: the tensors of each state.
-        constants: the rule's, rounded to float32 here.
+        constants: the kind's, rounded to float32 here.
         keys: one 64-bit key per random word.
         index_map: the parameter's place in the whole.
 
     Returns:
         For a metered kind: updates wanted, updates cancelled, sum u^2, sum u (realised change).
     """
-    c = [torch.tensor(value, dtype=torch.float32, device=gradient.device) for value in constants]
+    c = _constants(constants, gradient)
+    scales = dict(zip(kind.constants[len(kind.rule.constants) :], c[len(kind.rule.constants) :]))
+    c = c[: len(kind.rule.constants)]
     weight_draws, state_draws, _ = draws_of(kind)
     words = [random_words(key, global_index(index_map, gradient.device)) for key in keys]
-    w = kind.update.read(kind.store, parts)
-    g = kind.gradient.decode(gradient)
+    w, g = _operands(kind, parts, gradient, scales)
     u, new_states, constants_used, grow = _run_rule(kind, w, g, states, c)
     random = [_take(words, draw) for draw in weight_draws]
     if kind.assigns:
         new = kind.update.put(kind.store, parts, g, random)
     else:
-        new = kind.update.write(kind.store, parts, u, random)
+        new = kind.update.write(kind.store, parts, u * scales["weight_inverse"] if kind.scaled else u, random)
+        new = new * scales["weight_scale"] if kind.scaled else new
     if kind.update.feeds_back:
         lost = (w + u) - new
         lost = torch.where((lost - lost) == 0, lost, 0.0)
@@ -55,6 +58,9 @@ def reference_step(
         if isinstance(codec, Blocks):
             root = value.double().sqrt().float() if slot.degree == 2 else value
             codec.encode_roots(states[k], root if grow is None else root * grow, draw)
+        elif isinstance(codec, Scaled):
+            root = value.double().sqrt().float() if codec.squared else value
+            codec.encode_payload(states[k], root * scales[f"inverse_{k}"], draw)
         else:
             times = () if grow is None else (grow,) * slot.degree
             for factor in times:
@@ -63,15 +69,40 @@ def reference_step(
     return _measure(u, new, w) if kind.metered else None
 
 
+def reference_peaks(
+    kind: Kind,
+    parts: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    states: Sequence[list[torch.Tensor]],
+    constants: Sequence[float],
+) -> list[float]:
+    """The largest finite magnitudes of the weight and of each scaled state that a step would store; nothing changes."""
+    c = _constants(constants, gradient)
+    scales = dict(zip(kind.constants[len(kind.rule.constants) :], c[len(kind.rule.constants) :]))
+    w, g = _operands(kind, parts, gradient, scales)
+    u, new, _, _ = _run_rule(kind, w, g, states, c[: len(kind.rule.constants)])
+    held = [new[k].double().sqrt().float() if kind.codecs[k].squared else new[k] for k in kind.scaled_states]
+    return [peak(w + u), *map(peak, held)]
+
+
+def _constants(constants: Sequence[float], like: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.tensor(value, dtype=torch.float32, device=like.device) for value in constants]
+
+
+def _operands(kind: Kind, parts: Sequence[torch.Tensor], gradient: torch.Tensor, scales: Mapping) -> tuple:
+    """The weight and the gradient as float32 values."""
+    w, g = kind.update.read(kind.store, parts), kind.gradient.decode(gradient)
+    return (w * scales["weight_scale"], g * scales["gradient_scale"]) if kind.scaled else (w, g)
+
+
 def _run_rule(kind: Kind, w, g, states, c):
     """The rule on the states' values; blocked kinds of a homogeneous rule shrink elements too large to square."""
     rule = kind.rule
     update = on_tensors(rule.update)
-    rescaled = kind.block and rule.homogeneous is not None and any(slot.degree == 2 for slot in rule.states)
     roots = [
         codec.decode_roots(s) if isinstance(codec, Blocks) else codec.decode(s) for codec, s in zip(kind.codecs, states)
     ]
-    if not rescaled:
+    if not kind.shrinks:
         values = [q * q if isinstance(codec, Blocks) and codec.squared else q for codec, q in zip(kind.codecs, roots)]
         u, *new = update(w, g, *values, *c)
         return u, new, c, None

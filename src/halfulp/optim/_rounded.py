@@ -18,6 +18,7 @@ class Rounded(WeightUpdate):
     """p = Q(w + u): what every framework does when parameters are narrow. Small updates are cancelled."""
 
     name: ClassVar[str] = "nearest"
+    scales: ClassVar[bool] = True
     stochastic: ClassVar[bool] = False
 
     def draws(self, store: Store) -> tuple[int, ...]:
@@ -64,6 +65,7 @@ class Master(WeightUpdate):
     """
 
     name: ClassVar[str] = "master"
+    scales: ClassVar[bool] = True
 
     def check(self, store: Store) -> None:
         """A float32 master beside a float32 parameter helps nobody."""

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..kernels import IndexMap
+from ..scaled import ScaledTensor
+from ._eight_bits import PAYLOADS
 from ._program import Kind
 from ._rule import UpdateRule
+from ._scaled_states import Scaled
 from ._states import Blocks, Codec, resolve_codecs
 from ._stores import STORES, Store
 from ._weight_update import WeightUpdate
@@ -56,8 +59,8 @@ class Slot:
         addresses: one row of the pointer table; that of the gradient is filled in at each step.
         shape, stride: of the local parameter.
         options: of the group, as far as the kind of step follows from them.
-        gradient, step, constants, copied: of the step being made; `copied` is a contiguous copy of a parameter that
-            is not, whose values go back when the step is done.
+        gradient, gradient_scale, step, constants, copied: of the step being made; `copied` is a contiguous copy of a
+            parameter that is not, whose values go back when the step is done.
     """
 
     parameter: torch.Tensor
@@ -74,12 +77,13 @@ class Slot:
     def __post_init__(self) -> None:
         self.metered_kind = replace(self.kind, metered=True)
         companions = [name for name, _ in self.kind.update.companions(self.kind.store)]
-        self.parts = [local(self.parameter).detach(), *(self.tensors[name] for name in companions)]
+        self.parts = [memory(self.parameter).detach(), *(self.tensors[name] for name in companions)]
         self.states = [[self.tensors[name] for name in names] for names in state_tensor_names(self.kind)]
         self.addresses = [part.data_ptr() for part in self.parts] + [0] * (4 - len(self.parts)) + [0]
         self.addresses += [tensor.data_ptr() for state in self.states for tensor in state]
         self.held = tuple(self.tensors.items())
-        self.plain = not hasattr(self.parameter, "_local_tensor")
+        self.plain = not hasattr(self.parameter, "_local_tensor") and not self.kind.scaled
+        self.gradient_scale = 1.0
         self.shape, self.stride = self.parts[0].shape, self.parts[0].stride()
         self.options = options_of(self.group)
         self.dtype, self.gradient_dtype = self.kind.store.dtype, self.kind.gradient.dtype
@@ -93,7 +97,7 @@ def options_of(group: Mapping) -> tuple:
 
 def still_true(slot: Slot, rule: UpdateRule, state: dict) -> bool:
     """Whether what is known of a parameter is still so: its memory, its group's options, its state."""
-    part = slot.parameter if slot.plain else local(slot.parameter)
+    part = slot.parameter if slot.plain else memory(slot.parameter)
     if not (
         part.data_ptr() == slot.address
         and part.dtype is slot.dtype
@@ -120,6 +124,11 @@ def state_tensor_names(kind: Kind) -> list[list[str]]:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor's shard on this rank; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def memory(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor in which a parameter's numbers lie: a scaled one's payload, a DTensor's shard, else itself."""
+    return parameter.payload if isinstance(parameter, ScaledTensor) else local(parameter)
 
 
 def placed_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -176,12 +185,16 @@ def _strided_map(parameter: torch.Tensor) -> IndexMap:
     return IndexMap(tuple(local(parameter).shape), tuple(parameter.shape), tuple(offset), tuple(step))
 
 
-def store_of(dtype: torch.dtype, format_store: Store | None, name: str) -> Store:
-    """The store of a parameter of some dtype.
+def store_of(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
+    """The store of a parameter of some dtype, or of the payload of a scaled one.
 
     Raises:
         ValueError: a dtype that cannot be trained here, or format= on a parameter that is not float32.
     """
+    if scaled:
+        if format_store is not None:
+            raise ValueError(f"format= is for plain float32 parameters, but {name} is scaled: leave format out")
+        return PAYLOADS[dtype]
     if dtype not in STORES:
         raise ValueError(f"parameter {name} is {dtype}: allowed are bfloat16, float16 and float32; convert it first")
     if format_store is None:
@@ -196,9 +209,17 @@ def codecs_for(
 ) -> tuple[Codec, ...]:
     """The codecs of a parameter's states; bfloat16 beside 16-bit parameters unless chosen otherwise."""
     default, slots = torch.bfloat16 if store.dtype in NARROW else torch.float32, rule.states
+    is_scaled = isinstance(parameter, ScaledTensor)
+    if is_scaled and store.dtype != torch.float32:
+        default = torch.float16
     if update.feeds_back:
         slots = (replace(slots[0], stalls=True), *slots[1:])
     codecs = resolve_codecs(group["state_dtype"], slots, default, group, parameter.shape)
+    if not is_scaled and any(isinstance(codec, Scaled) for codec in codecs):
+        raise ValueError(
+            f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "
+            "allowed are torch.float32, torch.bfloat16 and '8bit' there, or scale the model by hu.scalify"
+        )
     if any(isinstance(codec, Blocks) for codec in codecs):
         _refuse_cut_blocks(parameter, codecs, name)
     return codecs
@@ -241,6 +262,29 @@ def wanted_tensors(kind: Kind, shape: torch.Size) -> dict[str, tuple[torch.Size,
     for codec, slot in zip(kind.codecs, kind.rule.states):
         wanted |= codec.tensors(slot.name, shape)
     return wanted
+
+
+def refuse_unscalable(group: Mapping, parameter: torch.Tensor, update: WeightUpdate, name: str) -> None:
+    """What has no meaning for a scaled parameter.
+
+    Raises:
+        ValueError: a weight update that keeps bits instead of floats, or param_dtype=.
+        NotImplementedError: a shard of a scaled tensor.
+    """
+    if isinstance(local(parameter), ScaledTensor) and not isinstance(parameter, ScaledTensor):
+        raise NotImplementedError(f"parameter {name} is a DTensor of scaled tensors: torch.optim steps it")
+    if not isinstance(parameter, ScaledTensor):
+        return
+    if group["param_dtype"] is not None:
+        raise ValueError(
+            f"param_dtype= narrows plain parameters, but {name} is scaled: choose the payload's dtype by "
+            "hu.scalify(dtype=...) or parameter.cast_(dtype)"
+        )
+    if not update.scales:
+        raise ValueError(
+            f"weight_update {update.name!r} keeps bits or debts that a scale does not multiply, and parameter {name} "
+            "is scaled: use 'stochastic' (no more memory), 'kahan' (as much again), 'nearest' or 'master'"
+        )
 
 
 def refuse_feedback(rule: UpdateRule, update: WeightUpdate) -> None:

@@ -1,4 +1,4 @@
-"""How optimizer states are stored: float32, bfloat16, two bfloat16, or 8-bit codes in blocks that share a scale."""
+"""How optimizer states are stored: float32, bfloat16, two bfloat16, 8-bit codes in blocks, or scaled payloads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import ClassVar
 import torch
 
 from ._components import Components
+from ._eight_bits import PAYLOADS
 from ._pair import Pair
 from ._rule import StateSlot
-from ._stores import BF16, F32, STORES, Store
+from ._scaled_states import Scaled
+from ._stores import BF16, F32, Store
 
 STALLS_ABOVE = 0.95
 PAIR = "bfloat16x2"
+SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,9 @@ class State:
     """A choice of how the states of an optimizer are stored.
 
     Args:
-        dtype: torch.float32, torch.bfloat16, "8bit", or two bfloat16: "bfloat16x2" or Components(2).
+        dtype: torch.float32, torch.bfloat16, "8bit", or two bfloat16: "bfloat16x2" or Components(2); for scaled
+            parameters also torch.float16, torch.float8_e4m3fn (alias "fp8") or torch.float8_e5m2, under a scale per
+            tensor.
         rounding: "nearest" or "stochastic"; by default stochastic wherever nearest would stall (second moments, and
             first moments that keep more than 0.95 of themselves; always for 8 bits).
         block: elements that share one bfloat16 scale, for "8bit": a power of two from 16 to 1024.
@@ -38,12 +43,14 @@ class State:
 
     def __post_init__(self) -> None:
         aliases = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": "8bit", "uint8": "8bit"}
-        aliases[Components(2)] = PAIR
+        aliases |= {Components(2): PAIR, "fp8": torch.float8_e4m3fn, "float16": torch.float16}
+        aliases |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
         object.__setattr__(self, "dtype", aliases.get(self.dtype, self.dtype))
-        if self.dtype not in (torch.float32, torch.bfloat16, "8bit", PAIR):
+        if self.dtype not in (torch.float32, torch.bfloat16, "8bit", PAIR, *SCALED):
             raise ValueError(
-                f"state_dtype {self.dtype!r}: allowed are torch.float32, torch.bfloat16 and '8bit', and for two "
-                f"bfloat16 {PAIR!r} or Components(2); more of them would be larger than float32"
+                f"state_dtype {self.dtype!r}: allowed are torch.float32, torch.bfloat16 and '8bit', for two "
+                f"bfloat16 {PAIR!r} or Components(2) (more of them would be larger than float32), and beside scaled "
+                "parameters torch.float16 and 'fp8'"
             )
         if self.rounding not in (None, "nearest", "stochastic"):
             raise ValueError(f"state rounding {self.rounding!r}: allowed are None, 'nearest' and 'stochastic'")
@@ -53,6 +60,8 @@ class State:
             raise ValueError("8-bit states are stored stochastically: nearest codes stall; leave rounding out")
         if self.dtype == PAIR and self.rounding == "stochastic":
             raise ValueError("two bfloat16 are rounded to nearest: allowed are None and 'nearest'")
+        if self.dtype in SCALED[1:] and self.rounding == "nearest":
+            raise ValueError("fp8 states are stored stochastically: nearest ones stall; leave rounding out")
 
 
 @dataclass(frozen=True)
@@ -176,7 +185,7 @@ class Blocks:
         return torch.where((codes == 0) & (value > 0), 1, codes).to(torch.uint8)
 
 
-Codec = Plain | Pair | Blocks
+Codec = Plain | Pair | Blocks | Scaled
 StateChoice = torch.dtype | str | Components | State | Mapping | None
 
 
@@ -225,10 +234,11 @@ def _codec(state: State, slot: StateSlot, group: Mapping, shape: torch.Size) -> 
         return Blocks(state.block, slot.degree == 2)
     if state.dtype == PAIR:
         return Pair()
-    store = BF16 if state.dtype == "8bit" else STORES[state.dtype]
+    store = BF16 if state.dtype == "8bit" else PAYLOADS[state.dtype]
     if store is F32:
         return Plain(F32, False)
     option, index = slot.memory
     keeps = float(group[option] if index is None else group[option][index])
-    stalls = slot.stalls or slot.degree == 2 or keeps > STALLS_ABOVE
-    return Plain(store, stalls if state.rounding is None else state.rounding == "stochastic")
+    stalls = slot.stalls or slot.degree == 2 or keeps > STALLS_ABOVE or state.dtype in SCALED[1:]
+    stochastic = stalls if state.rounding is None else state.rounding == "stochastic"
+    return Scaled(store, slot.degree == 2, stochastic) if state.dtype in SCALED else Plain(store, stochastic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import torch
 from ..kernels import CHUNK, IndexMap, check_bits, chosen, chunks, note, run_chunks
 from ..rounding._random import mix64_many
 from ._program import Kind, compiled, draws_of, pointer_count
-from ._reference import reference_step
+from ._reference import reference_peaks, reference_step
+from ._scaled_step import choose_scales, keep_scales, with_present_scales
 from ._slots import Slot
 
 METER_COLUMNS, GRADIENT = 4, 4
@@ -60,17 +62,51 @@ class Tables:
 def make_ready(kind: Kind, device: str) -> None:
     """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was."""
     if chosen(device) == "numba":
-        checked(kind)
+        for one in (kind, *([peaks_of(kind)] if kind.scaled else [])):
+            checked(one)
 
 
 def run_step(kind: Kind, slots: list[Slot], tables: Tables) -> None:
     """Step every parameter of a batch, and count what was lost where the kind is metered."""
+    if not kind.scaled:
+        _write(kind, slots, tables)
+        return
+    for slot in slots:
+        slot.constants = with_present_scales(kind, slot)
+    for slot, peaks in zip(slots, _find_peaks(peaks_of(kind), slots, tables), strict=True):
+        choose_scales(kind, slot, peaks)
+    _write(kind, slots, tables)
+    for slot in slots:
+        keep_scales(kind, slot)
+
+
+@functools.cache
+def peaks_of(kind: Kind) -> Kind:
+    """The kind that finds the largest magnitudes that a kind would store."""
+    return dataclasses.replace(kind, metered=False, peaks=True)
+
+
+def _find_peaks(kind: Kind, slots: list[Slot], tables: Tables) -> list[list[float]]:
+    count = 1 + len(kind.scaled_states)
+    if chosen(slots[0].gradient.device.type) != "numba":
+        return [reference_peaks(kind, _parts(s), s.gradient, s.states, s.constants) for s in slots]
+    meter, table = _run_compiled(kind, slots, tables)
+    found = np.zeros((len(slots), METER_COLUMNS))
+    np.maximum.at(found, table.chunks[:, 0], meter)
+    return found[:, :count].tolist()
+
+
+def _parts(slot: Slot) -> list[torch.Tensor]:
+    return slot.parts if slot.copied is None else [slot.copied, *slot.parts[1:]]
+
+
+def _write(kind: Kind, slots: list[Slot], tables: Tables) -> None:
     device = slots[0].gradient.device.type
     engine = chosen(device)
     if engine == "numba":
         _run_compiled(kind, slots, tables)
         return
-    if engine == "triton" and _run_triton(kind, slots, tables):
+    if engine == "triton" and not kind.scaled and _run_triton(kind, slots, tables):
         return
     if device != "cpu":
         note("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
@@ -78,7 +114,7 @@ def run_step(kind: Kind, slots: list[Slot], tables: Tables) -> None:
         keyed = np.array([[slot.group["seed"]], [slot.identity]], np.uint64)
         lost = reference_step(
             kind,
-            slot.parts if slot.copied is None else [slot.copied, *slot.parts[1:]],
+            _parts(slot),
             slot.gradient,
             slot.states,
             slot.constants,
@@ -89,12 +125,12 @@ def run_step(kind: Kind, slots: list[Slot], tables: Tables) -> None:
             slot.lost.add(*lost)
 
 
-def _run_compiled(kind: Kind, slots: list[Slot], tables: Tables) -> None:
+def _run_compiled(kind: Kind, slots: list[Slot], tables: Tables) -> tuple[np.ndarray, Table]:
     kernel, table = checked(kind), tables.of(kind, slots)
     _point_at_gradients(table, slots)
     rows = {id(slot.constants): slot.constants for slot in slots}
     numbers = {key: row for row, key in enumerate(rows)}
-    meter = np.zeros((len(table.chunks) if kind.metered else 0, METER_COLUMNS))
+    meter = np.zeros((len(table.chunks) if kind.metered or kind.peaks else 0, METER_COLUMNS))
     run_chunks(
         kernel,
         table.chunks[:, 2],
@@ -107,6 +143,7 @@ def _run_compiled(kind: Kind, slots: list[Slot], tables: Tables) -> None:
     )
     if kind.metered:
         _count(meter, table.chunks, slots)
+    return meter, table
 
 
 def _run_triton(kind: Kind, slots: list[Slot], tables: Tables) -> bool:
@@ -158,9 +195,10 @@ def checked(kind: Kind):
     return kernel
 
 
-def _run_numba(kernel, table, pointers, constants, keys) -> None:
+def _run_numba(kernel, table, pointers, constants, keys) -> np.ndarray:
     meter = np.zeros((len(table), METER_COLUMNS))
     kernel(0, len(table), table, pointers, np.zeros(1, np.int64), constants, keys.view(np.uint32), meter)
+    return meter
 
 
 def _trial(kind: Kind, run: Callable | None = None, device: torch.device | str = "cpu") -> list[torch.Tensor]:
@@ -186,12 +224,23 @@ def _trial(kind: Kind, run: Callable | None = None, device: torch.device | str =
         [torch.zeros(size, dtype=dtype, device=device) for size, dtype in codec.tensors("state", shape).values()]
         for codec in kind.codecs
     ]
+    for k in kind.scaled_states:
+        states[k][1].fill_(0.0625)
     constants = tuple(0.3 + 0.05 * position for position in range(len(kind.rule.constants)))
+    if kind.scaled:
+        constants += (0.125, 8.0, 4.0, *(0.0625, 16.0) * len(kind.scaled_states))
     keys = mix64_many(*(np.full((1, 1), value, np.uint64) for value in (1, 2, 3)), np.arange(draws_of(kind)[2])[None])
     pointers = [part.data_ptr() for part in parts] + [0] * (4 - len(parts)) + [gradient.data_ptr()]
     pointers += [tensor.data_ptr() for state in states for tensor in state]
     assert len(pointers) == pointer_count(kind)
     for _ in range(2):
+        if kind.peaks:
+            row = np.array([constants], np.float32)
+            given = (kind, parts, gradient, states, constants)
+            found = reference_peaks(*given) if run is None else run(
+                chunks(index_map, 0), np.array([pointers], np.int64), row, keys
+            ).max(0)[: 1 + len(kind.scaled_states)]  # fmt: skip
+            return [torch.tensor(found, dtype=torch.float32)]
         if run is None:
             reference_step(kind, parts, gradient, states, constants, [int(k) for k in keys[0]], index_map)
         else:

@@ -22,12 +22,14 @@ class WeightUpdate:
 
     A subclass gives the tensors that lie beside the parameter, and the same arithmetic twice: on torch tensors
     (`read`, and `put` or `write`: the reference) and as scalar pieces (`bindings`). `tests/optim` holds the two to
-    equal bits. One that `compensates` adds u to its parts and not to the weight that they stand for.
+    equal bits. One that `compensates` adds u to its parts and not to the weight that they stand for. One that `scales`
+    keeps floats that one power of two multiplies, as the payload of a scaled parameter wants.
     """
 
     name: ClassVar[str]
     feeds_back: ClassVar[bool] = False
     compensates: ClassVar[bool] = False
+    scales: ClassVar[bool] = False
 
     def check(self, store: Store) -> None:
         """Raise ValueError if parameters of this store cannot be updated so."""
