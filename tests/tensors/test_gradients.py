@@ -190,3 +190,13 @@ def test_functional_transforms(seed):
     assert each.shape == (4, 5)
     value, tangent = torch.func.jvp(lambda t: t * t, (v,), (v,))
     assert (tangent - 2 * value).decode().abs().max() <= 2.0**-40
+
+
+def test_a_hook_reads_all_digits_of_an_operand_with_component_gradients():
+    other, seen = MCTensor.encode("0.1", 2, torch.float64), []
+    x = MCTensor.encode(torch.ones(2), 2).requires_grad_()
+    y = x * 2
+    y.register_hook(lambda _: seen.append(MCTensor.encode(other, gradients="components") * 3))
+    (y * y).sum().backward()
+    assert type(x.grad) is torch.Tensor
+    assert torch.equal(seen[0].components[1], (other * 3).components[1])
