@@ -9,7 +9,9 @@ SIZES = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_encoder_attention_heads"), 4),
     **dict.fromkeys(("num_decoder_attention_heads",), 4),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner", "dff"), 48),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner", "dff"), 48
+    ),
     **dict.fromkeys(("hidden_dim", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 48),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "sliding_window"), 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
@@ -141,7 +143,7 @@ _add(
     convnextv2={**_CLASSES, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4},
     resnet={**_CLASSES, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
     regnet={**_CLASSES, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
-    mobilenet_v2={**_CLASSES, "depth_multiplier": 0.25},
+    mobilenet_v2={**_CLASSES, "depth_multiplier": 0.25, "output_stride": 8},
     poolformer={
         **_CLASSES,
         **{"depths": [1, 1], "hidden_sizes": [8, 16], "num_encoder_blocks": 2, "patch_sizes": [3, 3]},
@@ -217,7 +219,7 @@ def _text(config) -> dict:
 def _image(config) -> dict:
     import torch
 
-    return {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 2])}
+    return {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.tensor([0, 2, 1, 1])}
 
 
 def _sound(config) -> dict:

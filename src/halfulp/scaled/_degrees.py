@@ -154,11 +154,11 @@ def together(operands: list[Any]) -> tuple[list[Any], Tensor]:
     """
     like = first_scaled(operands)
     tensors = {i: operand(x, like) for i, x in enumerate(operands) if not is_constant(x)}
-    scale = _powers.larger(*(x._scale for x in tensors.values()))
+    scale = _powers.deciding(*(x._scale for x in tensors.values()))
     constants = {i: operand(x, like) for i, x in enumerate(operands) if i not in tensors}
     if constants:
         scale = adopted(scale, *(x._scale for x in constants.values()))
-    payloads = {i: _powers.times(widened(x), _powers.ratio(x._scale, scale)) for i, x in tensors.items()}
+    payloads = {i: _powers.times(widened(x), _powers.towards(x._scale, scale)) for i, x in tensors.items()}
     payloads |= {i: constant_payload(x, scale) for i, x in constants.items()}
     return [payloads[i] for i in range(len(operands))], scale
 

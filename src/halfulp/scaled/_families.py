@@ -169,9 +169,5 @@ def aligned(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dt
     like = first_scaled(operands)
     tensors = [operand(x, like) for x in operands]
     scale = _powers.deciding(*(x._scale for x in tensors))
-    payloads = [_powers.times(widened(x), _limited(_powers.ratio(x._scale, scale))) for x in tensors]
+    payloads = [_powers.times(widened(x), _powers.towards(x._scale, scale)) for x in tensors]
     return payloads, scale, storage_of(operands), logical_of(operands)
-
-
-def _limited(ratio: Tensor | float) -> Tensor | float:
-    return ratio.clamp(max=_powers.HUGE) if isinstance(ratio, Tensor) else min(ratio, _powers.HUGE)

@@ -141,6 +141,12 @@ def ratio(scale: Tensor, other: Tensor) -> Tensor | float:
     return (scale / other).clamp(min=SMALLEST)
 
 
+def towards(scale: Tensor, other: Tensor) -> Tensor | float:
+    """The factor that brings a payload to another, deciding scale; what stands for infinity stays finite."""
+    factor = ratio(scale, other)
+    return factor.clamp(max=HUGE) if isinstance(factor, Tensor) else min(factor, HUGE)
+
+
 def times(payload: Tensor, factor: Tensor | float) -> Tensor:
     """A float32 payload times a power of two: exact but for what leaves float32's range."""
     if isinstance(factor, Tensor):

@@ -20,9 +20,10 @@ from . import _order as _order
 from . import _pass_through as _pass_through
 from . import _pooling as _pooling
 from . import _power_laws as _power_laws
-from . import _recurrent as _recurrent
 from . import _random as _random
+from . import _recurrent as _recurrent
 from . import _reductions as _reductions
 from . import _special as _special
 from . import _unit as _unit
+from . import _weight_norm as _weight_norm
 from . import _writing as _writing
