@@ -57,8 +57,8 @@ for storage, eps in EPS.items():
     close(y, torch.cat([a, b]), eps)
     close(functional.all_reduce(x, "sum", dist.group.WORLD), a + b, eps)
     close(functional.all_reduce(x, "avg", dist.group.WORLD), (a + b) / 2, eps)
-    close(functional.all_gather_tensor(x, 0, dist.group.WORLD), torch.cat([a, b]), eps)
-    close(functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD), (a + b)[3 * rank : 3 * rank + 3], eps)
+    close(functional.all_gather_single(x, 0, dist.group.WORLD), torch.cat([a, b]), eps)
+    close(functional.reduce_scatter_single(x, "sum", 0, dist.group.WORLD), (a + b)[3 * rank : 3 * rank + 3], eps)
     try:
         dist.all_reduce(x.clone(), op=dist.ReduceOp.PRODUCT)
     except NotImplementedError as error:
@@ -67,7 +67,7 @@ for storage, eps in EPS.items():
         raise AssertionError("a product was let through")
 large = ScaledTensor(torch.full((4,), 60000.0, dtype=torch.float16), 1.0)
 dist.all_reduce(large)
-assert large.decode().isfinite().all() and large.tolist() == [120000.0] * 4 or large.tolist() == [65504.0] * 4, large
+assert large.tolist() == [120000.0] * 4, large
 dist.destroy_process_group()
 """
 TRAINING = """

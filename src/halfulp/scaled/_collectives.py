@@ -23,17 +23,42 @@ _REFUSED = (
 )
 
 
-def agreed_scales(tensors: Sequence[ScaledTensor], group: Any) -> list[Tensor]:
-    """The largest scale of every tensor over all ranks, in one message."""
+def wire_storage(x: ScaledTensor) -> torch.dtype:
+    """What a payload travels as where it is added or compared: eight bits as float16."""
+    return torch.float16 if x._payload.dtype in EIGHT_BITS else x._payload.dtype
+
+
+def wire_scales(
+    tensors: Sequence[ScaledTensor],
+    largest: Callable[[Tensor], Tensor],
+    terms: int = 1,
+    storage: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Scales that all ranks agree on, in one message: the largest of each, and room for a sum over ranks.
+
+    Args:
+        tensors: this rank's.
+        largest: the elementwise maximum of a tensor over all ranks.
+        terms: how many ranks are added; 1 for what is not a sum.
+        storage: what the payloads travel as; each one's own by default.
+    """
     scales = torch.stack([x._scale for x in tensors])
-    _sent(dist.all_reduce, scales, op=dist.ReduceOp.MAX, group=group)
-    return list(scales.unbind())
+    amaxes = torch.stack([_amax(x) for x in tensors])
+    scales, amaxes = largest(torch.cat([scales, amaxes])).chunk(2)
+    tops = torch.tensor([terms / torch.finfo(storage or wire_storage(x)).max for x in tensors], device=scales.device)
+    needed = _powers.round_to_power(amaxes * tops, "up")
+    return list(torch.maximum(scales * root_of_count(terms), needed).clamp(max=_powers.LARGEST).unbind())
 
 
-def on_the_wire(x: ScaledTensor, scale: Tensor, share: float = 1.0) -> Tensor:
-    """The payload under an agreed scale, times a power of two; eight bits travel as float16, as sums need."""
-    storage = torch.float16 if x._payload.dtype in EIGHT_BITS else x._payload.dtype
-    return narrowed(_powers.times(widened(x), _powers.ratio(x._scale, scale)) * share, storage).contiguous()
+def _amax(x: ScaledTensor) -> Tensor:
+    if not x.numel():
+        return x._scale.new_zeros(())
+    return torch.nan_to_num(widened(x), 0.0, 0.0, 0.0).abs().amax() * x._scale
+
+
+def on_the_wire(x: ScaledTensor, scale: Tensor) -> Tensor:
+    """The payload under an agreed scale."""
+    return narrowed(_powers.times(widened(x), _powers.ratio(x._scale, scale)), wire_storage(x)).contiguous()
 
 
 def _sent(collective: Callable, *arguments: Any, group: Any, **options: Any) -> Any:
@@ -44,52 +69,52 @@ def _sent(collective: Callable, *arguments: Any, group: Any, **options: Any) -> 
     return work.boxed()
 
 
-def _share(op: Any, group: Any, name: str) -> float:
-    """What payloads are multiplied by before they are added, so that a narrow sum of many ranks does not overflow.
+def _agreed(tensors: Sequence[ScaledTensor], group: Any, terms: int = 1) -> list[Tensor]:
+    def largest(x: Tensor) -> Tensor:
+        _sent(dist.all_reduce, x, op=dist.ReduceOp.MAX, group=group)
+        return x
+
+    return wire_scales(tensors, largest, terms)
+
+
+def _kind(op: Any, name: str) -> str:
+    """The name of a reduction, which arrives in a box.
 
     Raises:
-        NotImplementedError: the reduction is none of sum, average, maximum and minimum.
+        NotImplementedError: none of sum, average, maximum and minimum.
     """
-    if _kind(op) in ("SUM", "AVG"):
-        return 1.0 / root_of_count(_size(group))
-    if _kind(op) in ("MAX", "MIN"):
-        return 1.0
-    raise NotImplementedError(
-        f"{name} of scaled tensors by {_kind(op)}: allowed are SUM, AVG, MAX and MIN; for others send x.decode()"
-    )
+    kind = dist.ReduceOp.RedOpType(op.op()).name
+    if kind not in ("SUM", "AVG", "MAX", "MIN"):
+        raise NotImplementedError(
+            f"{name} of scaled tensors by {kind}: allowed are SUM, AVG, MAX and MIN; for others send x.decode()"
+        )
+    return kind
 
 
-def _received(payload: Tensor, scale: Tensor, share: float, op: Any, group: Any, dtype: torch.dtype) -> ScaledTensor:
-    """The reduced payload with its scale; an average divides in float32, as some backends have none."""
+def _terms(kind: str, group: Any) -> int:
+    return dist.ProcessGroup.unbox(group).size() if kind in ("SUM", "AVG") else 1
+
+
+def _on_wire(kind: str) -> Any:
+    """The reduction that backends are asked for: some have no average."""
+    return getattr(dist.ReduceOp, "SUM" if kind == "AVG" else kind)
+
+
+def _received(payload: Tensor, scale: Tensor, kind: str, terms: int, dtype: torch.dtype) -> ScaledTensor:
+    """A reduced payload under the agreed scale; averages divide in float32."""
     values = payload.to(torch.float32)
-    if _kind(op) == "AVG":
-        values = values / _size(group)
-    total, rest = _powers.product(scale, 1.0 / share)
-    return wrap(_powers.times(values, rest), total, dtype)
-
-
-def _wire_op(op: Any) -> Any:
-    return getattr(dist.ReduceOp, "SUM" if _kind(op) == "AVG" else _kind(op))
-
-
-def _kind(op: Any) -> str:
-    """The name of a reduction, which arrives in a box."""
-    return dist.ReduceOp.RedOpType(op.op()).name
-
-
-def _size(group: Any) -> int:
-    return dist.ProcessGroup.unbox(group).size()
+    return wrap(values / terms if kind == "AVG" else values, scale, dtype)
 
 
 def allreduce_(tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
     """sum over ranks of payload x (scale / largest scale), under the largest scale."""
     mine = [operand(x, _first(tensors)) for x in tensors]
-    share = _share(op, group, "all_reduce")
-    scales = agreed_scales(mine, group)
-    for target, x, scale in zip(tensors, mine, scales):
-        payload = on_the_wire(x, scale, share)
-        work = _sent(dist.all_reduce, payload, op=_wire_op(op), group=group)
-        write(target, _received(payload, scale, share, op, group, x.dtype))
+    kind = _kind(op, "all_reduce")
+    terms = _terms(kind, group)
+    for target, x, scale in zip(tensors, mine, _agreed(mine, group, terms)):
+        payload = on_the_wire(x, scale)
+        work = _sent(dist.all_reduce, payload, op=_on_wire(kind), group=group)
+        write(target, _received(payload, scale, kind, terms, x.dtype))
     return list(tensors), work
 
 
@@ -111,12 +136,13 @@ def reduce_(tensors: Sequence[Tensor], group: Any, op: Any, root: int, *rest: An
 def reduce_scatter_base_(output: Tensor, x: Tensor, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
     """Every rank's own piece of what `allreduce_` would give."""
     x = operand(x, _first((output, x)))
-    share = _share(op, group, "reduce_scatter")
-    (scale,) = agreed_scales([x], group)
-    payload = on_the_wire(x, scale, share)
+    kind = _kind(op, "reduce_scatter")
+    terms = _terms(kind, group)
+    (scale,) = _agreed([x], group, terms)
+    payload = on_the_wire(x, scale)
     piece = payload.new_empty(output.shape)
-    work = _sent(dist.reduce_scatter_single, piece, payload, op=_wire_op(op), group=group)
-    write(output, _received(piece, scale, share, op, group, x.dtype))
+    work = _sent(dist.reduce_scatter_single, piece, payload, op=_on_wire(kind), group=group)
+    write(output, _received(piece, scale, kind, terms, x.dtype))
     return output, work
 
 
@@ -148,7 +174,7 @@ def allgather_(
 def allgather_base_(output: Tensor, x: Tensor, group: Any, *rest: Any, **options: Any) -> Any:
     """Every rank's payload under the largest scale, side by side."""
     x = operand(x, _first((output, x)))
-    (scale,) = agreed_scales([x], group)
+    (scale,) = _agreed([x], group)
     payload = on_the_wire(x, scale)
     gathered = payload.new_empty(output.shape)
     work = _sent(dist.all_gather_single, gathered, payload, group=group)

@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from . import _powers
-from ._bilinear import root_of_count
-from ._collectives import on_the_wire
-from ._families import result
-from ._form import EIGHT_BITS
+from ._collectives import on_the_wire, wire_scales, wire_storage
+from ._form import made
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 
@@ -28,23 +25,19 @@ def _size(group: Any) -> int:
     return dist.distributed_c10d._resolve_process_group(group).size()
 
 
-def _agreed(x: ScaledTensor, group: Any) -> Tensor:
-    return _sent("all_reduce", x._scale.reshape(1).clone(), "max", group).reshape(())
+def _agreed(x: ScaledTensor, group: Any, terms: int = 1) -> Tensor:
+    return wire_scales([x], lambda numbers: _sent("all_reduce", numbers, "max", group), terms)[0]
 
 
 def _reduced(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> ScaledTensor:
-    """The payloads under the largest scale, added after a division by the root of their number."""
+    """The payloads under an agreed scale, reduced."""
     if reduction not in _REDUCTIONS:
         raise NotImplementedError(f"{name} of scaled tensors by {reduction!r}: allowed are {', '.join(_REDUCTIONS)}")
-    size = _size(arguments[-1])
-    spread = root_of_count(size) if reduction in ("sum", "avg") else 1.0
-    agreed = _agreed(x, arguments[-1])
-    payload = on_the_wire(x, agreed, 1.0 / spread)
-    values = _sent(name, payload, "sum" if reduction == "avg" else reduction, *arguments).to(torch.float32)
-    values = values / size if reduction == "avg" else values
-    scale, rest = _powers.product(agreed, spread)
-    storage = x._payload.dtype
-    return result(values, scale, rest, torch.float16 if storage in EIGHT_BITS else storage, x.dtype)
+    adds = reduction in ("sum", "avg")
+    size = _size(arguments[-1]) if adds else 1
+    scale = _agreed(x, arguments[-1], size)
+    values = _sent(name, on_the_wire(x, scale), "sum" if adds else reduction, *arguments).to(torch.float32)
+    return made(values / size if reduction == "avg" else values, scale, wire_storage(x), x.dtype)
 
 
 def all_reduce(x: ScaledTensor, reduction: str, group: Any) -> ScaledTensor:
@@ -71,9 +64,9 @@ def broadcast(x: ScaledTensor, source: int, group: Any) -> ScaledTensor:
     return wrap(bits.view(x._payload.dtype).reshape(x.shape), scale, x.dtype)
 
 
-def wait_tensor(x: Tensor) -> Tensor:
-    """Nothing to wait for."""
-    return x
+def wait_tensor(x: ScaledTensor) -> ScaledTensor:
+    """Nothing to wait for: the same memory."""
+    return wrap(x._payload, x._scale, x.dtype)
 
 
 if dist.is_available():
@@ -83,3 +76,5 @@ if dist.is_available():
     implements(_functional.all_gather_into_tensor.default, family="collectives")(all_gather)
     implements(_functional.broadcast.default, family="collectives")(broadcast)
     implements(_functional.wait_tensor.default, family="collectives")(wait_tensor)
+    if hasattr(_functional, "_wrap_tensor_autograd"):
+        implements(_functional._wrap_tensor_autograd.default, family="collectives")(wait_tensor)
