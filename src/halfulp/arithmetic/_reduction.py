@@ -228,11 +228,14 @@ class _Pieces(NamedTuple):
         return [high, state[1] + (error + row[1] if len(row) > 1 else error)]
 
     def join(self, *values) -> Terms:
-        """A block's state, or another lane's terms, into what is held."""
-        sofar, state = list(values[: self.held]), list(values[self.held :])
-        if self.kind == "prod":
-            return multiplied(sofar, state, self.held)
-        return added(sofar, list(two_sum(*state)) if self._short else state, self.held)
+        """A block's state into what is held."""
+        state = values[self.held :]
+        return self.merge(*values[: self.held], *(two_sum(*state) if self._short and self.kind != "prod" else state))
+
+    def merge(self, *values) -> Terms:
+        """What two lanes hold."""
+        one, other = list(values[: self.held]), list(values[self.held :])
+        return multiplied(one, other, self.held) if self.kind == "prod" else added(one, other, self.held)
 
     def close(self, *values) -> Terms:
         """What is held, and what a mean is divided by, as the result's components."""
@@ -251,7 +254,7 @@ class _Pieces(NamedTuple):
     @property
     def fold(self) -> Fold:
         """For the compiler."""
-        return Fold(self.step, self.join, self.close, self.held, self.start)
+        return Fold(self.step, self.join, self.merge, self.close, self.held, self.start)
 
     @property
     def start(self) -> float:
@@ -310,7 +313,7 @@ def _segment(pieces: _Pieces, parts: list[torch.Tensor], cut: _Cut) -> Terms:
     while several > 1:
         half = (several + 1) // 2
         own, alone, other = (several - half) * columns, half * columns, several * columns
-        joined = pieces.join(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
+        joined = pieces.merge(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
         held = [torch.cat([new, old[:, own:alone]], 1) for new, old in zip(joined, held)]
         several = half
     return pieces.close(*held, held[0].new_tensor(float(cut.count)))

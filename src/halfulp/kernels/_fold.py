@@ -24,7 +24,8 @@ class Fold:
 
     Attributes:
         step: a block's state and a row's components -> the state from there on.
-        join: what is held and a block's state, or what another lane holds -> what is held from there on.
+        join: what is held and a block's state -> what is held from there on.
+        merge: what two lanes hold -> what one holds from there on.
         close: what is held in the end, and a number of the table -> the result's components.
         held: how many values are held, and in a state.
         start: the first of both before the first row; the others are zero.
@@ -32,6 +33,7 @@ class Fold:
 
     step: Callable
     join: Callable
+    merge: Callable
     close: Callable
     held: int
     start: float
@@ -57,7 +59,12 @@ def compile_fold(
     held = fold.held
     pieces = tuple(
         record(piece, torch.float64, inputs)
-        for piece, inputs in ((fold.step, held + len(stored)), (fold.join, 2 * held), (fold.close, held + 1))
+        for piece, inputs in (
+            (fold.step, held + len(stored)),
+            (fold.join, 2 * held),
+            (fold.merge, 2 * held),
+            (fold.close, held + 1),
+        )
     )
     pieces = tuple((trace, [_number(trace, value) for value in values]) for trace, values in pieces)
     told = [(trace.digest(), numbers) for trace, numbers in pieces]
@@ -84,7 +91,7 @@ class _Reduction(Loop):
     """What both shapes of matrices share."""
 
     def __init__(self, builder, pieces: tuple, start: float, stored: tuple, written: tuple) -> None:
-        self.step, self.join, self.close = pieces
+        self.step, self.join, self.merge, self.close = pieces
         super().__init__(builder, self.step[0], tuple(self.step[1]), stored, written)
         self.calls, self.ones = False, {}
         self.begin = [start] + [0.0] * (len(self.join[1]) - 1)
@@ -199,9 +206,9 @@ class _Narrow(_Reduction):
     def prepare(self) -> None:
         b = self.b
         self.width = b.mul(self.several, self.columns)
-        self.kinds = [self.ir.IntType(8 * size_of(dtype)) for dtype in self.stored]
+        kinds = [neutral.type for neutral in self.neutral()]
         with b.goto_entry_block():
-            self.copies = [b.alloca(kind, size=self.word(ACROSS)) for kind in self.kinds]
+            self.copies = [b.alloca(kind, size=self.word(ACROSS)) for kind in kinds]
             # Twice as many, since a vector is read from any lane on.
             self.scratch = [b.alloca(self.ir.DoubleType(), size=self.word(2 * ACROSS)) for _ in self.begin]
         leading = b.ctlz(b.sub(self.several, self.word(1)), self.ir.Constant(self.ir.IntType(1), 0))
@@ -227,8 +234,11 @@ class _Narrow(_Reduction):
         whole = b.icmp_signed("<=", self.width, left)
         readable = b.icmp_signed("<=", b.add(at, self.word(ACROSS)), self.total)
         direct = b.and_(whole, readable)
-        with b.if_then(b.not_(direct), likely=False):
-            self.copy(at, self.lesser(self.width, left))
+        with b.if_then(b.not_(direct), likely=False), b.if_else(readable) as (near, far):
+            with near:
+                self.copy_vector(at, self.lesser(self.width, left))
+            with far:
+                self.copy(at, self.lesser(self.width, left))
         first, found = self.word(0), []
         for source, copy, dtype in zip(self.sources, self.copies, self.stored):
             base = b.add(source, b.mul(at, self.word(size_of(dtype))))
@@ -236,24 +246,42 @@ class _Narrow(_Reduction):
             found.append(maker.load((base, first), dtype))
         return found
 
+    def copy_vector(self, at, count) -> None:
+        """`count` elements of a whole vector, and in its other lanes what changes nothing."""
+        b, wanted = self.b, self.lanes_below(count)
+        for source, copy, neutral, dtype in zip(self.sources, self.copies, self.neutral(), self.stored):
+            kind, size = self.ir.VectorType(neutral.type, ACROSS), size_of(dtype)
+            elements = b.inttoptr(b.add(source, b.mul(at, self.word(size))), kind.as_pointer())
+            value = b.select(wanted, b.load(elements, align=size), self.ir.Constant(kind, [neutral.constant] * ACROSS))
+            b.store(value, b.bitcast(copy, kind.as_pointer()), align=size)
+
     def copy(self, at, count) -> None:
-        """`count` elements, and behind them what changes nothing."""
+        """The same where a vector would end beyond memory."""
         b = self.b
-        for source, copy, kind, dtype, value in zip(
-            self.sources, self.copies, self.kinds, self.stored, [self.begin[0]] + [0.0] * len(self.stored)
-        ):
-            word = torch.tensor(value, dtype=dtype).view(getattr(torch, f"int{kind.width}")).item()
-            neutral = self.ir.Constant(kind, word)
+        for source, copy, neutral in zip(self.sources, self.copies, self.neutral()):
+            elements = b.gep(b.inttoptr(source, neutral.type.as_pointer()), [at])
             with self.loop(self.word(0), self.word(ACROSS), self.word(1)) as k:
                 b.store(neutral, b.gep(copy, [k]))
-            elements = b.gep(b.inttoptr(source, kind.as_pointer()), [at])
             with self.loop(self.word(0), count, self.word(1)) as k:
                 b.store(b.load(b.gep(elements, [k])), b.gep(copy, [k]))
+
+    def neutral(self) -> list:
+        """Components that change nothing, as words in memory."""
+        found = []
+        for k, dtype in enumerate(self.stored):
+            value = torch.tensor(0.0 if k else self.begin[0], dtype=dtype)
+            bits = 8 * size_of(dtype)
+            found.append(self.ir.Constant(self.ir.IntType(bits), value.view(getattr(torch, f"int{bits}")).item()))
+        return found
+
+    def lanes_below(self, count):
+        """Which lanes come before one."""
+        lanes = self.ir.Constant(self.ir.VectorType(self.i64, ACROSS), list(range(ACROSS)))
+        return self.b.icmp_signed("<", lanes, self.spread(count, ACROSS))
 
     def joined(self, held: list) -> list:
         """The rows in the lanes as one row: the second half of them joined to the first, and so on."""
         b, maker = self.b, Instructions(self, ACROSS)
-        lanes = self.ir.Constant(self.ir.VectorType(self.i64, ACROSS), list(range(ACROSS)))
 
         def halve(_, values: list) -> list:
             rows, *held = values
@@ -261,9 +289,8 @@ class _Narrow(_Reduction):
             self.keep(held)
             base = [b.ptrtoint(b.gep(part, [b.mul(half, self.columns)]), self.i64) for part in self.scratch]
             other = [maker.load((address, self.word(0)), torch.float64) for address in base]
-            reached = self.spread(b.mul(b.sub(rows, half), self.columns), ACROSS)
-            mask = b.icmp_signed("<", lanes, reached)
-            joined = self.run(self.join, ACROSS, [*held, *other])
+            mask = self.lanes_below(b.mul(b.sub(rows, half), self.columns))
+            joined = self.run(self.merge, ACROSS, [*held, *other])
             return [half, *(b.select(mask, new, old) for new, old in zip(joined, held))]
 
         return self.carried(self.word(0), self.levels, 1, [self.several, *held], halve)[1:]
@@ -283,7 +310,7 @@ class _Line(_Narrow):
         while half > 1:
             half //= 2
             low, high = ([self.part(value, first, half) for value in held] for first in (0, half))
-            held = self.run(self.join, half, [*low, *high])
+            held = self.run(self.merge, half, [*low, *high])
         self.finish(1, held, out)
 
     def part(self, value, first: int, lanes: int):
