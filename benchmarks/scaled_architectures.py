@@ -12,11 +12,12 @@ from ._architectures import ARCHITECTURES, build
 from ._results import Result, Table, save
 
 TEXT = """Tiny random configurations of transformers' classes, unmodified; one forward and one backward pass of the \
-model's own loss. The errors are the norm of the difference of all gradients to plain float32's over their norm, in \
-brackets float32's own, that of plain float64 to plain float32; `bit-equal` is the share of parameters whose gradient \
-has the same bits with a float32 payload, `fallbacks` what ran without a rule. The bar with a float32 payload is 1e-6 \
-or float32's own error where that is larger; with a float16 payload 1e-2 and no fallback. Where activations have kinks \
-(ReLU), rounding to 16 bits takes single ones across, which in so small a model is a large share."""
+model's own loss. The errors are the norm of the difference of all gradients to plain float32's over their norm; in \
+brackets those of the plain model in float64, which is float32's own error, and in float16. `bit-equal` is the share \
+of parameters whose gradient has the same bits with a float32 payload, `fallbacks` what ran without a rule. The bar \
+with a float32 payload is 1e-6, or float32's own error where that is larger; with a float16 payload 1e-2 and no \
+fallback. Where activations have kinks (ReLU), 16 bits take single ones across, which in so small a model is a large \
+share."""
 FLOAT32_BAR, FLOAT16_BAR = 1e-6, 1e-2
 
 
@@ -52,12 +53,13 @@ def measure(name: str, seed: int = 0) -> dict:
     torch.manual_seed(seed)
     kind, model, batch = build(name)
     loss, wanted = gradients(copy.deepcopy(model), batch)
-    wide = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     row = {"architecture": name, "kind": kind}
-    try:
-        row["noise"] = error(gradients(copy.deepcopy(model).double(), wide)[1], wanted)
-    except RuntimeError:  # a class that knows float32 only
-        row["noise"] = None
+    for label, dtype in (("noise", torch.float64), ("plain float16", torch.float16)):
+        other = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+        try:
+            row[label] = error(gradients(copy.deepcopy(model).to(dtype), other)[1], wanted)
+        except RuntimeError:  # an operator or a class that does not know this dtype
+            row[label] = None
     for label, dtype in (("float32", torch.float32), ("float16", torch.float16)):
         # A rescale is a node of its own in the graph, and so gradients would be summed in another order.
         scaled = hu.scalify(copy.deepcopy(model), dtype, rescale=None if dtype == torch.float32 else "norms")
@@ -118,8 +120,8 @@ def result(rows: list[dict], failed: list[tuple[str, str]]) -> Result:
     for row in rows:
         most = max(FLOAT32_BAR, row["noise"] or 0.0)
         met = row["float32"] <= most and row["float16"] <= FLOAT16_BAR and not row["fallbacks"]
-        noise = "" if row["noise"] is None else f" ({row['noise']:.0e})"
-        cells = {"float32 payload": f"{row['float32']:.1e}{noise}", "float16 payload": f"{row['float16']:.1e}"}
+        noise, plain = ("" if x is None else f" ({x:.0e})" for x in (row["noise"], row["plain float16"]))
+        cells = {"float32 payload": f"{row['float32']:.1e}{noise}", "float16 payload": f"{row['float16']:.1e}{plain}"}
         counts = ", ".join(f"{name} {count}" for name, count in row["fallbacks"].items())
         bits = {"bit-equal": f"{row['bit-equal']:.0%}", "fallbacks": counts}
         bar = f"{most:.0e} and 1e-2, no fallback"
