@@ -3,6 +3,9 @@
 from . import _rules as _rules
 from ._drift import Drift as Drift
 from ._drift import drift as drift
+from ._eight_bits import cast as cast
+from ._eight_bits import eight_bit_engine as eight_bit_engine
+from ._eight_bits import linear_fp8 as linear_fp8
 from ._placement import propose_rescales as propose_rescales
 from ._powers import round_to_power as round_to_power
 from ._registry import implements as implements
