@@ -22,6 +22,7 @@ class Feedback(StochasticallyRounded):
 
     name: ClassVar[str] = "feedback"
     feeds_back: ClassVar[bool] = True
+    scales: ClassVar[bool] = False
 
 
 register(Feedback())
