@@ -39,6 +39,16 @@ RANDOM = (
     *("pca_lowrank", "svd_lowrank"),
 )
 
+# What is refused, falls back or differs, and why; anything else is a defect.
+KNOWN = {
+    "resize_": "refused: it changes how much memory a payload has; make a new tensor",
+    "resize_as_": "refused, as resize_",
+    "masked.prod": "torch's formula for tensor subclasses: a factor that is infinite or NaN has the gradient that the "
+    "other factors give, where the plain formula divides by it",
+    "nn.functional.linear_cross_entropy.chunked": "torch's own fused loss runs on plain tensors, counted",
+    "nn.functional.linear_cross_entropy.chunked_none": "the same",
+}
+
 
 @dataclass
 class Entry:
@@ -73,17 +83,17 @@ def name_of(op) -> str:
 
 
 def examined(op, seed: int = 0, most: int | None = None) -> Entry:
-    """One entry on its samples, or on the first so many of them in a random order."""
+    """One entry on its samples, or on so many of them; the seed decides samples and scales."""
     entry = Entry(name_of(op))
     torch.manual_seed(seed)
     chance = random.Random(f"{seed} {entry.name}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=False))
+        samples = list(enumerate(op.sample_inputs("cpu", torch.float32, requires_grad=False)))
         if most is not None and len(samples) > most:
             samples = chance.sample(samples, most)
         with recorded() as counts:
-            for number, sample in enumerate(samples):
+            for number, sample in samples:
                 if not _examine(op, sample, entry, chance, seed + number):
                     break
         entry.fallbacks = dict(counts)
@@ -265,10 +275,10 @@ def tables(entries: list[Entry]) -> list[Table]:
     for name, count in fell.most_common():
         example = next(entry.name for entry in entries if name in entry.fallbacks)
         reasons.add(operator=name, entries=count, **{"for example": example})
-    wrong = Table("Wrong or refused", {"entry": "", "why": ""})
+    wrong = Table("Wrong or refused", {"entry": "", "what": "", "why": ""})
     for entry in entries:
         if entry.problem:
-            wrong.add(entry=entry.name, why=entry.problem)
+            wrong.add(entry=entry.name, what=entry.problem, why=KNOWN.get(entry.name, "unknown"))
     each = Table(
         "Each entry", {"name": "", "samples": "", "forward": "", "backward": "", "fallbacks": "", "plain_results": ""}
     )

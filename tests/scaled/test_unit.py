@@ -87,3 +87,18 @@ def test_scales_of_results_are_their_own():
     x = ScaledTensor(torch.randn(3), 2.0**-3)
     for name, _ in UNARY:
         assert function(name)(x).scale is not x.scale
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.float16])
+def test_rules_of_values_trace_into_one_graph(seed, storage):
+    def many(x):
+        y = x.tanh() + x.exp() + x.square().sqrt() + x.sign() + (x * x + 1).rsqrt() + x.floor() + x**3
+        return torch.where(y > x, y.log1p(), torch.erf(y)) + torch.lgamma(y.square() + 1) + x.sort()[0]
+
+    x = ScaledTensor.encode(torch.rand(12) + 0.5, storage).requires_grad_()
+    eager = many(x)
+    compiled = torch.compile(many, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(compiled.detach().decode(), eager.detach().decode(), rtol=1e-6, atol=1e-6)
+    (expected,), (found,) = (torch.autograd.grad(y.sum(), x) for y in (eager, compiled))
+    rtol = 1e-5 if storage == torch.float32 else 1e-2
+    torch.testing.assert_close(found.decode(), expected.decode(), rtol=rtol, atol=rtol)

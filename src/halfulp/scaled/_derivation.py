@@ -128,10 +128,11 @@ def _functional(operator: OpOverload, name: str) -> OpOverload | None:
     packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)
     if packet is None or operator.namespace != "aten" or not (is_out or name.endswith("_")):
         return None
-    wanted = [(a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out]
+    wanted = sorted((a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out)
     for overload in packet.overloads():
         candidate = getattr(packet, overload)
-        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == wanted and not candidate._schema.is_mutable:
+        taken = sorted((a.name, str(a.type)) for a in candidate._schema.arguments)
+        if taken == wanted and not candidate._schema.is_mutable:
             return candidate
     return None
 

@@ -1,0 +1,30 @@
+"""torch's own table of operators: a random choice of entries each time; benchmarks/op_coverage.py runs them all."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRIES, SAMPLES = 60, 4
+
+
+@pytest.fixture
+def coverage(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import op_coverage
+
+    yield op_coverage
+    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_choice_of_entries_computes_right(coverage, seed):
+    chosen = random.Random(seed).sample(coverage.operators(), ENTRIES)
+    entries = [coverage.examined(op, most=SAMPLES) for op in chosen]
+    wrong = [entry for entry in entries if entry.problem and entry.name not in coverage.KNOWN]
+    assert not wrong, "\n".join(f"{entry.name}: {entry.problem}" for entry in wrong)
+    fallbacks = {entry.name: entry.fallbacks for entry in entries if entry.fallbacks}
+    assert fallbacks.keys() <= coverage.KNOWN.keys(), fallbacks
