@@ -110,6 +110,16 @@ def test_ctc_loss(seed):
     )
 
 
+def test_ctc_loss_of_long_sequences_in_float16(seed):
+    """Losses of thousands, whose rounding to float16 is no small number under an exponential."""
+    targets, lengths = torch.randint(1, 20, (2, 30)), (torch.full((2,), 500), torch.full((2,), 30))
+    x = ScaledTensor.encode((torch.randn(500, 2, 20) * 3).log_softmax(-1)).requires_grad_()
+    plain = x.detach().decode().requires_grad_()
+    for given in (x, plain):
+        F.ctc_loss(given, targets, *lengths, reduction="sum").backward()
+    torch.testing.assert_close(x.grad.decode(), plain.grad, rtol=1e-2, atol=1e-2)
+
+
 def test_sparse_gradients_are_plain():
     weight = ScaledTensor.encode(torch.randn(5, 2)).requires_grad_()
     index = torch.tensor([1, 3, 1])

@@ -1,8 +1,15 @@
 """Rules of functions that no power law describes: computed on values in float32, the scale of results measured."""
 
-import torch
+from __future__ import annotations
 
-from ._families import measured, on_plain, overloads
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._families import measured, on_plain, overloads, value_of
+from ._form import encoded, logical_of, storage_of
+from ._registry import implements
 
 aten = torch.ops.aten
 
@@ -26,12 +33,28 @@ measured(
     *overloads(aten._cdist_forward, aten._cdist_backward, aten._euclidean_dist, aten._pdist_forward),
     *overloads(aten._pdist_backward, aten.renorm, aten.embedding_renorm, aten.linalg_cross),
     *overloads(aten.grid_sampler_2d, aten.grid_sampler_2d_backward, aten.grid_sampler_3d),
-    *overloads(aten.grid_sampler_3d_backward, aten._ctc_loss, aten._ctc_loss_backward),
+    *overloads(aten.grid_sampler_3d_backward, aten._ctc_loss),
     *overloads(aten._embedding_bag, aten._embedding_bag_forward_only, aten._embedding_bag_dense_backward),
     *overloads(aten._embedding_bag_per_sample_weights_backward, aten._embedding_bag_sparse_backward),
     *overloads(aten._embedding_bag_backward, aten.embedding_sparse_backward, aten.dist),
     *overloads(aten.segment_reduce, aten._segment_reduce_backward),
     family="special",
 )
+
+
+@implements(*overloads(aten._ctc_loss_backward), family="special")
+def ctc_loss_backward(
+    gradient: Any, x: Any, targets: Tensor, lengths: Any, target_lengths: Any, loss: Any, alpha: Any, *options: Any
+) -> Tensor:
+    """From the loss and its path sums computed anew: logarithms of some thousands, rounded, are wrong by factors."""
+    given = (gradient, x)
+    values = value_of(x)
+    operator = aten._ctc_loss.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss.default
+    backward = aten._ctc_loss_backward.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss_backward.default
+    loss, alpha = operator(values, targets, lengths, target_lengths, *options)
+    found = backward(value_of(gradient), values, targets, lengths, target_lengths, loss, alpha, *options)
+    return encoded(found, storage_of(given), dtype=logical_of(given))
+
+
 # Sparse layouts leave scaled tensors: plain values.
 on_plain(aten._sparse_coo_tensor_with_dims_and_tensors.default, family="special")
