@@ -13,7 +13,7 @@ def _fp16(suffix: str, description: str, **fields: object) -> Recipe:
 
 
 def _scaled(name: str, description: str, **fields: object) -> Recipe:
-    return Recipe(name=name, description=description, **{"payload": "float16", **fields})
+    return Recipe(name=name, description=description, payload="float16", **fields)
 
 
 def _few_bits(format: str, bits: int, update: str) -> Recipe:
@@ -53,9 +53,25 @@ _RECIPES = (
     _fp16("-master", "float16 with a float32 master copy", weight_update="master"),
     _fp16("-mc2", "MCTensor: weights as two float16 components, computed with as such", components=2),
     _fp16("-mc3", "MCTensor: weights as three float16 components, computed with as such", components=3),
-    _scaled("scaled-fp16-master", "Scalify, row 1: float16 with scales, float32 masters", weight_update="master"),
-    _scaled("scaled-fp16", "Scalify, row 2: float16 with scales, weights too", weight_update="nearest"),
-    _scaled("scaled-fp8", "Scalify, row 3: the same, products in eight bits", matmul="fp8", weight_update="nearest"),
+    _scaled(
+        "scaled-fp16-master",
+        "Scalify, row 1: float16 with scales, float32 masters",
+        weight_update="master",
+        state_dtype="float32",
+    ),
+    _scaled(
+        "scaled-fp16",
+        "Scalify, row 2: float16 with scales, weights too",
+        weight_update="nearest",
+        state_dtype="float32",
+    ),
+    _scaled(
+        "scaled-fp8",
+        "Scalify, row 3: the same, products in eight bits",
+        matmul="fp8",
+        weight_update="nearest",
+        state_dtype="float32",
+    ),
     _scaled(
         "scaled-fp8-state16",
         "Scalify, row 4: the same, moments float16 with scales",

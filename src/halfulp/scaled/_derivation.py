@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..tensors import note_fallback
+from ..tensors import functional_form, is_written, note_fallback
 from ._form import decoded, encoded, logical_of, storage_of
 from ._scaled_tensor import ScaledTensor
 from ._writing import write
@@ -86,7 +86,7 @@ def _held(x: Any, wide: torch.dtype, dtype: torch.dtype, storage: torch.dtype) -
 
 
 def _written_or_refused(operator: OpOverload, name: str) -> Callable:
-    functional = _functional(operator, name)
+    functional = functional_form(operator)
     if functional is None or name in _RESIZE:
         return functools.partial(_refuse, operator, "writes into its argument")
     if torch.Tag.inplace_view in operator.tags:
@@ -98,16 +98,19 @@ def _written(operator: OpOverload, functional: OpOverload, *arguments: Any, **op
     """Compute, then copy into the arguments that are written."""
     names = [argument.name for argument in operator._schema.arguments]
     given = dict(zip(names, arguments)) | options
-    targets = [given[argument.name] for argument in operator._schema.arguments if _is_written(argument)]
+    written = [given[argument.name] for argument in operator._schema.arguments if is_written(argument)]
+    targets = tree_leaves(written)
     taken = {argument.name for argument in functional._schema.arguments}
     results = functional(**{name: value for name, value in given.items() if name in taken})
-    results = results if isinstance(results, (tuple, list)) else (results,)
+    results = tree_leaves(results)
     for target, result in zip(targets, results, strict=True):
         if result.shape != target.shape:
             raise RuntimeError(f"a result of shape {list(result.shape)} for an output of shape {list(target.shape)}")
     for target, result in zip(targets, results, strict=True):
         write(target, result)
-    return targets[0] if len(targets) == 1 else tuple(targets)
+    if not operator._schema.returns:
+        return None
+    return written[0] if len(written) == 1 else tuple(written)
 
 
 def _viewed_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:
@@ -116,25 +119,6 @@ def _viewed_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTens
     with no_dispatch():  # the shape that the wrapper itself reports
         operator(x, *arguments)
     return x
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _functional(operator: OpOverload, name: str) -> OpOverload | None:
-    """The overload that takes the same arguments and writes none of them."""
-    is_out = any(argument.is_out for argument in operator._schema.arguments)
-    packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)
-    if packet is None or operator.namespace != "aten" or not (is_out or name.endswith("_")):
-        return None
-    wanted = sorted((a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out)
-    for overload in packet.overloads():
-        candidate = getattr(packet, overload)
-        taken = sorted((a.name, str(a.type)) for a in candidate._schema.arguments)
-        if taken == wanted and not candidate._schema.is_mutable:
-            return candidate
-    return None
 
 
 def _refuse(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:

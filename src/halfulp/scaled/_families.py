@@ -15,6 +15,9 @@ from ._form import EIGHT_BITS, decoded, encoded, first_scaled, logical_of, made,
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 
+# A scale beyond this, or below its inverse, is no longer that of a tensor's values.
+_FAR = 2.0**60
+
 
 def moving(*operators: OpOverload) -> None:
     """Register operators that move the elements of their first argument: the payload moves, the scale stays.
@@ -72,7 +75,19 @@ def result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtype, dt
     """A float32 payload as a scaled tensor; whatever is no float as it is."""
     if not isinstance(y, Tensor) or not y.is_floating_point():
         return y
-    return made(_powers.times(y, rest), scale, storage, dtype)
+    y = _powers.times(y, rest)
+    value = _powers.known(scale)
+    if value is not None and not 1 / _FAR <= value <= _FAR and y.numel():
+        y, scale = _centred(y, scale)
+    return made(y, scale, storage, dtype)
+
+
+def _centred(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """A payload brought back to about 1, as iterations that multiply scales leave float32's range for nothing."""
+    amax = torch.nan_to_num(y.abs(), 0.0, 0.0, 0.0).amax()
+    power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
+    total, rest = _powers.product(scale, power)
+    return _powers.times(y / power, rest), total
 
 
 def power(scale: Tensor, degree: int) -> tuple[Tensor, Tensor | float]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import _fallback
 from ._backward import rounds, whole_results
 from ._form import Form, form_of, made
+from ._in_place import functional_form, is_written
 from ._mctensor import MCTensor
 from ._registry import implements
 from ._scale import decoded
@@ -49,7 +50,7 @@ def _composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
 
 def _primitive(operator: OpOverload, name: str) -> Callable:
     if operator._schema.is_mutable:
-        functional = _functional(operator, name)
+        functional = functional_form(operator)
         if functional is None:
             return functools.partial(_refuse, operator, "writes into its argument")
         return functools.partial(_written, operator, functional)
@@ -173,7 +174,7 @@ def _written(operator: OpOverload, functional: OpOverload, *arguments: Any, **op
     """Compute, then copy into the arguments that are written."""
     names = [argument.name for argument in operator._schema.arguments]
     given = dict(zip(names, arguments)) | options
-    targets = [given[argument.name] for argument in operator._schema.arguments if _is_written(argument)]
+    targets = [given[argument.name] for argument in operator._schema.arguments if is_written(argument)]
     taken = {argument.name for argument in functional._schema.arguments}
     with whole_results():
         results = functional(**{name: value for name, value in given.items() if name in taken})
@@ -187,25 +188,6 @@ def _written(operator: OpOverload, functional: OpOverload, *arguments: Any, **op
         else:
             target.copy_(result)
     return targets[0] if len(targets) == 1 else tuple(targets)
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _functional(operator: OpOverload, name: str) -> OpOverload | None:
-    """The overload that takes the same arguments and writes none of them."""
-    is_out = any(argument.is_out for argument in operator._schema.arguments)
-    packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)
-    if packet is None or operator.namespace != "aten" or not (is_out or name.endswith("_")):
-        return None
-    wanted = [(a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out]
-    for overload in packet.overloads():
-        candidate = getattr(packet, overload)
-        found = [(a.name, str(a.type)) for a in candidate._schema.arguments]
-        if found == wanted and not candidate._schema.is_mutable:
-            return candidate
-    return None
 
 
 def _refuse(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
