@@ -171,3 +171,18 @@ def test_one_graph_gives_the_same_bits(dynamic, seed):
     run(*tensors).sum().backward()
     torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")(*twins).sum().backward()
     assert all(torch.equal(x.grad.decode(), y.grad.decode()) for x, y in zip(tensors, twins))
+
+
+def test_results_that_outgrow_their_scale_take_a_larger_one():
+    x = ScaledTensor.encode(torch.tensor([1e-3, 1.0, 2.0, 1.5]), torch.float16)
+    y = x.reciprocal()
+    gradient = y * y * 2
+    wanted = 2 / x.decode().double() ** 2
+    assert ((gradient.decode().double() - wanted).abs() <= 2e-3 * wanted).all()
+    large = ScaledTensor(torch.full((4,), 2048.0, dtype=torch.float16), 1.0)
+    assert (large * large).tolist() == [2.0**22] * 4
+    mixed = ScaledTensor(torch.tensor([2048.0, torch.inf, torch.nan], dtype=torch.float16), 1.0)
+    squares = (mixed * mixed).decode()
+    assert squares[0] == 2.0**22
+    assert squares[1] == torch.inf
+    assert squares[2].isnan()

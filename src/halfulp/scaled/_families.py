@@ -11,7 +11,18 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_map
 
 from . import _powers
-from ._form import EIGHT_BITS, decoded, encoded, first_scaled, logical_of, made, operand, storage_of, widened
+from ._form import (
+    EIGHT_BITS,
+    decoded,
+    encoded,
+    first_scaled,
+    logical_of,
+    made,
+    made_to_fit,
+    operand,
+    storage_of,
+    widened,
+)
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 
@@ -79,7 +90,7 @@ def result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtype, dt
     value = _powers.known(scale)
     if value is not None and not 1 / _FAR <= value <= _FAR and y.numel():
         y, scale = _centred(y, scale)
-    return made(y, scale, storage, dtype)
+    return made_to_fit(y, scale, storage, dtype)
 
 
 def _centred(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,23 @@ def made(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype
     return wrap(narrowed(values, storage), scale, dtype)
 
 
+def made_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+    """The same under as large a scale as the largest finite value needs in the storage.
+
+    Where values cannot be looked at the scale stays, and they saturate.
+    """
+    if storage in (torch.bfloat16, torch.float32) or not values.numel() or not _powers.in_sight(values):
+        return made(values, scale, storage, dtype)
+    largest = torch.finfo(storage).max
+    low, high = torch.aminmax(values)
+    if -largest <= low.item() and high.item() <= largest:
+        return wrap(values.to(storage), scale, dtype)
+    amax = torch.nan_to_num(values, 0.0, 0.0, 0.0).abs().amax()
+    power = _powers.round_to_power((amax / largest).clamp(min=1.0), "up")
+    total, rest = _powers.product(scale, power)
+    return made(_powers.times(values / power, rest), total, storage, dtype)
+
+
 def decoded(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     """payload x scale, computed in float32 (float64 for that dtype) and rounded once to a dtype; its own by default."""
     dtype = dtype or x.dtype
