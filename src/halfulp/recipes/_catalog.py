@@ -48,6 +48,7 @@ _RECIPES = (
         weight_update="components",
         state_dtype="bfloat16x2",
     ),
+    _fp16("", "float16, no scale, updates rounded to nearest", weight_update="nearest"),
     _fp16("-kahan", "float16 with a 16-bit residual", weight_update="kahan"),
     _fp16("-split8", "float16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit"),
     _fp16("-master", "float16 with a float32 master copy", weight_update="master"),
