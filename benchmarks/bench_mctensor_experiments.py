@@ -17,22 +17,15 @@ where float32 reaches .123275. float16 alone is rounded to nearest. Times are ra
 process."""
 
 
-def recipe(name: str):
-    """From the catalogue, and float16 alone."""
-    from halfulp import recipes
-
-    if name == "fp16":
-        return recipes.Recipe(name="fp16", param_dtype="float16", weight_update="nearest")
-    return recipes.get(name)
-
-
 def trials(task, seeds: int) -> dict[str, list[dict]]:
     """Every recipe from the same starts."""
+    from halfulp import recipes
+
     data = task.load()
     found: dict[str, list[dict]] = {name: [] for name in RECIPES}
     for seed in range(seeds):
         for name in RECIPES:
-            found[name].append(task.trial(recipe(name), seed, task.steps, data))
+            found[name].append(task.trial(recipes.get(name), seed, task.steps, data))
             print("done", task.name, name, seed, flush=True)
     return found
 
