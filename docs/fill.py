@@ -8,6 +8,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -81,6 +82,76 @@ def recipes() -> str:
     return grid(["recipe", "what it is"], [[f"`{name}`", get(name).description] for name in names()])
 
 
+# What `halfulp.scaled` does with a family of operators: the payload of the result, and its scale.
+_SCALED_RULES = {
+    "pass-through": ("op(p)", "s"),
+    "bilinear": ("product: p₁ p₂; sum of K products: (Σ p₁ p₂) / c", "s₁ s₂; s₁ s₂ c with c = p2(√K)"),
+    "attention": ("torch's fused kernel of p_q s_q s_k, p_k, p_v", "s_v; gradients s_g s_v s_k/c, s_g s_v s_q/c, s_g"),
+    "alignment": ("op(p₁ s₁/s, p₂ s₂/s)", "s = max(s₁, s₂); constants have no say"),
+    "reduction": ("sum of n, norm: op(p) / c; mean, deviation: op(p)", "s c with c = p2(√n); s; products: measured"),
+    "gated": ("f(p s) / s", "s; max(s, 1) where f(0) is not 0; gradients s_g"),
+    "unit output": ("f(p s)", "1; min(s, 1) where f(x) is about x near 0; more where the largest result needs it"),
+    "power law": ("pⁿ, √p, √(2 p) for an odd power of two", "sⁿ, √s, √(s/2); measured for other exponents"),
+    "norm": ("(p − mean) / √(var + eps/s²)", "1; gradients s_g/s, of weights s_g c"),
+    "loss": ("by loss", "s or measured; gradients of a mean over n: about s_g/n"),
+    "recurrent": ("torch's fused layer on values", "measured"),
+    "indexing": ("op(p₁ s₁/s, p₂ s₂/s)", "s = max(s₁, s₂); constants have no say"),
+    "pooling": ("op(p)", "s"),
+    "order": ("to whole numbers: op(p s) / scale; histograms: on values", "max(s, 1); measured"),
+    "random": ("on values, by torch's generator", "measured; draws of 0 and 1: 1; dropout's gradient: s_g"),
+    "linear algebra": ("on values", "measured"),
+    "special": ("on values", "measured"),
+    "complex": ("on values", "none: plain complex tensors"),
+    "comparison": ("on values", "none: plain truth values and indices"),
+    "creation": ("the constant over its power of two", "the power of two next to it; 2⁻¹²⁶ for zeros"),
+    "writing": ("p s/s′", "s′ = s where all memory is written; else the scale that stands there"),
+    "rescaling": ("p / 2ᵏ, rounded by a cast", "s 2ᵏ, 2ᵏ next to the payload's rms"),
+    "foreach": ("the operator's own rule on each tensor", "by tensor"),
+    "collectives": ("p s/s′, then the collective", "s′ = the largest of the ranks', times p2(√ranks) for sums"),
+    "refused": ("NotImplementedError", ""),
+}
+
+
+def _scaled_families() -> dict[str, list[str]]:
+    """The library's own registered operators by family, in the order of the rules above."""
+    from halfulp.scaled._registry import FAMILIES
+
+    found: dict[str, list[str]] = {}
+    for operator, family in FAMILIES.items():
+        namespace, name = operator._schema.name.split("::")
+        if namespace in ("aten", "c10d", "_c10d_functional", "halfulp"):
+            name = name.removeprefix("_foreach_").removesuffix("_") if family == "foreach" else name
+            found.setdefault(family, []).append(name)
+    if found.keys() ^ _SCALED_RULES.keys():
+        raise ValueError(f"families with operators or words alone: {sorted(found.keys() ^ _SCALED_RULES.keys())}")
+    return {family: found[family] for family in _SCALED_RULES}
+
+
+def scaled_rules() -> str:
+    """What each family does to payload and scale."""
+    lines = [[name, *_SCALED_RULES[name], str(len(found))] for name, found in _scaled_families().items()]
+    return grid(["family", "payload of the result", "its scale", "overloads"], lines)
+
+
+def scaled_operators() -> str:
+    """The names of each family's operators."""
+    paragraphs = []
+    for family, found in _scaled_families().items():
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(found))
+        paragraphs.append(textwrap.fill(f"**{family}**: {names}", 120, break_on_hyphens=False, break_long_words=False))
+    return "\n\n".join(paragraphs)
+
+
+def scaled_recipes() -> str:
+    """The recipes with scaled payloads."""
+    from halfulp.recipes import get, names
+
+    found = [get(name) for name in names() if get(name).payload]
+    fields = ("payload", "matmul", "weight_update", "state_dtype")
+    rows = [[f"`{r.name}`", *(getattr(r, field) or "–" for field in fields), r.description] for r in found]
+    return grid(["recipe", "payload", "products", "weight update", "moments", "what it is"], rows)
+
+
 # From docs/results/plots.json ------------------------------------------------------------------------------------
 
 
@@ -144,15 +215,24 @@ def bytes_table() -> str:
 # From docs/results/compare.json ----------------------------------------------------------------------------------
 
 
-def _comparison(task: str, columns: Sequence[str]) -> str:
-    path = RESULTS / "compare.json"
+def _lines(file: str, task: str) -> list[dict[str, str]]:
+    """A comparison's table of a task, none where it was not run."""
+    path = RESULTS / file
     if not path.exists():
-        return ""
+        return []
     from halfulp.trials import Evidence
     from halfulp.trials._table import cells
 
     evidence = Evidence.from_json(path.read_text(encoding="utf-8"))
-    lines = [cells(evidence, row) for row in evidence.rows(task)]
+    return [cells(evidence, row) for row in evidence.rows(task)] if task in evidence.tasks() else []
+
+
+def _comparison(task: str, columns: Sequence[str]) -> str:
+    lines = _lines("compare.json", task)
+    return _chosen(lines, columns) if lines else ""
+
+
+def _chosen(lines: list[dict[str, str]], columns: Sequence[str]) -> str:
     names = [name for name in lines[0] if name in columns or name.endswith(" loss")]
     return grid(names, [[line[name] for name in names] for line in lines])
 
@@ -174,6 +254,23 @@ def compare_text() -> str:
 def compare_digits() -> str:
     """The digits classifier."""
     return _comparison("digits", _LONG)
+
+
+# The training losses of Scalify's table 3 (168 million parameters on WikiText-103), as gaps to its float32 run.
+_PAPER_GAPS = {
+    "scaled-fp16-master": "0.00",
+    "scaled-fp16": "+0.05",
+    "scaled-fp8": "+0.05",
+    "scaled-fp8-state16": "+0.06",
+}
+
+
+def compare_scaled() -> str:
+    """The GPT of Scalify's kind, the paper's gaps beside ours."""
+    lines = _lines("scaled.json", "gpt-scaled")
+    for line in lines:
+        line["gap in the paper"] = _PAPER_GAPS.get(line["recipe"], "–")
+    return _chosen(lines, (*_SHORT, "gap in the paper")) if lines else ""
 
 
 def _notes(task: str) -> str:
@@ -237,17 +334,52 @@ def mctensor_speed() -> str:
     return _benchmark("mctensor", "MCTensor: time", ("operation", "x torch", "MCTensor", "torch-dd"))
 
 
-def mctensor_experiments() -> str:
-    """The paper's experiments."""
-    path = ROOT / "benchmarks" / "results" / "mctensor_experiments.json"
+def _every_table(name: str) -> str:
+    """All tables of a benchmark, each under its title."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
     if not path.exists():
         return ""
     from benchmarks._results import load
 
     tables = [table for table in load(path).tables if table.rows]
-    return "\n\n".join(
-        f"{table.title}:\n\n" + _benchmark("mctensor_experiments", table.title, list(table.columns)) for table in tables
-    )
+    return "\n\n".join(f"{table.title}:\n\n" + _benchmark(name, table.title, list(table.columns)) for table in tables)
+
+
+def mctensor_experiments() -> str:
+    """The paper's experiments."""
+    return _every_table("mctensor_experiments")
+
+
+def scaled_coverage() -> str:
+    """How many of torch's operators are right on scaled tensors."""
+    return _benchmark("op_coverage", "op_db", ("what", "entries", "of", "share", "bar"))
+
+
+def scaled_exceptions() -> str:
+    """Which are wrong or refused."""
+    return _benchmark("op_coverage", "Wrong or refused", ("entry", "why"))
+
+
+def scaled_architectures() -> str:
+    """The gradients of Hugging Face models."""
+    columns = ("architecture", "kind", "float32 payload", "bit-equal", "float16 payload", "fallbacks")
+    return _benchmark("scaled_architectures", "gradients", columns)
+
+
+def scaled_architectures_note() -> str:
+    """What the table of architectures says, and how many meet their bar."""
+    path = ROOT / "benchmarks" / "results" / "scaled_architectures.json"
+    if not path.exists():
+        return ""
+    from benchmarks._results import load
+
+    result = load(path)
+    return textwrap.fill(f"{result.text} Of all, {result.tables[0].note}.", 120, break_on_hyphens=False)
+
+
+def scaled_cost() -> str:
+    """What scaled tensors cost in time and memory."""
+    return _every_table("scaled")
 
 
 def mammals() -> str:
@@ -348,6 +480,9 @@ PLACES: dict[str, Callable[[], str]] = {
         block_formats,
         tasks,
         recipes,
+        scaled_rules,
+        scaled_operators,
+        scaled_recipes,
         theorem1,
         drift,
         moment,
@@ -355,6 +490,12 @@ PLACES: dict[str, Callable[[], str]] = {
         mctensor_speed,
         mctensor_experiments,
         mammals,
+        scaled_coverage,
+        scaled_exceptions,
+        scaled_architectures,
+        scaled_architectures_note,
+        scaled_cost,
+        compare_scaled,
         compare_text_short,
         compare_text,
         compare_text_notes,

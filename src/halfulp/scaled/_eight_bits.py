@@ -155,7 +155,7 @@ _cast = define_operator(
 )
 
 
-@implements(_cast, family="own")
+@implements(_cast, family="rescaling")
 def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dtype | None) -> ScaledTensor:
     """The payload brought to a root mean square of about 1 and rounded; the scale takes what it lost."""
     if forward is None:
