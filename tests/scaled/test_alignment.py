@@ -116,13 +116,20 @@ def small():
     ],
 )
 class TestConstants:
-    def test_they_leave_the_scale_and_saturate(self, write):
+    def test_what_stands_for_infinity_saturates_and_leaves_the_rest(self, write):
         x = small()
         for constant in (-1e9, torch.finfo(torch.float32).min):
             y = write(x, constant)
-            assert torch.equal(y.scale, x.scale)
             assert same_bits(y[1:].decode(), x[1:].decode())
-            assert y[0].item() == -65504 * x.scale.item()
+            assert -256 < y[0].item() <= -128
+            large = x * 2.0**20
+            assert torch.equal(write(large, constant).scale, large.scale)
+            assert write(large, constant)[0].item() == -65504 * large.scale.item()
+
+    def test_others_keep_their_value(self, write):
+        y = write(small(), 1000.0)
+        assert abs(y[0].item() - 1000) < 1
+        assert torch.allclose(y[1:].decode(), small()[1:].decode(), rtol=1e-2)
 
     def test_infinities_stay(self, write):
         y = write(small(), -float("inf"))
@@ -170,3 +177,16 @@ def test_a_thousand_decaying_steps_of_a_moving_average_stay_with_float32():
     assert average.isfinite().all()
     # The scale stays where it began, and the payload decays to its smallest number.
     assert torch.allclose(average.decode(), expected, rtol=1e-2, atol=2.0**-24)
+
+
+def test_sums_that_outgrow_their_scale_take_a_larger_one():
+    x = ScaledTensor.encode(torch.tensor([1.0, -0.5]), torch.float16)
+    y = x
+    for _ in range(40):
+        y = y + y
+    assert y.tolist() == [2.0**40, -(2.0**39)]
+    base, left, right = (ScaledTensor(torch.full((2, 2), 3e4, dtype=torch.float16), 1.0) for _ in range(3))
+    assert torch.allclose(torch.addmm(base, left, right).decode(), torch.full((2, 2), 1.8e9), rtol=1e-2)
+    assert torch.allclose((base - base * -3).decode(), torch.full((2, 2), 1.2e5), rtol=1e-2)
+    logits = ScaledTensor.encode(torch.tensor([2e5, 0.0, -1e5]), torch.float16)
+    assert torch.allclose(logits.log_softmax(0).decode(), torch.tensor([0.0, -2e5, -3e5]), rtol=1e-2)

@@ -89,3 +89,17 @@ def test_float16_payloads(seed):
     torch.testing.assert_close(A.solve(a, b).decode(), A.solve(a.decode(), b.decode()), rtol=1e-2, atol=1e-2)
     assert A.inv(a).payload.dtype == torch.float16
     assert not A.inv_ex(a).info.any()
+
+
+@pytest.mark.parametrize("function", [A.det, lambda x: A.slogdet(x)[1], lambda x: A.solve(x, x[:, :2]).sum()])
+@pytest.mark.parametrize("part", [lambda x: x[:, :4], lambda x: x[:, :4].mT, lambda x: x[::2, 1:4]])
+def test_gradients_of_matrices_that_are_parts_of_others(function, part, seed):
+    x = (
+        (torch.randn(5, 7)[:4] + 2 * torch.eye(5, 7)[:4])
+        if part(torch.empty(4, 7)).shape[0] == 4
+        else torch.randn(6, 7)
+    )
+    plain, scaled = x.clone().requires_grad_(), ScaledTensor.encode(x, torch.float32).detach().requires_grad_()
+    for tensor in (plain, scaled):
+        function(part(tensor)).backward()
+    assert (scaled.grad.decode() - plain.grad).norm() <= 1e-3 * plain.grad.norm()

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from . import _powers
-from ._degrees import by_degree, constants_under, held_under, joining, together, under
+from ._constants import constants_under, together
+from ._degrees import by_degree, held_under, joining, under
 from ._families import aligned, bounded, value_of
-from ._form import decoded, first_scaled, logical_of, made, operand, storage_of, widened
+from ._form import decoded, first_scaled, logical_of, made, made_to_fit, operand, storage_of, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 
@@ -35,7 +36,7 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     """a + alpha b under the larger scale."""
     moved, factor = multiplied(b, alpha, first_scaled((a, b)))
     (x, y), scale, *_ = aligned(a, moved)
-    return made(torch.add(x, y, alpha=factor), scale, storage_of((a, b)), logical_of((a, b)))
+    return made_to_fit(torch.add(x, y, alpha=factor), scale, storage_of((a, b)), logical_of((a, b)))
 
 
 @implements(aten.sub.Tensor, aten.sub.Scalar, family="alignment")
@@ -43,7 +44,7 @@ def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     """a - alpha b under the larger scale."""
     moved, factor = multiplied(b, alpha, first_scaled((a, b)))
     (x, y), scale, *_ = aligned(a, moved)
-    return made(torch.sub(x, y, alpha=factor), scale, storage_of((a, b)), logical_of((a, b)))
+    return made_to_fit(torch.sub(x, y, alpha=factor), scale, storage_of((a, b)), logical_of((a, b)))
 
 
 @implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")
@@ -80,7 +81,7 @@ def where(condition: Tensor, a: Any, b: Any) -> Tensor:
 def hypot(a: Any, b: Any) -> Tensor:
     """The root of a^2 + b^2 under the larger scale."""
     (x, y), scale, storage, dtype = aligned(a, b)
-    return made(torch.hypot(x, y), scale, storage, dtype)
+    return made_to_fit(torch.hypot(x, y), scale, storage, dtype)
 
 
 @implements(aten.cat.default, family="alignment")
@@ -99,8 +100,8 @@ def _joined(operator: OpOverload, tensors: Sequence[Any], dim: int) -> Tensor:
     dtype = tensors[0].dtype
     for x in tensors[1:]:
         dtype = torch.promote_types(dtype, x.dtype)
-    payloads, scale, storage, _ = aligned(*tensors)
-    return made(operator(payloads, dim), scale, storage, dtype)
+    payloads, scale = together(list(tensors))
+    return made(operator(payloads, dim), scale, storage_of(tensors), dtype)
 
 
 def _within(x: ScaledTensor, low: Any, high: Any) -> ScaledTensor:
@@ -119,7 +120,7 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
     if not isinstance(x, ScaledTensor) or any(isinstance(b, Tensor) and b.dim() for b in given[1:]):
         payloads, scale = together(given)
     else:
-        bounds, scale = constants_under(_within(x, low, high), *given[1:])
+        bounds, scale = constants_under(_within(x, low, high), *given[1:], room=False)
         bounds = [torch.full((), b, dtype=torch.float32, device=x.device) if type(b) is float else b for b in bounds]
         payloads = [_powers.times(widened(x), _powers.ratio(x._scale, scale)), *bounds]
     values = payloads.pop(0)
@@ -166,7 +167,7 @@ def nan_to_num(x: ScaledTensor, nan: Any = None, posinf: Any = None, neginf: Any
     numbers = [0.0 if n is None else n for n in (nan, posinf, neginf)]
     constants, scale = constants_under(x, *numbers)
     largest = torch.finfo(x.dtype).max
-    defaults, _ = constants_under(wrap(x._payload, scale, x.dtype), largest, -largest)
+    defaults, _ = constants_under(wrap(x._payload, scale, x.dtype), largest, -largest, room=False)
     constants = [constants[0], *(d if n is None else c for n, c, d in zip((posinf, neginf), constants[1:], defaults))]
     payload = _powers.times(widened(x), _powers.ratio(x._scale, scale))
     infinity = float("inf")

@@ -14,7 +14,7 @@ from . import _powers
 from ._derivation import on_values
 from ._eight_bits import eight_bit_product, is_eight_bit_product
 from ._families import aligned, result, value_of
-from ._form import EIGHT_BITS, first_scaled, logical_of, made, operand, storage_of, widened
+from ._form import EIGHT_BITS, first_scaled, logical_of, made, made_to_fit, operand, storage_of, widened
 from ._powers import power_of
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
@@ -25,11 +25,8 @@ aten = torch.ops.aten
 def root_of_count(count: int) -> float:
     """The power of two below the square root of a number of terms.
 
-    Any power of two would give the same values: of a symbolic size the one of the size that is traced is taken, so
-    that other sizes run in the same graph.
+    By comparing, not by a logarithm, so that a symbolic size is held to a range and not to a value.
     """
-    if isinstance(count, torch.SymInt):
-        count = count.node.hint if count.node.has_hint() else 1
     power = 1
     while count >= 4 * power * power:
         power *= 2
@@ -84,6 +81,11 @@ def split_number(value: Any) -> tuple[Any, float]:
     return value / power, power
 
 
+def zeros_scale(x: ScaledTensor) -> Tensor:
+    """The scale of zeros, which decides nothing."""
+    return torch.full_like(x._scale, _powers.ANY)
+
+
 def _is_complex(x: Any) -> bool:
     return isinstance(x, complex) or (isinstance(x, Tensor) and x.is_complex())
 
@@ -103,20 +105,8 @@ def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torc
     if operator is aten.mm.default and is_eight_bit_product(x._payload, y._payload):
         values = eight_bit_product(x._payload, y._payload, 1.0 / spread)
     else:
-        left, right = _for_product(x, y) if operator in _WITH_FACTOR else (widened(x), widened(y))
-        values = _divided_product(operator, left, right, 1.0 / spread)
+        values = _divided_product(operator, widened(x), widened(y), 1.0 / spread)
     return result(values, scale, rest, product_storage((a, b)), dtype or logical_of((a, b)))
-
-
-def _for_product(*tensors: ScaledTensor) -> list[Tensor]:
-    """Payloads for a product of matrices: bfloat16, whose sums torch keeps in float32 and rounds once, or float32.
-
-    bfloat16 has float32's range; float16 would leave its own before the sum is brought back.
-    """
-    payloads = [x._payload for x in tensors]
-    if all(payload.dtype == torch.bfloat16 for payload in payloads):
-        return payloads
-    return [widened(x) for x in tensors]
 
 
 def _divided_product(operator: OpOverload, left: Tensor, right: Tensor, factor: float) -> Tensor:
@@ -155,7 +145,7 @@ def mul(a: Any, b: Any) -> Tensor:
     dtype = logical_of((a, b))
     if not isinstance(b, Tensor):
         mantissa, power = split_number(b)
-        scale, rest = _powers.product(a._scale, power)
+        scale, rest = (zeros_scale(a), 1.0) if power == _powers.ANY else _powers.product(a._scale, power)
         if type(mantissa) is float and mantissa == 1.0 and type(rest) is float and rest == 1.0:
             return wrap(a._payload.clone(), scale, dtype)
         return result(widened(a) * mantissa, scale, rest, a._payload.dtype, dtype)
@@ -211,16 +201,7 @@ def floor_divide(a: Any, b: Any) -> Tensor:
 
 
 def joined(
-    base: Any,
-    a: Any,
-    b: Any,
-    compute: Callable,
-    *,
-    spread: float = 1.0,
-    beta: Any = 1,
-    alpha: Any = 1,
-    quotient: bool = False,
-    separate: OpOverload | None = None,
+    base: Any, a: Any, b: Any, compute: Callable, *, spread: float = 1.0, beta: Any = 1, alpha: Any = 1, quotient=False
 ) -> Tensor:
     """beta base + alpha a b, computed and rounded once, under the larger of the two parts' scales.
 
@@ -230,46 +211,43 @@ def joined(
         spread: what brings the product's payload back, a power of two.
         beta, alpha: numbers.
         quotient: a / b takes the place of a b.
-        separate: the product of matrices alone, where compute is one and a sum.
     """
     like = first_scaled((base, a, b))
     storage, dtype = product_storage((base, a, b)), logical_of((base, a, b))
     base, x, y = operand(base, like), operand(a, like), operand(b, like)
     factors = (x._scale, inverse(y._scale) if quotient else y._scale)
     own, _ = _powers.product(base._scale, split_number(beta)[1])
-    own = torch.full_like(own, _powers.ANY) if not is_symbolic(beta) and beta == 0 else own
+    own = zeros_scale(base) if not is_symbolic(beta) and beta == 0 else own
     other, _ = _powers.product(*factors, split_number(alpha)[1], spread)
     scale = _powers.larger(own, other)
     of_base, of_product = over(base._scale, scale=scale), over(*factors, scale=scale)
     if quotient:
         of_product = _powers_of_zeros(y._scale, of_product)
-    start, left, right = _for_product(base, x, y) if separate else (widened(base), widened(x), widened(y))
-    if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
-        return made(compute(start, left, right, beta * of_base, alpha * of_product), scale, storage, dtype)
-    if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
-        # Factors after the product become one pass with what follows; before it they would be one over a matrix.
-        return made(separate(left, right) * (alpha * of_product) + start * (beta * of_base), scale, storage, dtype)
-    # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
-    left, right = (left * of_product, right) if quotient else (left, right * of_product)
-    return made(compute(start * of_base, left, right, beta, alpha), scale, storage, dtype)
+    left, right, start = widened(x), widened(y), widened(base)
+    if isinstance(of_base, Tensor) or isinstance(of_product, Tensor):
+        start = start * of_base
+        # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
+        left, right = (left * of_product, right) if quotient else (left, right * of_product)
+        of_base = of_product = 1.0
+    return made_to_fit(compute(start, left, right, beta * of_base, alpha * of_product), scale, storage, dtype)
 
 
-def _added_product(operator: OpOverload, terms: Callable[[Any, Any], int], separate: OpOverload | None) -> Callable:
+def _added_product(operator: OpOverload, terms: Callable[[Any, Any], int]) -> Callable:
     def compute(base: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any) -> Tensor:
         return operator(base, a, b, beta=beta, alpha=alpha)
 
     def added(base: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
         spread = root_of_count(terms(a, b))
-        return joined(base, a, b, compute, spread=spread, beta=beta, alpha=alpha, separate=separate)
+        return joined(base, a, b, compute, spread=spread, beta=beta, alpha=alpha)
 
     return implements(operator, family="bilinear")(added)
 
 
-addmm = _added_product(aten.addmm.default, lambda a, b: a.shape[-1], aten.mm.default)
-baddbmm = _added_product(aten.baddbmm.default, lambda a, b: a.shape[-1], aten.bmm.default)
-addmv = _added_product(aten.addmv.default, lambda a, b: a.shape[-1], None)
-addbmm = _added_product(aten.addbmm.default, lambda a, b: a.shape[0] * a.shape[-1], None)
-addr = _added_product(aten.addr.default, lambda a, b: 1, None)
+addmm = _added_product(aten.addmm.default, lambda a, b: a.shape[-1])
+baddbmm = _added_product(aten.baddbmm.default, lambda a, b: a.shape[-1])
+addmv = _added_product(aten.addmv.default, lambda a, b: a.shape[-1])
+addbmm = _added_product(aten.addbmm.default, lambda a, b: a.shape[0] * a.shape[-1])
+addr = _added_product(aten.addr.default, lambda a, b: 1)
 
 
 @implements(aten.addmm.dtype, aten.baddbmm.dtype, family="bilinear")
@@ -303,7 +281,7 @@ def lerp(a: Any, b: Any, weight: Any) -> Tensor:
         a, b = operand(a, weight), operand(b, weight)
     (x, y), scale, storage, dtype = aligned(a, b)
     operator = aten.lerp.Tensor if isinstance(weight, Tensor) else aten.lerp.Scalar
-    return made(operator(x, y, value_of(weight)), scale, storage, dtype)
+    return made_to_fit(operator(x, y, value_of(weight)), scale, storage, dtype)
 
 
 @implements(aten._grouped_mm.default, family="bilinear")

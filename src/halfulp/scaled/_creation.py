@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ def constant(x: ScaledTensor, plain: Tensor, value: float) -> Tensor:
     finite = value == value and abs(value) != float("inf")
     # An infinity has the scale of zeros: it decides nothing.
     power = _powers.power_of(abs(value)) if value and finite else (1.0 if value != value else _powers.ANY)
-    payload = torch.empty_like(plain, dtype=x._payload.dtype).fill_(value / power if finite else value)
+    mantissa = value / power if finite else value
+    if power == _powers.LARGEST:  # the next number above float32's largest would be infinity
+        mantissa = math.copysign(min(abs(mantissa), 2 - torch.finfo(x._payload.dtype).eps), mantissa)
+    payload = torch.empty_like(plain, dtype=x._payload.dtype).fill_(mantissa)
     scale = torch.full((), power, dtype=torch.float32, device=plain.device)
     return wrap(payload, scale, plain.dtype)
 

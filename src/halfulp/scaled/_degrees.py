@@ -11,12 +11,11 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import _powers
+from ._constants import together
 from ._families import one, result, value_of
 from ._form import encoded, first_scaled, logical_of, operand, storage_of, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
-
-FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def by_degree(*operators: OpOverload, family: str, terms: Callable | None = None, **degrees: int) -> None:
@@ -139,63 +138,6 @@ def _joining(operator: OpOverload) -> Callable:
         return under(results, [scale], holders + [x for x in flat if is_floating(x) and x.dim()])
 
     return rule
-
-
-def is_constant(x: Any) -> bool:
-    """Whether x is a number or a plain tensor without dimensions: what never decides a scale."""
-    return not isinstance(x, ScaledTensor) and (not isinstance(x, Tensor) or x.dim() == 0)
-
-
-def together(operands: list[Any]) -> tuple[list[Any], Tensor]:
-    """float32 payloads under one scale: the largest, in which constants have no say.
-
-    A constant's payload saturates where that scale is too small for it, infinities stay; among zeros of any scale its
-    own power of two is taken.
-    """
-    like = first_scaled(operands)
-    tensors = {i: operand(x, like) for i, x in enumerate(operands) if not is_constant(x)}
-    scale = _powers.deciding(*(x._scale for x in tensors.values()))
-    constants = {i: operand(x, like) for i, x in enumerate(operands) if i not in tensors}
-    if constants:
-        scale = adopted(scale, *(x._scale for x in constants.values()))
-    payloads = {i: _powers.times(widened(x), _powers.towards(x._scale, scale)) for i, x in tensors.items()}
-    payloads |= {i: constant_payload(x, scale) for i, x in constants.items()}
-    return [payloads[i] for i in range(len(operands))], scale
-
-
-def adopted(scale: Tensor, *others: Tensor) -> Tensor:
-    """A scale, or the largest of others if it is that of zeros of any scale."""
-    value = _powers.known(scale)
-    if value is None:
-        return torch.where(scale == _powers.ANY, _powers.larger(*others), scale)
-    return _powers.larger(*others) if value == _powers.ANY else scale
-
-
-def constant_payload(constant: ScaledTensor, scale: Tensor) -> Tensor:
-    """A constant as a payload under a scale: what is finite saturates."""
-    payload = widened(constant)
-    moved = _powers.times(payload, _powers.ratio(constant._scale, scale))
-    return torch.where(payload.isinf(), payload, moved.clamp(-FLOAT32_MAX, FLOAT32_MAX))
-
-
-def constants_under(x: ScaledTensor, *constants: Any) -> tuple[list[Any], Tensor]:
-    """Constants as factors of x's scale, and that scale, which they take part in only if x is zeros of any scale."""
-    own = _powers.known(x._scale)
-    if own is not None and all(isinstance(c, (int, float)) for c in constants):
-        if own == _powers.ANY:
-            powers = [_powers.power_of(abs(c)) for c in constants if c and abs(c) < float("inf")]
-            own = max([own, *powers])
-        scale = torch.full((), own, dtype=torch.float32)
-        return [_under_number(float(c), own) for c in constants], scale
-    tensors = [operand(c, x) for c in constants]
-    scale = adopted(x._scale, *(c._scale for c in tensors))
-    return [constant_payload(c, scale) for c in tensors], scale
-
-
-def _under_number(constant: float, scale: float) -> float:
-    if constant != constant or abs(constant) == float("inf"):
-        return constant
-    return min(max(constant / scale, -FLOAT32_MAX), FLOAT32_MAX)
 
 
 def measured_like(y: Any, holders: list[Any]) -> Any:

@@ -13,14 +13,13 @@ from torch.utils._pytree import tree_map
 from . import _powers
 from ._form import (
     EIGHT_BITS,
+    STAND_IN,
     decoded,
     encoded,
     first_scaled,
     logical_of,
-    made,
     made_to_fit,
     operand,
-    selectable,
     storage_of,
     widened,
 )
@@ -57,10 +56,6 @@ def moved(operator: OpOverload, payload: Tensor, *arguments: Any, **options: Any
     return tree_map(lambda p: p.view(payload.dtype) if isinstance(p, Tensor) and p.dtype == torch.uint8 else p, results)
 
 
-# Whose results are elements of the argument, or their negatives: exact in every storage.
-_PICKING = {torch.ops.aten.relu.default, torch.ops.aten.neg.default, torch.ops.aten.abs.default}
-
-
 def linear(*operators: OpOverload) -> None:
     """Register operators of one scaled tensor, the first argument, that commute with a positive factor.
 
@@ -81,8 +76,7 @@ def _of_degree(operator: OpOverload, degree: int) -> Callable:
     def scaled(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         storage, dtype = x._payload.dtype, x.dtype
         scale, rest = _powers.product(*[x._scale] * degree) if degree > 0 else power(x._scale, degree)
-        entered = selectable(x) if operator in _PICKING else widened(x)
-        results = operator(entered, *arguments, **options)
+        results = operator(widened(x), *arguments, **options)
         return tree_map(lambda y: result(y, scale.clone(), rest, storage, dtype), results)
 
     return scaled
@@ -184,7 +178,7 @@ def value_of(x: Any) -> Any:
 def _held(y: Any, storage: torch.dtype, dtype: torch.dtype, unit: bool) -> Any:
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.layout != torch.strided:
         return y
-    return made(y, one(y), storage, dtype) if unit else encoded(y, storage, dtype=dtype)
+    return made_to_fit(y, one(y), storage, dtype) if unit else encoded(y, storage, dtype=dtype)
 
 
 def one(like: Tensor) -> Tensor:
@@ -201,5 +195,24 @@ def aligned(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dt
     like = first_scaled(operands)
     tensors = [operand(x, like) for x in operands]
     scale = _powers.deciding(*(x._scale for x in tensors))
+    storage = storage_of(operands)
     payloads = [_powers.times(widened(x), _powers.towards(x._scale, scale)) for x in tensors]
-    return payloads, scale, storage_of(operands), logical_of(operands)
+    payloads = [saturated(p, given, storage) for p, given in zip(payloads, operands)]
+    return payloads, scale, storage, logical_of(operands)
+
+
+def saturated(payload: Tensor, given: Any, storage: torch.dtype) -> Tensor:
+    """The payload of an operand in which numbers that stand for infinity leave no room for larger ones in a result."""
+    if isinstance(given, ScaledTensor):
+        scale = _powers.known(given._scale)
+        if scale is None or scale < _powers.HUGE:
+            return payload
+    elif not isinstance(given, Tensor) or not given.dim():
+        return payload
+    largest = torch.finfo(storage).max
+    if storage in (torch.float32, torch.bfloat16) or (
+        _powers.in_sight(payload) and not (payload.abs() > largest).any()
+    ):
+        return payload
+    stands_in = (value_of(given).abs() >= STAND_IN) & (payload.abs() > largest) & payload.isfinite()
+    return torch.where(stands_in, payload.sign() * largest, payload)

@@ -37,11 +37,6 @@ def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
     return torch.float16 if width == 0 else torch.float32
 
 
-def selectable(x: ScaledTensor) -> Tensor:
-    """The payload for operators that pick or negate elements: as it is where torch has such kernels for it."""
-    return widened(x) if x._payload.dtype in EIGHT_BITS else x._payload
-
-
 def widened(x: ScaledTensor) -> Tensor:
     """The payload in float32, in which rules compute."""
     return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
@@ -89,11 +84,11 @@ def decoded(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     dtype = dtype or x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     value = _powers.known(x._scale)
-    if value is not None and type(x._payload) is Tensor and x._payload.dtype != wide:
-        scaled = x._payload.to(wide)  # memory of its own: no second pass for the scale 1, no third tensor for others
-        scaled = scaled if value == 1.0 else scaled.mul_(value)
-    else:
-        scaled = x._payload.to(wide) * (x._scale.to(wide) if value is None else value)
+    scaled = x._payload.to(wide) * (x._scale.to(wide) if value is None else value)
+    if value is not None and value >= _powers.HUGE and wide == torch.float32:
+        # A payload may be rounded up to 2: float32's largest number comes back as such, and not as infinity.
+        largest = torch.finfo(wide).max
+        scaled = torch.where(x._payload.to(wide).isinf(), scaled, scaled.clamp(-largest, largest))
     return scaled if dtype == wide else scaled.to(dtype)
 
 
@@ -135,7 +130,7 @@ def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
         if x.is_complex():
             raise ComplexOperand
         x = x if x.is_floating_point() else x.to(like.dtype)
-        return encoded(x, torch.float32, _scale_beside_stand_ins(x))
+        return encoded(x, torch.float32, _scale_beside_stand_ins(x, like._payload.dtype))
     if isinstance(x, complex):
         raise ComplexOperand
     value = float(x)
@@ -145,17 +140,20 @@ def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
 
 
 # Masks add such numbers where they mean minus infinity: -1e9, the smallest of the dtype.
-_STAND_IN = 2.0**24
+STAND_IN = 2.0**24
+# What is as large may take infinity's place: exp(-128) is 0 in float32.
+ENOUGH = 128.0
 
 
-def _scale_beside_stand_ins(x: Tensor) -> Tensor:
-    """The scale of the other numbers, where there are others or zeros; no smaller than float32 payloads allow."""
+def _scale_beside_stand_ins(x: Tensor, storage: torch.dtype) -> Tensor:
+    """The scale of the other numbers, where there are others or zeros; no smaller than what must stay large allows."""
     if not x.dim() or not x.numel():
         return measured_scale(x, torch.float32)
-    large = x.abs() >= _STAND_IN
+    large = x.abs() >= STAND_IN
     scale = measured_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
     amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()
     lowest = (amax / torch.finfo(torch.float32).max).to(torch.float32)
+    lowest = torch.where(amax >= STAND_IN, lowest.clamp(min=ENOUGH / torch.finfo(storage).max), lowest)
     return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ._alignment import multiplied
-from ._degrees import by_degree, is_constant, measured_like, together, under
+from ._constants import is_constant, together
+from ._degrees import by_degree, measured_like, under
 from ._families import value_of
 from ._form import decoded, first_scaled, operand
 from ._registry import implements

@@ -14,7 +14,7 @@ from . import _powers
 from ._bilinear import root_of_count
 from ._degrees import under
 from ._families import one, power, value_of
-from ._form import decoded, first_scaled, logical_of, made, operand, storage_of, widened
+from ._form import decoded, first_scaled, logical_of, made, made_to_fit, operand, storage_of, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 from ._writing import write
@@ -64,7 +64,7 @@ def deviation_scale(x: ScaledTensor, eps: float) -> Tensor:
 
 def _normalised(y: Tensor, *operands: Any) -> ScaledTensor:
     given = [x for x in operands if isinstance(x, Tensor)]
-    return made(y, one(y), storage_of(given), logical_of(given))
+    return made_to_fit(y, one(y), storage_of(given), logical_of(given))
 
 
 def _values(*tensors: Any) -> list[Any]:
