@@ -25,8 +25,11 @@ aten = torch.ops.aten
 def root_of_count(count: int) -> float:
     """The power of two below the square root of a number of terms.
 
-    By comparing, not by a logarithm, so that a symbolic size is held to a range and not to a value.
+    Any power of two would give the same values: of a symbolic size the one of the size that is traced is taken, so
+    that other sizes run in the same graph.
     """
+    if isinstance(count, torch.SymInt):
+        count = count.node.hint if count.node.has_hint() else 1
     power = 1
     while count >= 4 * power * power:
         power *= 2
@@ -105,8 +108,20 @@ def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torc
     if operator is aten.mm.default and is_eight_bit_product(x._payload, y._payload):
         values = eight_bit_product(x._payload, y._payload, 1.0 / spread)
     else:
-        values = _divided_product(operator, widened(x), widened(y), 1.0 / spread)
+        left, right = _for_product(x, y) if operator in _WITH_FACTOR else (widened(x), widened(y))
+        values = _divided_product(operator, left, right, 1.0 / spread)
     return result(values, scale, rest, product_storage((a, b)), dtype or logical_of((a, b)))
+
+
+def _for_product(*tensors: ScaledTensor) -> list[Tensor]:
+    """Payloads for a product of matrices: bfloat16, whose sums torch keeps in float32 and rounds once, or float32.
+
+    bfloat16 has float32's range; float16 would leave its own before the sum is brought back.
+    """
+    payloads = [x._payload for x in tensors]
+    if all(payload.dtype == torch.bfloat16 for payload in payloads):
+        return payloads
+    return [widened(x) for x in tensors]
 
 
 def _divided_product(operator: OpOverload, left: Tensor, right: Tensor, factor: float) -> Tensor:
@@ -201,7 +216,16 @@ def floor_divide(a: Any, b: Any) -> Tensor:
 
 
 def joined(
-    base: Any, a: Any, b: Any, compute: Callable, *, spread: float = 1.0, beta: Any = 1, alpha: Any = 1, quotient=False
+    base: Any,
+    a: Any,
+    b: Any,
+    compute: Callable,
+    *,
+    spread: float = 1.0,
+    beta: Any = 1,
+    alpha: Any = 1,
+    quotient: bool = False,
+    separate: OpOverload | None = None,
 ) -> Tensor:
     """beta base + alpha a b, computed and rounded once, under the larger of the two parts' scales.
 
@@ -211,6 +235,7 @@ def joined(
         spread: what brings the product's payload back, a power of two.
         beta, alpha: numbers.
         quotient: a / b takes the place of a b.
+        separate: the product of matrices alone, where compute is one and a sum.
     """
     like = first_scaled((base, a, b))
     storage, dtype = product_storage((base, a, b)), logical_of((base, a, b))
@@ -223,31 +248,35 @@ def joined(
     of_base, of_product = over(base._scale, scale=scale), over(*factors, scale=scale)
     if quotient:
         of_product = _powers_of_zeros(y._scale, of_product)
-    left, right, start = widened(x), widened(y), widened(base)
-    if isinstance(of_base, Tensor) or isinstance(of_product, Tensor):
-        start = start * of_base
-        # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
-        left, right = (left * of_product, right) if quotient else (left, right * of_product)
-        of_base = of_product = 1.0
-    return made_to_fit(compute(start, left, right, beta * of_base, alpha * of_product), scale, storage, dtype)
+    start, left, right = _for_product(base, x, y) if separate else (widened(base), widened(x), widened(y))
+    if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
+        return made_to_fit(compute(start, left, right, beta * of_base, alpha * of_product), scale, storage, dtype)
+    if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
+        # Factors after the product become one pass with what follows; before it they would be one over a matrix.
+        return made_to_fit(
+            separate(left, right) * (alpha * of_product) + start * (beta * of_base), scale, storage, dtype
+        )
+    # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
+    left, right = (left * of_product, right) if quotient else (left, right * of_product)
+    return made_to_fit(compute(start * of_base, left, right, beta, alpha), scale, storage, dtype)
 
 
-def _added_product(operator: OpOverload, terms: Callable[[Any, Any], int]) -> Callable:
+def _added_product(operator: OpOverload, terms: Callable[[Any, Any], int], separate: OpOverload | None) -> Callable:
     def compute(base: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any) -> Tensor:
         return operator(base, a, b, beta=beta, alpha=alpha)
 
     def added(base: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
         spread = root_of_count(terms(a, b))
-        return joined(base, a, b, compute, spread=spread, beta=beta, alpha=alpha)
+        return joined(base, a, b, compute, spread=spread, beta=beta, alpha=alpha, separate=separate)
 
     return implements(operator, family="bilinear")(added)
 
 
-addmm = _added_product(aten.addmm.default, lambda a, b: a.shape[-1])
-baddbmm = _added_product(aten.baddbmm.default, lambda a, b: a.shape[-1])
-addmv = _added_product(aten.addmv.default, lambda a, b: a.shape[-1])
-addbmm = _added_product(aten.addbmm.default, lambda a, b: a.shape[0] * a.shape[-1])
-addr = _added_product(aten.addr.default, lambda a, b: 1)
+addmm = _added_product(aten.addmm.default, lambda a, b: a.shape[-1], aten.mm.default)
+baddbmm = _added_product(aten.baddbmm.default, lambda a, b: a.shape[-1], aten.bmm.default)
+addmv = _added_product(aten.addmv.default, lambda a, b: a.shape[-1], None)
+addbmm = _added_product(aten.addbmm.default, lambda a, b: a.shape[0] * a.shape[-1], None)
+addr = _added_product(aten.addr.default, lambda a, b: 1, None)
 
 
 @implements(aten.addmm.dtype, aten.baddbmm.dtype, family="bilinear")

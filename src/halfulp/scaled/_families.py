@@ -20,6 +20,7 @@ from ._form import (
     logical_of,
     made_to_fit,
     operand,
+    selectable,
     storage_of,
     widened,
 )
@@ -56,6 +57,10 @@ def moved(operator: OpOverload, payload: Tensor, *arguments: Any, **options: Any
     return tree_map(lambda p: p.view(payload.dtype) if isinstance(p, Tensor) and p.dtype == torch.uint8 else p, results)
 
 
+# Whose results are elements of the argument, or their negatives: exact in every storage.
+_PICKING = {torch.ops.aten.relu.default, torch.ops.aten.neg.default, torch.ops.aten.abs.default}
+
+
 def linear(*operators: OpOverload) -> None:
     """Register operators of one scaled tensor, the first argument, that commute with a positive factor.
 
@@ -76,7 +81,8 @@ def _of_degree(operator: OpOverload, degree: int) -> Callable:
     def scaled(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         storage, dtype = x._payload.dtype, x.dtype
         scale, rest = _powers.product(*[x._scale] * degree) if degree > 0 else power(x._scale, degree)
-        results = operator(widened(x), *arguments, **options)
+        entered = selectable(x) if operator in _PICKING else widened(x)
+        results = operator(entered, *arguments, **options)
         return tree_map(lambda y: result(y, scale.clone(), rest, storage, dtype), results)
 
     return scaled

@@ -37,6 +37,11 @@ def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
     return torch.float16 if width == 0 else torch.float32
 
 
+def selectable(x: ScaledTensor) -> Tensor:
+    """The payload for operators that pick or negate elements: as it is where torch has such kernels for it."""
+    return widened(x) if x._payload.dtype in EIGHT_BITS else x._payload
+
+
 def widened(x: ScaledTensor) -> Tensor:
     """The payload in float32, in which rules compute."""
     return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
@@ -84,7 +89,11 @@ def decoded(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     dtype = dtype or x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     value = _powers.known(x._scale)
-    scaled = x._payload.to(wide) * (x._scale.to(wide) if value is None else value)
+    if value is not None and type(x._payload) is Tensor and x._payload.dtype != wide:
+        scaled = x._payload.to(wide)  # memory of its own: no second pass for the scale 1, no third tensor for others
+        scaled = scaled if value == 1.0 else scaled.mul_(value)
+    else:
+        scaled = x._payload.to(wide) * (x._scale.to(wide) if value is None else value)
     if value is not None and value >= _powers.HUGE and wide == torch.float32:
         # A payload may be rounded up to 2: float32's largest number comes back as such, and not as infinity.
         largest = torch.finfo(wide).max

@@ -10,7 +10,7 @@ from torch import Tensor
 from ._constants import constants_under
 from ._degrees import by_degree, held_under, keeping, under
 from ._families import bounded, linear, value_of
-from ._form import first_scaled, operand, widened
+from ._form import first_scaled, operand, selectable, widened
 from ._powers import ratio, times
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
@@ -54,9 +54,11 @@ def threshold_backward(gradient: Any, x: Any, threshold: Any) -> Tensor:
     """The gradient where x is above the threshold."""
     like = first_scaled((gradient, x))
     g = operand(gradient, like)
-    compared = widened(operand(x, like)) if threshold == 0 else value_of(x)
     holder = gradient if isinstance(gradient, ScaledTensor) else like
-    return under(aten.threshold_backward.default(widened(g), compared, threshold), [g._scale], [holder])
+    compared = operand(x, like)
+    pair = (selectable(g), selectable(compared) if threshold == 0 else value_of(x))
+    pair = pair if pair[0].dtype == pair[1].dtype else (widened(g), pair[1].to(torch.float32))
+    return under(aten.threshold_backward.default(*pair, threshold), [g._scale], [holder])
 
 
 @implements(aten.threshold.default, family="gated")

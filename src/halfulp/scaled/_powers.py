@@ -101,10 +101,17 @@ def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
         held = min(max(value, SMALLEST), LARGEST)
         return torch.tensor(held, dtype=torch.float32), value / held
     value = scales[0].double()
-    for factor in (*scales[1:], *(factor for factor in factors if not isinstance(factor, Tensor))):
-        value = value * factor
-    held = value.clamp(SMALLEST, LARGEST).to(torch.float32)
+    for scale in scales[1:]:
+        value = value * scale
+    number = math.prod(factor for factor in factors if not isinstance(factor, Tensor))
+    value = value if number == 1.0 else value * number
+    held = settled(value.clamp(SMALLEST, LARGEST).to(torch.float32))
     return held, (value / held).to(torch.float32)
+
+
+def settled(scale: Tensor) -> Tensor:
+    """A traced scale that compilers compute once: not again, with all that it is computed of, wherever it is read."""
+    return torch.as_strided_copy(scale, (), ())
 
 
 def larger(*scales: Tensor) -> Tensor:
@@ -115,7 +122,7 @@ def larger(*scales: Tensor) -> Tensor:
     result = scales[0]
     for scale in scales[1:]:
         result = torch.maximum(result, scale)
-    return result.clone() if len(scales) == 1 else result
+    return result.clone() if len(scales) == 1 else settled(result)
 
 
 def deciding(*scales: Tensor) -> Tensor:
@@ -129,7 +136,7 @@ def deciding(*scales: Tensor) -> Tensor:
         return torch.tensor(max(others or values), dtype=torch.float32)
     others = [torch.where(scale < HUGE, scale, ANY) for scale in scales]
     scale = larger(*others)
-    return torch.where(scale == ANY, larger(*scales), scale)
+    return settled(torch.where(scale == ANY, larger(*scales), scale))
 
 
 def ratio(scale: Tensor, other: Tensor) -> Tensor | float:

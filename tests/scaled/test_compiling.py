@@ -1,0 +1,152 @@
+"""Scaled models inside torch.compile: one graph, the same numbers, no graph more as scales or batches change."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn import functional
+
+from halfulp.scaled import ScaledTensor, scalify
+from halfulp.tensors import strict
+from halfulp.trials.tasks._gpt import GPT
+from halfulp.trials.tasks._gpt_scaled import FusedBlock
+
+# torch's own compilers use what torch warns of.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning", "ignore:.*should not be instantiated:DeprecationWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def _mlp(bias: bool = True) -> nn.Module:
+    norm = nn.LayerNorm(32, elementwise_affine=bias)
+    return nn.Sequential(nn.Linear(16, 32, bias), norm, nn.ReLU(), nn.Linear(32, 8, bias))
+
+
+def _mlp_batch(rows: int = 24) -> tuple:
+    return torch.randn(rows, 16), torch.randint(0, 8, (rows,))
+
+
+def _gpt() -> nn.Module:
+    return GPT(17, width=16, layers=1, heads=2, time=12, block=FusedBlock)
+
+
+def _gpt_batch(rows: int = 3) -> tuple:
+    return torch.randint(0, 17, (rows, 12)), torch.randint(0, 17, (rows, 12))
+
+
+def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def _gradients(loss: torch.Tensor, model: nn.Module) -> list[torch.Tensor]:
+    for p in model.parameters():
+        p.grad = None
+    loss.backward()
+    grads = [p.grad for p in model.parameters()]
+    assert all(isinstance(g, ScaledTensor) for g in grads)
+    return [loss.detach().decode(), *(g.detach().decode() for g in grads)]
+
+
+def _distance(found: list, expected: list) -> float:
+    return max(((a - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in zip(found, expected, strict=True))
+
+
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+MODELS = {"mlp": (_mlp, _mlp_batch), "gpt": (_gpt, _gpt_batch)}
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("mlp", torch.float32), ("mlp", torch.bfloat16), ("gpt", torch.float32), ("gpt", torch.float16)],
+    ids=str,
+)
+def test_one_graph_forward_and_backward_with_the_loss_inside(name, dtype, seed):
+    make, batch = MODELS[name]
+    model, given = scalify(make(), dtype), batch()
+    with strict():
+        expected = _gradients(_loss(model, *given), model)
+        compiled = torch.compile(_loss, fullgraph=True, backend="aot_eager")
+        found = _gradients(compiled(model, *given), model)
+    assert _graphs() == 1
+    assert _distance(found, expected) <= TOLERANCES[dtype]
+    assert [p.grad._payload.dtype for p in model.parameters()] == [dtype] * len(list(model.parameters()))
+
+
+def test_products_gates_and_norms_without_constants_have_the_bits_of_eager(seed):
+    model, (x, _) = scalify(_mlp(bias=False), torch.float32), _mlp_batch()
+    gradient = ScaledTensor.encode(torch.randn(24, 8), torch.float32)
+    results = []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        y = run(x)
+        y.backward(gradient)
+        results.append([y.detach().decode(), *(p.grad.detach().decode() for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_loss_outside_the_compiled_model(seed):
+    model, (x, y) = scalify(_mlp(), torch.float32), _mlp_batch()
+    expected = _gradients(_loss(model, x, y), model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert _distance(_gradients(functional.cross_entropy(compiled(x), y), model), expected) <= TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_scales_change_without_another_graph(dtype, seed):
+    model, (x, y) = scalify(_mlp(), dtype), _mlp_batch()
+    compiled = torch.compile(_loss, fullgraph=True, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _gradients(compiled(model, x, y), model)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for exponent in (-20, 0, 20):
+            optimizer.step()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.data = p.detach().with_scale(p.scale * 2.0 ** (exponent // 10))
+            found = _gradients(compiled(model, x * 2.0**exponent, y), model)
+            expected = _gradients(_loss(model, x * 2.0**exponent, y), model)
+            assert _distance(found, expected) <= TOLERANCES[dtype]
+    assert _graphs() == 1
+
+
+@pytest.mark.parametrize(("name", "dynamic", "graphs"), [("mlp", None, 2), ("mlp", True, 1), ("gpt", True, 1)])
+def test_a_dynamic_batch_takes_one_graph_and_two_at_most(name, dynamic, graphs, seed):
+    make, batch = MODELS[name]
+    model = scalify(make(), torch.float32)
+    compiled = torch.compile(_loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (100, 64, 7):
+        given = batch(rows)
+        found = _gradients(compiled(model, *given), model)
+        assert _distance(found, _gradients(_loss(model, *given), model)) <= 1e-5
+    assert _graphs() == graphs
+
+
+def test_inductor_gives_the_same(seed):
+    model, given = scalify(_gpt(), torch.float32), _gpt_batch()
+    compiled = torch.compile(_loss, fullgraph=True)
+    expected = _gradients(_loss(model, *given), model)
+    assert _distance(_gradients(compiled(model, *given), model), expected) <= 1e-5
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        for p in model.parameters():
+            p.data = p.detach().with_scale(p.scale * 4)
+        torch.set_grad_enabled(True)
+        assert _distance(_gradients(compiled(model, *given), model), expected) <= 1e-5
+
+
+def test_a_plain_gradient_of_a_compiled_scaled_output_is_refused(seed):
+    model, (x, _) = scalify(_mlp(), torch.float16), _mlp_batch()
+    y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    with pytest.raises(RuntimeError, match="tangent"):
+        y.backward(torch.randn(24, 8))
