@@ -89,3 +89,16 @@ def test_plain_tensors_and_bad_input():
         hu.rescale(x, "l1")
     with pytest.raises(ValueError, match="side="):
         hu.rescale(x, side="backward")
+
+
+@pytest.mark.parametrize("side", ["forward", "gradient", "both"])
+def test_second_derivatives_flow_through_it(side, seed):
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    plain = x.clone().requires_grad_(), w.clone().requires_grad_()
+    scaled = tuple(ScaledTensor.encode(t, torch.float32).detach().requires_grad_() for t in (x, w))
+    for a, b in (plain, scaled):
+        y = torch.nn.functional.layer_norm(hu.scaled.rescale(torch.tanh(a @ b), side=side), (8,)) ** 3
+        (gradient,) = torch.autograd.grad(y.sum(), a, create_graph=True)
+        gradient.square().sum().backward()
+    for wanted, found in zip(plain, scaled):
+        assert (found.grad.decode() - wanted.grad).norm() <= 1e-4 * wanted.grad.norm()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfulp.kernels import same_bits
-from halfulp.scaled import ScaledTensor
+from halfulp.scaled import ScaledTensor, scalify
 
 STORAGES = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32]
 HALF_ULP = {torch.float16: 11, torch.bfloat16: 8, torch.float8_e4m3fn: 4, torch.float8_e5m2: 3, torch.float32: 24}
@@ -132,3 +132,23 @@ def test_other_libraries_are_told_to_decode():
             wrong()
     with pytest.raises(TypeError, match="takes a ScaledTensor"):
         x.data = torch.ones(2)
+
+
+def test_memory_of_a_model_can_be_shared():
+    layer = scalify(torch.nn.Linear(3, 2))
+    assert not layer.weight.is_shared()
+    before = layer.weight.tolist()
+    layer.share_memory()
+    assert layer.weight.is_shared()
+    assert layer.weight.scale.is_shared()
+    assert layer.weight.tolist() == before
+
+
+def test_models_run_in_inference_mode():
+    layer, x = scalify(torch.nn.Linear(3, 2)), torch.randn(4, 3)
+    wanted = layer(x).decode()
+    with torch.inference_mode():
+        for found in (layer(x), layer(x.clone()), layer(ScaledTensor.encode(x)).t().t()[:, [0, 1]]):
+            assert torch.equal(found.decode(), wanted)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None

@@ -39,7 +39,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
         results = operator(*arguments, **(options or {}))
-        if not operator.is_view and not operator._schema.is_mutable and operator.namespace == "aten":
+        passed = operator.is_view or operator._schema.is_mutable or "empty" in operator.name()  # memory to be written
+        if not passed and operator.namespace == "aten":
             floats = tuple(_plain(x) for x in tree_leaves(results) if _is_float(x))
             if floats:
                 backward = torch._C._current_graph_task_id() != -1

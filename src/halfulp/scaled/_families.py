@@ -46,7 +46,13 @@ def _mover(operator: OpOverload, is_view: bool) -> Callable:
         results = moved(operator, x._payload, *arguments, **options)
         return tree_map(lambda p: wrap(p, scale if is_view else scale.clone(), dtype), results)
 
-    return move
+    def view(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
+        if not torch.is_inference_mode_enabled() or x.is_inference():
+            return move(x, *arguments, **options)
+        with torch.inference_mode(False):  # a view of what is no inference tensor must not be one
+            return move(x, *arguments, **options)
+
+    return view if is_view else move
 
 
 def moved(operator: OpOverload, payload: Tensor, *arguments: Any, **options: Any) -> Any:

@@ -99,6 +99,8 @@ _change = define_operator(
     "rescale_payload(Tensor x, str by) -> Tensor", lambda x, by: x.clone(), lambda x, by: torch.empty_like(x)
 )
 implements(_change, family="rescaling")(rescaled)
+# The identity on values, in second derivatives too.
+torch.library.register_autograd("halfulp::rescale_payload", lambda context, gradient: (gradient, None))
 
 
 class _Rescale(torch.autograd.Function):

@@ -140,6 +140,16 @@ class ScaledTensor(torch.Tensor):
 
         return _encoding.cast_(self, dtype)
 
+    def share_memory_(self) -> ScaledTensor:
+        """Move payload and scale to memory that processes share."""
+        self._payload.share_memory_()
+        self._scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether processes share the memory."""
+        return self._payload.is_shared()
+
     def tolist(self) -> float | list:
         """Python floats in nested lists."""
         return self.detach().decode(torch.float64).tolist()
