@@ -11,6 +11,7 @@ import sys
 import time
 import types
 import unittest
+import unittest.mock
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -70,7 +71,9 @@ def operators() -> list:
         stub = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub
-    with warnings.catch_warnings():
+    # torch's tests forbid everyone in the process to set flags of its backends.
+    kept_free = unittest.mock.patch.object(torch.backends, "disable_global_flags")
+    with warnings.catch_warnings(), kept_free:
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
     kept = [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")]

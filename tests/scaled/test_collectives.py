@@ -10,7 +10,7 @@ import torch
 from halfulp.scaled import ScaledTensor, payload_hook
 
 START = """
-import sys, torch
+import os, sys, torch
 torch.set_num_threads(1)
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -68,7 +68,11 @@ for storage, eps in EPS.items():
 large = ScaledTensor(torch.full((4,), 60000.0, dtype=torch.float16), 1.0)
 dist.all_reduce(large)
 assert large.tolist() == [120000.0] * 4, large
+dist.barrier()
 dist.destroy_process_group()
+# Threads of the group may outlive it, and then the interpreter's end is an abort.
+sys.stdout.flush()
+os._exit(0)
 """
 TRAINING = """
 def net(seed, storage):
@@ -105,7 +109,11 @@ for storage, wire in ((full, None), (full, full), (half, half), (None, half)):
     for ours, theirs in zip(model.parameters(), single.parameters()):
         error = (value(ours.grad) - value(theirs.grad)).norm() / value(theirs.grad).norm()
         assert error <= (2e-7 if wire is not torch.float16 else 2e-3), error
+dist.barrier()
 dist.destroy_process_group()
+# Threads of the group may outlive it, and then the interpreter's end is an abort.
+sys.stdout.flush()
+os._exit(0)
 """
 
 

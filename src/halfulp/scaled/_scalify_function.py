@@ -32,7 +32,7 @@ def scalify_function(function: Callable, dtype: torch.dtype = torch.float16) -> 
 
     >>> f = scalify_function(lambda x: (x * 3).relu())
     >>> f(torch.tensor([1e-6, -2e-6]))
-    tensor([3.0003e-06, 0.0000e+00])
+    tensor([3.0007e-06, 0.0000e+00])
     >>> f(ScaledTensor.encode(torch.tensor([1.0, 2.0])))
     ScaledTensor([3., 6.], scale=2^3, payload=torch.float16)
     """
