@@ -114,7 +114,9 @@ def test_compare_writes_everything_and_resumes(tmp_path: Path) -> None:
 
 def test_interruption_and_a_killed_worker(tmp_path: Path) -> None:
     long = ["compare", "--task", "digits", "--recipe", "fp32", "--seeds", "1", "--steps", "1000000", "--workers", "1"]
-    command = [sys.executable, "-c", "from halfulp.cli import main; main()", *long]
+    # Whoever runs the tests in the background has SIGINT ignored, and children inherit that.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heard}; from halfulp.cli import main; main()", *long]
     for kill_worker, words in ((False, "interrupted; 0 of 1 trials are kept"), (True, "was killed by SIGKILL")):
         process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
         worker = _worker_of(process.pid)
