@@ -36,9 +36,7 @@ def reference_step(
     Returns:
         For a metered kind: updates wanted, updates cancelled, sum u^2, sum u (realised change).
     """
-    c = _constants(constants, gradient)
-    scales = dict(zip(kind.constants[len(kind.rule.constants) :], c[len(kind.rule.constants) :]))
-    c = c[: len(kind.rule.constants)]
+    c, scales = _constants(kind, constants, gradient)
     weight_draws, state_draws, _ = draws_of(kind)
     words = [random_words(key, global_index(index_map, gradient.device)) for key in keys]
     w, g = _operands(kind, parts, gradient, scales)
@@ -77,16 +75,20 @@ def reference_peaks(
     constants: Sequence[float],
 ) -> list[float]:
     """The largest finite magnitudes of the weight and of each scaled state that a step would store; nothing changes."""
-    c = _constants(constants, gradient)
-    scales = dict(zip(kind.constants[len(kind.rule.constants) :], c[len(kind.rule.constants) :]))
+    c, scales = _constants(kind, constants, gradient)
     w, g = _operands(kind, parts, gradient, scales)
-    u, new, _, _ = _run_rule(kind, w, g, states, c[: len(kind.rule.constants)])
+    u, new, _, _ = _run_rule(kind, w, g, states, c)
     held = [new[k].double().sqrt().float() if kind.codecs[k].squared else new[k] for k in kind.scaled_states]
     return [peak(w + u), *map(peak, held)]
 
 
-def _constants(constants: Sequence[float], like: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.tensor(value, dtype=torch.float32, device=like.device) for value in constants]
+def _constants(
+    kind: Kind, constants: Sequence[float], like: torch.Tensor
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The rule's own constants in order, and by name the scales that the kind adds, in float32."""
+    made = [torch.tensor(value, dtype=torch.float32, device=like.device) for value in constants]
+    own = len(kind.rule.constants)
+    return made[:own], dict(zip(kind.constants[own:], made[own:]))
 
 
 def _operands(kind: Kind, parts: Sequence[torch.Tensor], gradient: torch.Tensor, scales: Mapping) -> tuple:

@@ -41,7 +41,7 @@ class Recorder(TorchDispatchMode):
         results = operator(*arguments, **(options or {}))
         passed = operator.is_view or operator._schema.is_mutable or "empty" in operator.name()  # memory to be written
         if not passed and operator.namespace == "aten":
-            floats = tuple(_plain(x) for x in tree_leaves(results) if _is_float(x))
+            floats = tuple(plain(x) for x in tree_leaves(results) if _is_float(x))
             if floats:
                 backward = torch._C._current_graph_task_id() != -1
                 place = "the backward pass" if backward else self._places[-1]
@@ -86,6 +86,7 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _plain(x: Tensor) -> Tensor:
+def plain(x: Tensor) -> Tensor:
+    """A copy of the values, decoded."""
     x = x.detach()
     return x.decode(torch.float32) if isinstance(x, ScaledTensor) else x.clone()

@@ -16,7 +16,7 @@ from ..scaled import ScaledTensor, scalify
 from ..tensors import fallbacks
 from . import _catalog
 from ._recipe import Recipe
-from ._record import Recorder, Step, first_difference, relative
+from ._record import Recorder, Step, first_difference, plain, relative
 
 # Scales between 2^-SPREAD and 2^SPREAD times the measured one.
 SPREAD = 12
@@ -117,7 +117,7 @@ def verify(
         raise ValueError("the model has no float32 parameters: nothing to verify")
     generator = torch.Generator().manual_seed(seed)
     loss_of = loss or _default_loss(seed)
-    wanted, plain = _step(copy.deepcopy(model), batch, loss_of)
+    wanted, wanted_steps = _step(copy.deepcopy(model), batch, loss_of)
     gradients = dict.fromkeys(wanted, 0.0)
     first, counts, left = None, {}, []
     for _ in range(trials):
@@ -128,7 +128,7 @@ def verify(
         for name, value in wanted.items():
             difference = _difference(value, got.get(name))
             gradients[name] = max(gradients[name], difference)
-        first = first or first_difference(plain, steps)
+        first = first or first_difference(wanted_steps, steps)
         for name, count in fallbacks(other).items():
             counts[name] = counts.get(name, 0) + count
     return Verification("scaled", gradients, first, counts, left, trials, seed)
@@ -143,7 +143,8 @@ def _step(model: nn.Module, batch: Any, loss_of: LossOf) -> tuple[dict[str, Tens
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: give a scalar, loss=lambda output: ...")
         loss.backward()
-    return {name: _plain(p.grad) for name, p in model.named_parameters() if p.requires_grad}, recorder.steps
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {name: None if grad is None else plain(grad) for name, grad in trained.items()}, recorder.steps
 
 
 def _called(model: nn.Module, batch: Any) -> Any:
@@ -190,12 +191,6 @@ def _shift(parameters: Any, generator: torch.Generator) -> None:
 def _moved(x: ScaledTensor, generator: torch.Generator) -> ScaledTensor:
     power = int(torch.randint(-SPREAD, SPREAD + 1, (), generator=generator))
     return x.with_scale((x.scale * 2.0**power).clamp(2.0**-126, 2.0**127)).detach()
-
-
-def _plain(x: Tensor | None) -> Tensor | None:
-    if x is None:
-        return None
-    return x.decode(torch.float32) if isinstance(x, ScaledTensor) else x.clone()
 
 
 def _difference(wanted: Tensor | None, got: Tensor | None) -> float:

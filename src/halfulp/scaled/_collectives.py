@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from . import _powers
 from ._bilinear import root_of_count
-from ._form import EIGHT_BITS, narrowed, operand, widened
+from ._form import EIGHT_BITS, first_scaled, narrowed, operand, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 from ._writing import write
@@ -108,7 +108,7 @@ def _received(payload: Tensor, scale: Tensor, kind: str, terms: int, dtype: torc
 
 def allreduce_(tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
     """sum over ranks of payload x (scale / largest scale), under the largest scale."""
-    mine = [operand(x, _first(tensors)) for x in tensors]
+    mine = [operand(x, first_scaled(tensors)) for x in tensors]
     kind = _kind(op, "all_reduce")
     terms = _terms(kind, group)
     for target, x, scale in zip(tensors, mine, _agreed(mine, group, terms)):
@@ -135,7 +135,7 @@ def reduce_(tensors: Sequence[Tensor], group: Any, op: Any, root: int, *rest: An
 
 def reduce_scatter_base_(output: Tensor, x: Tensor, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
     """Every rank's own piece of what `allreduce_` would give."""
-    x = operand(x, _first((output, x)))
+    x = operand(x, first_scaled((output, x)))
     kind = _kind(op, "reduce_scatter")
     terms = _terms(kind, group)
     (scale,) = _agreed([x], group, terms)
@@ -160,7 +160,7 @@ def allgather_(
 ) -> Any:
     """Every rank's payload and scale, as they are."""
     for targets, x in zip(outputs, inputs):
-        x = operand(x, _first((*targets, x)))
+        x = operand(x, first_scaled((*targets, x)))
         payload = x._payload.contiguous().view(torch.uint8) if x.dim() else x._payload.reshape(1).view(torch.uint8)
         payloads = [torch.empty_like(payload) for _ in targets]
         scales = [torch.empty_like(x._scale) for _ in targets]
@@ -173,7 +173,7 @@ def allgather_(
 
 def allgather_base_(output: Tensor, x: Tensor, group: Any, *rest: Any, **options: Any) -> Any:
     """Every rank's payload under the largest scale, side by side."""
-    x = operand(x, _first((output, x)))
+    x = operand(x, first_scaled((output, x)))
     (scale,) = _agreed([x], group)
     payload = on_the_wire(x, scale)
     gathered = payload.new_empty(output.shape)
@@ -194,10 +194,6 @@ def broadcast_(tensors: Sequence[Tensor], group: Any, root: int, place: int, *re
         work = _sent(dist.broadcast, scale, group_src=root, group=group)
         write(x, wrap(payload.view(x._payload.dtype).reshape(x.shape), scale, x.dtype))
     return list(tensors), work
-
-
-def _first(tensors: Sequence[Any]) -> ScaledTensor:
-    return next(x for x in tensors if isinstance(x, ScaledTensor))
 
 
 def _refuse(operator: OpOverload) -> Callable:

@@ -53,13 +53,20 @@ def narrowed(values: Tensor, storage: torch.dtype) -> Tensor:
         return values
     if storage in (torch.bfloat16, torch.float32):
         return values.to(storage)
+    if _fits(values, storage):
+        return values.to(storage)
     largest = torch.finfo(storage).max
-    if _powers.in_sight(values) and values.numel():
-        low, high = torch.aminmax(values)
-        if -largest <= low.item() and high.item() <= largest:
-            return values.to(storage)
     kept = values if storage in _INFINITE else torch.nan
     return torch.where(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
+
+
+def _fits(values: Tensor, storage: torch.dtype) -> bool:
+    """Whether values can be looked at, and all lie in a payload type's range."""
+    if not _powers.in_sight(values) or not values.numel():
+        return False
+    largest = torch.finfo(storage).max
+    low, high = torch.aminmax(values)
+    return -largest <= low.item() and high.item() <= largest
 
 
 def made(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
@@ -74,10 +81,9 @@ def made_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torc
     """
     if storage in (torch.bfloat16, torch.float32) or not values.numel() or not _powers.in_sight(values):
         return made(values, scale, storage, dtype)
-    largest = torch.finfo(storage).max
-    low, high = torch.aminmax(values)
-    if -largest <= low.item() and high.item() <= largest:
+    if _fits(values, storage):
         return wrap(values.to(storage), scale, dtype)
+    largest = torch.finfo(storage).max
     amax = torch.nan_to_num(values, 0.0, 0.0, 0.0).abs().amax()
     power = _powers.round_to_power((amax / largest).clamp(min=1.0), "up")
     total, rest = _powers.product(scale, power)
