@@ -121,6 +121,16 @@ def test_scales_change_without_another_graph(dtype, seed):
     assert _graphs() == 1
 
 
+def test_the_graph_does_not_ask_which_model_ran_before(seed):
+    models = [scalify(_mlp(), torch.float32) for _ in range(2)]
+    compiled = torch.compile(_loss, fullgraph=True, backend="aot_eager")
+    given = _mlp_batch()
+    compiled(models[0], *given)
+    models[1](given[0])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled(models[0], *given)
+
+
 @pytest.mark.parametrize(("name", "dynamic", "graphs"), [("mlp", None, 2), ("mlp", True, 1), ("gpt", True, 1)])
 def test_a_dynamic_batch_takes_one_graph_and_two_at_most(name, dynamic, graphs, seed):
     make, batch = MODELS[name]

@@ -13,6 +13,18 @@ _totals: Counter[str] = Counter()
 _warned: set[tuple[str, str]] = set()
 # Process-wide and not per thread: a backward pass on an accelerator runs in threads of its own.
 _recorders: list[Counter[str]] = []
+
+
+class _Running:
+    """The counts of the model whose forward pass began last.
+
+    Only written while a compiled model is traced: reading it there would be a guard, and each change a new graph.
+    """
+
+    counts: Counter[str] | None = None
+
+
+_running = _Running()
 _strict: list[bool] = []
 
 
@@ -70,8 +82,9 @@ def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> Non
     if _strict:
         raise NotImplementedError(f"{advice}, or leave halfulp.tensors.strict()")
     _totals[name] += 1
-    for counts in _recorders:
-        counts[name] += 1
+    for counts in (*_recorders, _running.counts):
+        if counts is not None:
+            counts[name] += 1
     if (name, remedy) not in _warned:
         _warned.add((name, remedy))
         warnings.warn(f"{advice}. {loss}", FallbackWarning, stacklevel=4)

@@ -12,10 +12,6 @@ from . import _fallback
 _COUNTS = "_halfulp_fallbacks"
 
 
-class ModelCounts(Counter):
-    """A model's fallbacks; each kind of count is told apart from others' by its type."""
-
-
 def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
     """How often each operator without a rule ran on plain tensors instead: in float64, or for scaled ones in float32.
 
@@ -46,7 +42,7 @@ def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
 def install(model: nn.Module) -> None:
     """Count from now on."""
     if _COUNTS not in model.__dict__:
-        model.__dict__[_COUNTS] = ModelCounts()
+        model.__dict__[_COUNTS] = Counter()
         model.register_forward_pre_hook(_begin)
 
 
@@ -56,10 +52,10 @@ def remove(module: nn.Module) -> None:
     for key, hook in list(module._forward_pre_hooks.items()):
         if hook is _begin:
             del module._forward_pre_hooks[key]
-    _fallback._recorders[:] = [other for other in _fallback._recorders if other is not counts]
+    if _fallback._running.counts is counts:
+        _fallback._running.counts = None
 
 
 def _begin(module: nn.Module, arguments: Any) -> None:
     """From here on fallbacks are this model's."""
-    others = [counts for counts in _fallback._recorders if not isinstance(counts, ModelCounts)]
-    _fallback._recorders[:] = [*others, module.__dict__[_COUNTS]]
+    _fallback._running.counts = module.__dict__[_COUNTS]
