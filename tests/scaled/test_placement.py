@@ -50,10 +50,20 @@ def test_norms_are_found_by_their_classes_names():
     assert placed(hu.scalify(kinds, rescale=None)) == {}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "matmul", "count"),
+    [("float16", None, 1), ("float8_e5m2", None, 1), ("bfloat16", "fp8", 1), ("bfloat16", None, 0), ("float32", None, 0)],
+)
+def test_only_where_numbers_are_narrower_than_float32s_range(dtype, matmul, count):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    assert len(placed(hu.scalify(model, getattr(torch, dtype), matmul))) == count
+    assert len(placed(hu.scalify(model, getattr(torch, dtype), matmul, rescale="norms"))) == 1
+
+
 def test_gradients_keep_their_values_and_gain_their_place(seed):
     plain = nn.Sequential(*(Block() for _ in range(12)))
     x = torch.randn(8, 32)
-    with_rescale = hu.scalify(copy.deepcopy(plain), torch.float32)
+    with_rescale = hu.scalify(copy.deepcopy(plain), torch.float32, rescale="norms")
     without = hu.scalify(copy.deepcopy(plain), torch.float32, rescale=None)
     for model in (with_rescale, without):
         (model(x).sum() * 2.0**-20).backward()

@@ -173,7 +173,7 @@ def test_bad_input(seed):
         ({"dtype": torch.float64}, "a payload is one of"),
         ({"where": "*.wieght"}, "did you mean .*'0.weight'"),
         ({"matmul": "int8"}, "allowed are None and 'fp8'"),
-        ({"rescale": "all"}, "allowed are 'norms'"),
+        ({"rescale": "all"}, "allowed are 'auto', 'norms'"),
         ({"rescale": ["9"]}, "matches no module"),
         ({"rescale": {"0": "left"}}, "allowed are forward"),
     ):

@@ -121,7 +121,7 @@ def verify(
     gradients = dict.fromkeys(wanted, 0.0)
     first, counts, left = None, {}, []
     for _ in range(trials):
-        other = scalify(copy.deepcopy(model), torch.float32)
+        other = scalify(copy.deepcopy(model), torch.float32, rescale="norms")
         left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
         _shift(other.parameters(), generator)
         got, steps = _step(other, _under_scales(batch, generator), loss_of)

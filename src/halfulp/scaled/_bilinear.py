@@ -109,7 +109,11 @@ def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torc
         values = eight_bit_product(x._payload, y._payload, 1.0 / spread)
     else:
         left, right = _for_product(x, y) if operator in _WITH_FACTOR else (widened(x), widened(y))
-        values = _divided_product(operator, left, right, 1.0 / spread)
+        factor = 1.0 / spread
+        if isinstance(rest, Tensor) and _is_transposed(left):
+            # A weight's gradient, which nothing follows; what is transposed a pass has just made, and takes the factor.
+            left, factor, rest = (left.mT * (rest * factor)).mT, 1.0, 1.0
+        values = _divided_product(operator, left, right, factor)
     return result(values, scale, rest, product_storage((a, b)), dtype or logical_of((a, b)))
 
 
@@ -122,6 +126,10 @@ def _for_product(*tensors: ScaledTensor) -> list[Tensor]:
     if all(payload.dtype == torch.bfloat16 for payload in payloads):
         return payloads
     return [widened(x) for x in tensors]
+
+
+def _is_transposed(matrix: Tensor) -> bool:
+    return matrix.dim() == 2 and matrix.mT.is_contiguous() and not matrix.is_contiguous()
 
 
 def _divided_product(operator: OpOverload, left: Tensor, right: Tensor, factor: float) -> Tensor:

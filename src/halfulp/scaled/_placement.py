@@ -14,7 +14,7 @@ from ..tensors._places import matcher
 from ._rescale import Side, check_side, rescale, root_mean_square
 from ._scaled_tensor import ScaledTensor
 
-Rescale = Literal["norms"] | Iterable[str] | Mapping[str, Side] | None
+Rescale = Literal["auto", "norms"] | Iterable[str] | Mapping[str, Side] | None
 
 _SIDE = "_halfulp_rescale"
 _NORM = re.compile("Norm(?![a-z])")
@@ -32,7 +32,7 @@ def sides_of(model: nn.Module, rescale: Rescale) -> dict[nn.Module, Side]:
     if rescale == "norms":
         return {module: "gradient" for module in named.values() if _is_norm(module)}
     if isinstance(rescale, str):
-        raise ValueError(f"rescale={rescale!r}: allowed are 'norms', None, names of modules, and {{name: side}}")
+        raise ValueError(f"rescale={rescale!r}: allowed are 'auto', 'norms', None, names of modules, and {{name: side}}")
     wanted = dict(rescale) if isinstance(rescale, Mapping) else dict.fromkeys(rescale, "gradient")
     sides: dict[nn.Module, Side] = {}
     for glob, side in wanted.items():

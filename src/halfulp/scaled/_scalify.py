@@ -20,6 +20,8 @@ from ._scaled_tensor import ScaledTensor
 
 # What a ScaledTensor keeps in its __dict__.
 _OWN = ("_payload", "_scale")
+# Payloads with float32's range, which do not drift out of it.
+_FULL_RANGE = (torch.float32, torch.bfloat16)
 
 
 def scalify(
@@ -27,7 +29,7 @@ def scalify(
     dtype: torch.dtype = torch.float16,
     matmul: str | None = None,
     where: Where = None,
-    rescale: Rescale = "norms",
+    rescale: Rescale = "auto",
 ) -> Any:
     """Hold a model's parameters as payload x scale, so that every tensor of its passes is: in place, and returned.
 
@@ -54,7 +56,8 @@ def scalify(
             the module that holds one and its qualified name; all by default.
         rescale: where gradients are brought back to payloads about 1 (values stay the same): "norms", at the input of
             every normalisation layer; names of modules (globs), at the gradient of their first scaled argument; a dict
-            of names and sides ("forward", "gradient", "both"); or None.
+            of names and sides ("forward", "gradient", "both"); or None. By default "auto": as "norms" where numbers
+            are narrower than float32's range, and nowhere where payloads and products have all of it.
 
     Returns:
         The same model, or a function.
@@ -78,9 +81,11 @@ def scalify(
     if not isinstance(model, nn.Module):
         from ._scalify_function import scalify_function
 
-        if matmul is not None or where is not None or rescale != "norms":
+        if matmul is not None or where is not None or rescale != "auto":
             raise ValueError("matmul, where and rescale are for models: a function has no modules")
         return scalify_function(model, dtype)
+    if rescale == "auto":
+        rescale = None if dtype in _FULL_RANGE and matmul is None else "norms"
     sides = _placement.sides_of(model, rescale)
     found = [place for place in chosen(places(model), where) if _takes_scale(place)]
     _refuse_optimizers({id(place.held): place.name for place in found})
