@@ -18,6 +18,10 @@ NAMES = (
     "mctensor",
     "mctensor_experiments",
     "mammals",
+    "op_coverage",
+    "scaled",
+    "scaled_architectures",
+    "scaled_starts",
 )
 
 

@@ -14,7 +14,7 @@ def measure(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     if "benchmarks" in sys.modules and not hasattr(sys.modules["benchmarks"], "__path__"):
         monkeypatch.delitem(sys.modules, "benchmarks")
-    from benchmarks.scaled_architectures import measure
+    from benchmarks.bench_scaled_architectures import measure
 
     return measure
 

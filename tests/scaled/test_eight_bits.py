@@ -13,9 +13,7 @@ from halfulp.scaled import ScaledTensor, cast, eight_bit_engine, linear_fp8
 from halfulp.scaled import _eight_bits as eight_bits
 from halfulp.tensors import strict
 
-COMPILED = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*_stable_hash:UserWarning"
-)
+COMPILED = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _FORMATS = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
 

@@ -1,4 +1,4 @@
-"""torch's own table of operators: a random choice of entries each time; benchmarks/op_coverage.py runs them all."""
+"""torch's own table of operators: a random choice of entries each time; the benchmark of coverage runs them all."""
 
 import random
 import sys
@@ -13,9 +13,9 @@ ENTRIES, SAMPLES = 60, 4
 @pytest.fixture
 def coverage(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import op_coverage
+    from benchmarks import bench_op_coverage
 
-    yield op_coverage
+    yield bench_op_coverage
     for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
         del sys.modules[name]
 

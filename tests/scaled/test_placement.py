@@ -52,7 +52,13 @@ def test_norms_are_found_by_their_classes_names():
 
 @pytest.mark.parametrize(
     ("dtype", "matmul", "count"),
-    [("float16", None, 1), ("float8_e5m2", None, 1), ("bfloat16", "fp8", 1), ("bfloat16", None, 0), ("float32", None, 0)],
+    [
+        ("float16", None, 1),
+        ("float8_e5m2", None, 1),
+        ("bfloat16", "fp8", 1),
+        ("bfloat16", None, 0),
+        ("float32", None, 0),
+    ],
 )
 def test_only_where_numbers_are_narrower_than_float32s_range(dtype, matmul, count):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))

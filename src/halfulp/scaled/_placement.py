@@ -32,7 +32,8 @@ def sides_of(model: nn.Module, rescale: Rescale) -> dict[nn.Module, Side]:
     if rescale == "norms":
         return {module: "gradient" for module in named.values() if _is_norm(module)}
     if isinstance(rescale, str):
-        raise ValueError(f"rescale={rescale!r}: allowed are 'auto', 'norms', None, names of modules, and {{name: side}}")
+        allowed = "'auto', 'norms', None, names of modules, and {name: side}"
+        raise ValueError(f"rescale={rescale!r}: allowed are {allowed}")
     wanted = dict(rescale) if isinstance(rescale, Mapping) else dict.fromkeys(rescale, "gradient")
     sides: dict[nn.Module, Side] = {}
     for glob, side in wanted.items():

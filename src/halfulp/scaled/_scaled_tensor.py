@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tensors import graph_key
 from . import _powers, _saving
 from ._powers import PowerRounding
-from ._registry import ComplexOperand, implements, rule_of
+from ._registry import RULES, ComplexOperand, implements, rule_of
 
 _make = torch.Tensor._make_wrapper_subclass
 
@@ -26,8 +27,9 @@ class ScaledTensor(torch.Tensor):
     float8_e5m2 or float32. `x.to(dtype)` changes the logical dtype; `cast_` the storage.
 
     Plain tensors and Python numbers that meet a scaled tensor are encoded with a float32 payload and do not widen the
-    result's. Rules compute in float32 and round once; finite results beyond the payload's range saturate, infinities
-    and NaN stay. Zeros made by torch.zeros_like take any scale: that of what is written or added first.
+    result's. Rules compute in float32 and round once. Finite results beyond the payload's range take a larger scale
+    where values can be looked at (eagerly, on a CPU), and else saturate; infinities and NaN stay. Zeros made by
+    torch.zeros_like take any scale: that of what is written or added first.
 
     >>> import torch
     >>> x = ScaledTensor.encode(torch.tensor([3e-9, 4e-9]), dtype=torch.float16)
@@ -211,6 +213,9 @@ class ScaledTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: tuple, size: Any, stride: Any) -> ScaledTensor:
         return wrap(inner["_payload"], inner["_scale"], context[0])
+
+    def _stable_hash_for_caching(self) -> str:
+        return graph_key(self, RULES.values())
 
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
         if expected is torch.Tensor:

@@ -5,6 +5,7 @@ from ._fallback import FallbackWarning as FallbackWarning
 from ._fallback import note_fallback as note_fallback
 from ._fallback import recorded as recorded
 from ._fallback import strict as strict
+from ._graph_cache import graph_key as graph_key
 from ._in_place import functional_form as functional_form
 from ._in_place import is_written as is_written
 from ._mctensor import MCTensor as MCTensor

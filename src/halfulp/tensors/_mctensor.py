@@ -12,7 +12,8 @@ from torch import Tensor
 from ..arithmetic import Parts
 from . import _numbers, _saving, _scale, _text
 from ._backward import FIRST, check_gradients
-from ._registry import implements, rule_of
+from ._graph_cache import graph_key
+from ._registry import RULES, implements, rule_of
 
 _make = torch.Tensor._make_wrapper_subclass
 
@@ -263,6 +264,9 @@ class MCTensor(torch.Tensor):
         inner: dict[str, Tensor], context: tuple[str, int, bool], size: Any, stride: Any
     ) -> MCTensor:
         return wrap(tuple(inner[f"_part_{i}"] for i in range(context[1])), inner.get("_scale"), context[0])
+
+    def _stable_hash_for_caching(self) -> str:
+        return graph_key(self, RULES.values())
 
     def __coerce_tangent_metadata__(self) -> MCTensor:
         return wrap((_scale.plain(self),), None, FIRST) if self._gradients == FIRST else self

@@ -1,4 +1,4 @@
-"""How many of torch's own operator entries compute right on scaled tensors: `python -m benchmarks.op_coverage`.
+"""How many of torch's own operator entries compute right on scaled tensors: `python -m benchmarks.bench_op_coverage`.
 
 Every float32 entry of torch.testing's op_db that is neither sparse nor jiterator, on all of its sample inputs, each
 floating tensor as a ScaledTensor of a float32 payload under a random power of two: results and gradients against the
@@ -314,7 +314,7 @@ def main() -> None:
         "its sample inputs as scaled tensors of float32 payload under random powers of two, against the plain "
         f"operator (rtol {RTOL:g}, atol {ATOL:g} of the largest element). Random results that differ under one seed "
         "are compared by shape, finiteness and root mean square; uninitialised ones by shape and dtype.",
-        "python -m benchmarks.op_coverage",
+        "python -m benchmarks.bench_op_coverage",
         tables=tables(entries),
     )
     if options.words or options.most:

@@ -1,4 +1,4 @@
-"""Scaled tensors in Hugging Face architectures, classes unmodified: `python -m benchmarks.scaled_architectures`."""
+"""Scaled tensors in unmodified Hugging Face architectures: `python -m benchmarks.bench_scaled_architectures`."""
 
 import argparse
 import copy
@@ -130,7 +130,7 @@ def result(rows: list[dict], failed: list[tuple[str, str]]) -> Result:
     met = sum(row["met"] for row in table.rows)
     equal = sum(row["bit-equal"] == 1 for row in rows)
     table.note = f"{met} of {len(table.rows)} meet the bar; {equal} are bit-equal"
-    command = "python -m benchmarks.scaled_architectures"
+    command = "python -m benchmarks.bench_scaled_architectures"
     return Result("scaled_architectures", "Scaled Hugging Face models", TEXT, command, tables=[table])
 
 
