@@ -273,6 +273,17 @@ def compare_scaled() -> str:
     return _chosen(lines, (*_SHORT, "gap in the paper")) if lines else ""
 
 
+def compare_scaled_digits() -> str:
+    """The same recipes on the classifier of digits."""
+    lines = _lines("scaled.json", "digits")
+    return _chosen(lines, _SHORT) if lines else ""
+
+
+def scaled_starts() -> str:
+    """Training from other magnitudes and under other scales."""
+    return _every_table("scaled_starts")
+
+
 def _notes(task: str) -> str:
     path = RESULTS / "compare.json"
     if not path.exists():
@@ -374,7 +385,7 @@ def scaled_architectures_note() -> str:
     from benchmarks._results import load
 
     result = load(path)
-    return textwrap.fill(f"{result.text} Of all, {result.tables[0].note}.", 120, break_on_hyphens=False)
+    return textwrap.fill(f"{result.text} {result.tables[0].note}.", 120, break_on_hyphens=False)
 
 
 def scaled_cost() -> str:
@@ -496,6 +507,8 @@ PLACES: dict[str, Callable[[], str]] = {
         scaled_architectures_note,
         scaled_cost,
         compare_scaled,
+        compare_scaled_digits,
+        scaled_starts,
         compare_text_short,
         compare_text,
         compare_text_notes,
