@@ -16,7 +16,7 @@ TEXT = """Tiny random configurations of transformers' classes, unmodified; one f
 model's own loss. The errors are the norm of the difference of all gradients to plain float32's over their norm; in \
 brackets those of the plain model in float64, which is float32's own error, and in float16. `bit-equal` is the share \
 of parameters whose gradient has the same bits with a float32 payload, `fallbacks` what ran without a rule. The bar \
-with a float32 payload is 1e-6, or float32's own error where that is larger; with a float16 payload 1e-2 and no \
+with a float32 payload is 1e-6, or twice float32's own error where that is larger; with a float16 payload 1e-2 and no \
 fallback. Where activations have kinks (ReLU) or experts are chosen, 16 bits take single ones across, which in so \
 small a model is a large share."""
 FLOAT32_BAR, FLOAT16_BAR = 1e-6, 1e-2
@@ -28,6 +28,7 @@ def gradients(model, batch):
 
     import halfulp as hu
 
+    torch.manual_seed(0)  # of what a model draws as it runs: the noise of a mixture's gate
     output = model(**batch)
     loss = output.loss if getattr(output, "loss", None) is not None else output.last_hidden_state.square().mean()
     loss.backward()
@@ -131,7 +132,7 @@ def result(rows: list[dict], failed: list[tuple[str, str]], seeds: int) -> Resul
     }
     table = Table("gradients of scaled models against plain float32", columns)
     for row in rows:
-        most = max(FLOAT32_BAR, row["noise"] or 0.0)
+        most = max(FLOAT32_BAR, 2 * (row["noise"] or 0.0))
         met = row["float32"] <= most and row["float16"] <= FLOAT16_BAR and not row["fallbacks"]
         noise, plain = ("" if x is None else f" ({x:.0e})" for x in (row["noise"], row["plain float16"]))
         cells = {"float32 payload": f"{row['float32']:.1e}{noise}", "float16 payload": f"{row['float16']:.1e}{plain}"}

@@ -312,3 +312,21 @@ def test_torchs_optimizers_run_unmodified_on_float32_payloads(seed, name, foreac
     moved = (plain.detach() - value).norm()
     assert (scaled.detach().decode() - plain.detach()).norm() <= 1e-4 * moved
     assert (scaled.detach().decode() - plain.detach()).norm() <= 1e-6 * plain.norm()
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax"])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_torchs_optimizers_do_not_divide_by_what_float16_cannot_hold(seed, name, foreach):
+    value, sizes = torch.randn(64), torch.logspace(-12, 0, 64)
+    plain, scaled = torch.nn.Parameter(value.clone()), _parameter(value, torch.float16)
+    optimizers = [getattr(torch.optim, name)([p], lr=1e-2, foreach=foreach) for p in (plain, scaled)]
+    direction = torch.randn(64)
+    for step in range(200):
+        plain.grad = direction * sizes * 0.97**step
+        scaled.grad = ScaledTensor.encode(plain.grad, torch.float16)
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = scaled.detach().decode() - value
+    assert moved.isfinite().all()
+    # Without the squares of small elements a step is a thousand times as large.
+    assert moved.abs().max() <= 8 * (plain.detach() - value).abs().max() + 1e-2

@@ -190,3 +190,20 @@ def test_sums_that_outgrow_their_scale_take_a_larger_one():
     assert torch.allclose((base - base * -3).decode(), torch.full((2, 2), 1.2e5), rtol=1e-2)
     logits = ScaledTensor.encode(torch.tensor([2e5, 0.0, -1e5]), torch.float16)
     assert torch.allclose(logits.log_softmax(0).decode(), torch.tensor([0.0, -2e5, -3e5]), rtol=1e-2)
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_a_small_number_added_keeps_what_it_is_added_to_from_zero(storage, seed):
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0]) * torch.rand(4)
+    x = ScaledTensor.encode(values, storage)
+    total = (x + 1e-30).decode()
+    assert (total[:2] > 0).all()
+    assert torch.equal(total[2:], x.decode()[2:])
+    assert torch.equal((x + 0.0).decode().abs()[:2], torch.zeros(2))
+    assert (torch.zeros(3) / (ScaledTensor.encode(torch.zeros(3), storage) + 1e-30)).decode().eq(0).all()
+
+
+def test_a_second_moment_is_zero_only_where_its_root_is(seed):
+    root = ScaledTensor.encode(torch.cat([torch.randn(8), torch.randn(8) * 2.0**-20, torch.zeros(2)]))
+    moment = torch.addcmul(torch.zeros_like(root), root, root, value=1e-3)
+    assert torch.equal(moment.decode() > 0, root.decode() != 0)

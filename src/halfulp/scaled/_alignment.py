@@ -13,7 +13,18 @@ from . import _powers
 from ._constants import constants_under, together
 from ._degrees import by_degree, held_under, joining, under
 from ._families import aligned, bounded, value_of
-from ._form import decoded, first_scaled, logical_of, made, made_to_fit, operand, storage_of, widened
+from ._form import (
+    decoded,
+    first_scaled,
+    logical_of,
+    made,
+    made_to_fit,
+    never_vanished,
+    operand,
+    smallest,
+    storage_of,
+    widened,
+)
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 
@@ -36,7 +47,18 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     """a + alpha b under the larger scale."""
     moved, factor = multiplied(b, alpha, first_scaled((a, b)))
     (x, y), scale, *_ = aligned(a, moved)
-    return made_to_fit(torch.add(x, y, alpha=factor), scale, storage_of((a, b)), logical_of((a, b)))
+    total, storage = torch.add(x, y, alpha=factor), storage_of((a, b))
+    made_up = made_to_fit(total, scale, storage, logical_of((a, b)))
+    # An optimizer's or a normalisation's eps, which is to keep a divisor from 0.
+    return never_vanished(made_up, total) if _vanishes(b, scale, storage) else made_up
+
+
+def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
+    """Whether this is a positive number that no payload under the scale can hold, or none that is known to."""
+    if not isinstance(number, (int, float)) or not number > 0:
+        return False
+    held = _powers.known(scale)
+    return held is None or number < smallest(storage) * held
 
 
 @implements(aten.sub.Tensor, aten.sub.Scalar, family="alignment")

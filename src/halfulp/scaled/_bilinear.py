@@ -14,7 +14,7 @@ from . import _powers
 from ._derivation import on_values
 from ._eight_bits import eight_bit_product, is_eight_bit_product
 from ._families import aligned, result, value_of
-from ._form import EIGHT_BITS, first_scaled, logical_of, made, made_to_fit, operand, storage_of, widened
+from ._form import EIGHT_BITS, first_scaled, logical_of, made, made_to_fit, never_vanished, operand, storage_of, widened
 from ._powers import power_of
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
@@ -297,7 +297,14 @@ def added_product_as(base: Any, a: Any, b: Any, out_dtype: torch.dtype, *, beta:
 @implements(aten.addcmul.default, family="bilinear")
 def addcmul(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
     """base + value a b."""
-    return joined(base, a, b, lambda z, x, y, one, v: aten.addcmul.default(_times(z, one), x, y, value=v), alpha=value)
+    compute = lambda z, x, y, one, v: aten.addcmul.default(_times(z, one), x, y, value=v)  # noqa: E731
+    total = joined(base, a, b, compute, alpha=value)
+    if not (isinstance(base, ScaledTensor) and isinstance(a, ScaledTensor) and a is b):
+        return total
+    if is_symbolic(value) or not value > 0:
+        return total
+    # A second moment: squares need twice the range of what is squared, and an optimizer divides by their roots.
+    return never_vanished(total, torch.maximum(widened(a).abs(), widened(base)))
 
 
 @implements(aten.addcdiv.default, family="bilinear")

@@ -90,6 +90,25 @@ def made_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torc
     return made(_powers.times(values / power, rest), total, storage, dtype)
 
 
+def smallest(storage: torch.dtype) -> float:
+    """The smallest positive number of a payload type."""
+    limits = torch.finfo(storage)
+    return limits.smallest_normal * limits.eps
+
+
+def never_vanished(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
+    """x, in which what rounding made 0 is the payload's smallest number, with the signs of unrounded values.
+
+    Divisors need it: by 0 a quotient would be infinite or NaN, by a number that is somewhat large it is only small.
+    """
+    storage = x._payload.dtype
+    if storage in (torch.bfloat16, torch.float32):
+        return x
+    payload = widened(x)
+    least = torch.full_like(exact, smallest(storage)).copysign(exact)
+    return wrap(torch.where((payload == 0) & (exact != 0), least, payload).to(storage), x._scale, x.dtype)
+
+
 def decoded(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     """payload x scale, computed in float32 (float64 for that dtype) and rounded once to a dtype; its own by default."""
     dtype = dtype or x.dtype
