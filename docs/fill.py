@@ -256,20 +256,9 @@ def compare_digits() -> str:
     return _comparison("digits", _LONG)
 
 
-# The training losses of Scalify's table 3 (168 million parameters on WikiText-103), as gaps to its float32 run.
-_PAPER_GAPS = {
-    "scaled-fp16-master": "0.00",
-    "scaled-fp16": "+0.05",
-    "scaled-fp8": "+0.05",
-    "scaled-fp8-state16": "+0.06",
-}
-
-
 def compare_scaled() -> str:
     """The GPT of Scalify's kind, the paper's gaps beside ours."""
     lines = _lines("scaled.json", "gpt-scaled")
-    for line in lines:
-        line["gap in the paper"] = _PAPER_GAPS.get(line["recipe"], "–")
     return _chosen(lines, (*_SHORT, "gap in the paper")) if lines else ""
 
 

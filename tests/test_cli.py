@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 COMPARE = ["compare", "--task", "digits", "--steps", "4", "--recipe", "fp32,bf16", "--seeds", "1", "--workers", "1"]
+# Whoever runs the tests in the background has SIGINT ignored, and children inherit that.
+HEARD = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 
 
 def halfulp(*arguments: str, cwd: Path, **options) -> subprocess.CompletedProcess[str]:
@@ -114,9 +116,7 @@ def test_compare_writes_everything_and_resumes(tmp_path: Path) -> None:
 
 def test_interruption_and_a_killed_worker(tmp_path: Path) -> None:
     long = ["compare", "--task", "digits", "--recipe", "fp32", "--seeds", "1", "--steps", "1000000", "--workers", "1"]
-    # Whoever runs the tests in the background has SIGINT ignored, and children inherit that.
-    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = [sys.executable, "-c", f"{heard}; from halfulp.cli import main; main()", *long]
+    command = [sys.executable, "-c", f"{HEARD}; from halfulp.cli import main; main()", *long]
     for kill_worker, words in ((False, "interrupted; 0 of 1 trials are kept"), (True, "was killed by SIGKILL")):
         process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
         worker = _worker_of(process.pid)
@@ -167,11 +167,99 @@ def test_verify_proves_a_task_and_a_target(run, tmp_path, monkeypatch) -> None:
     for arguments, words in (
         (("verify",), "give either a target"),
         (("verify", "ours_to_verify"), "names no function"),
+        (("verify", ":made"), "':made' names no module"),
+        (("verify", "ours_to_verify.py:made"), "write the module without .py, ours_to_verify:made"),
+        (("verify", "./a/ours_to_verify.py:made"), "without .py, a.ours_to_verify:made"),
+        (("verify", "absent_to_verify:made"), "cannot take 'made' from 'absent_to_verify': ModuleNotFoundError"),
+        (("verify", ".ours_to_verify:made"), "cannot take 'made' from '.ours_to_verify': TypeError"),
         (("verify", "ours_to_verify:absent"), "cannot take 'absent'"),
         (("verify", "ours_to_verify:wrong"), "returned int"),
+        (("verify", "ours_to_verify:torch"), "ours_to_verify:torch is a module: give a function"),
+        (("verify", "ours_to_verify:made", "--trials", "0"), "trials=0: give at least 1"),
         (("verify", "--task", "digits", "--recipe", "bf16"), "rounds by design"),
         (("verify", "--task", "mammals", "--data", str(tmp_path)), "."),
     ):
-        code, _, err = run(*arguments)
-        assert code == 2, arguments
-        assert words in err
+        assert_refused(run(*arguments), words)
+
+
+def assert_refused(result: tuple[int, str, str], words: str) -> None:
+    code, out, err = result
+    assert (code, out) == (2, ""), result
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("halfulp: ")
+    assert words in err
+
+
+def test_verify_fails_with_exit_code_1(run, tmp_path, monkeypatch) -> None:
+    import torch
+
+    from halfulp.scaled._registry import RULES
+
+    (tmp_path / "failing_to_verify.py").write_text(
+        "import torch\ndef made():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()), torch.ones(4, 3)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    right = RULES[torch.ops.aten.tanh.default]
+    monkeypatch.setitem(RULES, torch.ops.aten.tanh.default, lambda x: right(x + x))
+    code, out, err = run("verify", "failing_to_verify:made", "--out", "found.json")
+    assert (code, err) == (1, "")
+    assert "FAILED" in out
+    assert '"passed": false' in (tmp_path / "found.json").read_text()
+
+
+def test_verify_names_what_a_target_raises(run, tmp_path, monkeypatch) -> None:
+    raises = {"two_lines": "raise RuntimeError('one\\ntwo')", "mute": "assert False", "leaves": "raise SystemExit(0)"}
+    model = "class Raising(torch.nn.Linear):\n    def forward(self, x):\n        raise KeyError('row')\n"
+    made = "def deep():\n    return Raising(3, 2), torch.ones(4, 3)\ndef number():\n    return 1, torch.ones(4, 3)\n"
+    (tmp_path / "raising_to_verify.py").write_text(
+        f"import torch\n{model}{made}" + "".join(f"def {name}():\n    {line}\n" for name, line in raises.items())
+    )
+    (tmp_path / "broken_to_verify.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    for target, words in (
+        ("raising_to_verify:two_lines", "raising_to_verify:two_lines raised RuntimeError: one two"),
+        ("raising_to_verify:mute", "raising_to_verify:mute raised AssertionError"),
+        ("raising_to_verify:leaves", "raising_to_verify:leaves raised SystemExit: 0"),
+        ("raising_to_verify:deep", "verifying raising_to_verify:deep raised KeyError: 'row'"),
+        ("raising_to_verify:number", "the model is a int: give a torch.nn.Module"),
+        ("broken_to_verify:made", "cannot take 'made' from 'broken_to_verify': ZeroDivisionError"),
+    ):
+        assert_refused(run("verify", target), words)
+
+
+def test_verify_checks_the_output_file_before_the_work(run, tmp_path, monkeypatch) -> None:
+    (tmp_path / "late_to_verify.py").write_text("def made():\n    raise RuntimeError('too late')\n")
+    monkeypatch.chdir(tmp_path)
+    for out in (".", "absent/found.json", "late_to_verify.py/found.json"):
+        assert_refused(run("verify", "late_to_verify:made", "--out", out), f"cannot write {out}: ")
+    (tmp_path / "found.json").write_text("kept")
+    for out in ("new.json", "found.json"):
+        assert_refused(run("verify", "late_to_verify:made", "--out", out), "too late")
+    assert not (tmp_path / "new.json").exists()
+    assert (tmp_path / "found.json").read_text() == "kept"
+
+
+@pytest.mark.parametrize("moment", ["import", "call", "forward"])
+def test_verify_interrupted(tmp_path: Path, moment: str) -> None:
+    wait = "print('waiting', flush=True); time.sleep(300)"
+    bodies = {"import": ("", "", wait), "call": ("", wait, ""), "forward": (wait, "", "")}
+    forward, call, top = bodies[moment]
+    (tmp_path / "waiting_to_verify.py").write_text(
+        f"import time, torch\n{top}\nclass Slow(torch.nn.Linear):\n    def forward(self, x):\n"
+        f"        {forward}\n        return super().forward(x)\n"
+        f"def made():\n    {call}\n    return Slow(3, 2), torch.ones(4, 3)\n"
+    )
+    command = [sys.executable, "-c", f"{HEARD}; from halfulp.cli import main; main()", "verify"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*command, "waiting_to_verify:made"], cwd=tmp_path, start_new_session=True, **pipes)
+    assert process.stdout.readline() == "waiting\n"
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (2, "halfulp: interrupted\n")
+
+
+def test_interrupted_while_packages_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    done = halfulp("formats", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "halfulp: interrupted\n")

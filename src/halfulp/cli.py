@@ -1,14 +1,25 @@
 """The command line: halfulp compare | verify | formats."""
 
+import contextlib
 import importlib.metadata
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+# What typer makes of a KeyboardInterrupt; older ones raise Abort.
+_INTERRUPTED = 130
+
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line and exit; a mistake of the user is one line on stderr and exit code 2."""
+    """Run the command line and exit; a mistake of the user, or Ctrl-C, is one line on stderr and exit code 2."""
+    try:
+        sys.exit(_run(arguments))
+    except KeyboardInterrupt:
+        _fail("interrupted")
+
+
+def _run(arguments: list[str] | None) -> int:
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
@@ -22,15 +33,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = application()(arguments, prog_name="halfulp", standalone_mode=False)
     except (ValueError, NotImplementedError, TrialError) as error:
         _fail(str(error))
-    except KeyboardInterrupt:
-        _fail("interrupted")
     except Exception as error:
         if type(error).__name__ == "Abort":
-            _fail("interrupted")
+            raise KeyboardInterrupt from None
         if not hasattr(error, "format_message"):
             raise
         _fail(f"{error.format_message().rstrip('.')}; see halfulp --help")
-    sys.exit(code if isinstance(code, int) else 0)
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt
+    return code if isinstance(code, int) else 0
 
 
 def application() -> Any:
@@ -166,12 +177,48 @@ def _verify(
 
     if (target is None) == (task is None):
         _fail("give either a target, package.module:function, or --task with a task's name")
+    if out is not None:
+        _check_writable(out)
     model, batch, loss = _of_task(task, data, options["seed"]) if task else _of_target(target)
-    found = verify(model, batch, recipe, loss=loss, **options)
+    with _or_fail(f"verifying {target or task} raised", (ValueError, TypeError, NotImplementedError)):
+        found = verify(model, batch, recipe, loss=loss, **options)
     _print_verification(found)
     if out is not None:
-        Path(out).write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
+        with _writing(out):
+            Path(out).write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
     return 0 if found.passed else 1
+
+
+def _check_writable(out: str) -> None:
+    """Before the work, and so that nothing is left if that fails."""
+    path = Path(out)
+    new = not path.exists()
+    with _writing(out):
+        path.open("a").close()
+    if new:
+        path.unlink()
+
+
+@contextlib.contextmanager
+def _writing(out: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        _fail(f"cannot write {out}: {error.strerror or error}; give another file with --out")
+
+
+@contextlib.contextmanager
+def _or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """For code of the user's, which may raise anything: a traceback's exit code would be that of FAILED.
+
+    Exceptions that are ``telling`` speak for themselves; before others goes what was being done, and their name.
+    """
+    try:
+        yield
+    except telling as error:
+        _fail(str(error))
+    except (Exception, SystemExit) as error:
+        _fail(f"{doing} {type(error).__name__}: {error}".rstrip(": "))
 
 
 def _of_task(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:
@@ -190,14 +237,19 @@ def _of_target(target: str) -> tuple[Any, Any, Any]:
     import importlib
 
     name, _, function = target.partition(":")
-    if not function:
-        _fail(f"{target!r} names no function: write package.module:function")
+    if not name or not function:
+        _fail(f"{target!r} names no {'function' if name else 'module'}: write package.module:function")
+    if name.endswith(".py"):
+        module = name.removesuffix(".py").strip("./").replace("/", ".")
+        _fail(f"{target!r} names a file: write the module without .py, {module}:{function}")
     # As `python -m` does: modules of the folder that one stands in are found.
     sys.path.insert(0, str(Path.cwd()))
-    try:
-        made = getattr(importlib.import_module(name), function)()
-    except (ImportError, AttributeError) as error:
-        _fail(f"cannot take {function!r} from {name!r}: {error}")
+    with _or_fail(f"cannot take {function!r} from {name!r}:"):
+        make = getattr(importlib.import_module(name), function)
+    if not callable(make):
+        _fail(f"{target} is a {type(make).__name__}: give a function that returns (model, batch) or with a loss")
+    with _or_fail(f"{target} raised"):
+        made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         _fail(f"{target} returned {type(made).__name__}: return (model, batch) or (model, batch, loss)")
     return (*made, None) if len(made) == 2 else made

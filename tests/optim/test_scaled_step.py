@@ -330,3 +330,16 @@ def test_torchs_optimizers_do_not_divide_by_what_float16_cannot_hold(seed, name,
     assert moved.isfinite().all()
     # Without the squares of small elements a step is a thousand times as large.
     assert moved.abs().max() <= 8 * (plain.detach() - value).abs().max() + 1e-2
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (8, 2)])
+@pytest.mark.parametrize("storage", [torch.float32, torch.float16])
+def test_torchs_muon_multiplies_matrices_again_and_again(seed, storage, shape):
+    value, gradient = torch.randn(shape), torch.randn(shape) * 1e-6
+    plain, scaled = torch.nn.Parameter(value.clone()), _parameter(value, storage)
+    plain.grad, scaled.grad = gradient, ScaledTensor.encode(gradient, storage)
+    for p in (plain, scaled):
+        torch.optim.Muon([p], lr=1e-2, weight_decay=0.0).step()
+    moved, wanted = scaled.detach().decode() - value, plain.detach() - value
+    # torch multiplies in bfloat16.
+    assert (moved - wanted).norm() <= 0.3 * wanted.norm() + 2e-3

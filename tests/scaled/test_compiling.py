@@ -160,3 +160,17 @@ def test_a_plain_gradient_of_a_compiled_scaled_output_is_refused(seed):
     y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
     with pytest.raises(RuntimeError, match="tangent"):
         y.backward(torch.randn(24, 8))
+
+
+@pytest.mark.parametrize("exponent", [0, -20])
+def test_a_write_that_does_not_fit_is_refused_as_it_runs(exponent, seed):
+    def written(x: torch.Tensor, value: float) -> torch.Tensor:
+        x = x.clone()
+        x[:, 2:] = value
+        return x
+
+    x = ScaledTensor.encode(torch.randn(2, 4) * 2.0**exponent)
+    compiled = torch.compile(written, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="float16's range"):
+        compiled(x, -1e9)
+    assert torch.equal(compiled(x, -torch.inf).decode()[:, 2:], torch.full((2, 2), -torch.inf))

@@ -101,3 +101,13 @@ def test_gradients_of_images_are_not_lost_in_zeros(seed):
     F.nll_loss(x, torch.zeros(2, 2, 3, dtype=torch.long)).backward()
     assert torch.allclose(x.grad[:, 0].decode(), torch.full((2, 2, 3), -1 / 12), rtol=1e-3)
     assert not x.grad[:, 1:].any()
+
+
+@pytest.mark.parametrize("loss", [F.huber_loss, F.smooth_l1_loss, F.mse_loss])
+@pytest.mark.parametrize("exponent", [-30, -16, 0])
+def test_small_residuals_keep_their_gradients_in_sixteen_bits(loss, exponent, seed):
+    x = ScaledTensor.encode(torch.randn(64) * 2.0**exponent).detach().requires_grad_()
+    plain = x.detach().decode().requires_grad_()
+    for given in (x, plain):
+        loss(given, torch.zeros(64)).backward()
+    assert (x.grad.decode() - plain.grad).norm() <= 2e-3 * plain.grad.norm()

@@ -90,3 +90,11 @@ def test_zeros_like_have_gradients_of_the_size_that_eps_allows(seed):
     plain = torch.zeros(4, 6, requires_grad=True)
     F.layer_norm(plain, (6,)).backward(g)
     assert torch.allclose(x.grad.decode(), plain.grad, rtol=1e-2, atol=1e-2 * plain.grad.abs().max())
+
+
+@pytest.mark.parametrize("exponent", [-36, -24])
+def test_what_is_far_below_eps_keeps_its_digits_in_sixteen_bits(exponent, seed):
+    x = ScaledTensor.encode(torch.randn(4, 32) * 2.0**exponent)
+    for norm in (torch.nn.LayerNorm(32), torch.nn.GroupNorm(4, 32), torch.nn.RMSNorm(32, eps=1e-5)):
+        found, wanted = norm(x).detach().decode(), norm(x.decode()).detach()
+        assert (found - wanted).norm() <= 2e-3 * wanted.norm()

@@ -55,7 +55,7 @@ def test_a_copy_and_a_pickle_train_as_the_model(seed):
     wanted = gradients(copy.deepcopy(model), x, y)
     for twin in twins:
         assert all(map(torch.equal, gradients(twin, x, y), wanted))
-        assert list(twin.state_dict())[:2] == ["0.weight", "0.weight.scale"]
+        assert list(twin.state_dict())[:2] == ["0.weight.payload", "0.weight.scale"]
     assert twins[0][0].weight is not model[0].weight
 
 
@@ -72,8 +72,7 @@ class Tied(nn.Module):
         self.register_buffer("running", torch.ones(4))
         self.seen = None
 
-    def forward(self, batch: dict, *, extra=None, attention_mask=None) -> torch.Tensor:
-        self.seen = batch, extra, attention_mask
+    def forward(self, batch: dict, *, extra=None) -> torch.Tensor:
         return self.head(self.embed(batch["ids"]) + extra[0] * self.running)
 
 
@@ -83,15 +82,32 @@ def test_ties_arguments_and_what_has_no_scale(seed):
     assert type(model.steps.data) is torch.Tensor
     assert type(model.phase.data) is torch.Tensor
     assert type(model.running) is torch.Tensor
-    ids, mask = torch.tensor([1, 2]), torch.tensor([0.0, -torch.inf])
-    out = model({"ids": ids}, extra=[torch.ones(2, 4)], attention_mask=mask)
-    batch, extra, seen_mask = model.seen
-    assert batch["ids"] is ids
-    assert seen_mask is mask
-    assert isinstance(extra[0], ScaledTensor)
+    out = model({"ids": torch.tensor([1, 2])}, extra=[torch.ones(2, 4)])
     assert isinstance(out, ScaledTensor)
     F.mse_loss(out, torch.zeros(2, 5)).backward()
     assert isinstance(model.head.weight.grad, ScaledTensor)
+
+
+class Clock(nn.Module):
+    """Of times and a bias by position: what sixteen bits cannot hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 6)
+
+    def forward(self, times: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return (self.layer(torch.stack([times.sin(), times.cos()], -1)) + bias).softmax(-1)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("run", [lambda model: model, lambda model: torch.compile(model, backend="aot_eager")])
+def test_what_a_model_is_given_keeps_its_digits(dtype, most, run, seed):
+    plain = Clock()
+    times, bias = 4000 + torch.arange(5.0), torch.randn(6)
+    bias[3:] = torch.tensor([-1e9, torch.finfo(torch.float32).min, -torch.inf])
+    found = run(hu.scalify(copy.deepcopy(plain), dtype))(times, bias)
+    assert isinstance(found, ScaledTensor)
+    assert (found.detach().decode() - plain(times, bias)).abs().max() <= most
 
 
 def test_where_chooses_by_name_or_function(seed):
@@ -179,6 +195,10 @@ def test_bad_input(seed):
     ):
         with pytest.raises(ValueError, match=message):
             hu.scalify(model, **options)
+    with pytest.raises(ValueError, match="sparse=False"):
+        hu.scalify(nn.Embedding(4, 3, sparse=True))
+    with pytest.raises(TypeError, match="the class Linear"):
+        hu.scalify(nn.Linear)
     with pytest.raises(ValueError, match="has no shape yet"):
         hu.scalify(nn.LazyLinear(3))
     sparse = nn.Module()
@@ -199,7 +219,7 @@ def test_bad_input(seed):
 def test_scalify_again_changes_the_storage(seed):
     model = hu.scalify(hu.scalify(net(), torch.float32), torch.float16)
     assert model[0].weight.payload.dtype == torch.float16
-    assert len(model._forward_pre_hooks) == 2
+    assert len(model._forward_pre_hooks) == 1
     assert model(torch.randn(2, 8)).payload.dtype == torch.float16
 
 

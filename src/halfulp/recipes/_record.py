@@ -74,12 +74,18 @@ def first_difference(wanted: list[Step], got: list[Step]) -> tuple[str, str, flo
 
 
 def relative(wanted: Tensor, got: Tensor) -> float:
-    """The norm of the difference over the norm of what was wanted; infinite where only one is finite."""
+    """The norm of the difference over the norm of what was wanted; infinite where infinities or NaN differ.
+
+    >>> inf = float("inf")
+    >>> relative(torch.tensor([4.0, inf]), torch.tensor([3.0, inf])), relative(torch.tensor(inf), torch.tensor(-inf))
+    (0.25, inf)
+    """
     wanted, got = wanted.double(), got.double()
-    if not bool((wanted.isfinite() == got.isfinite()).all()):
+    finite = wanted.isfinite() & got.isfinite()
+    if not bool((finite | (wanted == got) | (wanted.isnan() & got.isnan())).all()):
         return float("inf")
-    difference = torch.nan_to_num(wanted - got, 0.0, 0.0, 0.0).norm()
-    return float(difference / torch.nan_to_num(wanted, 0.0, 0.0, 0.0).norm().clamp(min=torch.finfo(torch.float64).tiny))
+    norm = torch.where(finite, wanted, 0.0).norm().clamp(min=torch.finfo(torch.float64).tiny)
+    return float(torch.where(finite, wanted - got, 0.0).norm() / norm)
 
 
 def _is_float(x: Any) -> bool:

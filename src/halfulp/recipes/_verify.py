@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import same_bits
 from ..scaled import ScaledTensor, scalify
-from ..tensors import fallbacks
+from ..tensors import MCTensor, fallbacks
 from . import _catalog
 from ._recipe import Recipe
 from ._record import Recorder, Step, first_difference, plain, relative
@@ -32,10 +33,12 @@ class Verification:
 
     Attributes:
         technique: What was verified: "scaled".
-        gradients: Each parameter's relative difference to plain float32; 0 means equal bits.
+        gradients: Relative difference to plain float32 of each parameter that has a gradient; 0 means equal bits.
         first: The first operator that is not bit-equal, the module or direction it ran in, and by how much; or None.
         fallbacks: Operators without a rule, and how often they ran.
+        unused: Parameters that train but have no gradient in plain float32; nothing was compared there.
         left_alone: Parameters that the recipe does not change.
+        left_out: What the recipe rounds by design, which is no part of the run: "eight-bit products"; or None.
         trials: How often it ran, each time under other random scales.
         seed: Of the scales.
     """
@@ -44,7 +47,9 @@ class Verification:
     gradients: dict[str, float]
     first: tuple[str, str, float] | None
     fallbacks: dict[str, int]
+    unused: list[str]
     left_alone: list[str]
+    left_out: str | None
     trials: int
     seed: int
 
@@ -59,8 +64,11 @@ class Verification:
         return all(difference <= NEAR for difference in self.gradients.values()) and not self.fallbacks
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that JSON can hold."""
-        return {**dataclasses.asdict(self), "equal": self.equal, "passed": self.passed}
+        """Plain data that JSON can hold; a difference that is not finite is None."""
+        data = {**dataclasses.asdict(self), "equal": self.equal, "passed": self.passed}
+        data["gradients"] = {name: _finite(difference) for name, difference in self.gradients.items()}
+        data["first"] = [*self.first[:2], _finite(self.first[2])] if self.first else None
+        return data
 
     def __str__(self) -> str:
         worst = max(self.gradients, key=self.gradients.get, default=None)
@@ -72,8 +80,12 @@ class Verification:
             said.append(f"the first operator that differs is {operator} in {place}, by {difference:.1e}")
         for name, count in self.fallbacks.items():
             said.append(f"{name} has no rule and ran on decoded values {count} times")
+        if self.unused:
+            said.append(f"without a gradient: {', '.join(self.unused)}")
         if self.left_alone:
             said.append(f"left alone: {', '.join(self.left_alone)}")
+        if self.left_out:
+            said.append(f"left out, as they round by design: {self.left_out}")
         return f"{'passed' if self.passed else 'FAILED'}: " + "; ".join(said)
 
 
@@ -98,11 +110,14 @@ def verify(
         recipe: one with a payload, or its name.
         loss: from the model's output to a scalar; by default the output's own ``loss``, or the sum of all floating
             outputs, each element times a fixed random weight.
-        trials: how many draws of scales.
+        trials: how many draws of scales, at least 1.
         seed: of the scales and weights.
 
     Raises:
-        ValueError: an unknown recipe, a model without float32 parameters, a loss that is no scalar.
+        ValueError: an unknown recipe, trials < 1, a model without float32 parameters or with tensors of halfulp's in
+            their place, a loss that is no scalar, or nothing to compare with: in plain float32 no parameter has a
+            gradient, or the loss or a gradient is not finite.
+        TypeError: a model that is no nn.Module, a loss that is no function or gives no tensor.
         NotImplementedError: a recipe that changes values by design, so that there is nothing to prove.
 
     >>> print(verify(torch.nn.Linear(3, 2), torch.ones(4, 3), "scaled-fp16"))
@@ -113,38 +128,76 @@ def verify(
         raise NotImplementedError(
             f"recipe {recipe.name!r} rounds by design; verify takes recipes with a payload, such as 'scaled-fp16'"
         )
-    if not any(parameter.dtype == torch.float32 for parameter in model.parameters()):
-        raise ValueError("the model has no float32 parameters: nothing to verify")
+    _check(model, loss, trials)
     generator = torch.Generator().manual_seed(seed)
     loss_of = loss or _default_loss(seed)
-    wanted, wanted_steps = _step(copy.deepcopy(model), batch, loss_of)
-    gradients = dict.fromkeys(wanted, 0.0)
+    wanted, wanted_steps = _reference(copy.deepcopy(model), batch, loss_of)
+    unused = [name for name, value in wanted.items() if value is None]
+    gradients = {name: 0.0 for name, value in wanted.items() if value is not None}
     first, counts, left = None, {}, []
     for _ in range(trials):
         other = scalify(copy.deepcopy(model), torch.float32, rescale="norms")
         left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
         _shift(other.parameters(), generator)
-        got, steps = _step(other, _under_scales(batch, generator), loss_of)
+        _, got, steps = _step(other, _under_scales(batch, generator), loss_of)
         for name, value in wanted.items():
             difference = _difference(value, got.get(name))
-            gradients[name] = max(gradients[name], difference)
+            if name in gradients or difference:
+                gradients[name] = max(gradients.get(name, 0.0), difference)
         first = first or first_difference(wanted_steps, steps)
         for name, count in fallbacks(other).items():
             counts[name] = counts.get(name, 0) + count
-    return Verification("scaled", gradients, first, counts, left, trials, seed)
+    left_out = "eight-bit products" if recipe.matmul else None
+    return Verification("scaled", gradients, first, counts, unused, left, left_out, trials, seed)
 
 
-def _step(model: nn.Module, batch: Any, loss_of: LossOf) -> tuple[dict[str, Tensor | None], list[Step]]:
-    """The gradients of one step, decoded, and what its operators gave."""
+def _check(model: nn.Module, loss: LossOf | None, trials: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}: give a torch.nn.Module")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"the loss is a {type(loss).__name__}: give a function, loss=lambda output: ...")
+    if trials < 1:
+        raise ValueError(f"trials={trials}: give at least 1, as no trial proves nothing")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, (ScaledTensor, MCTensor)):
+            kind, back = type(parameter).__name__, "halfulp.scaled.unscalify(copy.deepcopy(model))"
+            if isinstance(parameter, MCTensor):
+                back = "halfulp.tensors.single_component(copy.deepcopy(model), torch.float32)"
+            raise ValueError(f"parameter {name!r} is a {kind}: verify takes the plain float32 model, {back}")
+    if not any(parameter.dtype == torch.float32 for parameter in model.parameters()):
+        raise ValueError("the model has no float32 parameters: nothing to verify")
+
+
+def _reference(model: nn.Module, batch: Any, loss_of: LossOf) -> tuple[dict[str, Tensor | None], list[Step]]:
+    """The gradients and operators of plain float32, which must be finite to be compared with."""
+    loss, gradients, steps = _step(model, batch, loss_of)
+    if not bool(loss.isfinite().all()):
+        raise ValueError(f"in plain float32 the loss is {loss.item()}: nothing to compare with; give another batch")
+    if all(grad is None for grad in gradients.values()):
+        raise ValueError("in plain float32 no parameter has a gradient: give a loss that depends on one that trains")
+    for name, grad in gradients.items():
+        if grad is not None and not bool(grad.isfinite().all()):
+            raise ValueError(
+                f"in plain float32 the gradient of {name!r} is not finite: nothing to compare with; give another batch"
+            )
+    return gradients, steps
+
+
+def _step(model: nn.Module, batch: Any, loss_of: LossOf) -> tuple[Tensor, dict[str, Tensor | None], list[Step]]:
+    """The loss of one step, its gradients, decoded, and what its operators gave."""
     model.zero_grad()
     with torch.random.fork_rng(), Recorder(model) as recorder:
         torch.manual_seed(0)
         loss = loss_of(_called(model, batch))
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"the loss gave a {type(loss).__name__}: give a scalar tensor, loss=lambda output: ...")
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: give a scalar, loss=lambda output: ...")
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return {name: None if grad is None else plain(grad) for name, grad in trained.items()}, recorder.steps
+    gradients = {name: None if grad is None else plain(grad) for name, grad in trained.items()}
+    return loss.detach(), gradients, recorder.steps
 
 
 def _called(model: nn.Module, batch: Any) -> Any:
@@ -177,7 +230,7 @@ def _under_scales(batch: Any, generator: torch.Generator) -> Any:
         return _moved(ScaledTensor.encode(x.detach(), torch.float32), generator)
 
     if isinstance(batch, Mapping):
-        # Masks stay plain, as at the door of every scaled model.
+        # Masks stay plain, as those of a scaled function do.
         return {name: x if "mask" in name else tree_map(scaled, x) for name, x in batch.items()}
     return tree_map(scaled, batch)
 
@@ -197,3 +250,7 @@ def _difference(wanted: Tensor | None, got: Tensor | None) -> float:
     if wanted is None or got is None:
         return 0.0 if wanted is got else float("inf")
     return 0.0 if same_bits(wanted, got) else relative(wanted, got)
+
+
+def _finite(difference: float) -> float | None:
+    return difference if math.isfinite(difference) else None

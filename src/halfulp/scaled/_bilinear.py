@@ -102,7 +102,7 @@ def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torc
     if _is_complex(a) or _is_complex(b):
         return on_values(operator, a, b)
     like = first_scaled((a, b))
-    x, y = operand(a, like), operand(b, like)
+    x, y = (factor_of_product(t, like) for t in (a, b))
     spread = root_of_count(terms)
     scale, rest = _powers.product(x._scale, y._scale, spread)
     if operator is aten.mm.default and is_eight_bit_product(x._payload, y._payload):
@@ -115,6 +115,17 @@ def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torc
             left, factor, rest = (left.mT * (rest * factor)).mT, 1.0, 1.0
         values = _divided_product(operator, left, right, factor)
     return result(values, scale, rest, product_storage((a, b)), dtype or logical_of((a, b)))
+
+
+def factor_of_product(x: Any, like: ScaledTensor) -> ScaledTensor:
+    """An operand of a product of matrices: a plain one is rounded to bfloat16 where the other is, to multiply as such.
+
+    Of the narrow types it alone has float32's range, so that nothing but digits is lost.
+    """
+    if isinstance(x, ScaledTensor) or like._payload.dtype != torch.bfloat16:
+        return operand(x, like)
+    wide = operand(x, like)
+    return wrap(wide._payload.to(torch.bfloat16), wide._scale, wide.dtype)
 
 
 def _for_product(*tensors: ScaledTensor) -> list[Tensor]:
@@ -247,7 +258,8 @@ def joined(
     """
     like = first_scaled((base, a, b))
     storage, dtype = product_storage((base, a, b)), logical_of((base, a, b))
-    base, x, y = operand(base, like), operand(a, like), operand(b, like)
+    as_factor = factor_of_product if separate else operand
+    base, x, y = operand(base, like), as_factor(a, like), as_factor(b, like)
     factors = (x._scale, inverse(y._scale) if quotient else y._scale)
     own, _ = _powers.product(base._scale, split_number(beta)[1])
     own = zeros_scale(base) if not is_symbolic(beta) and beta == 0 else own
@@ -258,7 +270,8 @@ def joined(
         of_product = _powers_of_zeros(y._scale, of_product)
     start, left, right = _for_product(base, x, y) if separate else (widened(base), widened(x), widened(y))
     if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
-        return made_to_fit(compute(start, left, right, beta * of_base, alpha * of_product), scale, storage, dtype)
+        y = compute(start, left, right, _finite(beta * of_base), _finite(alpha * of_product))
+        return result(y, scale, 1.0, storage, dtype)
     if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
         # Factors after the product become one pass with what follows; before it they would be one over a matrix.
         return made_to_fit(
@@ -267,6 +280,12 @@ def joined(
     # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
     left, right = (left * of_product, right) if quotient else (left, right * of_product)
     return made_to_fit(compute(start * of_base, left, right, beta, alpha), scale, storage, dtype)
+
+
+def _finite(factor: Any) -> Any:
+    """A number as torch takes it beside float32 matrices."""
+    largest = torch.finfo(torch.float32).max
+    return factor if is_symbolic(factor) else min(max(factor, -largest), largest)
 
 
 def _added_product(operator: OpOverload, terms: Callable[[Any, Any], int], separate: OpOverload | None) -> Callable:

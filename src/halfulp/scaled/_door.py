@@ -1,19 +1,17 @@
-"""The door of a scaled model or function: plain floating arguments, however nested, become scaled ones."""
+"""The door of a scaled function: plain floating arguments, however nested, become scaled ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..kernels import define_operator
 from ._form import LOGICALS, encoded
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
-
-_STORAGE = "_halfulp_storage"
 
 # `like` is what makes a scaled tensor of the result, also for compilers: operators of plain tensors give plain ones.
 _enter = define_operator(
@@ -53,31 +51,3 @@ def _is_plain_float(x: Any) -> bool:
     if x.layout != torch.strided:
         raise ValueError(f"an argument has layout {x.layout}: scaled tensors are dense, x.to_dense()")
     return True
-
-
-def install(model: nn.Module, storage: torch.dtype) -> None:
-    """Wrap the model's arguments from now on."""
-    if _STORAGE not in model.__dict__:
-        model.register_forward_pre_hook(_wrap_inputs, with_kwargs=True)
-    model.__dict__[_STORAGE] = storage
-
-
-def remove(model: nn.Module) -> None:
-    """Take back what `install` did, in the model's modules too."""
-    for module in model.modules():
-        if module.__dict__.pop(_STORAGE, None) is not None:
-            for key, hook in list(module._forward_pre_hooks.items()):
-                if hook is _wrap_inputs:
-                    del module._forward_pre_hooks[key]
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-def _wrap_inputs(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """A forward pre-hook. Masks hold huge numbers that stand for infinity: no scale goes with the rest of them."""
-    storage = module.__dict__[_STORAGE]
-    like = next((p for p in module.parameters() if isinstance(p, ScaledTensor)), None)
-    if like is None:
-        return arguments, options
-    like = like.detach()
-    options = {name: x if "mask" in name else wrapped(x, storage, like) for name, x in options.items()}
-    return wrapped(arguments, storage, like), options

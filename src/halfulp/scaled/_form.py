@@ -75,17 +75,22 @@ def made(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype
 
 
 def made_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    """The same under as large a scale as the largest finite value needs in the storage.
+    """The same under as large a scale as the largest finite value needs in the storage, or as small.
 
-    Where values cannot be looked at the scale stays, and they saturate.
+    Small is a largest value so low that those below it would lose digits. Where values cannot be looked at the scale
+    stays, and they saturate or vanish.
     """
     if storage in (torch.bfloat16, torch.float32) or not values.numel() or not _powers.in_sight(values):
         return made(values, scale, storage, dtype)
-    if _fits(values, storage):
+    limits = torch.finfo(storage)
+    lowest = limits.smallest_normal / limits.eps**0.5
+    low, high = (bound.item() for bound in torch.aminmax(values))
+    if lowest <= max(-low, high) <= limits.max or low == high == 0.0:
         return wrap(values.to(storage), scale, dtype)
-    largest = torch.finfo(storage).max
     amax = torch.nan_to_num(values, 0.0, 0.0, 0.0).abs().amax()
-    power = _powers.round_to_power((amax / largest).clamp(min=1.0), "up")
+    power = _powers.round_to_power((amax / limits.max).clamp(min=1.0), "up")
+    if 0.0 < amax.item() < lowest:
+        power = _powers.round_to_power(amax)
     total, rest = _powers.product(scale, power)
     return made(_powers.times(values / power, rest), total, storage, dtype)
 
@@ -133,6 +138,9 @@ def measured_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding
     """
     if not values.numel():
         return torch.full((), _powers.ANY, dtype=torch.float32, device=values.device)
+    quick = _quick_scale(values, rounding) if storage in (torch.float32, torch.bfloat16) else None
+    if quick is not None:
+        return torch.full((), quick, dtype=torch.float32)
     finite = torch.nan_to_num(values.detach().to(torch.float64), 0.0, 0.0, 0.0)
     count = finite.count_nonzero().clamp(min=1)
     rms = (finite.square().sum() / count).sqrt()
@@ -140,6 +148,16 @@ def measured_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding
     lowest = amax / torch.finfo(storage).max
     scale = _powers.round_to_power(rms.to(torch.float32), rounding)
     return torch.maximum(scale, _powers.round_to_power(lowest.to(torch.float32), "up"))
+
+
+def _quick_scale(values: Tensor, rounding: PowerRounding) -> float | None:
+    """The same for ordinary float32 values that can be looked at, in two passes over them instead of eight."""
+    if not _powers.in_sight(values) or values.dtype != torch.float32 or values.requires_grad:
+        return None
+    norm = torch.linalg.vector_norm(values).item()
+    if not _ORDINARY[0] < norm < _ORDINARY[1]:  # squares that leave float32's range, infinities, NaN, zeros
+        return None
+    return _powers.power_of(norm / max(int(values.count_nonzero()), 1) ** 0.5, rounding)
 
 
 def encoded(values: Tensor, storage: torch.dtype, scale: Tensor | None = None, dtype: torch.dtype | None = None):
@@ -173,6 +191,9 @@ def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     return wrap(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
 
 
+# Norms whose squares are float32 numbers with all their digits, unless nearly all of them are far smaller.
+_ORDINARY = (2.0**-40, 2.0**40)
+
 # Masks add such numbers where they mean minus infinity: -1e9, the smallest of the dtype.
 STAND_IN = 2.0**24
 # What is as large may take infinity's place: exp(-128) is 0 in float32.
@@ -183,6 +204,10 @@ def _scale_beside_stand_ins(x: Tensor, storage: torch.dtype) -> Tensor:
     """The scale of the other numbers, where there are others or zeros; no smaller than what must stay large allows."""
     if not x.dim() or not x.numel():
         return measured_scale(x, torch.float32)
+    if _powers.in_sight(x) and not x.requires_grad and x.dtype == torch.float32:
+        low, high = torch.aminmax(x)
+        if low.item() > -STAND_IN and high.item() < STAND_IN:
+            return measured_scale(x, torch.float32)
     large = x.abs() >= STAND_IN
     scale = measured_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
     amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()

@@ -106,10 +106,15 @@ torch.library.register_autograd("halfulp::rescale_payload", lambda context, grad
 class _Rescale(torch.autograd.Function):
     """The identity on values."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(context: Any, x: Tensor, by: Statistic, side: Side) -> Tensor:
-        context.by, context.side = by, side
+    def forward(x: Tensor, by: Statistic, side: Side) -> Tensor:
         return x.view_as(x) if side == "gradient" else _change(x, by)
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: Tensor) -> None:
+        _, context.by, context.side = inputs
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..tensors import _companions, _model_fallbacks
 from ..tensors._places import Place, Where, check_has_shape, chosen, places, with_marks
-from . import _door, _placement
+from . import _placement
 from . import _state_dict as _state_dict
 from ._form import LOGICALS, check_storage
 from ._placement import Rescale
@@ -36,9 +36,9 @@ def scalify(
     From "Scalify" (Balança et al., arXiv 2407.17353). Every matched parameter becomes an nn.Parameter that is a
     ScaledTensor with a measured scale; the modules, their forward methods and torch.optim optimizers stay as they are.
     A parameter that several modules share stays shared. Parameters are new objects: make optimizers afterwards.
-    Floating tensors among the model's arguments, nested ones too, are encoded as it is called, but for those named as
-    masks; its outputs stay scaled, and so does a loss of them and of plain targets: `loss.backward()`, `loss.item()`.
-    Gradients are ScaledTensors of the same storage.
+    What the model is given stays plain, and exact, until it meets a parameter: masks, positions and times keep all
+    their digits. Results are scaled from there on, and so are the outputs and a loss of them and of plain targets:
+    `loss.backward()`, `loss.item()`. Gradients of parameters are ScaledTensors of the same storage.
 
     Buffers stay as they are. Running statistics are moving averages, which in a narrow payload stop moving, and
     constants such as rotary frequencies keep their digits; neither widens the payloads of what it meets.
@@ -65,7 +65,7 @@ def scalify(
     Raises:
         ValueError: no storage dtype, a pattern that matches nothing, sparse parameters, parameters that an optimizer
             holds already, another matmul or rescale. The model is as it was.
-        TypeError: neither a module nor a function.
+        TypeError: neither a module nor a function, or a class of modules.
 
     >>> layer = scalify(torch.nn.Linear(3, 2))
     >>> list(layer.state_dict())
@@ -78,6 +78,8 @@ def scalify(
     check_storage(dtype)
     if matmul not in (None, "fp8"):
         raise ValueError(f"matmul={matmul!r}: allowed are None and 'fp8'")
+    if isinstance(model, type):
+        raise TypeError(f"scalify takes a module or a function, got the class {model.__name__}: make one of it first")
     if not isinstance(model, nn.Module):
         from ._scalify_function import scalify_function
 
@@ -96,7 +98,6 @@ def scalify(
     for place in found:
         place.put(made[id(place.held)])
         _companions.install(place.module)
-    _door.install(model, dtype)
     _companions.install_check(model)
     _model_fallbacks.install(model)
     _placement.remove(model)
@@ -135,7 +136,6 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
             made[id(place.held)] = _plain(place, dtype)
     for place in found:
         place.put(made[id(place.held)])
-    _door.remove(model)
     _placement.remove(model)
     _set_products(model, None)
     for module in model.modules():
@@ -146,6 +146,11 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 def _takes_scale(place: Place) -> bool:
     check_has_shape(place)
+    if getattr(place.module, "sparse", False):
+        raise ValueError(
+            f"parameter {place.name!r} is of a {type(place.module).__name__} with sparse=True, whose gradients have no "
+            "scale: make it with sparse=False, or leave it out by where="
+        )
     if place.held.layout != torch.strided:
         raise ValueError(
             f"parameter {place.name!r} has layout {place.held.layout}: scaled tensors are dense; leave it out by where="

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from ._scaled_tensor import ScaledTensor
 
 
 def scalify_function(function: Callable, dtype: torch.dtype = torch.float16) -> Callable:
-    """A function whose floating arguments are encoded as it is called.
+    """A function whose floating arguments are encoded as it is called, but for those whose names contain "mask".
 
     What comes out is as what went in: with plain arguments the scaled tensors among the results, however nested, are
     decoded, so that the function can stand in for the other; if an argument is a ScaledTensor they stay scaled.
@@ -41,14 +43,28 @@ def scalify_function(function: Callable, dtype: torch.dtype = torch.float16) -> 
         raise TypeError(f"scalify takes a module or a function, got {type(function).__name__}")
 
     like = ScaledTensor(torch.ones(()), 1.0)
+    positions = _positional_names(function)
+
+    def names() -> Iterator[str]:
+        return itertools.chain(positions, itertools.repeat(""))
 
     @functools.wraps(function)
     def scaled(*arguments: Any, **options: Any) -> Any:
         stays = any(isinstance(x, ScaledTensor) for x in tree_leaves((arguments, options)))
-        arguments, options = wrapped((arguments, options), dtype, like)
+        arguments = tuple(x if "mask" in name else wrapped(x, dtype, like) for x, name in zip(arguments, names()))
+        options = {name: x if "mask" in name else wrapped(x, dtype, like) for name, x in options.items()}
         results = function(*arguments, **options)
         if stays:
             return results
         return tree_map(lambda x: x.decode() if isinstance(x, ScaledTensor) else x, results)
 
     return scaled
+
+
+def _positional_names(function: Callable) -> list[str]:
+    """The names of what is given by position, as far as the function tells them."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

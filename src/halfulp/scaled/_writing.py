@@ -62,10 +62,16 @@ def _kept(own: Tensor, other: Tensor) -> Tensor:
 
 
 def _check_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
-    if not _powers.in_sight(payload) or not payload.numel():
+    if x._payload.dtype in (torch.float32, torch.bfloat16) or not payload.numel():
         return
-    largest = torch.finfo(x._payload.dtype).max
-    if bool(((payload.abs() > largest) & widened(value).isfinite()).any()):
+    too_large = ((payload.abs() > torch.finfo(x._payload.dtype).max) & widened(value).isfinite()).any()
+    if not _powers.in_sight(payload):
+        torch._assert_async(
+            ~too_large,
+            f"a value is out of {x._payload.dtype}'s range under the scale of the memory it is written into: write "
+            "into x.clone(), or give the whole tensor a larger scale first, x.with_scale(...)",
+        )
+    elif bool(too_large):
         raise ValueError(
             f"a value is out of {x._payload.dtype}'s range under the scale {x._scale.item():g}, which this tensor "
             "shares with the memory it is a view of: it is as it was. Write into x.clone(), or give the whole tensor a "

@@ -8,7 +8,7 @@ from ._curves import svg
 from ._evidence import Evidence
 from ._headline import headline, is_indication, losers
 from ._row import Row, judged
-from ._table import cells, loss_name, notes, stored_bytes
+from ._table import DASH, cells, loss_name, notes, stored_bytes
 
 _WIDE, _NARROW = (820, 560), (340, 560)
 
@@ -68,6 +68,7 @@ def _line(evidence: Evidence, row: Row, index: int, most: float, reach: float) -
         "colour": "var(--ink)" if row.verdict == "reference" else f"var(--c{index})",
         "loss": words[loss_name(evidence, row.task)],
         "gap": words["gap to fp32"],
+        "published": words.get("gap in the paper", DASH),
         "verdict": words["verdict"],
         "accuracy": words["accuracy"],
         "own": words["own arithmetic"],

@@ -3,6 +3,7 @@
 from .. import formats
 from ._evidence import Evidence
 from ._row import Row
+from .tasks import kind_of
 
 DASH = "–"
 
@@ -52,6 +53,8 @@ def cells(evidence: Evidence, row: Row) -> dict[str, str]:
     if row.diverged:
         verdict = f"diverged ({row.diverged} of {row.seeds})"
     reference = row.verdict == "reference"
+    published = kind_of(row.task).published
+    in_paper = {"gap in the paper": number(published.get(row.recipe), 2, sign=True)} if published else {}
     return {
         "recipe": row.recipe,
         loss: with_spread(row.loss, row.loss_spread),
@@ -63,6 +66,7 @@ def cells(evidence: Evidence, row: Row) -> dict[str, str]:
         "realised": percent(row.realised, 0),
         "bytes/param": _bytes(row),
         "step time": "emulated" if row.emulated else (DASH if row.speed is None else f"{row.speed:.2f}×"),
+        **in_paper,
     }
 
 
@@ -106,6 +110,8 @@ def notes(evidence: Evidence, task: str) -> list[str]:
         "movement took place, large updates counting most; stochastic rounding makes up for what it cancels.",
         f"Step time is CPU time on one thread against fp32's {number(rows[0].step_ms, 2)} ms.",
     ]
+    if kind_of(task).published_in:
+        said.append(kind_of(task).published_in)
     if any(row.verdict is None for row in rows):
         said.append("A verdict needs 3 seeds: --seeds 3 --resume trains only what is missing.")
     if any(row.emulated for row in rows):

@@ -45,3 +45,8 @@ def get(task: str | Task, data: str | None = None) -> Task:
         raise ValueError(unknown("task", task, _TASKS))
     kind = _TASKS[task]
     return kind(data=data) if "data" in getattr(kind, "__dataclass_fields__", {}) else kind()
+
+
+def kind_of(name: str) -> type[Task]:
+    """The class of the task of that name; of a task that is not one of these, their base."""
+    return _TASKS.get(name, Task)
