@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+import halfulp as hu
 from halfulp.arithmetic._exact_sum import exact_dot, exact_partial, exact_round, exact_sum
 from halfulp.formats import get
 from halfulp.formats._reference import round_exact
@@ -305,3 +306,15 @@ def test_what_is_refused(seed):
     before = words.clone()
     exact_round(words, torch.float32)
     assert torch.equal(words, before)
+
+
+def test_tensors_of_scales_and_components_are_decoded_first(seed):
+    value = torch.randn(300).half().double() * 2.0**-40
+    scaled, plain = hu.ScaledTensor.encode(value, torch.float32), torch.ones(300)
+    components = hu.MCTensor.encode(torch.randn(300))
+    for x, name in ((scaled, "ScaledTensor"), (components, "MCTensor")):
+        calls = [(exact_sum, x), (exact_dot, x, plain), (exact_dot, plain, x), (exact_partial, x)]
+        for function, *arguments in (*calls, (exact_partial, plain, x)):
+            with pytest.raises(TypeError, match=rf"{function.__name__} takes plain .* got {name}: give x\.decode"):
+                function(*arguments)
+    assert float(exact_sum(scaled.decode(torch.float64))) == float(sum(map(Fraction, value.tolist())))

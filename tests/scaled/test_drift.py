@@ -90,3 +90,12 @@ def test_a_model_that_raises_is_left_as_it_was(seed):
         model(torch.randn(8, 3))
     assert not model.first._forward_hooks
     assert model(torch.randn(8, 16)).shape == (8, 4)
+
+
+def test_of_plain_passes_there_is_nothing_to_measure(seed):
+    model, message = Net(), r"this Net has no scaled parameters: hu\.scalify\(model\)"
+    with pytest.raises(ValueError, match=message), drift(model):
+        model(torch.randn(8, 16)).sum().backward()
+    with drift(Net()) as report:
+        ScaledTensor.encode(torch.ones(2)) * 2.0
+    assert report.rows

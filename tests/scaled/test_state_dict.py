@@ -48,8 +48,9 @@ def test_payloads_and_scales_come_back(dtype, through, seed):
 
 def test_entries_share_memory_and_keep_vars_gives_the_parameter(seed):
     layer = hu.scalify(nn.Linear(2, 2))
-    assert set(layer.state_dict(prefix="a.")) == {"a.weight", "a.weight.scale", "a.bias", "a.bias.scale"}
-    assert layer.state_dict()["weight"].data_ptr() == layer.weight.payload.data_ptr()
+    names = [f"a.{name}.{part}" for name in ("weight", "bias") for part in ("payload", "scale")]
+    assert list(layer.state_dict(prefix="a.")) == names
+    assert layer.state_dict()["weight.payload"].data_ptr() == layer.weight.payload.data_ptr()
     assert layer.state_dict(keep_vars=True)["weight"] is layer.weight
 
 
@@ -89,22 +90,26 @@ def test_assigning_and_missing_entries(seed):
         model.load_state_dict(lacking)
     assert model.load_state_dict(lacking, strict=False).missing_keys == ["0.bias"]
     with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict(other.state_dict() | {"0.weight": torch.zeros(9, 9, dtype=torch.float16)})
+        model.load_state_dict(other.state_dict() | {"0.weight.payload": torch.zeros(9, 9, dtype=torch.float16)})
 
 
 def test_damaged_files_change_nothing(seed):
     model = hu.scalify(net())
     start = copy.deepcopy(model)
     state = hu.scalify(net()).state_dict()
-    scaleless = {name: value for name, value in state.items() if name != "2.0.weight"}
+    without = [{name: x for name, x in state.items() if name != f"2.0.weight.{part}"} for part in ("payload", "scale")]
     for damaged, message in (
         (state | {"2.0.weight.scale": torch.tensor(3.0)}, "no power|damaged"),
         (state | {"2.0.weight.component_1": torch.zeros(1)}, "another layout"),
-        (state | {"2.0.weight": torch.zeros(2, 3, dtype=torch.int64)}, "int64"),
-        (scaleless, "damaged"),
+        (state | {"2.0.weight.payload": torch.zeros(2, 3, dtype=torch.int64)}, "int64"),
+        (state | {"2.0.weight": torch.zeros(2, 3)}, r"\['2.0.weight', '2.0.weight.payload', '2.0.weight.scale'\]"),
+        (without[0], r"has \['2.0.weight.scale'\]: it is damaged"),
+        (without[1], r"has \['2.0.weight.payload'\]: it is damaged"),
+        (without[0] | {"2.0.weight": torch.zeros(2, 3)}, r"has \['2.0.weight', '2.0.weight.scale'\]"),
     ):
-        with pytest.raises(ValueError, match=message):
-            model.load_state_dict(damaged)
+        for strict in (True, False):
+            with pytest.raises(ValueError, match=message):
+                model.load_state_dict(damaged, strict=strict)
         assert same(model, start)
     for metadata in state._metadata.values():
         if "halfulp_scaled" in metadata:
@@ -115,10 +120,11 @@ def test_damaged_files_change_nothing(seed):
         plain_state_dict(state)
 
 
-def test_parameters_of_both_kinds_in_one_model(seed):
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_parameters_of_both_kinds_in_one_model(kind, seed):
     def both() -> nn.Module:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        hu.multicomponent(model[0], dtype=torch.bfloat16)
+        hu.multicomponent(model[0], dtype=kind)
         hu.scalify(model[1])
         return model
 
@@ -126,3 +132,104 @@ def test_parameters_of_both_kinds_in_one_model(seed):
     other.load_state_dict(by_safetensors(model.state_dict()))
     assert torch.equal(model[0].weight.decode(), other[0].weight.decode())
     assert torch.equal(model[1].weight.decode(), other[1].weight.decode())
+    plain, state = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), model.state_dict()
+    for first, second in (
+        (plain_state_dict, hu.tensors.plain_state_dict),
+        (hu.tensors.plain_state_dict, plain_state_dict),
+    ):
+        plain.load_state_dict(second(first(state)))
+        for i in (0, 1):
+            assert torch.equal(plain[i].weight, model[i].weight.decode(torch.float32))
+
+
+@pytest.mark.parametrize("through", [dict, by_torch, by_safetensors])
+def test_a_plain_model_never_takes_a_payload_for_a_weight(through, seed):
+    state, plain = through(hu.scalify(net()).state_dict()), net()
+    start = copy.deepcopy(plain.state_dict())
+    found = plain.load_state_dict(state, strict=False)
+    names = [name for name, _ in plain.named_parameters()]
+    assert found.missing_keys == names
+    assert set(found.unexpected_keys) == {f"{name}.{part}" for name in names for part in ("payload", "scale")}
+    assert all(torch.equal(plain.state_dict()[name], start[name]) for name in names)
+
+
+class Named(nn.Module):
+    """Parameters that are called as the parts of a scaled one are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.payload = nn.Parameter(torch.randn(3))
+        self.scale = nn.Parameter(torch.randn(()))
+
+
+def test_parameters_may_be_called_payload_and_scale(seed):
+    model, plain = hu.scalify(nn.Sequential(Named())), nn.Sequential(Named())
+    state = by_safetensors(model.state_dict())
+    assert set(state) == {f"0.{name}.{part}" for name in ("payload", "scale") for part in ("payload", "scale")}
+    plain.load_state_dict(plain_state_dict(state))
+    assert torch.equal(plain[0].payload, model[0].payload.decode())
+    other = hu.scalify(nn.Sequential(Named()))
+    other.load_state_dict(state)
+    assert same(model, other)
+
+
+def test_the_plain_state_keeps_names_order_and_what_is_no_tensor(seed):
+    model = hu.scalify(net())
+    state = {**model.state_dict(), "note": "text", "0.scale": torch.tensor(3.0)}
+    assert "0.weight" not in state
+    plain = plain_state_dict(state)
+    assert list(plain) == [*net().state_dict(), "note", "0.scale"]
+    assert plain["note"] == "text"
+    assert plain["0.scale"] is state["0.scale"]
+    whole = plain_state_dict(model.state_dict(keep_vars=True))
+    assert all(torch.equal(whole[name], plain[name]) for name in whole)
+
+
+def test_tied_parameters_save_and_load(seed):
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+        model[1].weight = model[0].weight
+        return hu.scalify(model)
+
+    model, other, plain = tied(), tied(), nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    state = by_torch(model.state_dict())
+    assert list(state) == [f"{i}.weight.{part}" for i in (0, 1) for part in ("payload", "scale")]
+    other.load_state_dict(state)
+    assert same(model, other)
+    assert other[0].weight is other[1].weight
+    plain.load_state_dict(by_safetensors(plain_state_dict(model.state_dict())))
+    assert torch.equal(plain[0].weight, model[1].weight.decode())
+
+
+def test_optimizers_read_the_weights_of_a_scaled_model(seed):
+    model = hu.scalify(net())
+    optimizer = hu.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(4, 4)).square().sum().backward()
+    optimizer.step()
+    weights = optimizer.float32_state_dict(model)
+    state = model.state_dict()
+    plain = plain_state_dict(state)
+    assert not weights.keys() & {name for name in state if name.endswith((".payload", ".scale"))}
+    assert not state.keys() & dict(model[0].named_parameters(prefix="0")).keys()
+    assert list(weights) == list(plain) == list(net().state_dict())
+    assert all(torch.equal(weights[name], plain[name].float()) for name in weights)
+    with torch.no_grad():
+        model[0].weight.mul_(3.0)
+    optimizer.load_float32_state_dict(model, weights)
+    assert torch.equal(model[0].weight.decode(), weights["0.weight"])
+
+
+def test_transformers_reads_plain_weights_and_reports_scaled_ones_as_missing(tmp_path, seed):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=8)
+    model = hu.scalify(transformers.GPT2LMHeadModel(config).eval())
+    model.save_pretrained(tmp_path, state_dict=plain_state_dict(model.state_dict()))
+    again, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter.decode())
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    _, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert "transformer.wte.weight" in report["missing_keys"]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
+from halfulp.scaled import scalify, unscalify
 from halfulp.tensors import MCTensor, strict
 from halfulp.tensors._model import multicomponent, single_component
 
@@ -238,3 +239,37 @@ def test_functional_calls_transforms_and_stacks(seed):
     assert len(stacked["weight"].components) == 2
     both = vmap(lambda p: functional_call(layer, p, (x,)))({k: v.detach() for k, v in stacked.items()})
     torch.testing.assert_close(both.decode()[1], layer(x).detach().decode(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize(
+    ("before", "way"),
+    [
+        (nn.Module.train, multicomponent),
+        (multicomponent, single_component),
+        (nn.Module.train, scalify),
+        (scalify, unscalify),
+    ],
+)
+def test_parameters_with_hooks_leave_the_model_alone(before, way, kind, seed):
+    model = before(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    start = dict(model.named_parameters())
+    handle = getattr(model[1].weight, kind)(lambda x: None)
+    with pytest.raises(ValueError, match=r"parameter '1\.weight' has hooks"):
+        way(model)
+    assert all(start[name] is p for name, p in model.named_parameters())
+    if way in (multicomponent, scalify):
+        way(model, where="0.*")
+    handle.remove()
+    way(model)
+    assert not any(start[name] is p for name, p in model.named_parameters())
+
+
+def test_scaled_parameters_keep_their_scale(seed):
+    model = nn.Sequential(nn.Linear(2, 2), scalify(nn.Linear(2, 2)))
+    start = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=r"parameter '1\.weight' is a ScaledTensor: .*unscalify\(model\)"):
+        multicomponent(model)
+    assert all(start[name] is p for name, p in model.named_parameters())
+    multicomponent(unscalify(model))
+    assert isinstance(model[1].weight, MCTensor)

@@ -38,7 +38,7 @@ def exact_sum(
         The sums. Their gradient is that of torch.sum.
 
     Raises:
-        TypeError: integer, complex or other elements, or such a `dtype`.
+        TypeError: integer, complex or other elements, or such a `dtype`; scaled and multi-component tensors.
         ValueError: a dimension is given twice.
         IndexError: there is no such dimension.
 
@@ -151,6 +151,12 @@ def _check(x: torch.Tensor, name: str) -> None:
         raise TypeError(
             f"{name} takes float16, bfloat16, float32 and float64 tensors, got {_kind(x)}: integers need no rounding "
             "(torch.sum), complex numbers are summed as view_as_real(x)"
+        )
+    # Tensor classes of higher layers: their results would be rounded again, to a narrow payload or to components.
+    if hasattr(type(x), "decode"):
+        raise TypeError(
+            f"{name} takes plain tensors, got {type(x).__name__}: give x.decode(torch.float64), which is exact for "
+            "payload times scale, and rounds a sum of components once"
         )
 
 

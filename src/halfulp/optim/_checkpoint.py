@@ -164,12 +164,7 @@ class CheckpointMixin:
 
 def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A model's state by name, scaled tensors in one piece."""
-    held = dict(model.state_dict(keep_vars=True))
-    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    scaled = {name: tensor for name, tensor in named.items() if name in held and isinstance(tensor, ScaledTensor)}
-    for name in scaled:
-        held.pop(f"{name}.scale", None)
-    return held | scaled
+    return dict(model.state_dict(keep_vars=True))
 
 
 def _contiguous_parts(slot: Slot) -> list[torch.Tensor]:

@@ -42,7 +42,14 @@ torch.library.register_autograd("halfulp::scaled_like", _backward, setup_context
 
 def wrapped(arguments: Any, storage: torch.dtype, like: ScaledTensor) -> Any:
     """Plain floating tensors, however nested, as scaled ones; whatever else as it is."""
-    return tree_map(lambda x: _enter(x, like, storage) if _is_plain_float(x) else x, arguments)
+
+    # Compilers do not enter autograd functions that make tensor subclasses; operators have no forward-mode derivatives.
+    def entered(x: Any) -> Any:
+        if not _is_plain_float(x):
+            return x
+        return _enter(x, like, storage) if torch.compiler.is_compiling() else ScaledTensor.encode(x, storage)
+
+    return tree_map(entered, arguments)
 
 
 def _is_plain_float(x: Any) -> bool:

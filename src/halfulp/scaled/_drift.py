@@ -121,6 +121,9 @@ def drift(model: nn.Module) -> Iterator[Drift]:
     Yields:
         A Drift, complete as the block ends: print it, or take `to_dict()`.
 
+    Raises:
+        ValueError: as the block ends, where nothing in it was scaled and the model has no scaled parameters.
+
     >>> from halfulp.scaled import scalify
     >>> model = scalify(torch.nn.Linear(8, 4))
     >>> with drift(model) as report:
@@ -137,6 +140,8 @@ def drift(model: nn.Module) -> Iterator[Drift]:
         stack.enter_context(_Meter(report, spans))
         yield report
     report.fallbacks = Counter(counts)
+    if not report.rows and not any(isinstance(p, ScaledTensor) for p in model.parameters()):
+        raise ValueError(f"this {type(model).__name__} has no scaled parameters: hu.scalify(model)")
 
 
 class _Spans:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from . import _powers
 from ._form import LOGICALS, check_storage, common_storage, decoded, made, measured_scale, narrowed, widened
@@ -57,6 +57,15 @@ def in_complex_numbers(operator: Any, arguments: tuple, options: dict) -> Any:
     return operator(*tree_map(_plain, arguments), **tree_map(_plain, options))
 
 
+def refuse_sparse(operator: Any, arguments: tuple, options: dict) -> None:
+    """Raise, instead of what torch said, where an operator takes or makes tensors that are not dense."""
+    takes = any(isinstance(x, Tensor) and x.layout != torch.strided for x in tree_leaves((arguments, options)))
+    if takes or "sparse" in operator._schema.name:
+        raise NotImplementedError(
+            f"{operator} with a sparse layout: scaled tensors are dense, use x.decode()"
+        ) from None
+
+
 def _plain(x: Any) -> Any:
     return decoded(x) if isinstance(x, ScaledTensor) else x
 
@@ -74,9 +83,10 @@ def of_kind(x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype) -> Scaled
 class _Encode(torch.autograd.Function):
     """The identity on values, from plain to scaled."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(context: Any, x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: str) -> ScaledTensor:
-        context.dtype = x.dtype
+    def forward(x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: str) -> ScaledTensor:
         wide = x if x.dtype == torch.float64 else x.to(torch.float32)
         if scale is None:
             scale = measured_scale(x, storage, rounding)
@@ -85,18 +95,32 @@ class _Encode(torch.autograd.Function):
         return made(payload, scale, storage, x.dtype) if payload is not x else wrap(payload.clone(), scale, x.dtype)
 
     @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
+        context.dtype, context.storage = inputs[0].dtype, inputs[1]
+
+    @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple:
         return decode(gradient, context.dtype) if isinstance(gradient, ScaledTensor) else gradient, None, None, None
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
+        return encode(tangent, context.storage, None, "nearest")
 
 
 class _Decode(torch.autograd.Function):
     """The identity on values, from scaled to plain."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(context: Any, x: ScaledTensor, dtype: torch.dtype) -> Tensor:
-        context.storage, context.dtype = x._payload.dtype, x.dtype
+    def forward(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
         value = decoded(x, dtype)
         return value.clone() if value is x._payload else value
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: Tensor) -> None:
+        x, context.target = inputs
+        context.storage, context.dtype = x._payload.dtype, x.dtype
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple:
@@ -104,17 +128,31 @@ class _Decode(torch.autograd.Function):
             gradient = encode(gradient.to(context.dtype), context.storage, None, "nearest")
         return gradient, None
 
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
+        return decode(tangent, context.target) if isinstance(tangent, ScaledTensor) else tangent.to(context.target)
+
 
 class _Rescale(torch.autograd.Function):
     """The identity on values, to another scale."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(context: Any, x: ScaledTensor, scale: Tensor) -> ScaledTensor:
+    def forward(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
         return rescaled(x, scale)
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
+        pass
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple:
         return gradient, None
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.clone()
 
 
 def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:
@@ -124,6 +162,11 @@ def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor)
     largest = torch.finfo(storage).max
     if bool(((payload.abs() > largest) & x.isfinite()).any()):
         amax = x[x.isfinite()].abs().max().item()
+        if amax / largest > _powers.LARGEST:
+            raise ValueError(
+                f"a value of magnitude {amax:g} is beyond what any scale holds: {storage} ends at {largest:g} and "
+                f"scales at 2**127, which makes {largest * _powers.LARGEST:g}"
+            )
         wanted = _powers.power_of(amax / largest, "up")
         raise ValueError(
             f"a value of magnitude {amax:g} is out of {storage}'s range under the scale {scale.item():g}: give scale="

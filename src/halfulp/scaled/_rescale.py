@@ -106,15 +106,10 @@ torch.library.register_autograd("halfulp::rescale_payload", lambda context, grad
 class _Rescale(torch.autograd.Function):
     """The identity on values."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, by: Statistic, side: Side) -> Tensor:
+    def forward(context: Any, x: Tensor, by: Statistic, side: Side) -> Tensor:
+        context.by, context.side = by, side
         return x.view_as(x) if side == "gradient" else _change(x, by)
-
-    @staticmethod
-    def setup_context(context: Any, inputs: tuple, output: Tensor) -> None:
-        _, context.by, context.side = inputs
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple:

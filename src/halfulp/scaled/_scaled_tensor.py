@@ -71,6 +71,11 @@ class ScaledTensor(torch.Tensor):
             from ._encoding import in_complex_numbers
 
             return in_complex_numbers(operator, arguments, options or {})
+        except (NotImplementedError, RuntimeError):
+            from ._encoding import refuse_sparse
+
+            refuse_sparse(operator, arguments, options or {})
+            raise
 
     @staticmethod
     def encode(
@@ -80,6 +85,8 @@ class ScaledTensor(torch.Tensor):
         rounding: PowerRounding = "nearest",
     ) -> ScaledTensor:
         """A plain tensor as payload x scale.
+
+        Scales end at 2^-126: values below that times the payload's smallest number, as float64 has them, become 0.
 
         Args:
             x: float16, bfloat16, float32 or float64; its dtype becomes the logical one.
@@ -93,8 +100,8 @@ class ScaledTensor(torch.Tensor):
 
         Raises:
             TypeError: x is no tensor.
-            ValueError: integer or complex data, no storage dtype, a scale that is no power of two, or one under which
-                a finite value does not fit the payload.
+            ValueError: integer or complex data, no storage dtype, a scale that is no power of two, or a finite value
+                that does not fit the payload under it, or under any.
 
         >>> import torch
         >>> ScaledTensor.encode(torch.tensor([1e-6, 3e-6]), torch.float8_e4m3fn).scale.log2()
@@ -196,13 +203,22 @@ class ScaledTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same payload and scale without history; assigning replaces both."""
+        """The same payload and scale without history; assigning replaces both.
+
+        A plain floating tensor is encoded: in the same storage and logical dtype, under a measured scale.
+
+        >>> import torch
+        >>> x = ScaledTensor.encode(torch.ones(2))
+        >>> x.data = torch.tensor([0.125, 0.25, 0.5])
+        >>> x
+        ScaledTensor([0.1250, 0.2500, 0.5000], scale=2^-2, payload=torch.float16)
+        """
         return torch._C.TensorBase.data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, ScaledTensor):
-            raise TypeError("x.data of a ScaledTensor takes a ScaledTensor: write values with x.copy_(tensor)")
+            value = _held(value, self)
         torch._C.TensorBase.data.__set__(self, value)
         self._payload, self._scale = value._payload, value._scale
 
@@ -235,6 +251,16 @@ def wrap(payload: Tensor, scale: Tensor, dtype: torch.dtype) -> ScaledTensor:
     made._payload = payload
     made._scale = scale
     return made
+
+
+def _held(value: Tensor, like: ScaledTensor) -> ScaledTensor:
+    """A plain tensor in the storage and logical dtype of another."""
+    from . import _encoding
+
+    if not isinstance(value, Tensor) or type(value.data) is not Tensor:
+        raise TypeError(f"x.data of a ScaledTensor takes a ScaledTensor or a plain one, got {type(value).__name__}")
+    made = _encoding.encode(value.detach(), like._payload.dtype, None, "nearest")
+    return wrap(made._payload, made._scale, like.dtype)
 
 
 def _check_logical(dtype: object) -> None:

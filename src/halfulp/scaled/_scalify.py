@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tensors import _companions, _model_fallbacks
-from ..tensors._places import Place, Where, check_has_shape, chosen, places, with_marks
+from ..tensors._places import Place, Where, check_has_no_hooks, check_has_shape, chosen, places, with_marks
 from . import _placement
 from . import _state_dict as _state_dict
 from ._form import LOGICALS, check_storage
@@ -43,7 +43,8 @@ def scalify(
     Buffers stay as they are. Running statistics are moving averages, which in a narrow payload stop moving, and
     constants such as rotary frequencies keep their digits; neither widens the payloads of what it meets.
 
-    `state_dict` holds plain tensors, `weight` and `weight.scale`; files of plain models are encoded as they are loaded.
+    `state_dict` holds plain tensors, `weight.payload` and `weight.scale`, and no `weight`:
+    `halfulp.scaled.plain_state_dict` makes one for other tools. Files of plain models are encoded as they are loaded.
 
     A function instead of a model: see `scalify_function`, which this then returns.
 
@@ -69,7 +70,7 @@ def scalify(
 
     >>> layer = scalify(torch.nn.Linear(3, 2))
     >>> list(layer.state_dict())
-    ['weight', 'weight.scale', 'bias', 'bias.scale']
+    ['weight.payload', 'weight.scale', 'bias.payload', 'bias.scale']
     >>> loss = torch.nn.functional.mse_loss(layer(torch.ones(4, 3)), torch.zeros(4, 2))
     >>> loss.backward()
     >>> layer.weight.grad.payload.dtype
@@ -129,6 +130,8 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     if dtype is not None and dtype not in LOGICALS:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICALS))}, and None")
     found = [place for place in places(model) if isinstance(place.held, ScaledTensor)]
+    for place in found:
+        check_has_no_hooks(place)
     _refuse_optimizers({id(place.held): place.name for place in found}, "unscalify")
     made: dict[int, Tensor] = {}
     for place in found:

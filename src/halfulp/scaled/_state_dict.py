@@ -1,4 +1,4 @@
-"""Scaled parameters in a state_dict: the payload, and its scale beside it as a plain tensor."""
+"""Scaled parameters in a state_dict: payload and scale as plain tensors beside each other, and back."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from ._scaled_tensor import ScaledTensor, wrap
 
 # Layout of the entries below; a file of another layout is refused.
 VERSION = 1
-_SUFFIX = re.compile(r"\.scale$")
+_PAYLOAD, _SCALE = ".payload", ".scale"
 
 
 def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A scaled model's state_dict for a plain model: every payload times its scale, rounded once.
+    """A scaled model's state_dict for a plain model and other tools: every payload times its scale, rounded once.
 
     Args:
         state_dict: from `state_dict()`, torch.load or safetensors.
         dtype: of what was payload and scale; entries that were none stay as they are.
 
+    Returns:
+        `weight` for every `weight.payload` with `weight.scale`, and the other entries, in the same order.
+
     Raises:
-        ValueError: a scale that is no power of two, or without its payload, or another layout.
+        ValueError: a scale that is no power of two, a payload of another dtype, a plain entry of the same name, or
+            another layout.
 
     >>> from halfulp.scaled import scalify
     >>> layer = torch.nn.Linear(3, 2)
@@ -36,26 +40,36 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     """
     for metadata in getattr(state_dict, "_metadata", {}).values():
         check_version(metadata)
-    scales = {name for name in state_dict if _is_scale(state_dict, name)}
-    found = {name: _gathered(state_dict, name, torch.float32) for name in state_dict if name not in scales}
-    return {name: decoded(x, dtype) if isinstance(x, ScaledTensor) else state_dict[name] for name, x in found.items()}
+    bases = {base for base in _stems(state_dict, _PAYLOAD) & _stems(state_dict, _SCALE) if _is_pair(state_dict, base)}
+    plain = {}
+    for name, value in state_dict.items():
+        base = name.removesuffix(_PAYLOAD)
+        if base != name and base in bases:
+            plain[base] = decoded(_gathered(state_dict, base, torch.float32), dtype)
+        elif name.removesuffix(_SCALE) not in bases:
+            plain[name] = decoded(value, dtype) if isinstance(value, ScaledTensor) else value
+    return plain
 
 
-def _is_scale(state_dict: Mapping, name: str) -> bool:
-    """Whether an entry is the scale of the one beside it; parameters may be called scale, too."""
-    if not _SUFFIX.search(name) or not isinstance(state_dict[name], Tensor) or state_dict[name].dim():
-        return False
-    return name.removesuffix(".scale") in state_dict
+def _stems(state_dict: Mapping, suffix: str) -> set[str]:
+    return {name.removesuffix(suffix) for name in state_dict if name.endswith(suffix)}
+
+
+def _is_pair(state_dict: Mapping, name: str) -> bool:
+    """Whether two entries are a payload and its scale; parameters of one module may be called so, too."""
+    pair = state_dict[name + _PAYLOAD], state_dict[name + _SCALE]
+    return all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in pair) and not pair[1].dim()
 
 
 def _entries(name: str, value: ScaledTensor) -> dict[str, Tensor]:
-    return {name: value._payload, f"{name}.scale": value._scale}
+    """Nothing under the name itself, where a plain loader would take a payload for the weight."""
+    return {name + _PAYLOAD: value._payload, name + _SCALE: value._scale}
 
 
 def _fitting(state_dict: Mapping, name: str, parameter: ScaledTensor) -> ScaledTensor | None:
     """A parameter's entries in its own storage; a plain tensor is encoded; None where the file has none."""
     value = _gathered(state_dict, name, parameter.dtype)
-    if value is None:
+    if not isinstance(value, Tensor):
         return None
     storage = parameter._payload.dtype
     if isinstance(value, ScaledTensor) and value._payload.dtype == storage:
@@ -70,20 +84,23 @@ def _fitting(state_dict: Mapping, name: str, parameter: ScaledTensor) -> ScaledT
 
 
 def _gathered(state_dict: Mapping, name: str, dtype: torch.dtype) -> Any:
-    """Both entries of one parameter as a tensor; the entry itself where it has no scale."""
-    first, scale = state_dict.get(name), state_dict.get(f"{name}.scale")
-    if not isinstance(first, Tensor) or isinstance(first, ScaledTensor):
-        if first is None and scale is not None:
-            raise ValueError(f"the file has '{name}.scale' and not {name!r} itself: it is damaged")
-        return first
-    if not isinstance(scale, Tensor):
-        return first
-    if first.dtype not in STORAGES:
-        raise ValueError(f"{name!r} is {first.dtype} in the file: payloads are {', '.join(map(str, STORAGES))}")
+    """Both entries of one parameter as a tensor; else the plain entry of its name, or None."""
+    names = [name, name + _PAYLOAD, name + _SCALE]
+    found = [entry for entry in names if state_dict.get(entry) is not None]
+    if found in ([], [name]):
+        return state_dict.get(name)
+    payload, scale = (state_dict.get(entry) for entry in names[1:])
+    if found != names[1:] or not isinstance(payload, Tensor) or not isinstance(scale, Tensor):
+        raise ValueError(
+            f"of {name!r} the file has {found}: it is damaged; a scaled parameter is both {names[1]!r} and "
+            f"{names[2]!r}, or a plain {name!r}"
+        )
+    if payload.dtype not in STORAGES:
+        raise ValueError(f"{names[1]!r} is {payload.dtype} in the file: payloads are {', '.join(map(str, STORAGES))}")
     try:
-        return wrap(first.detach(), _powers.as_scale(scale.detach(), first.device), dtype)
+        return wrap(payload.detach(), _powers.as_scale(scale.detach(), payload.device), dtype)
     except ValueError as error:
-        raise ValueError(f"'{name}.scale': {error}; the file is damaged") from None
+        raise ValueError(f"{names[2]!r}: {error}; the file is damaged") from None
 
 
 def _copy(parameter: ScaledTensor, value: ScaledTensor) -> None:
@@ -100,7 +117,7 @@ register(
         version=VERSION,
         what="scaled tensors",
         plain="plain_state_dict",
-        suffix=_SUFFIX,
+        suffix=re.compile(r"\.(payload|scale)$"),
         entries=_entries,
         fitting=_fitting,
         copy=_copy,

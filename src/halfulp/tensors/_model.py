@@ -12,7 +12,7 @@ from . import _state_dict as _state_dict
 from ._backward import COMPONENTS, FIRST, check_gradients
 from ._mctensor import MCTensor
 from ._numbers import check_count, check_dtype
-from ._places import Place, Where, check_has_shape, chosen, places, with_marks
+from ._places import Place, Where, check_has_no_hooks, check_has_shape, chosen, places, with_marks
 
 # Name of a module's record of the dtypes that its parameters had before.
 _BEFORE = "_halfulp_dtypes"
@@ -52,7 +52,7 @@ def multicomponent(
 
     Raises:
         ValueError: components not in 1 to 4, integer or complex data or dtype, a pattern that matches no parameter, a
-            value out of the components' range. The model is as it was.
+            value out of the components' range, a parameter that is scaled or has hooks. The model is as it was.
 
     >>> import torch
     >>> layer = multicomponent(torch.nn.Linear(3, 2), components=2, dtype=torch.bfloat16)
@@ -92,7 +92,8 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
         The same model.
 
     Raises:
-        ValueError: a dtype that is not floating, or a value out of its range. The model is as it was.
+        ValueError: a dtype that is not floating, a value out of its range, or a parameter with hooks. The model is as
+            it was.
 
     >>> import torch
     >>> layer = torch.nn.Linear(3, 2)
@@ -104,6 +105,8 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     if dtype is not None:
         check_dtype(dtype)
     found = [place for place in places(model, constants=True) if isinstance(place.held, MCTensor)]
+    for place in found:
+        check_has_no_hooks(place)
     made: dict[int, Tensor] = {}
     for place in found:
         if id(place.held) not in made:
@@ -120,6 +123,11 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
 
 def _check(place: Place) -> None:
     check_has_shape(place)
+    if not isinstance(place.held, MCTensor) and hasattr(place.held, "decode"):
+        raise ValueError(
+            f"parameter {place.name!r} is a {type(place.held).__name__}: make it plain first, by "
+            "halfulp.scaled.unscalify(model), or leave it out by where="
+        )
     try:
         check_dtype(place.held.dtype)
     except ValueError as error:

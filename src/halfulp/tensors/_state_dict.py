@@ -39,6 +39,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     for metadata in getattr(state_dict, "_metadata", {}).values():
         check_version(metadata)
     bases = {_SUFFIX.sub("", name) for name in state_dict if _SUFFIX.search(name)}
+    bases = {base for base in bases if f"{base}.payload" not in state_dict}  # the scale is a scaled tensor's
     plain = {}
     for name, value in state_dict.items():
         base = _SUFFIX.sub("", name)

@@ -1,0 +1,100 @@
+"""Into scaled tensors: assigning to x.data, and values beyond every scale."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import halfulp as hu
+from halfulp.scaled import ScaledTensor, scalify
+
+STORAGES = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32]
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize("logical", [torch.float32, torch.bfloat16])
+def test_data_takes_a_plain_tensor(storage, logical, seed):
+    x = nn.Parameter(ScaledTensor.encode(torch.randn(2, 3).to(logical), storage))
+    value = 1e-9 * torch.randn(4, 5)
+    x.data = value
+    wanted = ScaledTensor.encode(value, storage)
+    assert isinstance(x, nn.Parameter)
+    assert x.requires_grad
+    assert (x.shape, x.dtype, x.payload.dtype) == ((4, 5), logical, storage)
+    assert torch.equal(x.payload.float(), wanted.payload.float())
+    assert torch.equal(x.scale, wanted.scale)
+    value.zero_()
+    assert torch.equal(x.payload.float(), wanted.payload.float())
+
+
+def test_data_refuses_what_carries_no_scale(seed):
+    x = ScaledTensor.encode(torch.ones(2))
+    for wrong, error, message in (
+        (torch.ones(2, dtype=torch.int64), ValueError, "integers carry no scale"),
+        (torch.ones(2).to_sparse(), ValueError, "to_dense"),
+        ([1.0, 2.0], TypeError, "or a plain one, got list"),
+        (hu.MCTensor.encode(torch.ones(2)), TypeError, "or a plain one, got MCTensor"),
+    ):
+        with pytest.raises(error, match=message):
+            x.data = wrong
+    assert x.tolist() == [1.0, 1.0]
+
+
+def test_a_vector_goes_into_the_parameters(seed):
+    model = hu.scalify(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    vector = torch.randn(parameters_to_vector(model.parameters()).numel()).half().float()
+    vector_to_parameters(vector, model.parameters())
+    assert all(isinstance(p, ScaledTensor) for p in model.parameters())
+    assert torch.equal(torch.cat([p.decode().flatten() for p in model.parameters()]), vector)
+    model(torch.randn(2, 3)).sum().backward()
+
+
+def test_transformers_resizes_scaled_embeddings(seed):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=8)
+    model = hu.scalify(transformers.GPT2LMHeadModel(config).eval())
+    start = model.transformer.wte.weight.detach().decode()
+    model.resize_token_embeddings(13, mean_resizing=False)
+    weight = model.transformer.wte.weight
+    assert weight.shape == (13, 8)
+    assert isinstance(weight, ScaledTensor)
+    torch.testing.assert_close(weight.detach().decode()[:11], start, rtol=2**-10, atol=1e-6)
+    model(torch.tensor([[1, 12]]), labels=torch.tensor([[1, 12]])).loss.backward()
+
+
+def test_beyond_every_scale(seed):
+    for dtype, size in ((torch.float16, 1e300), (torch.float8_e4m3fn, 1e42), (torch.float32, 1e200)):
+        with pytest.raises(ValueError, match=r"beyond what any scale holds: torch\.float.* ends at .* at 2\*\*127"):
+            ScaledTensor.encode(torch.tensor([size], dtype=torch.float64), dtype)
+        with pytest.raises(ValueError, match="beyond what any scale holds"):
+            ScaledTensor.encode(torch.tensor([size], dtype=torch.float64), dtype, scale=1.0)
+    largest = torch.tensor([65504 * 2.0**127], dtype=torch.float64)
+    assert ScaledTensor.encode(largest).decode(torch.float64).item() == largest.item()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x, s: s @ x,
+        lambda x, s: x @ s,
+        lambda x, s: x + s,
+    ],
+)
+def test_sparse_operands_are_refused_by_name(operation, seed):
+    x, sparse = ScaledTensor.encode(torch.randn(3, 3)), torch.eye(3).to_sparse()
+    with pytest.raises(NotImplementedError, match=r"aten.*decode\(\)"):
+        operation(x, sparse)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore::halfulp.tensors.FallbackWarning")
+@pytest.mark.parametrize("kind", ["model", "function"])
+def test_forward_mode_derivatives_pass_from_plain_to_scaled(kind, seed):
+    plain = torch.nn.Linear(3, 2)
+    x, tangent = torch.randn(4, 3), torch.randn(4, 3)
+    weight = plain.weight.detach()
+    function = (lambda v: v @ weight.t()) if kind == "function" else plain
+    wanted = torch.func.jvp(function, (x,), (tangent,))[1]
+    scaled = scalify(function, torch.float32)
+    found = torch.func.jvp(scaled, (x,), (tangent,))[1]
+    found = found.decode() if isinstance(found, ScaledTensor) else found
+    torch.testing.assert_close(found.detach(), wanted.detach())
