@@ -52,11 +52,11 @@ def step(shape: str, dtype: str, scaled: bool, compiled: bool) -> Callable[[], N
 
     model, (x, y) = model_and_batch(shape)
     storage = getattr(torch, dtype)
+    x = x.to(storage) if x.is_floating_point() else x
     if scaled:
         hu.scalify(model, storage)
     else:
         model.to(storage)
-        x = x.to(storage) if x.is_floating_point() else x
     run = torch.compile(loss, fullgraph=True) if compiled else loss
 
     def call() -> None:

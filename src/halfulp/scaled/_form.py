@@ -208,12 +208,29 @@ def _scale_beside_stand_ins(x: Tensor, storage: torch.dtype) -> Tensor:
         low, high = torch.aminmax(x)
         if low.item() > -STAND_IN and high.item() < STAND_IN:
             return measured_scale(x, torch.float32)
-    large = x.abs() >= STAND_IN
-    scale = measured_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
-    amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()
+    if _powers.in_sight(x) or x.dtype == torch.float64:
+        large = x.abs() >= STAND_IN
+        scale = measured_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
+        amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()
+    else:
+        scale, amax = _measured_at_once(x.detach().to(torch.float32))
     lowest = (amax / torch.finfo(torch.float32).max).to(torch.float32)
     lowest = torch.where(amax >= STAND_IN, lowest.clamp(min=ENOUGH / torch.finfo(storage).max), lowest)
     return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
+
+
+def _measured_at_once(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale beside stand-ins, and the largest finite magnitude: in one pass of float32, which compilers make of it.
+
+    Squares below float32's range leave the largest magnitude to go by, and so do tensors of nothing but stand-ins.
+    """
+    size = torch.nan_to_num(x.abs(), 0.0, 0.0, 0.0)
+    others = torch.where(size < STAND_IN, size, 0.0)
+    amax, top = size.amax(), others.amax()
+    squares, count = others.square().sum(), others.count_nonzero().clamp(min=1)
+    level = torch.where(squares > _ORDINARY[0] ** 2, (squares / count).sqrt(), top)
+    level = torch.where((size >= STAND_IN).all(), amax, level)
+    return _powers.round_to_power(level, "nearest"), amax
 
 
 def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:
