@@ -191,7 +191,7 @@ def _verify(
 
 def _check_writable(out: str) -> None:
     """Before the work, and so that nothing is left if that fails."""
-    path = Path(out)
+    path = Path(out).resolve()
     new = not path.exists()
     with _writing(out):
         path.open("a").close()

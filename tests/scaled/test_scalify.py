@@ -219,7 +219,7 @@ def test_bad_input(seed):
 def test_scalify_again_changes_the_storage(seed):
     model = hu.scalify(hu.scalify(net(), torch.float32), torch.float16)
     assert model[0].weight.payload.dtype == torch.float16
-    assert len(model._forward_pre_hooks) == 1
+    assert len(model._forward_pre_hooks) == 2
     assert model(torch.randn(2, 8)).payload.dtype == torch.float16
 
 
@@ -235,3 +235,35 @@ def test_eight_bit_products(seed):
     model.zero_grad()
     assert all(map(torch.equal, gradients(twin, x, y), gradients(model, x, y)))
     assert "forward" not in unscalify(model)[0].__dict__
+
+
+@pytest.mark.parametrize("run", [lambda model: model, lambda model: torch.compile(model, backend="aot_eager")])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3), lambda: nn.Conv1d(4, 3, 1)])
+def test_large_inputs_are_no_stand_ins_for_infinity(make, run, seed):
+    plain = make()
+    x = torch.rand(8, 4, 5) if isinstance(plain, nn.Conv1d) else torch.rand(8, 4)
+    x[:, 2] += 1.7e9
+    found = run(hu.scalify(copy.deepcopy(plain)))(x).detach().decode()
+    assert (found - plain(x)).norm() <= 2e-3 * plain(x).norm()
+
+
+@pytest.mark.parametrize("run", [lambda model: model, lambda model: torch.compile(model, backend="aot_eager")])
+def test_plain_inputs_get_plain_gradients(run, seed):
+    plain, x = nn.Linear(4, 3), torch.randn(5, 4, requires_grad=True)
+    run(hu.scalify(copy.deepcopy(plain)))(x).sum().backward()
+    assert type(x.grad) is torch.Tensor
+    assert (x.grad - plain.weight.detach().sum(0)).norm() <= 5e-3 * x.grad.norm()
+
+
+def test_plain_tensors_keep_their_digits_where_scaled_ones_are_added(seed):
+    total, term = torch.zeros(()), hu.ScaledTensor.encode(torch.rand(()) + 0.5)
+    for _ in range(3000):
+        total += term
+    assert total.item() == pytest.approx(3000 * term.item(), rel=1e-3)
+    model = hu.scalify(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), where="1.*")
+    start = model[0].weight.detach().clone()
+    model(torch.ones(2, 4)).sum().backward()
+    grad = model[0].weight.grad
+    torch.optim.SGD([model[0].weight], lr=1e-6).step()
+    expected = start - 1e-6 * (grad.decode() if isinstance(grad, ScaledTensor) else grad)
+    torch.testing.assert_close(model[0].weight.detach(), expected, rtol=1e-6, atol=1e-9)

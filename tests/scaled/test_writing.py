@@ -62,3 +62,15 @@ def test_shapes_that_do_not_fit_and_memory_that_is_shared_are_refused():
         x.copy_(torch.ones(2, 3))
     with pytest.raises(NotImplementedError, match="resize_"):
         x.resize_(5)
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16], ids=str)
+def test_a_value_beyond_float32_under_the_scale_of_a_view_is_refused(storage, seed):
+    x = ScaledTensor.encode(torch.full((4,), 1e-20), storage)
+    start = x.decode()
+    for value in (torch.tensor([1e25, 1.0]), torch.tensor([1.0, 1e22]), 1e25):
+        with pytest.raises(ValueError, match="out of"):
+            x[:2] = value
+        assert torch.equal(x.decode(), start)
+    x[:2] = 0.0
+    assert torch.equal(x.decode()[:2], torch.zeros(2))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ..kernels import same_bits
 from ..scaled import ScaledTensor, scalify
@@ -101,8 +101,8 @@ def verify(
     """Compare a model's gradients with plain float32's, in float32 payloads under random power-of-two scales.
 
     What a recipe changes is the representation; with float32 payloads its values must be float32's own, under any
-    scales. Copies of the model run one forward and backward pass each: plain, and with every parameter and input under
-    a random scale; the model itself, its gradients and torch's random state stay as they are.
+    scales. Copies of the model run one forward and backward pass each: plain, and with every parameter under a random
+    scale; the model itself, its gradients and torch's random state stay as they are.
 
     Args:
         model: with float32 parameters, in the mode (train or eval) that is to be verified.
@@ -139,7 +139,7 @@ def verify(
         other = scalify(copy.deepcopy(model), torch.float32, rescale="norms")
         left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
         _shift(other.parameters(), generator)
-        _, got, steps = _step(other, _under_scales(batch, generator), loss_of)
+        _, got, steps = _step(other, batch, loss_of)
         for name, value in wanted.items():
             difference = _difference(value, got.get(name))
             if name in gradients or difference:
@@ -221,18 +221,6 @@ def _default_loss(seed: int) -> LossOf:
         return sum((x * torch.randn(x.shape, generator=generator).to(x.device)).sum() for x in floats)
 
     return loss_of
-
-
-def _under_scales(batch: Any, generator: torch.Generator) -> Any:
-    def scaled(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.dtype != torch.float32:
-            return x
-        return _moved(ScaledTensor.encode(x.detach(), torch.float32), generator)
-
-    if isinstance(batch, Mapping):
-        # Masks stay plain, as those of a scaled function do.
-        return {name: x if "mask" in name else tree_map(scaled, x) for name, x in batch.items()}
-    return tree_map(scaled, batch)
 
 
 def _shift(parameters: Any, generator: torch.Generator) -> None:

@@ -29,6 +29,8 @@ from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 
 aten = torch.ops.aten
+# What is added to keep a divisor from 0 is no larger.
+_LARGEST_EPS = 1e-3
 
 
 def multiplied(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, float]:
@@ -54,11 +56,11 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
 
 
 def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
-    """Whether this is a positive number that no payload under the scale can hold, or none that is known to."""
-    if not isinstance(number, (int, float)) or not number > 0:
+    """Whether this is a positive number that float16 cannot hold under the scale; of an unknown one whether it may."""
+    if not isinstance(number, (int, float)) or not number > 0 or storage != torch.float16:
         return False
     held = _powers.known(scale)
-    return held is None or number < smallest(storage) * held
+    return number < (_LARGEST_EPS if held is None else smallest(storage) * held)
 
 
 @implements(aten.sub.Tensor, aten.sub.Scalar, family="alignment")

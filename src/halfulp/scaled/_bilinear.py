@@ -14,7 +14,18 @@ from . import _powers
 from ._derivation import on_values
 from ._eight_bits import eight_bit_product, is_eight_bit_product
 from ._families import aligned, result, value_of
-from ._form import EIGHT_BITS, first_scaled, logical_of, made, made_to_fit, never_vanished, operand, storage_of, widened
+from ._form import (
+    EIGHT_BITS,
+    first_scaled,
+    logical_of,
+    made,
+    made_to_fit,
+    multiplicand,
+    never_vanished,
+    operand,
+    storage_of,
+    widened,
+)
 from ._powers import power_of
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
@@ -122,9 +133,9 @@ def factor_of_product(x: Any, like: ScaledTensor) -> ScaledTensor:
 
     Of the narrow types it alone has float32's range, so that nothing but digits is lost.
     """
-    if isinstance(x, ScaledTensor) or like._payload.dtype != torch.bfloat16:
-        return operand(x, like)
-    wide = operand(x, like)
+    wide = multiplicand(x, like)
+    if wide is x or like._payload.dtype != torch.bfloat16:
+        return wide
     return wrap(wide._payload.to(torch.bfloat16), wide._scale, wide.dtype)
 
 
@@ -270,7 +281,7 @@ def joined(
         of_product = _powers_of_zeros(y._scale, of_product)
     start, left, right = _for_product(base, x, y) if separate else (widened(base), widened(x), widened(y))
     if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
-        y = compute(start, left, right, _finite(beta * of_base), _finite(alpha * of_product))
+        y = compute(start, left, right, _in_range(beta * of_base), _in_range(alpha * of_product))
         return result(y, scale, 1.0, storage, dtype)
     if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
         # Factors after the product become one pass with what follows; before it they would be one over a matrix.
@@ -282,10 +293,10 @@ def joined(
     return made_to_fit(compute(start * of_base, left, right, beta, alpha), scale, storage, dtype)
 
 
-def _finite(factor: Any) -> Any:
+def _in_range(number: Any) -> Any:
     """A number as torch takes it beside float32 matrices."""
     largest = torch.finfo(torch.float32).max
-    return factor if is_symbolic(factor) else min(max(factor, -largest), largest)
+    return number if is_symbolic(number) or not math.isfinite(number) else min(max(number, -largest), largest)
 
 
 def _added_product(operator: OpOverload, terms: Callable[[Any, Any], int], separate: OpOverload | None) -> Callable:
@@ -323,7 +334,8 @@ def addcmul(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
     if is_symbolic(value) or not value > 0:
         return total
     # A second moment: squares need twice the range of what is squared, and an optimizer divides by their roots.
-    return never_vanished(total, torch.maximum(widened(a).abs(), widened(base)))
+    before = widened(base)
+    return never_vanished(total, torch.where(before >= 0, torch.maximum(widened(a).abs(), before), 0.0))
 
 
 @implements(aten.addcdiv.default, family="bilinear")

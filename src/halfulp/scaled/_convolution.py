@@ -11,7 +11,7 @@ from torch import Tensor
 from . import _powers
 from ._bilinear import over, product_storage, root_of_count
 from ._families import result
-from ._form import first_scaled, logical_of, made, operand, widened
+from ._form import first_scaled, logical_of, made_to_fit, multiplicand, operand, widened
 from ._registry import implements
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ def convolution(
     """
     given = (x, weight) if bias is None else (x, weight, bias)
     like = first_scaled(given)
-    x, weight = operand(x, like), operand(weight, like)
+    x, weight = multiplicand(x, like), multiplicand(weight, like)
     spread = root_of_count(_terms(weight, transposed, groups=rest[-1], of_output=True))
     scale, _ = _powers.product(x._scale, weight._scale, spread)
     start = None
@@ -37,7 +37,7 @@ def convolution(
         start = _powers.times(widened(bias), over(bias._scale, scale=scale))
     kernel = _powers.times(widened(weight), over(x._scale, weight._scale, scale=scale))
     values = aten.convolution.default(widened(x), kernel, start, stride, padding, dilation, transposed, *rest)
-    return made(values, scale, product_storage(given), logical_of(given))
+    return made_to_fit(values, scale, product_storage(given), logical_of(given))
 
 
 @implements(aten.convolution_backward.default, family="bilinear")
@@ -45,7 +45,7 @@ def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tupl
     """The gradients of the input, the weight and the bias, those that are asked for."""
     given = (gradient, x, weight)
     like = first_scaled(given)
-    gradient, x, weight = (operand(tensor, like) for tensor in given)
+    gradient, x, weight = (multiplicand(tensor, like) for tensor in given)
     payloads = [widened(tensor) for tensor in (gradient, x, weight)]
     *_, transposed, _, groups, wanted = rest
     values = aten.convolution_backward.default(*payloads, *rest)

@@ -100,6 +100,10 @@ def _written(operator: OpOverload, functional: OpOverload, *arguments: Any, **op
     given = dict(zip(names, arguments)) | options
     written = [given[argument.name] for argument in operator._schema.arguments if is_written(argument)]
     targets = tree_leaves(written)
+    if not any(isinstance(target, ScaledTensor) for target in targets):
+        # What is plain keeps its digits: a running sum of losses, a parameter without a scale.
+        arguments, options = tree_map(_value, (arguments, options))
+        return operator(*arguments, **options)
     taken = {argument.name for argument in functional._schema.arguments}
     results = functional(**{name: value for name, value in given.items() if name in taken})
     results = tree_leaves(results)
@@ -111,6 +115,10 @@ def _written(operator: OpOverload, functional: OpOverload, *arguments: Any, **op
     if not operator._schema.returns:
         return None
     return written[0] if len(written) == 1 else tuple(written)
+
+
+def _value(x: Any) -> Any:
+    return decoded(x) if isinstance(x, ScaledTensor) else x
 
 
 def _viewed_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:

@@ -1,11 +1,11 @@
-"""The door of a scaled function: plain floating arguments, however nested, become scaled ones."""
+"""Doors: plain floating arguments of a scaled function become scaled ones; those of a model get plain gradients."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..kernels import define_operator
@@ -58,3 +58,34 @@ def _is_plain_float(x: Any) -> bool:
     if x.layout != torch.strided:
         raise ValueError(f"an argument has layout {x.layout}: scaled tensors are dense, x.to_dense()")
     return True
+
+
+# The identity, whose gradient is plain: a model's inputs stay plain, and what computed them goes on in its own dtype.
+_plain_input = define_operator("plain_input(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
+torch.library.register_autograd(
+    "halfulp::plain_input", lambda context, gradient: _backward(context, gradient)[0], setup_context=_remember
+)
+
+
+def install(model: nn.Module) -> None:
+    """Give plain inputs that require gradients plain ones from now on."""
+    if _keep_gradients_plain not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
+
+
+def remove(model: nn.Module) -> None:
+    """Take back what `install` did, in the model's modules too."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _keep_gradients_plain:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _keep_gradients_plain(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    def entered(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):
+            return _plain_input(x)
+        return x
+
+    return tree_map(entered, (arguments, options))

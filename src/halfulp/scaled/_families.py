@@ -226,5 +226,5 @@ def saturated(payload: Tensor, given: Any, storage: torch.dtype) -> Tensor:
         _powers.in_sight(payload) and not (payload.abs() > largest).any()
     ):
         return payload
-    stands_in = (value_of(given).abs() >= STAND_IN) & (payload.abs() > largest) & payload.isfinite()
+    stands_in = (value_of(given) <= -STAND_IN) & (payload.abs() > largest) & payload.isfinite()
     return torch.where(stands_in, payload.sign() * largest, payload)

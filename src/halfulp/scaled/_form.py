@@ -194,7 +194,7 @@ def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
 # Norms whose squares are float32 numbers with all their digits, unless nearly all of them are far smaller.
 _ORDINARY = (2.0**-40, 2.0**40)
 
-# Masks add such numbers where they mean minus infinity: -1e9, the smallest of the dtype.
+# Masks add the negatives of such numbers where they mean minus infinity: -1e9, the smallest of the dtype.
 STAND_IN = 2.0**24
 # What is as large may take infinity's place: exp(-128) is 0 in float32.
 ENOUGH = 128.0
@@ -204,33 +204,42 @@ def _scale_beside_stand_ins(x: Tensor, storage: torch.dtype) -> Tensor:
     """The scale of the other numbers, where there are others or zeros; no smaller than what must stay large allows."""
     if not x.dim() or not x.numel():
         return measured_scale(x, torch.float32)
-    if _powers.in_sight(x) and not x.requires_grad and x.dtype == torch.float32:
-        low, high = torch.aminmax(x)
-        if low.item() > -STAND_IN and high.item() < STAND_IN:
-            return measured_scale(x, torch.float32)
+    if _powers.in_sight(x) and not x.requires_grad and x.dtype == torch.float32 and x.amin().item() > -STAND_IN:
+        return measured_scale(x, torch.float32)
     if _powers.in_sight(x) or x.dtype == torch.float64:
-        large = x.abs() >= STAND_IN
+        large = x <= -STAND_IN
         scale = measured_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
         amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()
     else:
-        scale, amax = _measured_at_once(x.detach().to(torch.float32))
+        scale, amax = _measured_at_once(x.detach().to(torch.float32), STAND_IN)
     lowest = (amax / torch.finfo(torch.float32).max).to(torch.float32)
     lowest = torch.where(amax >= STAND_IN, lowest.clamp(min=ENOUGH / torch.finfo(storage).max), lowest)
     return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
 
 
-def _measured_at_once(x: Tensor) -> tuple[Tensor, Tensor]:
+def _measured_at_once(x: Tensor, stand_in: float) -> tuple[Tensor, Tensor]:
     """The scale beside stand-ins, and the largest finite magnitude: in one pass of float32, which compilers make of it.
 
-    Squares below float32's range leave the largest magnitude to go by, and so do tensors of nothing but stand-ins.
+    Squares that leave float32's range leave the largest magnitude to go by; so do tensors of nothing but stand-ins.
     """
     size = torch.nan_to_num(x.abs(), 0.0, 0.0, 0.0)
-    others = torch.where(size < STAND_IN, size, 0.0)
+    is_other = x > -stand_in
+    others = torch.where(is_other, size, 0.0)
     amax, top = size.amax(), others.amax()
     squares, count = others.square().sum(), others.count_nonzero().clamp(min=1)
-    level = torch.where(squares > _ORDINARY[0] ** 2, (squares / count).sqrt(), top)
-    level = torch.where((size >= STAND_IN).all(), amax, level)
+    has_range = (squares > _ORDINARY[0] ** 2) & squares.isfinite()
+    level = torch.where(has_range, (squares / count).sqrt(), top)
+    level = torch.where(is_other.any(), level, amax)
     return _powers.round_to_power(level, "nearest"), amax
+
+
+def multiplicand(x: Any, like: ScaledTensor) -> ScaledTensor:
+    """An operand of a product: of a plain one all finite values decide the scale, as none stands for infinity there."""
+    if isinstance(x, ScaledTensor) or not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
+        return operand(x, like)
+    if _powers.in_sight(x) or x.dtype == torch.float64:
+        return encoded(x, torch.float32, measured_scale(x, torch.float32))
+    return encoded(x, torch.float32, _measured_at_once(x.detach().to(torch.float32), torch.inf)[0])
 
 
 def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..tensors import _companions, _model_fallbacks
 from ..tensors._places import Place, Where, check_has_no_hooks, check_has_shape, chosen, places, with_marks
-from . import _placement
+from . import _door, _placement
 from . import _state_dict as _state_dict
 from ._form import LOGICALS, check_storage
 from ._placement import Rescale
@@ -38,7 +38,8 @@ def scalify(
     A parameter that several modules share stays shared. Parameters are new objects: make optimizers afterwards.
     What the model is given stays plain, and exact, until it meets a parameter: masks, positions and times keep all
     their digits. Results are scaled from there on, and so are the outputs and a loss of them and of plain targets:
-    `loss.backward()`, `loss.item()`. Gradients of parameters are ScaledTensors of the same storage.
+    `loss.backward()`, `loss.item()`. Gradients of parameters are ScaledTensors of the same storage, those of plain
+    inputs plain.
 
     Buffers stay as they are. Running statistics are moving averages, which in a narrow payload stop moving, and
     constants such as rotary frequencies keep their digits; neither widens the payloads of what it meets.
@@ -99,6 +100,7 @@ def scalify(
     for place in found:
         place.put(made[id(place.held)])
         _companions.install(place.module)
+    _door.install(model)
     _companions.install_check(model)
     _model_fallbacks.install(model)
     _placement.remove(model)
@@ -139,6 +141,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
             made[id(place.held)] = _plain(place, dtype)
     for place in found:
         place.put(made[id(place.held)])
+    _door.remove(model)
     _placement.remove(model)
     _set_products(model, None)
     for module in model.modules():
@@ -149,7 +152,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 def _takes_scale(place: Place) -> bool:
     check_has_shape(place)
-    if getattr(place.module, "sparse", False):
+    if isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) and place.module.sparse:
         raise ValueError(
             f"parameter {place.name!r} is of a {type(place.module).__name__} with sparse=True, whose gradients have no "
             "scale: make it with sparse=False, or leave it out by where="

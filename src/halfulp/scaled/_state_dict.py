@@ -58,7 +58,14 @@ def _stems(state_dict: Mapping, suffix: str) -> set[str]:
 def _is_pair(state_dict: Mapping, name: str) -> bool:
     """Whether two entries are a payload and its scale; parameters of one module may be called so, too."""
     pair = state_dict[name + _PAYLOAD], state_dict[name + _SCALE]
-    return all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in pair) and not pair[1].dim()
+    if not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in pair):
+        return False
+    payload, scale = pair
+    return payload.dtype in STORAGES and not scale.dim() and scale.dtype == torch.float32 and _is_power(scale)
+
+
+def _is_power(scale: Tensor) -> bool:
+    return scale.is_meta or bool(scale == _powers.round_to_power(scale))
 
 
 def _entries(name: str, value: ScaledTensor) -> dict[str, Tensor]:

@@ -38,7 +38,10 @@ def write(x: Tensor, value: Any) -> Tensor:
         payload, scale = widened(value), value._scale
     else:
         scale = _kept(x._scale, value._scale)
-        payload = _powers.times(widened(value), _powers.ratio(value._scale, scale))
+        factor = _powers.ratio(value._scale, scale)
+        payload = _powers.times(widened(value), factor)
+        if isinstance(factor, float) and factor > _powers.LARGEST:  # which `times` does not multiply by
+            payload = torch.where(widened(value) == 0, 0.0, torch.inf)
         _check_fits(x, payload, value)
     x._payload.copy_(narrowed(payload, x._payload.dtype))
     x._scale.copy_(scale)
@@ -62,7 +65,7 @@ def _kept(own: Tensor, other: Tensor) -> Tensor:
 
 
 def _check_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
-    if x._payload.dtype in (torch.float32, torch.bfloat16) or not payload.numel():
+    if not payload.numel() or (not _powers.in_sight(payload) and x._payload.dtype in (torch.float32, torch.bfloat16)):
         return
     too_large = ((payload.abs() > torch.finfo(x._payload.dtype).max) & widened(value).isfinite()).any()
     if not _powers.in_sight(payload):
