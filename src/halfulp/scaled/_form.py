@@ -151,10 +151,10 @@ def measured_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding
 
 
 def _quick_scale(values: Tensor, rounding: PowerRounding) -> float | None:
-    """The same for ordinary float32 values that can be looked at, in two passes over them instead of eight."""
-    if not _powers.in_sight(values) or values.dtype != torch.float32 or values.requires_grad:
+    """The same for ordinary values that can be looked at, in two passes over them instead of eight."""
+    if not _powers.in_sight(values) or values.dtype == torch.float64 or values.requires_grad:
         return None
-    norm = torch.linalg.vector_norm(values).item()
+    norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
     if not _ORDINARY[0] < norm < _ORDINARY[1]:  # squares that leave float32's range, infinities, NaN, zeros
         return None
     return _powers.power_of(norm / max(int(values.count_nonzero()), 1) ** 0.5, rounding)
