@@ -65,8 +65,8 @@ def scalify(
         The same model, or a function.
 
     Raises:
-        ValueError: no storage dtype, a pattern that matches nothing, sparse parameters, parameters that an optimizer
-            holds already, another matmul or rescale. The model is as it was.
+        ValueError: no storage dtype, a pattern that matches nothing, sparse parameters or embeddings, parameters that an
+            optimizer holds already or that have hooks, another matmul or rescale. The model is as it was.
         TypeError: neither a module nor a function, or a class of modules.
 
     >>> layer = scalify(torch.nn.Linear(3, 2))
@@ -120,8 +120,8 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         The same model.
 
     Raises:
-        ValueError: a dtype that is not floating, a value out of its range, or parameters that an optimizer holds. The
-            model is as it was.
+        ValueError: a dtype that is not floating, a value out of its range, or parameters that an optimizer holds or
+            that have hooks. The model is as it was.
 
     >>> layer = torch.nn.Linear(3, 2)
     >>> start = layer.weight.detach().clone()
