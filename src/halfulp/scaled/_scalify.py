@@ -65,8 +65,8 @@ def scalify(
         The same model, or a function.
 
     Raises:
-        ValueError: no storage dtype, a pattern that matches nothing, sparse parameters or embeddings, parameters that an
-            optimizer holds already or that have hooks, another matmul or rescale. The model is as it was.
+        ValueError: no storage dtype, a pattern that matches nothing, sparse parameters or embeddings, parameters that
+            an optimizer holds already or that have hooks, another matmul or rescale. The model is as it was.
         TypeError: neither a module nor a function, or a class of modules.
 
     >>> layer = scalify(torch.nn.Linear(3, 2))
