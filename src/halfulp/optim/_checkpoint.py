@@ -105,7 +105,7 @@ class CheckpointMixin:
             model: whose parameters this optimizer steps; other floating tensors are converted.
         """
         found = {}
-        for name, tensor in whole_state(model).items():
+        for name, tensor in model.state_dict(keep_vars=True).items():
             slot = self._slot_of(tensor)
             value = tensor.detach()
             if slot is not None:
@@ -126,7 +126,7 @@ class CheckpointMixin:
         Raises:
             ValueError: missing or unexpected names, or other shapes; nothing is changed.
         """
-        own = whole_state(model)
+        own = model.state_dict(keep_vars=True)
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
             raise ValueError(
@@ -160,11 +160,6 @@ class CheckpointMixin:
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: what is derived is left out, and made again."""
         return {**super().__getstate__(), "_slots": {}, "_aligned": {}, "_kinds": {}, "_tables": type(self._tables)()}
-
-
-def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A model's state by name, scaled tensors in one piece."""
-    return dict(model.state_dict(keep_vars=True))
 
 
 def _contiguous_parts(slot: Slot) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from ._form import (
     made_to_fit,
     never_vanished,
     operand,
+    plain,
     smallest,
     storage_of,
     widened,
@@ -94,7 +95,7 @@ for _operator in (aten.maximum.default, aten.minimum.default, aten.fmax.default,
 @implements(aten.where.self, family="alignment")
 def where(condition: Tensor, a: Any, b: Any) -> Tensor:
     """a or b under the larger scale, in which a constant has no say."""
-    condition = decoded(condition) if isinstance(condition, ScaledTensor) else condition
+    condition = plain(condition)
     if not any(isinstance(x, ScaledTensor) for x in (a, b)):
         return torch.where(condition, a, b)
     (x, y), scale = together([a, b])

@@ -13,7 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..tensors import functional_form, is_written, note_fallback
-from ._form import decoded, encoded, logical_of, storage_of
+from ._form import decoded, encoded, logical_of, plain, storage_of
 from ._scaled_tensor import ScaledTensor
 from ._writing import write
 
@@ -102,7 +102,7 @@ def _written(operator: OpOverload, functional: OpOverload, *arguments: Any, **op
     targets = tree_leaves(written)
     if not any(isinstance(target, ScaledTensor) for target in targets):
         # What is plain keeps its digits: a running sum of losses, a parameter without a scale.
-        arguments, options = tree_map(_value, (arguments, options))
+        arguments, options = tree_map(plain, (arguments, options))
         return operator(*arguments, **options)
     taken = {argument.name for argument in functional._schema.arguments}
     results = functional(**{name: value for name, value in given.items() if name in taken})
@@ -115,10 +115,6 @@ def _written(operator: OpOverload, functional: OpOverload, *arguments: Any, **op
     if not operator._schema.returns:
         return None
     return written[0] if len(written) == 1 else tuple(written)
-
-
-def _value(x: Any) -> Any:
-    return decoded(x) if isinstance(x, ScaledTensor) else x
 
 
 def _viewed_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:

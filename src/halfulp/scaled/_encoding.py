@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import _powers
-from ._form import LOGICALS, check_storage, common_storage, decoded, made, measured_scale, narrowed, widened
+from ._form import LOGICALS, check_storage, common_storage, decoded, made, measured_scale, narrowed, plain, widened
 from ._scaled_tensor import ScaledTensor, wrap
 
 
@@ -54,7 +54,7 @@ def rescaled(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
 
 def in_complex_numbers(operator: Any, arguments: tuple, options: dict) -> Any:
     """An operator on values, with plain results: complex numbers carry no scale."""
-    return operator(*tree_map(_plain, arguments), **tree_map(_plain, options))
+    return operator(*tree_map(plain, arguments), **tree_map(plain, options))
 
 
 def refuse_sparse(operator: Any, arguments: tuple, options: dict) -> None:
@@ -64,10 +64,6 @@ def refuse_sparse(operator: Any, arguments: tuple, options: dict) -> None:
         raise NotImplementedError(
             f"{operator} with a sparse layout: scaled tensors are dense, use x.decode()"
         ) from None
-
-
-def _plain(x: Any) -> Any:
-    return decoded(x) if isinstance(x, ScaledTensor) else x
 
 
 def of_kind(x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype) -> ScaledTensor:

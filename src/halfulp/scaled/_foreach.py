@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ._form import decoded
+from ._form import plain
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -41,7 +41,7 @@ def _each(operator: OpOverload, name: str) -> None:
         given = dict(zip(names, arguments)) | options
         if of_scalars in given:
             scalars = given[of_scalars]
-            given[of_scalars] = (decoded(scalars) if isinstance(scalars, ScaledTensor) else scalars).tolist()
+            given[of_scalars] = plain(scalars).tolist()
         split = lists | {of_scalars}
         count = max(len(given[place]) for place in lists if place in given)
         results = [
@@ -91,7 +91,7 @@ for _name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"):
 @implements(aten._amp_foreach_non_finite_check_and_unscale_.default, family="foreach")
 def unscale_(gradients: Any, found: Tensor, inverse: Tensor) -> None:
     """Gradients times a number, in place; whether one is infinite or NaN is noted."""
-    factor = decoded(inverse) if isinstance(inverse, ScaledTensor) else inverse
+    factor = plain(inverse)
     for gradient in gradients:
         payload = gradient._payload if isinstance(gradient, ScaledTensor) else gradient
         found.copy_(torch.maximum(found, (~payload.to(torch.float32).isfinite()).any().to(found.dtype)))

@@ -131,6 +131,11 @@ def decoded(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     return scaled if dtype == wide else scaled.to(dtype)
 
 
+def plain(x: Any) -> Any:
+    """A scaled tensor's values in its logical dtype; whatever else as it is."""
+    return decoded(x) if isinstance(x, ScaledTensor) else x
+
+
 def measured_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "nearest") -> Tensor:
     """The power of two next to the root mean square of the finite non-zero values; larger if an element needs it.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _powers
-from ._form import decoded, narrowed, operand, widened
+from ._form import narrowed, operand, plain, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -30,7 +30,7 @@ def write(x: Tensor, value: Any) -> Tensor:
         ValueError: a finite value is out of the payload's range under the scale that must be kept; x is as it was.
     """
     if not isinstance(x, ScaledTensor):
-        return x.copy_(decoded(value) if isinstance(value, ScaledTensor) else value)
+        return x.copy_(plain(value))
     value = operand(value, x)
     if value.shape != x.shape and torch.broadcast_shapes(value.shape, x.shape) != x.shape:
         raise RuntimeError(f"a value of shape {list(value.shape)} for a tensor of shape {list(x.shape)}")
