@@ -1,0 +1,167 @@
+"""Attaching a scaler to a model: its forward pass runs in a region from then on."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+
+from ..scaled import ScaledTensor
+from ..tensors import MCTensor
+from ._backward import Backward
+from ._custom import watched
+from ._modules import ModuleSite, attach_modules
+from ._region import Region, current
+
+
+class WatchedForward:
+    """A model's ``forward`` that runs in a region whenever gradients are recorded; copies of the model get their own
+    plain one.
+    """
+
+    def __init__(self, model: nn.Module, backward: Backward, wide: bool | None, prefix: str) -> None:
+        self._model = weakref.ref(model)
+        self._backward = backward
+        self._wide = wide
+        self._prefix = prefix
+        self._names = ParameterNames(model, prefix)
+        self.inner = model.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and current() is not None):
+            return self.inner(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            out, wide = self.inner(*args, **kwargs), under_float16() if self._wide is None else self._wide
+            return mapped(out, lambda x: marked(x, self._backward.handle, wide))
+        with watched(), Region(self._backward, self._names) as region:
+            region.path = [self._prefix] if self._prefix else []
+            out = self.inner(*args, **kwargs)
+            return region.leave(out, under_float16() if self._wide is None else self._wide)
+
+    def __deepcopy__(self, memo: dict) -> types.MethodType:
+        return plain_forward(memo[id(self._model())])
+
+    def __reduce__(self) -> tuple:
+        return plain_forward, (self._model(),)
+
+
+def plain_forward(model: nn.Module) -> types.MethodType:
+    """The ``forward`` of a model's class."""
+    return types.MethodType(type(model).forward, model)
+
+
+def under_float16() -> bool:
+    """Whether autocast to float16 is on, for any kind of device."""
+    kinds = ("cpu", "cuda", "mps", "xpu")
+    return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)
+
+
+class ParameterNames:
+    """The module of each parameter, by the parameter's id; looked up again when one is met that is not known."""
+
+    def __init__(self, model: nn.Module, prefix: str) -> None:
+        self._model = weakref.ref(model)
+        self._prefix = f"{prefix}." if prefix else ""
+        self._names: dict[int, str | None] = {}
+
+    def of(self, parameter: nn.Parameter) -> str | None:
+        """Qualified name of the module that holds it; None where the model does not list it."""
+        if id(parameter) not in self._names:
+            listed = self._model().named_parameters()
+            self._names |= {id(p): (self._prefix + name).rpartition(".")[0] or "model" for name, p in listed}
+            self._names.setdefault(id(parameter), None)
+        return self._names[id(parameter)]
+
+
+class Place:
+    """A hook of a module with parts: whatever runs in it is named after it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def enter(self, module: nn.Module, args: tuple) -> None:
+        """Before its forward."""
+        region = current()
+        if region is not None:
+            region.path.append(self.name)
+
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """After it; names left by parts that raised go, too."""
+        region = current()
+        if region is not None and self.name in region.path:
+            del region.path[region.path.index(self.name) :]
+
+
+def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str, mode: str) -> Callable[[], None]:
+    """Let a model's gradients have exponents; returns what takes it back.
+
+    Args:
+        model: the module, or torch's data-parallel wrapper of it.
+        backward: what its edges belong to.
+        wide: whether its float16 outputs become float32; None: under autocast to float16.
+        prefix: what its sites' keys begin with.
+        mode: "function": its forward passes run in regions; "module": its modules are sites.
+
+    Raises:
+        TypeError: no module.
+        ValueError: it is compiled, wrapped by another scaler, or holds tensors with scales or components of their own.
+    """
+    model = unwrapped(model)
+    check(model)
+    if mode == "module":
+        removers = attach_modules(model, backward, prefix)
+        return lambda: [remove() for remove in removers]
+    handles = []
+    for name, module in model.named_modules():
+        if name and next(module.children(), None) is not None:
+            place = Place(f"{prefix}.{name}" if prefix else name)
+            handles += [module.register_forward_pre_hook(place.enter), module.register_forward_hook(place.leave)]
+    model.forward = WatchedForward(model, backward, wide, prefix)
+
+    def detach() -> None:
+        for handle in handles:
+            handle.remove()
+        model.__dict__.pop("forward", None)
+
+    return detach
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch's data-parallel wrappers."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}: give a torch.nn.Module")
+    if isinstance(model, nn.DataParallel):
+        raise ValueError("DataParallel runs copies of the model in threads: use DistributedDataParallel")
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _watched(module: nn.Module) -> bool:
+    hooks = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
+    return isinstance(module.__dict__.get("forward"), WatchedForward) or any(isinstance(x, ModuleSite) for x in hooks)
+
+
+def check(model: nn.Module) -> None:
+    """Refuse models whose backward pass cannot be watched."""
+    if any(_watched(module) for module in model.modules()):
+        raise ValueError(
+            "the model has an AdaptiveGradScaler already, and two would scale twice: use that one, or call its "
+            "detach() before"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"{'the model' if not name else repr(name)} is compiled, and its backward pass would keep one exponent "
+                "in silence: give the plain model to AdaptiveGradScaler and compile it afterwards with "
+                'torch.compile(model, backend=scaler.backend("inductor"))'
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, (ScaledTensor, MCTensor)):
+            raise ValueError(
+                f"parameter {name!r} is a {type(parameter).__name__}, whose gradients have scales or components of "
+                "their own: AdaptiveGradScaler takes a model of plain tensors"
+            )

@@ -1,0 +1,247 @@
+"""Backward: what happens to gradients between sites, while a scaled loss is differentiated."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from ..formats import Format
+from ..rounding import quantize
+from ._measure import Measurements, narrow
+from ._operands import operands
+from ._policy import Policy
+from ._site import Site, Sites
+
+Hook = Callable[[tuple], tuple | None]
+# By handle: what compiled graphs know of a scaler.
+ALIVE: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
+_handles = itertools.count()
+
+
+@dataclasses.dataclass
+class Home:
+    """Where a parameter's gradients are summed, and the dtype that an operator makes them in."""
+
+    parameter: weakref.ref
+    site: Site
+    made_in: torch.dtype = torch.float32
+
+
+@dataclasses.dataclass
+class Stay:
+    """One forward pass in a region, by autograd's sequence numbers: its nodes, and those at the global exponent."""
+
+    begun: int
+    ended: int
+    exits: set[int]
+
+
+class Backward:
+    """The edges between sites: they move a gradient from one exponent to another.
+
+    All edges are shut but during a backward pass that started at ``scaler.scale(loss)``, so that whatever else is
+    differentiated sees true gradients: since every path from a loss to a parameter ends at the exponent at which it
+    began, edges that do nothing change nothing.
+
+    Args:
+        sites: whose exponents hold.
+        policy: what looks at products' operands, if it wants them.
+        format: What every gradient that a product reads or makes is rounded to; None leaves the tensors' own dtype.
+    """
+
+    def __init__(self, sites: Sites, policy: Policy, format: Format | None = None) -> None:
+        self.sites = sites
+        self.policy = policy
+        self.format = format
+        self.active = False
+        self.measuring = True
+        self.passes = 0
+        self.second_order = False
+        self.measurements = Measurements()
+        # Called with True when the edges open and with False when they shut.
+        self.listeners: list[Callable[[bool], None]] = []
+        self.order: dict[Site, None] = {}
+        self.stays: list[Stay] = []
+        self._crossings: dict[tuple[Site, Site], Hook] = {}
+        self._homes: dict[int, Home] = {}
+        self._warned = False
+        # What compiled graphs know it by, and the factors that they hold.
+        self.handle = next(_handles)
+        self.factors: dict[tuple, Any] = {}
+        ALIVE[self.handle] = self
+
+    # what a backward pass goes through ----------------------------------------------------------------------
+
+    def begin(self, gradients: tuple) -> None:
+        """The first node of a scaled loss: open the edges until this backward pass ends."""
+        if torch.is_grad_enabled():
+            self._switch_off()
+        self.passes += 1
+        if self.second_order or self.active:
+            return
+        self.active = True
+        for listen in self.listeners:
+            listen(True)
+        Variable._execution_engine.queue_callback(self.end)
+
+    def end(self) -> None:
+        """Shut the edges."""
+        if self.active:
+            self.active = False
+            for listen in self.listeners:
+                listen(False)
+
+    def renew(self) -> None:
+        """Forget the iteration that ends here."""
+        self.end()
+        self.passes = 0
+        self.second_order = False
+        self.order.clear()
+        self.stays.clear()
+
+    def crossing(self, source: Site, target: Site) -> Hook:
+        """The hook of an edge: it takes a gradient at ``target``'s exponent to ``source``'s."""
+        if (source, target) not in self._crossings:
+            self._crossings[source, target] = self._crossing(source, target)
+        return self._crossings[source, target]
+
+    def edges(self) -> Iterable[tuple[Site, Site]]:
+        """Pairs of a site and one that passes gradients to it."""
+        return self._crossings.keys()
+
+    def _crossing(self, source: Site, target: Site) -> Hook:
+        def cross(gradients: tuple) -> tuple | None:
+            gradient = gradients[0]
+            if not self.active or gradient is None:
+                return None
+            if target is self.sites.anchor and self.measuring and self.policy.wants_operands:
+                self._propose_at_loss(gradient, source)
+            changed = self._passed(gradient, target)
+            changed = shifted(changed, source.exponent - target.exponent)
+            changed = self._received(changed, source)
+            return None if changed is gradient else (changed,)
+
+        return cross
+
+    def round_all(self, gradients: tuple) -> tuple | None:
+        """The hook of a product's result: its gradient is rounded to the format before the product reads it."""
+        if not self.active:
+            return None
+        return tuple(None if gradient is None else self._rounded(gradient) for gradient in gradients)
+
+    def watch_operands(self, site: Site, weight: Tensor, convolution: bool) -> Hook:
+        """The hook of a product's result, in measured iterations: a policy looks at both factors."""
+
+        def look(gradients: tuple) -> None:
+            stored = self.format or site.stored
+            if not self.active or gradients[0] is None or stored is None:
+                return
+            factors = operands(gradients[0], weight, convolution)
+            proposal = self.policy.proposed(site, factors, stored, self.sites.anchor)
+            if proposal is not None:
+                site.proposals.append(proposal)
+
+        return look
+
+    def home(self, parameter: Tensor, site: Site) -> Site:
+        """The site at whose exponent a parameter's gradients are summed: where it was read first, ever."""
+        known = self._homes.get(id(parameter))
+        if known is None or known.parameter() is not parameter:
+            known = self._homes[id(parameter)] = Home(weakref.ref(parameter), site)
+            check_leaf(parameter)
+            parameter.register_hook(self._arrival(known))
+        return known.site
+
+    def note_dtype(self, parameter: Tensor, dtype: torch.dtype) -> None:
+        """In which dtype an operator makes this parameter's gradient, whatever it is cast to afterwards."""
+        self._homes[id(parameter)].made_in = dtype
+
+    def homes(self) -> Iterator[tuple[Tensor, Site]]:
+        """Every parameter that is alive, and its home."""
+        for known in self._homes.values():
+            parameter = known.parameter()
+            if parameter is not None:
+                yield parameter, known.site
+
+    def _arrival(self, home: Home) -> Callable[[Tensor], Tensor | None]:
+        """The hook of a parameter: its gradient leaves its home for the global exponent."""
+
+        def arrive(gradient: Tensor) -> Tensor | None:
+            if not self.active:
+                return None
+            gradient = self._rounded(gradient)
+            if self.measuring:
+                stored = self.format or narrow(home.made_in)
+                self.measurements.add(home.site, "weight", gradient, stored)
+            return shifted(gradient, self.sites.anchor.exponent - home.site.exponent)
+
+        return arrive
+
+    # the pieces -----------------------------------------------------------------------------------------------
+
+    def _passed(self, gradient: Tensor, target: Site) -> Tensor:
+        gradient = self._rounded(gradient)
+        if self.measuring:
+            self.measurements.add(target, "passed", gradient, self.format or target.stored)
+        return gradient
+
+    def _propose_at_loss(self, gradient: Tensor, source: Site) -> None:
+        """A wide gradient is about to be rounded: how far should it be scaled before?"""
+        stored = self.format or source.stored
+        if stored is not None:
+            source.proposals += self.policy.at_the_loss(gradient, stored, self.sites.anchor)
+
+    def _received(self, gradient: Tensor, source: Site) -> Tensor:
+        gradient = self._rounded(gradient)
+        if self.measuring:
+            self.measurements.add(source, "received", gradient, self.format or source.stored)
+        return gradient
+
+    def _rounded(self, gradient: Tensor) -> Tensor:
+        """What the format makes of a gradient; an overflow shows, as infinity or, where there is none, NaN."""
+        if self.format is None or not gradient.is_floating_point():
+            return gradient
+        overflow = "inf" if self.format.infinities else "nan"
+        return quantize(gradient, self.format, overflow=overflow)
+
+    def _switch_off(self) -> None:
+        self.second_order = True
+        self.active = False
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a gradient of the scaled loss is taken with create_graph=True: gradients that are differentiated "
+                "again keep one global scale until scaler.update(), as in torch.amp.GradScaler (said once)",
+                stacklevel=2,
+            )
+
+
+def shifted(gradient: Tensor, exponent: int) -> Tensor:
+    """The gradient times 2^exponent.
+
+    >>> shifted(torch.ones(1), -2)
+    tensor([0.2500])
+    """
+    return gradient * 2.0**exponent if exponent else gradient
+
+
+def check_leaf(parameter: Tensor) -> None:
+    """A parameter's gradient must be able to leave its home without rounding.
+
+    Raises:
+        TypeError: it is float16, and its gradient too.
+    """
+    if parameter.dtype == torch.float16 and getattr(parameter, "grad_dtype", torch.float16) == torch.float16:
+        raise TypeError(
+            f"a parameter of shape {list(parameter.shape)} is float16 and so is its gradient, which cannot be unscaled "
+            "without losing what the scale saved: call halfulp.float32_gradients(model) before, and step with an "
+            "optimizer of halfulp.optim; or keep float32 parameters under torch.autocast"
+        )

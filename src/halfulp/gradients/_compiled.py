@@ -1,0 +1,288 @@
+"""The compiled front end: a backend of torch.compile that moves gradients between sites inside the backward graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch.fx import GraphModule, Node
+
+from ..kernels import define_operator
+from . import _graph_pass, _products
+from ._backward import ALIVE, Backward
+from ._graph_pass import Crossing, Placement, Plan
+from ._products import kind_of, name_of
+from ._region import Names
+from ._site import Site
+
+BACKENDS = ("inductor", "aot_eager")
+# Separates what a string argument of an operator lists; a site's key has neither.
+_ITEM, _PART = "\n", "\t"
+_ATTRIBUTE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]|__self__\.(\w+)")
+
+
+# what runs in compiled graphs -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Factors:
+    """2^(target - source) of a list of edges, on a device, made again where exponents changed."""
+
+    edges: list[tuple[Site, Site]]
+    device: torch.device
+    exponents: list[int] | None = None
+    values: Tensor | None = None
+
+    def now(self) -> Tensor:
+        """The factors for the exponents that hold; a new tensor, as compilers may write into it."""
+        exponents = [target.exponent - source.exponent for source, target in self.edges]
+        if exponents != self.exponents:
+            self.exponents = exponents
+            self.values = torch.tensor([2.0**e for e in exponents]).to(self.device)
+        return self.values.clone()
+
+
+def _factors(scaler: int, edges: str, count: int, device: torch.device) -> Tensor:
+    backward = ALIVE.get(scaler)
+    if backward is None:
+        return torch.ones(count, device=device)
+    known = backward.factors.get((edges, device))
+    if known is None:
+        pairs = [edge.split(_PART) for edge in edges.split(_ITEM)]
+        sites = [(backward.sites.open(source), backward.sites.open(target)) for source, target in pairs]
+        known = backward.factors[edges, device] = Factors(sites, device)
+    return known.now() if backward.active else torch.ones(count, device=device)
+
+
+def _observe(gradients: list[Tensor], scaler: int, site: str, kinds: str) -> None:
+    backward = ALIVE.get(scaler)
+    if backward is None or not backward.measuring or not backward.active:
+        return
+    where = backward.sites.open(site)
+    for kind, gradient in zip(kinds.split(_PART), gradients):
+        backward.measurements.add(where, kind, gradient, None)
+
+
+def _refuse(out: Tensor, scaler: int) -> Tensor:
+    raise ValueError(
+        "the model has an AdaptiveGradScaler but was compiled by another backend, which would keep all its gradients "
+        'at one exponent in silence: compile it with torch.compile(model, backend=scaler.backend("inductor")), of the '
+        "same scaler"
+    )
+
+
+_factors_of = define_operator(
+    "gradient_factors(int scaler, str edges, int count, Device device) -> Tensor",
+    _factors,
+    lambda scaler, edges, count, device: torch.empty(count, device=device),
+)
+_observed = define_operator(
+    "observe_gradients(Tensor[] gradients, int scaler, str site, str kinds) -> ()", _observe, lambda *_: None
+)
+_scaled_here = define_operator(
+    "scaled_here(Tensor out, int scaler) -> Tensor", _refuse, lambda out, scaler: torch.empty_like(out)
+)
+torch.fx.node.has_side_effect(_observed)
+
+
+def marked(out: Tensor, scaler: int, wide: bool) -> Tensor:
+    """A model's output in a graph that is compiled, for the scaler's backend to know it by."""
+    if not out.requires_grad:
+        return out
+    return _scaled_here(out.float() if wide and out.dtype == torch.float16 else out, scaler)
+
+
+# the backend ------------------------------------------------------------------------------------------------
+
+
+def backend(backward: Backward, name: str = "inductor", names: Iterable[Names] = ()) -> Callable[..., Any]:
+    """A backend of torch.compile for models with a scaler.
+
+    Args:
+        backward: The scaler's.
+        name: Which of torch's backends compiles: "inductor" or "aot_eager".
+        names: Give parameters' modules, so that sites have the keys of the eager front end.
+
+    Raises:
+        ValueError: a name that is not allowed.
+        NotImplementedError: gradients are rounded to a format of their own.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"the backend is one of {', '.join(BACKENDS)}, got {name!r}")
+    if backward.format is not None:
+        raise NotImplementedError(
+            f"gradients are rounded to {backward.format.name}, which compiled graphs do not do: leave the model "
+            "uncompiled, or take format=None"
+        )
+    known = list(names)
+
+    def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
+        partition = Partition(backward.handle, planned(module, known))
+        unmark(module, backward.handle)
+        return _COMPILERS[name](module, inputs, partition, options, mode)
+
+    return compile_scaled
+
+
+class Partition(CustomPartitionerFn):
+    """Parts a joint graph as torch does, and moves gradients in the backward one."""
+
+    def __init__(self, scaler: int, plan: Plan, inner: CustomPartitionerFn | None = None) -> None:
+        self.scaler = scaler
+        self.plan = plan
+        self.inner = inner
+
+    def __call__(self, module: GraphModule, inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        part = self.inner or torch._functorch.partitioners.min_cut_rematerialization_partition
+        forward, backward = part(module, inputs, **kwargs)
+        move_gradients(backward, self.plan, self.scaler)
+        return forward, backward
+
+    def uuid(self) -> tuple:
+        """What torch's caches of graphs must know."""
+        sources = get_hash_for_files((__file__, _graph_pass.__file__, _products.__file__))
+        inner = self.inner.uuid() if self.inner else None
+        return sources, self.scaler, tuple(self.plan.keys.items()), self.plan.parameters, inner
+
+
+def _inductor(module: GraphModule, inputs: Sequence, partition: Partition, options: dict | None, mode: str | None):
+    from torch._inductor import config, list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**list_mode_options(mode or "default"), **(options or {})}
+    partition.inner = patches.get("custom_partitioner_fn", config.custom_partitioner_fn)
+    return compile_fx(module, inputs, config_patches={**patches, "custom_partitioner_fn": partition})
+
+
+def _aot_eager(module: GraphModule, inputs: Sequence, partition: Partition, options: dict | None, mode: str | None):
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
+    return compiler(module, inputs)
+
+
+_COMPILERS = {"inductor": _inductor, "aot_eager": _aot_eager}
+
+
+# the forward graph ------------------------------------------------------------------------------------------
+
+
+def unmark(module: GraphModule, scaler: int) -> None:
+    """Take the marks of this scaler out."""
+    for node in list(module.graph.nodes):
+        if node.target is _scaled_here and node.args[1] == scaler:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def planned(module: GraphModule, names: Sequence[Names]) -> Plan:
+    """The sites of a forward graph's products, with the keys of the eager front end."""
+    inputs = module.graph.find_nodes(op="placeholder")
+    owners = {node: _owner(node, names) for node in inputs if _is_parameter(node)}
+    parents = {owner.rpartition(".")[0] for owner in owners.values()}
+    calls: Counter[str] = Counter()
+    keys: dict[str, str] = {}
+    for node in module.graph.nodes:
+        stack = node.meta.get("source_fn_stack")
+        if node.op not in ("call_function", "call_method") or not stack or kind_of(node.target) != "product":
+            continue
+        parameter = next((x for x in node.all_input_nodes if x in owners), None)
+        key = owners[parameter] if parameter else ".".join([*_place(node, parents), name_of(node.target)])
+        keys[stack[-1][0]] = f"{key}#{calls[key]}" if calls[key] else key
+        calls[key] += 1
+    return Plan(keys, tuple(node in owners for node in inputs))
+
+
+def _is_parameter(node: Node) -> bool:
+    example = node.meta["grapharg"].example if "grapharg" in node.meta else None
+    return isinstance(example, nn.Parameter)
+
+
+def _owner(node: Node, names: Sequence[Names]) -> str:
+    """The qualified name of the module that holds a parameter."""
+    parameter = node.meta["grapharg"].example
+    known = next((name for name in (one.of(parameter) for one in names) if name), None)
+    return known or _path(node.meta["grapharg"].source.name).rpartition(".")[0] or "model"
+
+
+def _path(source: str) -> str:
+    return ".".join(a or b for a, b in _ATTRIBUTE.findall(source))
+
+
+def _place(node: Node, parents: set[str]) -> list[str]:
+    """The innermost module with parts that a node runs in."""
+    for path, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
+        name = path.partition("__self__.")[2]
+        if name in parents:
+            return [name]
+    return []
+
+
+# the backward graph -----------------------------------------------------------------------------------------
+
+
+def move_gradients(module: GraphModule, plan: Plan, scaler: int) -> None:
+    """Write factors and observations into a backward graph."""
+    placement = Placement(module, plan)
+    writer = Writer(module, scaler, placement.crossings())
+    moved = {writer.move(crossing): None for crossing in writer.crossings}
+    for seen in placement.seen(moved):
+        kinds, nodes = zip(*seen.found.values())
+        with module.graph.inserting_after(max(nodes)):
+            writer.write(_observed, list(nodes), scaler, seen.key, _PART.join(kinds))
+    module.graph.lint()
+    module.recompile()
+
+
+class Writer:
+    """Writes nodes into a backward graph, with their values in meta."""
+
+    def __init__(self, module: GraphModule, scaler: int, crossings: list[Crossing]) -> None:
+        self.crossings = crossings
+        self._module = module
+        self._scaler = scaler
+        pairs = dict.fromkeys((crossing.source, crossing.target) for crossing in crossings)
+        self._places = {pair: i for i, pair in enumerate(pairs)}
+        self._vectors: dict[torch.device, Node] = {}
+
+    def write(self, target: Callable, *args: Any) -> Node:
+        """A call, and what it gives for tensors without data."""
+        node = self._module.graph.call_function(target, args)
+        values = torch.fx.node.map_arg(args, lambda x: x.meta["val"])
+        node.meta["val"] = target(*values)
+        return node
+
+    def move(self, crossing: Crossing) -> Node:
+        """The node times the factor of its edge, in float32 where it is half as wide; its readers take that."""
+        node = crossing.node
+        dtype = node.meta["val"].dtype
+        half = dtype in (torch.float16, torch.bfloat16)
+        cast = torch.ops.prims.convert_element_type.default
+        vector = self._vector(node)
+        with self._module.graph.inserting_before(min(crossing.readers)):
+            factor = self.write(torch.ops.aten.select.int, vector, 0, self._places[crossing.source, crossing.target])
+            wide = self.write(cast, node, torch.float32) if half else node
+            moved = self.write(torch.ops.aten.mul.Tensor, wide, factor)
+            moved = self.write(cast, moved, dtype) if half else moved
+        for reader in crossing.readers:
+            reader.replace_input_with(node, moved)
+        return moved
+
+    def _vector(self, like: Node) -> Node:
+        """The factors of all edges, on the device of a node."""
+        value = like.meta["val"]
+        if value.device not in self._vectors:
+            edges = _ITEM.join(_PART.join(pair) for pair in self._places)
+            first = next(node for node in self._module.graph.nodes if node.op != "placeholder")
+            with self._module.graph.inserting_before(first), value.fake_mode:
+                args = (self._scaler, edges, len(self._places), value.device)
+                self._vectors[value.device] = self.write(_factors_of, *args)
+        return self._vectors[value.device]

@@ -1,0 +1,160 @@
+"""Controller: what happens to exponents at the end of each iteration."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from ._backward import Backward
+from ._measure import Measured, by_site
+from ._overflow import downstream, measured_culprits, unmeasured_culprits
+from ._policy import lowest
+from ._site import GLOBAL, Site
+from ._state import check_state, load_sites
+
+
+@dataclasses.dataclass(frozen=True)
+class LastStep:
+    """What the last ``scaler.step(optimizer)`` did.
+
+    Attributes:
+        applied: Whether the optimizer stepped.
+        reason: Why it did not, in words; empty where it did.
+        culprits: The sites that overflowed, each with the exponent that it had.
+    """
+
+    applied: bool
+    reason: str = ""
+    culprits: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        return "applied" if self.applied else f"skipped: {self.reason}"
+
+
+class Controller:
+    """Measurements in, exponents out.
+
+    Args:
+        backward: whose sites are set, by whose policy, and whose measurements are read.
+        interval: a measurement every so many iterations.
+        floor, ceiling: bounds of all exponents.
+    """
+
+    def __init__(self, backward: Backward, interval: int, floor: int, ceiling: int) -> None:
+        self.backward = backward
+        self.sites = backward.sites
+        self.policy = backward.policy
+        self.interval = interval
+        self.floor, self.ceiling = floor, ceiling
+        self.iteration = 0
+        self.since = 0
+        self.losses: list[Tensor] = []
+        self._measured: list[Measured] = []
+        self._culprits: list[Site] = []
+        self._skipped = False
+        self._given: dict[str, Any] | None = None
+
+    def read(self, flags: list[Tensor]) -> bool:
+        """Whether any flag is set; measurements of the iteration come along in the same copy."""
+        values, measured = self.backward.measurements.read(flags)
+        self._measured += measured
+        return any(value != 0 for value in values)
+
+    def skip(self) -> LastStep:
+        """A step that must not be taken, as gradients are not finite: who is to blame."""
+        self._skipped = True
+        if not all(bool(loss.isfinite().all()) for loss in self.losses):
+            return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
+        found = measured_culprits(self._measured) or unmeasured_culprits(
+            self.backward.homes(), list(self.backward.order), self.backward.edges()
+        )
+        self._culprits += [site for site in found if site not in self._culprits]
+        blamed = tuple((site.key, site.exponent) for site in found)
+        if not blamed:
+            return LastStep(False, "a gradient is not finite, and no site of the model made it")
+        words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
+        return LastStep(False, f"gradients overflowed at {words}", blamed)
+
+    def update(self) -> None:
+        """Set the exponents of the next iteration."""
+        self._check_resumed()
+        if self.policy.per_site:
+            self._update_sites()
+        else:
+            self._update_anchor()
+        self._renew()
+
+    def restart(self, exponent: int) -> None:
+        """Set the global exponent by hand, and end the iteration."""
+        self._set(self.sites.anchor, exponent)
+        self._renew()
+
+    def resume(self, given: dict[str, Any], iteration: int) -> None:
+        """Take over the sites of a state; they must be the model's, which the next iteration shows."""
+        load_sites(given, self.sites)
+        self.iteration = iteration
+        self._given = given
+
+    def _update_sites(self) -> None:
+        """Overflowed sites fall; the others follow the policy where they were measured."""
+        readings = by_site(self._measured)
+        for site in self._culprits:
+            site.overflows += 1
+            self._set(site, self.policy.lowered(site))
+        # What follows in backward saw infinities only. It gets the same room for one step, which is measured.
+        blind = [site for site in downstream(self._culprits, list(self.backward.order)) if self._blind(site, readings)]
+        for site in blind:
+            self._set(site, self.policy.lowered(site))
+        for site, kinds in readings.items():
+            if site in self._culprits or site in blind or not all(reading.finite for reading in kinds.values()):
+                continue
+            site.remember(kinds)
+            exponent = self.policy.exponent(site)
+            if exponent is not None:
+                self._set(site, exponent)
+
+    def _check_resumed(self) -> None:
+        """After the first iteration from a loaded state: it had the sites that the model has, and no others."""
+        given, self._given = self._given, None
+        if given is not None:
+            check_state(given, {GLOBAL, *(site.key for site in self.backward.order)})
+
+    def _blind(self, site: Site, readings: dict) -> bool:
+        """Whether a site that overflow reached was not measured in this iteration with finite gradients."""
+        if site in self._culprits:
+            return False
+        kinds = readings.get(site)
+        return kinds is None or not all(reading.finite for reading in kinds.values())
+
+    def _update_anchor(self) -> None:
+        """One scale for all."""
+        anchor = self.sites.anchor
+        for site, kinds in by_site(self._measured).items():
+            site.remember(kinds)
+        for site in self._culprits:
+            site.overflows += 1
+        self.since += 1
+        wanted = self.policy.global_exponent(anchor.exponent, self._skipped, self.since, self.iteration + 1)
+        if wanted is None:
+            wanted = self.policy.lowered(anchor) if self._skipped else lowest(self.policy, self.sites)
+        if wanted is not None and (wanted != anchor.exponent or self._skipped):
+            self.since = 0
+            self._set(anchor, wanted)
+
+    def _set(self, site: Site, exponent: int) -> None:
+        site.exponent = max(self.floor, min(self.ceiling, exponent))
+
+    def _renew(self) -> None:
+        self.iteration += 1
+        self.backward.renew()
+        # Early gradients change quickly, and an overflow left sites without a measurement.
+        early = self.iteration < self.interval and self.iteration & (self.iteration - 1) == 0
+        self.backward.measuring = early or self._skipped or self.iteration % self.interval == 0
+        for site in self.sites:
+            site.proposals.clear()
+        self._measured.clear()
+        self._culprits.clear()
+        self.losses.clear()
+        self._skipped = False

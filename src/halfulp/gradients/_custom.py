@@ -1,0 +1,59 @@
+"""torch.autograd.Function inside a region: function modes do not see it, so its ``apply`` is watched."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import Function, _SingleLevelFunction
+from torch.utils import checkpoint
+
+from ._region import Region, current
+
+_lock = threading.Lock()
+_watching = 0
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """While any thread is in here, custom Functions that are applied in a region go through it.
+
+    What is replaced is the method that ``Function.apply`` ends in, which names bound to an ``apply`` before reach too.
+    """
+    global _watching
+    with _lock:
+        _watching += 1
+        _SingleLevelFunction.apply = classmethod(_apply)
+    try:
+        yield
+    finally:
+        with _lock:
+            _watching -= 1
+            if not _watching:
+                del _SingleLevelFunction.apply
+
+
+def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    apply = super(_SingleLevelFunction, cls).apply
+    region = current()
+    if region is None or not torch.is_grad_enabled():
+        return apply(*args, **kwargs)
+    if cls is checkpoint.CheckpointFunction:
+        args = (_replayed(args[0], region), *args[1:])
+    # A Function may do with gradients what it likes: it sees those of the global exponent, as under any loss scale.
+    return region.through_anchor(lambda moved: apply(*moved, **kwargs), args)
+
+
+def _replayed(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
+    """What reentrant checkpointing runs again during backward: with edges of its own then."""
+
+    def run_in_region(*args: Any, **kwargs: Any) -> Any:
+        if current() is not None or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        with watched(), region.again() as replay:
+            return replay.leave(run(*args, **kwargs), wide=False)
+
+    return run_in_region

@@ -1,0 +1,105 @@
+"""What a gradient tensor looks like in the format that stores it, kept on its device until all are read at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from ..formats import Format, fp16
+from ._site import Reading, Site
+
+_NARROW = {torch.float16: fp16}
+
+
+def narrow(dtype: torch.dtype) -> Format | None:
+    """The format of a dtype whose range a gradient can leave; None for those that reach as far as float32."""
+    return _NARROW.get(dtype)
+
+
+class Measurements:
+    """Statistics of the gradients of one iteration; each stays on its device, and ``read`` copies all of them once."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[Site, str, Format | None, int, Tensor]] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, site: Site, kind: str, gradient: Tensor, format: Format | None) -> None:
+        """Measure a gradient that is stored at the site's exponent."""
+        if gradient.numel():
+            stored = format or narrow(gradient.dtype)
+            self._rows.append((site, kind, stored, gradient.numel(), _statistics(gradient, stored)))
+
+    def read(self, flags: list[Tensor]) -> tuple[list[float], list[Measured]]:
+        """The values of ``flags``, numbers on any device, and what was measured, in order, by one copy per device."""
+        rows, self._rows = self._rows, []
+        lines = [torch.stack([flag.float()] * 4) for flag in flags]
+        values = _copied([*lines, *(row[-1] for row in rows)])
+        found = [
+            Measured(site, kind, _reading(numbers, site.exponent, count, stored))
+            for (site, kind, stored, count, _), numbers in zip(rows, values[len(flags) :])
+        ]
+        return [numbers[0] for numbers in values[: len(flags)]], found
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One gradient tensor that was measured at a site."""
+
+    site: Site
+    kind: str
+    reading: Reading
+
+
+def by_site(measured: list[Measured]) -> dict[Site, dict[str, Reading]]:
+    """The readings of each site by kind; several tensors of a kind count as one."""
+    found: dict[Site, dict[str, Reading]] = {}
+    for one in measured:
+        kinds = found.setdefault(one.site, {})
+        kinds[one.kind] = kinds[one.kind].joined(one.reading) if one.kind in kinds else one.reading
+    return found
+
+
+@torch.no_grad()
+def _statistics(gradient: Tensor, stored: Format | None) -> Tensor:
+    """[amax, L2 norm, zeros, subnormals] in float32, on the gradient's device."""
+    size = _plain(gradient).abs()
+    below = size.lt(stored.smallest_normal).sum() if stored else size.eq(0).sum()
+    zero = size.eq(0).sum()
+    norm = torch.linalg.vector_norm(size, dtype=torch.float32)
+    return torch.stack([size.amax().float(), norm.float(), zero.float(), (below - zero).float()])
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    """The elements that this process holds, dense."""
+    gradient = gradient.detach()
+    if gradient.layout is not torch.strided:
+        gradient = gradient.coalesce().values()
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def _copied(rows: list[Tensor]) -> list[list[float]]:
+    """One copy per device, in order."""
+    values: list[list[float]] = [[] for _ in rows]
+    for device in dict.fromkeys(row.device for row in rows):
+        places = [i for i, row in enumerate(rows) if row.device == device]
+        for place, numbers in zip(places, torch.stack([rows[i] for i in places]).tolist()):
+            values[place] = numbers
+    return values
+
+
+def _reading(values: list[float], exponent: int, count: int, stored: Format | None) -> Reading:
+    amax, norm, zero, subnormal = values
+    unit = math.ldexp(1.0, -exponent)
+    return Reading(
+        amax=amax * unit,
+        rms=norm / math.sqrt(count) * unit,
+        zero=zero / count,
+        subnormal=subnormal / count,
+        elements=count,
+        format=stored.name if stored else None,
+    )

@@ -1,0 +1,70 @@
+"""Which site overflowed: the one whose exponent must fall, when a step is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ._measure import Measured, by_site
+from ._site import Site
+
+
+def measured_culprits(measured: list[Measured]) -> list[Site]:
+    """The sites where gradients stopped being finite, from a measured backward pass.
+
+    What overflowed in an activation's gradient spreads to all that comes later in backward, so of these only the first
+    counts; a parameter's gradient spreads nowhere.
+    """
+    found = []
+    flow = next((one for one in measured if one.kind != "weight" and not one.reading.finite), None)
+    if flow is not None:
+        found.append(flow.site)
+    for site, kinds in by_site(measured).items():
+        others = [reading.finite for kind, reading in kinds.items() if kind != "weight"]
+        if "weight" in kinds and not kinds["weight"].finite and all(others) and site not in found:
+            found.append(site)
+    return found
+
+
+def unmeasured_culprits(
+    homes: Iterable[tuple[Tensor, Site]], order: list[Site], edges: Iterable[tuple[Site, Site]]
+) -> list[Site]:
+    """The same from the parameters' gradients alone: which of them are finite.
+
+    Where all sites from one on, in backward's order, are not, an activation's gradient overflowed there: at the site
+    itself or at one that passes gradients to it, whichever has the larger exponent. Else the parameters' own did.
+
+    Args:
+        homes: parameters and their sites.
+        order: sites in forward's order.
+        edges: pairs of a site and one that passes gradients to it.
+    """
+    finite: dict[Site, bool] = {}
+    for parameter, site in homes:
+        if parameter.grad is not None:
+            finite[site] = finite.get(site, True) and all_finite(parameter.grad)
+    known = [site for site in order if site in finite]
+    bad = [site for site in known if not finite[site]]
+    if not bad:
+        return []
+    later = known[: known.index(bad[-1]) + 1]
+    if len(later) > 1 and later == bad:
+        last = bad[-1]
+        above = [target for source, target in edges if source is last and target in order]
+        return [max([last, *above], key=lambda site: site.exponent)]
+    return bad
+
+
+def downstream(culprits: list[Site], order: list[Site]) -> list[Site]:
+    """The sites that come after the first culprit in backward, and see what it lets through."""
+    places = [order.index(site) for site in culprits if site in order]
+    return order[: max(places)] if places else []
+
+
+def all_finite(gradient: Tensor) -> bool:
+    """Whether a gradient has no infinity and no NaN."""
+    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(torch.isfinite(values).all())

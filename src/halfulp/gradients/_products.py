@@ -1,0 +1,54 @@
+"""Which functions make a site of their own: products, whose gradients take another magnitude."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+Kind = Literal["product", "cell", "shape", "in-place", "plain", "property"]
+
+# By name, where a function is met as a method, a function of torch and an operator of torch.ops alike.
+_NAMES = {
+    *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "addmv", "addr"),
+    *("linear", "bilinear", "inner", "outer", "ger", "dot", "vdot", "einsum", "tensordot", "chain_matmul"),
+    *("multi_dot", "kron", "cdist", "smm", "sspaddmm", "hspmm", "_sparse_mm", "sparse_sampled_addmm", "matrix_power"),
+    *("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_tbc"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    *("scaled_dot_product_attention", "multi_head_attention_forward", "_scaled_mm", "_grouped_mm"),
+    *("lstm", "gru", "rnn_tanh", "rnn_relu"),
+}
+# One step in time: all steps share a site, that of the state, which several parts of such a function read.
+_CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+# Only their first argument has a gradient.
+_SHAPES = {"view_as", "expand_as", "reshape_as", "type_as"}
+_PROPERTY = type(torch.Tensor.shape.__get__)
+
+
+@functools.cache
+def kind_of(function: Callable[..., Any]) -> Kind:
+    """What a torch function is to a region.
+
+    >>> kind_of(torch.matmul), kind_of(F.linear), kind_of(torch.Tensor.add_), kind_of(torch.relu)
+    ('product', 'product', 'in-place', 'plain')
+    """
+    if isinstance(function, _PROPERTY):
+        return "property"
+    name = name_of(function)
+    for kind, known in (("product", _NAMES), ("cell", _CELLS), ("shape", _SHAPES)):
+        if name in known:
+            return kind
+    inplace = name.endswith("_") and not name.endswith("__")
+    return "in-place" if inplace or name == "__setitem__" or name.startswith("__i") else "plain"
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The operator's name without its overload.
+
+    >>> name_of(torch.ops.aten.mm.default), name_of(F.conv2d)
+    ('mm', 'conv2d')
+    """
+    name = getattr(function, "__name__", str(function))
+    return name.split(".")[0].removeprefix("aten::")

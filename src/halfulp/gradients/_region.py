@@ -1,0 +1,312 @@
+"""Region: the forward pass of a model, in which every gradient-carrying tensor gets a site."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ._backward import Backward, Stay
+from ._measure import narrow
+from ._nesting import carriers_in, mapped
+from ._operands import other_factor
+from ._products import kind_of, name_of
+from ._site import Site
+
+_TAG = "_halfulp_site"
+_local = threading.local()
+
+
+def current() -> Region | None:
+    """The region that this thread is in."""
+    return getattr(_local, "region", None)
+
+
+def _unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A region's own method, whose torch functions it does not watch."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return run
+
+
+class Names(Protocol):
+    """Which module a parameter belongs to."""
+
+    def of(self, parameter: nn.Parameter) -> str | None:
+        """Its qualified name; None where the model does not list the parameter."""
+
+
+class Region(TorchFunctionMode):
+    """Watches every torch function of a forward pass, above autograd.
+
+    The gradient of each tensor belongs to a site. A product opens one; any other function needs all its inputs at one
+    site, the latest, and gives its results to it: gradients are linear in what arrives, so no function needs a rule.
+    Where an input belongs elsewhere, an edge is put in between: a view, whose node moves the gradient on its way back.
+
+    Args:
+        backward: whose edges are put in.
+        names: Gives the module of each parameter.
+    """
+
+    def __init__(self, backward: Backward, names: Names) -> None:
+        super().__init__()
+        self.path: list[str] = []
+        self._backward = backward
+        self._anchor = backward.sites.anchor
+        self._names = names
+        self._calls: Counter[str] = Counter()
+        self._rank: dict[Site, int] = {}
+        self._exits: set[int] = set()
+
+    def __enter__(self) -> Region:
+        self._outer = current()
+        self._begun = torch._C._autograd._get_sequence_nr()
+        super().__enter__()
+        _local.region = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _local.region = self._outer
+        self._backward.stays.append(Stay(self._begun, torch._C._autograd._get_sequence_nr(), self._exits))
+        super().__exit__(*error)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        carriers = list(carriers_in((args, kwargs)))
+        if not carriers:
+            return function(*args, **kwargs)
+        kind = kind_of(function)
+        if kind == "property":
+            return self._viewed(function(*args, **kwargs), function, carriers)
+        if kind == "in-place":
+            return self._write(function, args, kwargs, carriers)
+        if kind == "shape":
+            return self._made(function(*args, **kwargs), self._common(function, carriers[:1]), kind)
+        site = self._site(kind, function, args, carriers)
+        # Edges run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
+        kwargs = self._moved(kwargs, site, function)
+        out = function(*self._moved(args, site, function), **kwargs)
+        self._note(carriers, out)
+        if kind == "product" and self._backward.measuring and self._backward.policy.wants_operands:
+            self._watch_operands(function, args, out, site)
+        return self._made(out, site, kind)
+
+    # sites ----------------------------------------------------------------------------------------------------
+
+    def site_of(self, tensor: Tensor) -> Site:
+        """The site of a tensor's gradient; what was there before the region is at the global one."""
+        site = getattr(tensor, _TAG, None)
+        if site is None and tensor._base is not None:
+            site = getattr(tensor._base, _TAG, None)
+        if site is None:
+            self._check_known(tensor)
+            return self._anchor
+        return site
+
+    def _check_known(self, tensor: Tensor) -> None:
+        """What was made in here without being seen has gradients in unknown units."""
+        node = tensor.grad_fn
+        if node is not None and self._begun <= node._sequence_nr() < 2**62:
+            raise NotImplementedError(
+                f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
+                f"{node.name()}, which is no torch function that can be watched (a compiled or scripted part, or an "
+                "extension): call it inside a torch.autograd.Function, or take AdaptiveGradScaler(mode='module')"
+            )
+
+    def _site(self, kind: str, function: Callable, args: tuple, carriers: list[Tensor]) -> Site:
+        """Where the gradients of a function's inputs and results are."""
+        if kind == "product":
+            return self._open(function, carriers)
+        if kind == "cell":
+            return self._state_site(function, args, carriers)
+        return self._common(function, carriers)
+
+    def _open(self, function: Callable, carriers: list[Tensor]) -> Site:
+        """The site of this call of a product."""
+        parameter = next((x for x in carriers if is_parameter(x)), None)
+        module = None if parameter is None else self._names.of(parameter)
+        place = self.path[-1:] if self.path else []
+        return self._numbered(module or ".".join([*place, name_of(function)]))
+
+    def _numbered(self, key: str) -> Site:
+        call = self._calls[key]
+        self._calls[key] = call + 1
+        site = self._backward.sites.open(f"{key}#{call}" if call else key)
+        self._rank[site] = len(self._rank)
+        self._backward.order.setdefault(site)
+        return site
+
+    def _common(self, function: Callable, carriers: list[Tensor]) -> Site:
+        """The latest site of a function's inputs; a site of its own where parameters are all it reads."""
+        sites = [self.site_of(x) for x in carriers if not is_parameter(x)]
+        if not sites:
+            return self._open(function, carriers)
+        return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self._rank.get(site, -1))
+
+    def _state_site(self, function: Callable, args: tuple, carriers: list[Tensor]) -> Site:
+        """The site of a recurrent cell's state; at the first step, which has none, a new one."""
+        state = next(carriers_in(args[1]), None) if len(args) > 1 else None
+        if state is None or is_parameter(state) or self.site_of(state) is self._anchor:
+            return self._open(function, carriers)
+        return self.site_of(state)
+
+    def _viewed(self, out: Any, function: Callable, carriers: list[Tensor]) -> Any:
+        """A property; some, such as ``x.mT``, carry their tensor's gradient."""
+        if not isinstance(out, Tensor) or not out.requires_grad or out.is_leaf:
+            return out
+        site = self._common(function, carriers)
+        self._moved(carriers, site)
+        setattr(out, _TAG, site)
+        return out
+
+    # edges ----------------------------------------------------------------------------------------------------
+
+    def _moved(self, value: Any, site: Site, function: Callable | None = None) -> Any:
+        """Arguments whose gradients all arrive at ``site``.
+
+        A composite function may ask whether two arguments are one tensor, so that they must stay one.
+        """
+        shared: dict[int, Tensor] | None = {} if isinstance(function, FunctionType) else None
+
+        def moved(x: Tensor) -> Tensor:
+            if shared is None:
+                return self.edge(x, self._source(x, site), site)
+            if id(x) not in shared:
+                shared[id(x)] = self.edge(x, self._source(x, site), site)
+            return shared[id(x)]
+
+        return mapped(value, moved)
+
+    def _source(self, tensor: Tensor, site: Site) -> Site:
+        if not is_parameter(tensor):
+            return self.site_of(tensor)
+        return self._backward.home(tensor, site)
+
+    def edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
+        """The tensor as a reader at ``target`` may take it; ``leaving``: one that may then write into it.
+
+        A write into a view would go round the hook.
+        """
+        if source is target:
+            return tensor
+        viewed = tensor.layout is torch.strided and not leaving
+        out = tensor.view_as(tensor) if viewed else tensor.clone()
+        out.grad_fn.register_prehook(self._backward.crossing(source, target))
+        setattr(out, _TAG, target)
+        return out
+
+    def _note(self, carriers: list[Tensor], out: Any) -> None:
+        """Remember in which dtype the gradients of parameters are made: that of what they are read for."""
+        if isinstance(out, list | tuple):
+            out = next((x for x in out if isinstance(x, Tensor)), None)
+        for x in carriers:
+            if isinstance(out, Tensor) and is_parameter(x):
+                self._backward.note_dtype(x, out.dtype)
+
+    # results --------------------------------------------------------------------------------------------------
+
+    def _write(self, function: Callable, args: tuple, kwargs: dict, carriers: list[Tensor]) -> Any:
+        """A function that changes its first argument, whose site stays as it is."""
+        written = args[0] if args and isinstance(args[0], Tensor) else carriers[0]
+        if written.requires_grad:
+            site = self._source(written, self._anchor)
+        else:
+            site = self._common(function, carriers)
+        kwargs = self._moved(kwargs, site)
+        out = function(written, *self._moved(args[1:], site), **kwargs) if args else function(**kwargs)
+        self._note(carriers[1:], written)
+        for x in (written, written._base):
+            if x is not None and x.requires_grad and not x.is_leaf:
+                self._tagged(x, getattr(x, _TAG, site))
+        return out
+
+    def _made(self, out: Any, site: Site, kind: str) -> Any:
+        """The results of a function, whose gradients are at ``site``."""
+        nodes: set = set()
+        return mapped(out, lambda x: self._result(x, site, kind, nodes))
+
+    def _result(self, out: Tensor, site: Site, kind: str, nodes: set) -> Tensor:
+        if out.is_leaf:
+            return out
+        if kind == "product":
+            site.stored = narrow(out.dtype)
+        if kind == "product" and self._backward.format is not None and out.grad_fn not in nodes:
+            nodes.add(out.grad_fn)
+            out.grad_fn.register_prehook(self._backward.round_all)
+        if out.dim() == 0 and site is not self._anchor:
+            # Numbers are losses: they may leave the model by other ways than its output.
+            out = self.edge(out, site, self._anchor, leaving=True)
+            site = self._anchor
+        return self._tagged(out, site)
+
+    def _watch_operands(self, function: Callable, args: tuple, out: Any, site: Site) -> None:
+        factor = other_factor(function, args)
+        if factor is not None and isinstance(out, Tensor) and not out.is_leaf:
+            out.grad_fn.register_prehook(self._backward.watch_operands(site, *factor))
+
+    def _tagged(self, out: Tensor, site: Site) -> Tensor:
+        """The tensor with its site; what is at the global exponent may leave by any way."""
+        setattr(out, _TAG, site)
+        if site is self._anchor:
+            self._exits.add(out.grad_fn._sequence_nr())
+        return out
+
+    @_unwatched
+    def through_anchor(self, call: Callable[[tuple], Any], args: tuple) -> Any:
+        """Results of a call whose gradients, in and out, are at the global exponent."""
+        moved = self._moved(args, self._anchor)
+        versions = [x._version for x in carriers_in(moved)]
+        out = call(moved)
+        if versions != [x._version for x in carriers_in(moved)]:
+            raise NotImplementedError(
+                f"a custom Function in {'.'.join(self.path[-1:]) or 'the model'} writes into its argument, whose "
+                "gradient then goes round the exponents: let it work on a clone, or take mode='module'"
+            )
+        return self._made(out, self._anchor, "plain")
+
+    def again(self) -> Region:
+        """A region of the same model and place, for what is run again during backward."""
+        region = Region(self._backward, self._names)
+        region.path = list(self.path)
+        return region
+
+    @_unwatched
+    def leave(self, output: Any, wide: bool) -> Any:
+        """A model's output at the global exponent; ``wide``: in float32 where it is float16."""
+        return mapped(output, lambda x: self._left(x, wide))
+
+    def _left(self, out: Tensor, wide: bool) -> Tensor:
+        if out.is_leaf:
+            return out
+        site = self.site_of(out)
+        if wide and out.dtype == torch.float16:
+            # The gradient takes its exponent before it is rounded to float16.
+            widened = out.float()
+            widened.grad_fn.register_prehook(self._backward.crossing(site, self._anchor))
+            return untagged(self._tagged(widened, self._anchor))
+        return untagged(self._tagged(self.edge(out, site, self._anchor, leaving=True), self._anchor))
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a gradient ends here, at a parameter."""
+    return isinstance(tensor, nn.Parameter) and tensor.is_leaf
+
+
+def untagged(tensor: Tensor) -> Tensor:
+    """The tensor without a site, at the global exponent."""
+    if hasattr(tensor, _TAG):
+        delattr(tensor, _TAG)
+    return tensor

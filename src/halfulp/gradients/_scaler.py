@@ -1,0 +1,335 @@
+"""AdaptiveGradScaler: torch's GradScaler with an exponent for every gradient."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from ..formats import Format, get
+from ._attach import attach
+from ._backward import Backward
+from ._controller import Controller, LastStep
+from ._escape import check_exits
+from ._policy import Policy, get_policy
+from ._recorder import Recorder
+from ._site import HIGHEST, LOWEST, Sites
+from ._state import check_state, state_of
+from ._table import SiteTable
+
+_TORCH_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+class AdaptiveGradScaler(torch.amp.GradScaler):
+    """Loss scaling with a power of two of its own for the gradient of every tensor, exact, without a change to the model.
+
+    Each product of the model (linear layer, convolution, attention, ...) opens a *site* with an integer exponent e: in
+    ``scaler.scale(loss).backward()`` gradients there are stored as 2^e times the true ones, and an edge between two
+    sites multiplies by 2^(difference). Exponents belong to tensors and not to paths, so that joins agree; the
+    gradients of parameters arrive as under GradScaler, times ``get_scale()``. In float32 nothing changes, not one bit:
+    ``halfulp.verify`` shows it on a model. The method is that of "Adaptive Loss Scaling for Mixed Precision Training"
+    and "Improving Loss Scaling by Gradient Scaling" (Zhao et al., arXiv 1910.12385 and IJCAI-20) with exponents as
+    potentials instead of scales that travel.
+
+    Use it as `torch.amp.GradScaler`, under ``torch.autocast`` with float32 parameters, or with float16 parameters
+    after `halfulp.float32_gradients`. Only what is differentiated from ``scaler.scale(...)`` is scaled; other
+    backward passes, hooks and ``torch.autograd.grad`` see true gradients. With ``create_graph=True`` exponents rest at one
+    global scale until ``update()``, and a warning says so.
+
+    Args:
+        model: The module whose forward pass makes the gradients, or a sequence of several. Data-parallel wrappers are
+            looked through. Give it before it is compiled.
+        policy: How exponents follow from measurements: ``"amax"``, ``"underflow-bound"``, ``"element-wise"``,
+            ``"abs-range"``, or with one scale for all ``"constant"``, ``"measured"``, ``"dynamic"``,
+            ``"rising-floor"``; or a Policy with other options.
+        init_scale: A power of two, where all exponents start.
+        interval: A measurement every so many iterations, and after an overflow; the first ones are measured more often.
+        format: A format to which all gradients that products read or make are rounded, to train as if on hardware
+            that has it: ``"e5m2"``, ``"fp16"``, any Format. None leaves gradients in their tensors' dtypes.
+        floor, ceiling: The least and the greatest exponent, from -60 to 60.
+        float32_outputs: Whether float16 outputs of the model become float32, so that the gradient of a loss computed
+            outside is not rounded before it is scaled; None does so under autocast to float16.
+        mode: ``"function"`` watches every torch function of the forward pass; ``"module"`` gives each module with
+            parameters one site, for models whose functions cannot be watched.
+        enabled: False makes all methods those of a disabled GradScaler, and leaves the model alone.
+
+    Raises:
+        TypeError: no module, or a float16 parameter whose gradient is float16 (at the first forward pass).
+        ValueError: a model that is compiled or scaled already, or an option that is not allowed.
+
+    >>> import torch, halfulp as hu
+    >>> model = torch.nn.Linear(4, 2)
+    >>> scaler = hu.AdaptiveGradScaler(model)
+    >>> opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> scaler.scale(model(torch.ones(3, 4)).square().mean()).backward()
+    >>> scaler.step(opt); scaler.update()
+    >>> print(scaler.last_step)
+    applied
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        policy: Policy | str = "amax",
+        init_scale: float = 2.0**16,
+        interval: int = 16,
+        format: Format | str | torch.dtype | None = None,
+        floor: int = -30,
+        ceiling: int = HIGHEST,
+        float32_outputs: bool | None = None,
+        mode: str = "function",
+        enabled: bool = True,
+    ) -> None:
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        super().__init__(_device(models), init_scale=init_scale, enabled=enabled)
+        if not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"interval is a number of iterations, at least 1, got {interval!r}")
+        if mode not in ("function", "module"):
+            raise ValueError(f"mode is 'function' or 'module', got {mode!r}")
+        self.last_step: LastStep | None = None
+        self._recorders: list[Recorder] = []
+        self._controller = _controller(
+            get_policy(policy),
+            exponent_of("init_scale", init_scale),
+            None if format is None else get(format),
+            interval,
+            *_bounds(floor, ceiling),
+        )
+        self._detach: list[Callable[[], None]] = []
+        if self._enabled:
+            backward = self._controller.backward
+            for i, one in enumerate(models):
+                prefix = str(i) if len(models) > 1 else ""
+                self._detach.append(attach(one, backward, wide=float32_outputs, prefix=prefix, mode=mode))
+
+    # what GradScaler has --------------------------------------------------------------------------------------
+
+    def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
+        """The loss times ``get_scale()``; a backward pass from there has exponents. Nested lists and tuples too.
+
+        Raises:
+            ValueError: the loss reads a tensor that left the model by another way than its output.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return self._scaled(outputs)
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(self.scale(one) for one in outputs)
+        if isinstance(outputs, Iterable):
+            return map(self.scale, outputs)
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+    def _scaled(self, output: Tensor) -> Tensor:
+        backward = self._controller.backward
+        backward.end()
+        if output.grad_fn is not None:
+            check_exits(output.grad_fn, backward.stays)
+        scaled = output * self._tensor(output.device)
+        if scaled.requires_grad:
+            scaled.grad_fn.register_prehook(backward.begin)
+        self._controller.losses.append(scaled.detach())
+        return scaled
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer's parameters by ``get_scale()``, before clipping them, say.
+
+        Raises:
+            ValueError: no scaled loss was differentiated since the last update.
+            RuntimeError: called twice, or after step.
+        """
+        if not self._enabled:
+            return
+        if not self._controller.backward.passes:
+            raise ValueError(
+                "there is nothing to unscale, as no backward pass started at scaler.scale(loss) since the last "
+                "scaler.update(): call scaler.scale(loss).backward()"
+            )
+        self._controller.backward.end()
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step()`` if all gradients are finite, after `unscale_` if that was not called; its result.
+
+        ``last_step`` says whether it was applied. The one synchronisation with the device is here, as GradScaler's.
+
+        Raises:
+            ValueError: as `unscale_`; no gradients; ``closure=`` is given.
+            RuntimeError: called twice since the last update.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs:
+            raise ValueError("a closure would be called without the scale: call backward first, and step without one")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        if not state["found_inf_per_device"]:
+            raise ValueError("the optimizer's parameters have no gradients: there is nothing to step with")
+        state["stage"] = OptState.STEPPED
+        if self._controller.read(list(state["found_inf_per_device"].values())):
+            self.last_step = self._controller.skip()
+            return None
+        self.last_step = LastStep(applied=True)
+        return optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """End the iteration: exponents that overflowed fall, measured ones follow the policy.
+
+        Args:
+            new_scale: A power of two that the global scale is set to instead.
+
+        Raises:
+            ValueError: no gradients were checked since the last update, or a scale that is no power of two.
+        """
+        if not self._enabled:
+            return
+        states = list(self._per_optimizer_states.values())
+        if not any(state["found_inf_per_device"] for state in states):
+            raise ValueError(
+                "update() before a step: no gradients were checked since the last update(); call "
+                "scaler.step(optimizer), or scaler.unscale_(optimizer), first"
+            )
+        exponent = None if new_scale is None else exponent_of("new_scale", float(new_scale))
+        unread = [state for state in states if state["stage"] is OptState.UNSCALED]
+        flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
+        if flags and self._controller.read(flags):
+            self.last_step = self._controller.skip()
+        measured = self._controller.backward.measuring
+        if exponent is None:
+            self._controller.update()
+        else:
+            self._controller.restart(exponent)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        for recorder in self._recorders if measured else ():
+            recorder.add(self._controller.iteration, self.last_step, self.sites())
+
+    def get_scale(self) -> float:
+        """The global scale: a scaled loss over the loss, and a parameter's scaled gradient over the true one."""
+        return 2.0**self._controller.sites.anchor.exponent if self._enabled else 1.0
+
+    def _tensor(self, device: torch.device) -> Tensor:
+        """The global scale where GradScaler keeps it, as it is now."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        self._scale.fill_(self.get_scale())
+        return self._scale.to(device, non_blocking=True)
+
+    # what it tells --------------------------------------------------------------------------------------------
+
+    def sites(self) -> SiteTable:
+        """Every gradient's exponent and what was measured there last; ``print`` it for a table."""
+        return SiteTable.of(self._controller.sites)
+
+    def record(self, path: str | os.PathLike[str]) -> Recorder:
+        """From now on, write ``sites()`` and ``last_step`` to a ``.jsonl`` or ``.csv`` file at each measured iteration.
+
+        Returns:
+            The recorder, whose ``close()`` ends it.
+
+        Raises:
+            ValueError: another ending, or a file that cannot be written.
+        """
+        recorder = Recorder(path)
+        self._recorders.append(recorder)
+        return recorder
+
+    def merge(self, key: str, reason: str = "by hand") -> None:
+        """Let a site follow the global exponent from now on.
+
+        Raises:
+            ValueError: there is no such site.
+        """
+        self._controller.sites.merge(key, reason)
+
+    def backend(self, name: str = "inductor") -> Callable[..., Any]:
+        """What compiles a model of this scaler: ``torch.compile(model, backend=scaler.backend("inductor"))``.
+
+        Raises:
+            ValueError: a backend without a backward graph to put exponents in.
+        """
+        from ._compiled import backend
+
+        return backend(self._controller.backward, name)
+
+    # what is saved --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """GradScaler's entries, and each site's exponent and history; plain data. Empty where not enabled."""
+        if not self._enabled:
+            return {}
+        state = {**super().state_dict(), "scale": self.get_scale()}
+        return {**state, "sites": state_of(self._controller.sites), "iteration": self._controller.iteration}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state that `state_dict` gave, or a GradScaler's, whose scale becomes the global one.
+
+        Sites are known from the first forward pass on; where there was none yet, the comparison waits for it.
+
+        Raises:
+            ValueError: an empty state, one whose scale is no power of two, or one of another model.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
+        sites = self._controller.sites
+        anchor = exponent_of("the state's scale", float(state_dict["scale"]))
+        given = state_dict.get("sites")
+        if given is not None and len(sites) > 1:
+            check_state(given, {site.key for site in sites})
+        super().load_state_dict({key: state_dict[key] for key in _TORCH_ENTRIES})
+        sites.anchor.exponent = anchor
+        if given is not None:
+            self._controller.resume(given, state_dict["iteration"])
+
+    def detach(self) -> None:
+        """Give the models their plain forward passes back; the scaler is of no more use."""
+        for detach in self._detach:
+            detach()
+        self._detach.clear()
+        self._enabled = False
+
+
+def _controller(
+    policy: Policy, start: int, format: Format | None, interval: int, floor: int, ceiling: int
+) -> Controller:
+    sites = Sites(max(floor, min(ceiling, start)), uniform=not policy.per_site)
+    return Controller(Backward(sites, policy, format), interval, floor, ceiling)
+
+
+def exponent_of(field: str, scale: float) -> int:
+    """The exponent of a scale that is a power of two.
+
+    Raises:
+        ValueError: it is none, or out of bounds.
+
+    >>> exponent_of("init_scale", 1024.0)
+    10
+    """
+    fraction, exponent = math.frexp(scale) if math.isfinite(scale) else (0.0, 0)
+    if fraction != 0.5 or not LOWEST <= exponent - 1 <= HIGHEST:
+        raise ValueError(f"{field} is a power of two from 2^{LOWEST} to 2^{HIGHEST}, got {scale!r}")
+    return exponent - 1
+
+
+def _bounds(floor: int, ceiling: int) -> tuple[int, int]:
+    if not (isinstance(floor, int) and isinstance(ceiling, int) and LOWEST <= floor <= ceiling <= HIGHEST):
+        raise ValueError(
+            f"floor and ceiling are integers, {LOWEST} <= floor <= ceiling <= {HIGHEST}, got {floor!r} and {ceiling!r}"
+        )
+    return floor, ceiling
+
+
+def _device(models: Sequence[nn.Module]) -> str:
+    """The kind of device that the models' parameters are on."""
+    return next((p.device.type for one in models if isinstance(one, nn.Module) for p in one.parameters()), "cpu")

@@ -1,0 +1,149 @@
+"""Site: one gradient exponent, and what was measured where it holds; Sites: all of a model's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Iterator
+
+from ..formats import Format
+
+GLOBAL = "global"
+# Differences of two exponents must be powers of two that float32 holds.
+LOWEST, HIGHEST = -60, 60
+HISTORY = 64
+
+
+@dataclasses.dataclass
+class Reading:
+    """What one kind of gradient tensor of a site looked like when it was last measured, stored units included.
+
+    Attributes:
+        amax: Largest magnitude of the true gradient, the stored one times 2^-exponent; infinite or NaN if stored so.
+        rms: Root of the true gradient's mean square.
+        zero, subnormal: Share of elements that are stored as zero, and as subnormals of the format.
+        elements: How many elements were looked at.
+        format: Name of the format that stores them; None where that is as wide as float32.
+    """
+
+    amax: float
+    rms: float
+    zero: float
+    subnormal: float
+    elements: int
+    format: str | None
+
+    @property
+    def finite(self) -> bool:
+        """Whether every element was finite."""
+        return math.isfinite(self.amax)
+
+    def joined(self, other: Reading) -> Reading:
+        """Both tensors as one."""
+        total = self.elements + other.elements
+        mine, theirs = self.elements / total, other.elements / total
+        return Reading(
+            # max() would drop a NaN that comes second.
+            amax=max(self.amax, other.amax) if self.finite and other.finite else math.inf,
+            rms=math.sqrt(mine * self.rms**2 + theirs * other.rms**2),
+            zero=mine * self.zero + theirs * other.zero,
+            subnormal=mine * self.subnormal + theirs * other.subnormal,
+            elements=total,
+            format=self.format or other.format,
+        )
+
+
+class Site:
+    """Where a gradient has an exponent of its own: it is stored as 2^exponent times the true one.
+
+    Attributes:
+        key: Qualified name of the module, operator where it is no layer, and call index: stable from step to step.
+        merged: Whether it follows the global exponent for good, and why; None where it does not.
+        readings: The last measurement by kind: "received" (the gradient that arrives), "passed" (what its product
+            passes on), "weight" (of its parameters).
+        proposals: Exponents that a policy made of the product's operands, in this iteration.
+        stored: The narrow format that its product computes in, whatever its operands were cast from; None if wide.
+        history: Largest magnitudes by kind, of the latest measurements.
+        overflows: How often it was the one that overflowed.
+    """
+
+    def __init__(self, key: str, anchor: Site | None, exponent: int) -> None:
+        self.key = key
+        self.merged: str | None = None
+        self.readings: dict[str, Reading] = {}
+        self.proposals: list[int] = []
+        self.history: deque[dict[str, float]] = deque(maxlen=HISTORY)
+        self.overflows = 0
+        self.stored: Format | None = None
+        self._anchor = anchor
+        self._exponent = exponent
+
+    @property
+    def exponent(self) -> int:
+        """The gradient here is stored as 2^exponent times the true one."""
+        return self._anchor._exponent if self.merged else self._exponent
+
+    def remember(self, readings: dict[str, Reading]) -> None:
+        """Take over a measurement; what no narrow format stores limits nothing and is not kept in the history."""
+        self.readings = readings
+        entry = {kind: reading.amax for kind, reading in readings.items() if reading.format and reading.finite}
+        if entry:
+            self.history.append(entry)
+
+    @exponent.setter
+    def exponent(self, value: int) -> None:
+        self._exponent = max(LOWEST, min(HIGHEST, int(value)))
+
+    @property
+    def format(self) -> str | None:
+        """The narrowest format that its gradients are stored in, as measured; None where none is narrow."""
+        return next((reading.format for reading in self.readings.values() if reading.format), None)
+
+    def __repr__(self) -> str:
+        return f"Site({self.key!r}, exponent={self.exponent})"
+
+
+class Sites:
+    """Every site of a scaler's models by key, in the order of their first use; the global one is always there.
+
+    Args:
+        exponent: Where all start.
+        uniform: Whether all follow the global one.
+    """
+
+    def __init__(self, exponent: int, uniform: bool = False) -> None:
+        self.anchor = Site(GLOBAL, None, exponent)
+        self._sites = {GLOBAL: self.anchor}
+        self._start = exponent
+        self._uniform = uniform
+
+    def open(self, key: str) -> Site:
+        """The site of that key; made at its first use, at the exponent where all start."""
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = Site(key, self.anchor, self._start)
+            site.merged = "one scale for all" if self._uniform else None
+        return site
+
+    def merge(self, key: str, reason: str) -> None:
+        """Let a site follow the global exponent from now on."""
+        if key not in self._sites or key == GLOBAL:
+            raise ValueError(f"no site {key!r} to merge; the sites are {', '.join(self._sites)}")
+        self._sites[key].merged = reason
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._sites.values())
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._sites
+
+    def __getitem__(self, key: str) -> Site:
+        return self._sites[key]
+
+    def own(self) -> list[Site]:
+        """All but the global one and those that follow it."""
+        return [site for site in self if site is not self.anchor and not site.merged]
