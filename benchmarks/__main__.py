@@ -22,6 +22,7 @@ NAMES = (
     "scaled",
     "scaled_architectures",
     "scaled_starts",
+    "two_families",
 )
 
 

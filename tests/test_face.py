@@ -11,15 +11,19 @@ import halfulp as hu
 MOST_NAMES = 44
 FACE = {
     "halfulp": {
-        *("arithmetic", "formats", "hyperbolic", "kernels", "optim", "recipes", "rounding", "scaled"),
+        *("arithmetic", "formats", "gradients", "hyperbolic", "kernels", "optim", "recipes", "rounding", "scaled"),
         *("tensors", "testing", "trials"),
         *("MCTensor", "exact_dot", "exact_partial", "exact_round", "exact_sum", "fallbacks", "multicomponent"),
         *("ScaledTensor", "rescale", "scalify"),
         *("ScaledTensor", "cast", "rescale", "scalify", "verify"),
-        *("BlockFormat", "Format"),
+        *("BlockFormat", "Format", "AdaptiveGradScaler"),
         *("Down", "Nearest", "Stochastic", "TowardZero", "Up", "quantize"),
         *("Components", "Feedback", "Kahan", "Master", "Split", "float32_gradients"),
         *("Evidence", "Recipe", "compare", "emulate"),
+    },
+    "halfulp.gradients": {
+        *("AdaptiveGradScaler", "LastStep", "Policy", "Amax", "Constant", "Dynamic", "Measured", "RisingFloor"),
+        *("UnderflowBound", "ElementWise", "AbsRange"),
     },
     "halfulp.optim": {
         *("Adam", "AdamW", "Lion", "SGD", "Optimizer", "EMA", "wrap", "float32_gradients"),

@@ -2,6 +2,7 @@
 
 from . import arithmetic as arithmetic
 from . import formats as formats
+from . import gradients as gradients
 from . import hyperbolic as hyperbolic
 from . import kernels as kernels
 from . import optim as optim
@@ -18,6 +19,7 @@ from .arithmetic import exact_sum as exact_sum
 from .emulate import emulate as emulate
 from .formats import BlockFormat as BlockFormat
 from .formats import Format as Format
+from .gradients import AdaptiveGradScaler as AdaptiveGradScaler
 from .optim import Components as Components
 from .optim import Feedback as Feedback
 from .optim import Kahan as Kahan

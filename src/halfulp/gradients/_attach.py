@@ -14,8 +14,10 @@ from torch._dynamo import OptimizedModule
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
 from ._backward import Backward
+from ._compiled import marked
 from ._custom import watched
 from ._modules import ModuleSite, attach_modules
+from ._nesting import mapped
 from ._region import Region, current
 
 
@@ -76,6 +78,12 @@ class ParameterNames:
             self._names |= {id(p): (self._prefix + name).rpartition(".")[0] or "model" for name, p in listed}
             self._names.setdefault(id(parameter), None)
         return self._names[id(parameter)]
+
+    def sharded(self) -> bool:
+        """Whether parts of the model belong to FSDP, which computes with copies of its parameters."""
+        from torch.distributed.fsdp import FSDPModule
+
+        return any(isinstance(module, FSDPModule) for module in self._model().modules())
 
 
 class Place:

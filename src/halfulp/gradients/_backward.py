@@ -28,11 +28,12 @@ _handles = itertools.count()
 
 @dataclasses.dataclass
 class Home:
-    """Where a parameter's gradients are summed, and the dtype that an operator makes them in."""
+    """Where a parameter's gradients are summed; the dtype that an operator makes them in, and the site if another."""
 
     parameter: weakref.ref
     site: Site
     made_in: torch.dtype = torch.float32
+    made_at: Site | None = None
 
 
 @dataclasses.dataclass
@@ -151,13 +152,30 @@ class Backward:
 
         return look
 
-    def home(self, parameter: Tensor, site: Site) -> Site:
-        """The site at whose exponent a parameter's gradients are summed: where it was read first, ever."""
+    def home(self, parameter: Tensor, site: Site, sharded: Callable[[], bool] = lambda: False) -> Site:
+        """The site at whose exponent a parameter's gradients are summed: where it was read first, ever.
+
+        ``sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their
+        gradients become float32 before they leave for the global exponent, and are reduced so.
+        """
         known = self._homes.get(id(parameter))
         if known is None or known.parameter() is not parameter:
             known = self._homes[id(parameter)] = Home(weakref.ref(parameter), site)
+            if parameter.dtype == torch.float16 and sharded():
+                parameter.grad_dtype = torch.float32
             check_leaf(parameter)
             parameter.register_hook(self._arrival(known))
+        return known.site
+
+    def settle(self, parameter: Tensor, site: Site) -> Site:
+        """The same for a parameter of a compiled graph, which needs no hook: the global one, if it has no other yet."""
+        known = self._homes.get(id(parameter))
+        if known is None or known.parameter() is not parameter:
+            if parameter.dtype == torch.float16 and sharded():
+                parameter.grad_dtype = torch.float32
+            check_leaf(parameter)
+            known = Home(weakref.ref(parameter), self.sites.anchor, made_at=site)
+            self._homes[id(parameter)] = known
         return known.site
 
     def note_dtype(self, parameter: Tensor, dtype: torch.dtype) -> None:
@@ -169,7 +187,7 @@ class Backward:
         for known in self._homes.values():
             parameter = known.parameter()
             if parameter is not None:
-                yield parameter, known.site
+                yield parameter, known.made_at or known.site
 
     def _arrival(self, home: Home) -> Callable[[Tensor], Tensor | None]:
         """The hook of a parameter: its gradient leaves its home for the global exponent."""

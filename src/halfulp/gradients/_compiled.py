@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from ..kernels import define_operator
 from . import _graph_pass, _products
-from ._backward import ALIVE, Backward
+from ._backward import ALIVE, Backward, shifted
 from ._graph_pass import Crossing, Placement, Plan
 from ._products import kind_of, name_of
 from ._region import Names
@@ -24,40 +23,46 @@ from ._site import Site
 BACKENDS = ("inductor", "aot_eager")
 # Separates what a string argument of an operator lists; a site's key has neither.
 _ITEM, _PART = "\n", "\t"
+# After the kind of a gradient that has the global exponent and not the site's.
+_SHARED = "*"
 _ATTRIBUTE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]|__self__\.(\w+)")
 
 
 # what runs in compiled graphs -------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
 class Factors:
-    """2^(target - source) of a list of edges, on a device, made again where exponents changed."""
+    """2^(target - source) of a graph's edges, on a device, made again where exponents changed."""
 
-    edges: list[tuple[Site, Site]]
-    device: torch.device
-    exponents: list[int] | None = None
-    values: Tensor | None = None
+    def __init__(self, backward: Backward, edges: str, device: torch.device) -> None:
+        keys, *pairs = edges.split(_ITEM)
+        sites = [backward.sites.open(key) for key in keys.split(_PART)]
+        self.sites = dict.fromkeys(site for site in sites if site is not backward.sites.anchor)
+        self._edges = [tuple(sites[int(i)] for i in pair.split(_PART)) for pair in pairs]
+        for source, target in self._edges:
+            backward.crossing(target, source)
+        self._device = device
+        self._exponents: list[int] = []
+        self._values = torch.empty(0)
 
     def now(self) -> Tensor:
         """The factors for the exponents that hold; a new tensor, as compilers may write into it."""
-        exponents = [target.exponent - source.exponent for source, target in self.edges]
-        if exponents != self.exponents:
-            self.exponents = exponents
-            self.values = torch.tensor([2.0**e for e in exponents]).to(self.device)
-        return self.values.clone()
+        exponents = [target.exponent - source.exponent for source, target in self._edges]
+        if exponents != self._exponents:
+            self._exponents = exponents
+            self._values = torch.tensor([2.0**e for e in exponents]).to(self._device)
+        return self._values.clone()
 
 
 def _factors(scaler: int, edges: str, count: int, device: torch.device) -> Tensor:
     backward = ALIVE.get(scaler)
-    if backward is None:
+    if backward is None or not backward.active:
         return torch.ones(count, device=device)
     known = backward.factors.get((edges, device))
     if known is None:
-        pairs = [edge.split(_PART) for edge in edges.split(_ITEM)]
-        sites = [(backward.sites.open(source), backward.sites.open(target)) for source, target in pairs]
-        known = backward.factors[edges, device] = Factors(sites, device)
-    return known.now() if backward.active else torch.ones(count, device=device)
+        known = backward.factors[edges, device] = Factors(backward, edges, device)
+    backward.order.update(known.sites)
+    return known.now()
 
 
 def _observe(gradients: list[Tensor], scaler: int, site: str, kinds: str) -> None:
@@ -66,7 +71,8 @@ def _observe(gradients: list[Tensor], scaler: int, site: str, kinds: str) -> Non
         return
     where = backward.sites.open(site)
     for kind, gradient in zip(kinds.split(_PART), gradients):
-        backward.measurements.add(where, kind, gradient, None)
+        exponent = where.exponent - backward.sites.anchor.exponent if kind.endswith(_SHARED) else 0
+        backward.measurements.add(where, kind.removesuffix(_SHARED), shifted(gradient, exponent), None)
 
 
 def _refuse(out: Tensor, scaler: int) -> Tensor:
@@ -123,7 +129,7 @@ def backend(backward: Backward, name: str = "inductor", names: Iterable[Names] =
     known = list(names)
 
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
-        partition = Partition(backward.handle, planned(module, known))
+        partition = Partition(backward.handle, planned(module, inputs, backward, known))
         unmark(module, backward.handle)
         return _COMPILERS[name](module, inputs, partition, options, mode)
 
@@ -148,7 +154,7 @@ class Partition(CustomPartitionerFn):
         """What torch's caches of graphs must know."""
         sources = get_hash_for_files((__file__, _graph_pass.__file__, _products.__file__))
         inner = self.inner.uuid() if self.inner else None
-        return sources, self.scaler, tuple(self.plan.keys.items()), self.plan.parameters, inner
+        return sources, self.scaler, tuple(self.plan.keys.items()), self.plan.homes, inner
 
 
 def _inductor(module: GraphModule, inputs: Sequence, partition: Partition, options: dict | None, mode: str | None):
@@ -183,32 +189,37 @@ def unmark(module: GraphModule, scaler: int) -> None:
     module.recompile()
 
 
-def planned(module: GraphModule, names: Sequence[Names]) -> Plan:
-    """The sites of a forward graph's products, with the keys of the eager front end."""
-    inputs = module.graph.find_nodes(op="placeholder")
-    owners = {node: _owner(node, names) for node in inputs if _is_parameter(node)}
+def planned(module: GraphModule, inputs: Sequence, backward: Backward, names: Sequence[Names]) -> Plan:
+    """The sites of a forward graph's products, with the keys of the eager front end, and of its parameters."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    parameters = {node: x for node, x in zip(placeholders, inputs) if isinstance(x, nn.Parameter)}
+    owners = {node: _owner(node, x, names) for node, x in parameters.items()}
     parents = {owner.rpartition(".")[0] for owner in owners.values()}
-    calls: Counter[str] = Counter()
     keys: dict[str, str] = {}
+    calls: Counter[str] = Counter()
+    made_at: dict[Node, Site] = {}
     for node in module.graph.nodes:
         stack = node.meta.get("source_fn_stack")
-        if node.op not in ("call_function", "call_method") or not stack or kind_of(node.target) != "product":
+        if node.op not in ("call_function", "call_method") or not stack:
             continue
-        parameter = next((x for x in node.all_input_nodes if x in owners), None)
-        key = owners[parameter] if parameter else ".".join([*_place(node, parents), name_of(node.target)])
+        kind = kind_of(node.target)
+        read = [x for x in node.all_input_nodes if x in owners]
+        place = [owners[read[0]]] if read else _place(node, parents)
+        if kind not in ("product", "cell") or not read:
+            # Other functions have products in their derivatives, too.
+            place = [*place, name_of(node.target)]
+        key = ".".join(place)
         keys[stack[-1][0]] = f"{key}#{calls[key]}" if calls[key] else key
-        calls[key] += 1
-    return Plan(keys, tuple(node in owners for node in inputs))
+        calls[key] += kind != "cell"
+        if kind in ("product", "cell"):
+            made_at |= {x: backward.sites.open(keys[stack[-1][0]]) for x in read if x not in made_at}
+    anchor = backward.sites.anchor
+    homes = {node: backward.settle(x, made_at.get(node, anchor)).key for node, x in parameters.items()}
+    return Plan(keys, tuple(homes.get(node) for node in placeholders))
 
 
-def _is_parameter(node: Node) -> bool:
-    example = node.meta["grapharg"].example if "grapharg" in node.meta else None
-    return isinstance(example, nn.Parameter)
-
-
-def _owner(node: Node, names: Sequence[Names]) -> str:
+def _owner(node: Node, parameter: nn.Parameter, names: Sequence[Names]) -> str:
     """The qualified name of the module that holds a parameter."""
-    parameter = node.meta["grapharg"].example
     known = next((name for name in (one.of(parameter) for one in names) if name), None)
     return known or _path(node.meta["grapharg"].source.name).rpartition(".")[0] or "model"
 
@@ -232,12 +243,14 @@ def _place(node: Node, parents: set[str]) -> list[str]:
 def move_gradients(module: GraphModule, plan: Plan, scaler: int) -> None:
     """Write factors and observations into a backward graph."""
     placement = Placement(module, plan)
-    writer = Writer(module, scaler, placement.crossings())
-    moved = {writer.move(crossing): None for crossing in writer.crossings}
+    crossings = placement.crossings()
+    writer = Writer(module, scaler, sorted(crossings, key=lambda x: plan.rank(x.target)))
+    moved = {writer.move(crossing): None for crossing in crossings}
     for seen in placement.seen(moved):
-        kinds, nodes = zip(*seen.found.values())
+        kinds, nodes, shared = zip(*seen.found.values())
+        words = _PART.join(kind + _SHARED * s for kind, s in zip(kinds, shared))
         with module.graph.inserting_after(max(nodes)):
-            writer.write(_observed, list(nodes), scaler, seen.key, _PART.join(kinds))
+            writer.write(_observed, list(nodes), scaler, seen.key, words)
     module.graph.lint()
     module.recompile()
 
@@ -246,11 +259,17 @@ class Writer:
     """Writes nodes into a backward graph, with their values in meta."""
 
     def __init__(self, module: GraphModule, scaler: int, crossings: list[Crossing]) -> None:
-        self.crossings = crossings
         self._module = module
         self._scaler = scaler
         pairs = dict.fromkeys((crossing.source, crossing.target) for crossing in crossings)
         self._places = {pair: i for i, pair in enumerate(pairs)}
+        keys = {
+            key: str(i)
+            for i, key in enumerate(
+                dict.fromkeys(x.target for x in crossings) | dict.fromkeys(x.source for x in crossings)
+            )
+        }
+        self._edges = _ITEM.join([_PART.join(keys), *(_PART.join(keys[key] for key in pair) for pair in pairs)])
         self._vectors: dict[torch.device, Node] = {}
 
     def write(self, target: Callable, *args: Any) -> Node:
@@ -280,9 +299,8 @@ class Writer:
         """The factors of all edges, on the device of a node."""
         value = like.meta["val"]
         if value.device not in self._vectors:
-            edges = _ITEM.join(_PART.join(pair) for pair in self._places)
             first = next(node for node in self._module.graph.nodes if node.op != "placeholder")
             with self._module.graph.inserting_before(first), value.fake_mode:
-                args = (self._scaler, edges, len(self._places), value.device)
+                args = (self._scaler, self._edges, len(self._places), value.device)
                 self._vectors[value.device] = self.write(_factors_of, *args)
         return self._vectors[value.device]

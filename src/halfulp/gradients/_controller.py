@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -89,6 +90,17 @@ class Controller:
     def restart(self, exponent: int) -> None:
         """Set the global exponent by hand, and end the iteration."""
         self._set(self.sites.anchor, exponent)
+        self._renew()
+
+    def assign(self, exponents: Mapping[str, int]) -> None:
+        """Set exponents by hand, all others to 0, and begin a new iteration."""
+        unknown = [key for key in exponents if key not in self.sites]
+        if unknown:
+            raise ValueError(
+                f"no sites {', '.join(unknown)}; the sites are {', '.join(site.key for site in self.sites)}"
+            )
+        for site in self.sites:
+            self._set(site, exponents.get(site.key, 0))
         self._renew()
 
     def resume(self, given: dict[str, Any], iteration: int) -> None:

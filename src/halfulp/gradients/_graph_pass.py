@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -65,11 +65,11 @@ class Plan:
 
     Attributes:
         keys: The site of each product of the forward graph, by its name there.
-        parameters: Whether each input of the forward graph is a parameter.
+        homes: Where the gradient of each input of the forward graph leaves to, if that is a parameter.
     """
 
     keys: Mapping[str, str]
-    parameters: tuple[bool, ...]
+    homes: tuple[str | None, ...]
 
     @functools.cached_property
     def ranks(self) -> dict[str, int]:
@@ -96,11 +96,12 @@ class Seen:
     """The gradients at one product: what it reads, passes on, and makes for parameters."""
 
     key: str
-    found: dict[Node, tuple[str, Node]] = dataclasses.field(default_factory=dict)
+    found: dict[Node, tuple[str, Node, bool]] = dataclasses.field(default_factory=dict)
 
-    def add(self, kind: str, node: Node) -> None:
-        """One more, once: another view of it is no other."""
-        self.found.setdefault(_base(node), (kind, node))
+    def add(self, kind: str, node: Node, shared: bool) -> None:
+        """One more, once: another view of it is no other. ``shared``: it has the global exponent."""
+        if kind != "received" or not shared:
+            self.found.setdefault(_base(node), (kind, node, shared))
 
 
 class Placement:
@@ -157,13 +158,22 @@ class Placement:
             return None
         match self.roles[reader]:
             case "product":
-                return self._calls[reader]
+                return self._works_at(reader)
             case "other":
                 return GLOBAL
             case "shape" | "widening":
                 return None
             case _:
                 return self._wishes[reader]
+
+    def _works_at(self, product: Node) -> str:
+        """Where a product's gradients are: at the global exponent where it makes parameters' alone and all are wide.
+
+        Its input is moved then, together with whatever makes it, and not its result, which would be read once more.
+        """
+        value = product.meta["val"]
+        own = self._leads[product] or not isinstance(value, Tensor) or value.dtype in _HALF
+        return self._calls[product] if own else GLOBAL
 
     def _wish(self, node: Node) -> None:
         wishes = [wish for wish in map(self._needed, node.users) if wish is not None]
@@ -173,15 +183,25 @@ class Placement:
     def _goes_on(self, node: Node, reader: Node) -> bool:
         """Whether a gradient goes to more than parameters through a reader."""
         if reader.op == "output":
-            gradients = _flat(reader.args)
-            known = len(gradients) == len(self._plan.parameters)
-            return known and any(x is node and not p for x, p in zip(gradients, self._plan.parameters))
+            return self._home(node) is None
         return self.roles[reader] in ("product", "other") or self._leads.get(reader, False)
+
+    def _home(self, node: Node) -> str | None:
+        """Where a returned gradient of a parameter goes; None for other inputs."""
+        gradients = pytree.tree_leaves(self._output.args)
+        if len(gradients) == len(self._plan.homes):
+            return self._plan.homes[gradients.index(node)]
+        if not {GLOBAL, None}.issuperset(self._plan.homes):
+            raise NotImplementedError(
+                "the model ran uncompiled before, and its compiled graph returns more gradients than those of its "
+                "inputs: compile it before it runs, or make a new scaler"
+            )
+        return GLOBAL
 
     def _site(self, node: Node) -> str:
         role = self.roles.get(node, "other")
         if role == "product":
-            return self._calls[node]
+            return self._works_at(node)
         if role == "other":
             return GLOBAL
         inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
@@ -192,10 +212,10 @@ class Placement:
     def _read_at(self, reader: Node, node: Node) -> str:
         """The site at which a reader takes a gradient."""
         if reader.op == "output":
-            return GLOBAL
+            return self._home(node) or GLOBAL
         match self.roles[reader]:
             case "product":
-                return self._calls[reader]
+                return self._works_at(reader)
             case "other":
                 return GLOBAL
             case "linear":
@@ -220,10 +240,10 @@ class Placement:
             seen = found.setdefault(key, Seen(key))
             for x in node.all_input_nodes:
                 if x in self.gradients or x in moved:
-                    seen.add("received", x)
+                    seen.add("received", x, self._works_at(node) == GLOBAL)
             for made in [*node.users] if isinstance(node.meta["val"], tuple | list) else [node]:
                 if made in self.gradients and carries(made):
-                    seen.add("passed" if self._leads[made] else "weight", made)
+                    seen.add("passed" if self._leads[made] else "weight", made, self.sites[made] == GLOBAL)
         return list(found.values())
 
 
@@ -265,7 +285,7 @@ def carries(node: Node) -> bool:
 
 def _alone(node: Node, gradients: Mapping[Node, None]) -> bool:
     """Whether the first tensor is a gradient and no other."""
-    nodes = [x for x in _flat((node.args, node.kwargs)) if isinstance(x, Node) and _is_tensor(x)]
+    nodes = [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, Node) and _is_tensor(x)]
     return nodes[0] in gradients and not any(x in gradients for x in nodes[1:])
 
 
@@ -281,7 +301,9 @@ def _moves(node: Node, name: str, gradients: Mapping[Node, None]) -> bool:
     places = [node.args[i] for i in _FILLS.get(name, ()) if i < len(node.args)]
     if any(isinstance(x, int | float) and x != 0 for x in [*places, node.kwargs.get("value", 0)]):
         return False
-    tensors = [x for x in _flat((node.args, node.kwargs)) if isinstance(x, Node) and _is_tensor(x) and carries(x)]
+    tensors = [
+        x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, Node) and _is_tensor(x) and carries(x)
+    ]
     return all(x in gradients or _is_zero(x) for x in tensors)
 
 
@@ -315,7 +337,3 @@ def _base(node: Node) -> Node:
     while isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _VIEWS:
         node = node.all_input_nodes[0]
     return node
-
-
-def _flat(value: object) -> Sequence:
-    return pytree.tree_leaves(value)

@@ -61,7 +61,7 @@ def get_policy(policy: Policy | str) -> Policy:
         TypeError, ValueError: it is neither; the message lists the names.
 
     >>> get_policy("amax")
-    Amax(headroom=3, weight_headroom=1, measurements=4)
+    Amax(headroom=3, weight_headroom=3, measurements=4)
     """
     if isinstance(policy, Policy):
         return policy
@@ -87,7 +87,7 @@ class Amax(Policy):
     """
 
     headroom: int = 3
-    weight_headroom: int = 1
+    weight_headroom: int = 3
     measurements: int = 4
 
     name = "amax"

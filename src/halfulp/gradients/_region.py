@@ -46,6 +46,9 @@ class Names(Protocol):
     def of(self, parameter: nn.Parameter) -> str | None:
         """Its qualified name; None where the model does not list the parameter."""
 
+    def sharded(self) -> bool:
+        """Whether the model is FSDP's."""
+
 
 class Region(TorchFunctionMode):
     """Watches every torch function of a forward pass, above autograd.
@@ -193,7 +196,7 @@ class Region(TorchFunctionMode):
     def _source(self, tensor: Tensor, site: Site) -> Site:
         if not is_parameter(tensor):
             return self.site_of(tensor)
-        return self._backward.home(tensor, site)
+        return self._backward.home(tensor, site, self._names.sharded)
 
     def edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
         """The tensor as a reader at ``target`` may take it; ``leaving``: one that may then write into it.
@@ -221,10 +224,8 @@ class Region(TorchFunctionMode):
     def _write(self, function: Callable, args: tuple, kwargs: dict, carriers: list[Tensor]) -> Any:
         """A function that changes its first argument, whose site stays as it is."""
         written = args[0] if args and isinstance(args[0], Tensor) else carriers[0]
-        if written.requires_grad:
-            site = self._source(written, self._anchor)
-        else:
-            site = self._common(function, carriers)
+        kept = written.requires_grad
+        site = self._source(written, self._anchor) if kept else self._common(function, carriers)
         kwargs = self._moved(kwargs, site)
         out = function(written, *self._moved(args[1:], site), **kwargs) if args else function(**kwargs)
         self._note(carriers[1:], written)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ _TORCH_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval",
 
 
 class AdaptiveGradScaler(torch.amp.GradScaler):
-    """Loss scaling with a power of two of its own for the gradient of every tensor, exact, without a change to the model.
+    """Loss scaling with a power of two of its own for every gradient, exact, and without a change to the model.
 
     Each product of the model (linear layer, convolution, attention, ...) opens a *site* with an integer exponent e: in
     ``scaler.scale(loss).backward()`` gradients there are stored as 2^e times the true ones, and an edge between two
@@ -39,8 +40,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
     Use it as `torch.amp.GradScaler`, under ``torch.autocast`` with float32 parameters, or with float16 parameters
     after `halfulp.float32_gradients`. Only what is differentiated from ``scaler.scale(...)`` is scaled; other
-    backward passes, hooks and ``torch.autograd.grad`` see true gradients. With ``create_graph=True`` exponents rest at one
-    global scale until ``update()``, and a warning says so.
+    backward passes, hooks and ``torch.autograd.grad`` see true gradients. With ``create_graph=True`` exponents rest
+    at one global scale until ``update()``, and a warning says so.
 
     Args:
         model: The module whose forward pass makes the gradients, or a sequence of several. Data-parallel wrappers are
@@ -95,6 +96,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             raise ValueError(f"mode is 'function' or 'module', got {mode!r}")
         self.last_step: LastStep | None = None
         self._recorders: list[Recorder] = []
+        self._models = [weakref.ref(one) for one in models]
+        self._mode = mode
         self._controller = _controller(
             get_policy(policy),
             exponent_of("init_scale", init_scale),
@@ -243,13 +246,32 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._recorders.append(recorder)
         return recorder
 
-    def merge(self, key: str, reason: str = "by hand") -> None:
-        """Let a site follow the global exponent from now on.
+    def set_exponents(self, exponents: Mapping[str, int]) -> None:
+        """Set sites' exponents by hand, all others to 0, and begin a new iteration: for experiments and proofs.
 
         Raises:
-            ValueError: there is no such site.
+            ValueError: there is no such site yet; sites are known from the first forward pass on.
         """
-        self._controller.sites.merge(key, reason)
+        self._controller.assign(exponents)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def mode_of(self, model: nn.Module) -> str:
+        """The mode in which a model is watched: "function" or "module".
+
+        Raises:
+            ValueError: it is not the one model of this scaler.
+        """
+        if len(self._models) != 1 or self._models[0]() is not model:
+            raise ValueError("the scaler is not this model's alone: make one for the model, AdaptiveGradScaler(model)")
+        return self._mode
+
+    def merge(self, *keys: str, reason: str = "by hand") -> None:
+        """Let sites follow the global exponent from now on.
+
+        Raises:
+            ValueError: there is no such site; before the first forward pass any key is taken.
+        """
+        self._controller.sites.merge(keys, reason)
 
     def backend(self, name: str = "inductor") -> Callable[..., Any]:
         """What compiles a model of this scaler: ``torch.compile(model, backend=scaler.backend("inductor"))``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..formats import Format
 
@@ -126,11 +126,13 @@ class Sites:
             site.merged = "one scale for all" if self._uniform else None
         return site
 
-    def merge(self, key: str, reason: str) -> None:
-        """Let a site follow the global exponent from now on."""
-        if key not in self._sites or key == GLOBAL:
-            raise ValueError(f"no site {key!r} to merge; the sites are {', '.join(self._sites)}")
-        self._sites[key].merged = reason
+    def merge(self, keys: Iterable[str], reason: str) -> None:
+        """Let sites follow the global exponent from now on; before the first forward pass, any that will be met."""
+        unknown = [key for key in keys if key == GLOBAL or (key not in self._sites and len(self) > 1)]
+        if unknown:
+            raise ValueError(f"no sites {', '.join(unknown)} to merge; the sites are {', '.join(self._sites)}")
+        for key in keys:
+            self.open(key).merged = reason
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self._sites.values())

@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from . import _by_torch
 from ._few_bit_states import hold_states
 from ._near import unknown
 from ._recipe import Recipe
+
+if TYPE_CHECKING:
+    from ..gradients import AdaptiveGradScaler
 
 RULES = ("SGD", "Adam", "AdamW", "Lion")
 
@@ -33,7 +36,8 @@ def apply(
         **hyper: The rule's own hyper-parameters, ``lr=`` and so on.
 
     Returns:
-        The same model, and the optimizer.
+        The same model, and the optimizer. Of a recipe with a ``gradient_format`` the optimizer steps only while the
+        model has the scaler that `scaler` makes.
 
     Raises:
         ValueError: an unknown rule, a rule that the recipe does not go with, or a parameter that no glob of the
@@ -65,7 +69,41 @@ def apply(
         _narrow_buffers(model, getattr(torch, recipe.param_dtype))
     if recipe.format and recipe.state_dtype == recipe.format:
         hold_states(optimizer, recipe.format, seed)
+    if recipe.gradient_format:
+        optimizer.register_step_pre_hook(lambda *_: _check_scaled(recipe, model))
     return model, optimizer
+
+
+def scaler(recipe: Recipe, model: nn.Module) -> "AdaptiveGradScaler | None":
+    """The scaler that rounds a model's gradients and scales them as the recipe says; None where it does not.
+
+    Train with it in place of ``loss.backward()`` and ``optimizer.step()``: see `halfulp.AdaptiveGradScaler`. A policy
+    starts at a scale of 2^16, as torch's scaler does.
+
+    >>> from halfulp import recipes
+    >>> recipe = recipes.get("fp16-adaptive")
+    >>> model, optimizer = apply(recipe, nn.Linear(4, 2), "SGD", lr=0.1)
+    >>> scaled = scaler(recipe, model)
+    >>> scaled.scale(model(torch.ones(3, 4)).square().mean()).backward()
+    >>> scaled.step(optimizer); scaled.update()
+    """
+    if recipe.gradient_format is None:
+        return None
+    from ..gradients import AdaptiveGradScaler
+
+    if isinstance(recipe.gradient_scale, str):
+        return AdaptiveGradScaler(model, policy=recipe.gradient_scale, format=recipe.gradient_format)
+    # Without a scale too, what is not finite must not reach a weight.
+    start = recipe.gradient_scale or 1.0
+    return AdaptiveGradScaler(model, policy="constant", init_scale=start, format=recipe.gradient_format)
+
+
+def _check_scaled(recipe: Recipe, model: nn.Module) -> None:
+    if "forward" not in vars(model):
+        raise RuntimeError(
+            f"recipe {recipe.name!r} rounds gradients, and these are not rounded: make scaler = recipes.scaler(recipe, "
+            "model) and train by scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
+        )
 
 
 def assign(recipe: Recipe, model: nn.Module) -> dict[str, str | None]:

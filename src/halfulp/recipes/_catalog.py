@@ -28,6 +28,28 @@ def _few_bits(format: str, bits: int, update: str) -> Recipe:
     )
 
 
+def _gradients(format: str, name: str, words: str, scale: str | float | None) -> Recipe:
+    """float32 but for the gradients that products read and make."""
+    return Recipe(
+        name=f"{format}-{name}",
+        description=f"float32 weights, gradients rounded to {format}, {words}",
+        gradient_format=format,
+        gradient_scale=scale,
+    )
+
+
+_SCALES = (
+    ("none", "no scale", None),
+    ("dynamic", "one scale, halved by an overflow", "dynamic"),
+    ("adaptive", "a scale per layer by its largest gradient", "amax"),
+)
+_POLICIES = (
+    ("measured", "one scale by the largest of all gradients", "measured"),
+    ("underflow-bound", "a scale per layer by the papers' underflow bound", "underflow-bound"),
+    ("element-wise", "a scale per layer by the products of elements", "element-wise"),
+    ("abs-range", "a scale per layer by the range of its operands", "abs-range"),
+)
+
 _MIX = (("*Embedding*", "kahan"), ("*Norm*", "kahan"), ("*", "stochastic"))
 
 _RECIPES = (
@@ -108,6 +130,14 @@ _RECIPES = (
         for format, bits in (("e8m5", 14), ("e8m3", 12), ("e8m1", 10))
         for update in ("nearest", "stochastic", "kahan", "kahan-stochastic")
     ),
+    *(_gradients("fp16", *choice) for choice in _SCALES),
+    *(
+        _gradients("fp16", f"constant-{scale}", f"one scale, {scale}", scale)
+        for scale in (1, 16, 128, 1024, 4096, 16384)
+    ),
+    *(_gradients("fp16", *choice) for choice in _POLICIES),
+    *(_gradients("e5m2", *choice) for choice in _SCALES),
+    _gradients("e4m3fn", *_SCALES[-1]),
 )
 _CATALOG = {recipe.name: recipe for recipe in _RECIPES}
 

@@ -25,6 +25,10 @@ PARAM_DTYPES = ("bfloat16", "float16", "float32", "float64")
 STATE_DTYPES = ("bfloat16", "bfloat16x2", "float16", "float32", "8bit", "fp8")
 PAYLOADS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
 MATMULS = ("fp8",)
+GRADIENT_SCALES = (
+    *("amax", "underflow-bound", "element-wise", "abs-range"),
+    *("constant", "measured", "dynamic", "rising-floor"),
+)
 
 _UPDATE_WORDS = {
     "nearest": "rounded to the nearest value, so that a small update is lost",
@@ -38,6 +42,17 @@ _UPDATE_WORDS = {
     "master": "as a copy of a float32 master weight",
     "components": "as the first of two components of that type, which take the update exactly cut",
     "components-3": "as the first of three components of that type, which take the update exactly cut",
+}
+
+_GRADIENT_SCALE_WORDS = {
+    "amax": "Each layer has a scale of its own, by the largest gradient seen lately.",
+    "underflow-bound": "Each layer has a scale of its own, so that a bounded share underflows if gradients are Gaussian.",
+    "element-wise": "Each layer has a scale of its own, so that no product of two elements underflows.",
+    "abs-range": "Each layer has a scale of its own, so that the product of the smallest operands does not underflow.",
+    "constant": "All have one scale, 65536.",
+    "measured": "All have one scale, by the largest gradient of all.",
+    "dynamic": "All have one scale, halved after an overflow and doubled after 2000 steps without.",
+    "rising-floor": "All have one scale, halved after an overflow, above a least one that rises by schedule.",
 }
 
 Mix = tuple[tuple[str, str], ...]
@@ -66,6 +81,12 @@ class Recipe:
             is the optimizer's own choice.
         format: Name of a format whose values the float32 parameters are held to.
         emulate: Name of a format to which every operator's output is rounded, forward and backward.
+        gradient_format: Name of a format to which every gradient that a product (a linear layer, a convolution,
+            attention) reads or makes is rounded, as a tensor core would: narrow operands, float32 sums, a narrow
+            result. Everything else stays float32. Such a training goes through the scaler of `recipes.scaler`.
+        gradient_scale: With ``gradient_format``: what gradients are multiplied by on their way. None is nothing, a number
+            is a constant power of two, a name a policy of `halfulp.gradients`: ``"amax"``, ``"underflow-bound"``,
+            ``"element-wise"``, ``"abs-range"``, ``"measured"``, ``"dynamic"``, ``"rising-floor"``, ``"constant"``.
         perturb: Each starting weight is multiplied by 1 + perturb * N(0, 1): the control that shows how far two
             float32 runs drift apart by themselves.
 
@@ -87,14 +108,18 @@ class Recipe:
     format: str | None = None
     emulate: str | None = None
     perturb: float = 0.0
+    gradient_format: str | None = None
+    gradient_scale: str | float | None = None
 
     def __post_init__(self) -> None:
-        for field in ("param_dtype", "payload", "state_dtype", "format", "emulate"):
+        for field in ("param_dtype", "payload", "state_dtype", "format", "emulate", "gradient_format"):
             object.__setattr__(self, field, _plain_name(getattr(self, field)))
         if isinstance(self.weight_update, Mapping):
             object.__setattr__(self, "weight_update", tuple(self.weight_update.items()))
         elif isinstance(self.weight_update, list):
             object.__setattr__(self, "weight_update", tuple((str(a), str(b)) for a, b in self.weight_update))
+        if isinstance(self.gradient_scale, int) and not isinstance(self.gradient_scale, bool):
+            object.__setattr__(self, "gradient_scale", float(self.gradient_scale))
         self._check()
 
     def _check(self) -> None:
@@ -104,7 +129,7 @@ class Recipe:
         _check_among("state_dtype", self.state_dtype, (*STATE_DTYPES, *([self.format] if self.format else [])))
         for name in self.update_names():
             _check_among("weight update", name, WEIGHT_UPDATES)
-        for field in ("format", "emulate"):
+        for field in ("format", "emulate", "gradient_format"):
             _check_format(getattr(self, field))
         if self.format and self.param_dtype:
             raise ValueError(
@@ -118,6 +143,7 @@ class Recipe:
             )
         self._check_components()
         self._check_payload()
+        self._check_gradients()
         if not isinstance(self.perturb, int | float) or not math.isfinite(self.perturb) or self.perturb < 0:
             raise ValueError(f"perturb is a finite number >= 0, got {self.perturb!r}")
 
@@ -155,6 +181,26 @@ class Recipe:
             raise ValueError(
                 f"recipe {self.name!r} has a payload, which goes with neither param_dtype, format, emulate nor "
                 "components: leave them out"
+            )
+
+    def _check_gradients(self) -> None:
+        scale = self.gradient_scale
+        if isinstance(scale, str):
+            _check_among("gradient scale", scale, GRADIENT_SCALES)
+        elif scale is not None and not _power_of_two(scale):
+            raise ValueError(
+                f"gradient_scale={scale!r}: allowed are a power of two from 2^-30 to 2^60, or a policy: "
+                f"{', '.join(GRADIENT_SCALES)}"
+            )
+        if scale is not None and self.gradient_format is None:
+            raise ValueError(
+                f"recipe {self.name!r} has gradient_scale={scale!r} but float32 gradients, which need none; give "
+                "gradient_format= too"
+            )
+        if self.gradient_format and (self.param_dtype or self.payload or self.emulate):
+            raise ValueError(
+                f"recipe {self.name!r} has gradient_format={self.gradient_format!r}, which rounds the gradients of "
+                "float32 parameters: leave out param_dtype, payload, components and emulate"
             )
 
     def update_names(self) -> tuple[str, ...]:
@@ -216,7 +262,7 @@ class Recipe:
         said = [*_storage_words(self), *_update_words(self)]
         if self.state_dtype:
             said.append(_state_words(self.state_dtype))
-        said.append(_arithmetic_words(self))
+        said += [_arithmetic_words(self), *_gradient_words(self)]
         if self.perturb:
             said.append(f"Every starting weight is changed by about {self.perturb:g} of itself, as a control.")
         return f"{self.name}: {' '.join(said)}"
@@ -233,6 +279,18 @@ def _plain_name(value: Any) -> Any:
 def _check_among(kind: str, given: object, allowed: tuple[str, ...]) -> None:
     if given is not None and given not in allowed:
         raise ValueError(unknown(kind, given, allowed))
+
+
+def _power_of_two(scale: object) -> bool:
+    """Whether it is one that a scaler takes.
+
+    >>> [_power_of_two(scale) for scale in (1024.0, 0.5, 3.0, 0.0, 2.0**61, True, None)]
+    [True, True, False, False, False, False, False]
+    """
+    if not isinstance(scale, float) or not math.isfinite(scale):
+        return False
+    fraction, exponent = math.frexp(scale)
+    return fraction == 0.5 and -30 <= exponent - 1 <= 60
 
 
 def _check_format(name: str | None) -> None:
@@ -287,3 +345,16 @@ def _arithmetic_words(recipe: Recipe) -> str:
         products = " Linear layers multiply in eight bits." if recipe.matmul else ""
         return f"Activations and gradients are such payloads too.{products}"
     return f"Forward and backward run in {recipe.param_dtype or 'float32'}."
+
+
+def _gradient_words(recipe: Recipe) -> list[str]:
+    if recipe.gradient_format is None:
+        return []
+    said = [f"Every gradient that a product reads or makes is rounded to {recipe.gradient_format}."]
+    if isinstance(recipe.gradient_scale, str):
+        said.append(_GRADIENT_SCALE_WORDS[recipe.gradient_scale])
+    elif recipe.gradient_scale is None:
+        said.append("It has no scale.")
+    else:
+        said.append(f"All have one scale, {recipe.gradient_scale:g}.")
+    return [*said, "A step whose gradients are not finite is skipped."]

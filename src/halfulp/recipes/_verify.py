@@ -5,26 +5,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-from ..kernels import same_bits
+from ..gradients import AdaptiveGradScaler
 from ..scaled import ScaledTensor, scalify
 from ..tensors import MCTensor, fallbacks
 from . import _catalog
+from ._exponents import verify_exponents
 from ._recipe import Recipe
-from ._record import Recorder, Step, first_difference, plain, relative
+from ._record import first_difference
+from ._step import LossOf, default_loss, difference, one_step, reference
 
 # Scales between 2^-SPREAD and 2^SPREAD times the measured one.
 SPREAD = 12
 # A gradient is right if its bits or, behind a sum in another order, its leading 20 bits are.
 NEAR = 1e-6
-
-LossOf = Callable[[Any], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +30,16 @@ class Verification:
     """What `verify` found.
 
     Attributes:
-        technique: What was verified: "scaled".
+        technique: What was verified: "scaled" or "gradients".
         gradients: Relative difference to plain float32 of each parameter that has a gradient; 0 means equal bits.
         first: The first operator that is not bit-equal, the module or direction it ran in, and by how much; or None.
         fallbacks: Operators without a rule, and how often they ran.
         unused: Parameters that train but have no gradient in plain float32; nothing was compared there.
         left_alone: Parameters that the recipe does not change.
         left_out: What the recipe rounds by design, which is no part of the run: "eight-bit products"; or None.
-        trials: How often it ran, each time under other random scales.
+        trials: How often it ran, each time under other random scales or exponents.
         seed: Of the scales.
+        merged: Gradient sites that were not exact by themselves, and now follow the global exponent.
     """
 
     technique: str
@@ -52,6 +51,7 @@ class Verification:
     left_out: str | None
     trials: int
     seed: int
+    merged: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def equal(self) -> int:
@@ -72,7 +72,8 @@ class Verification:
 
     def __str__(self) -> str:
         worst = max(self.gradients, key=self.gradients.get, default=None)
-        said = [f"{self.equal} of {len(self.gradients)} gradients are bit-equal to float32's under random scales"]
+        under = "exponents" if self.technique == "gradients" else "scales"
+        said = [f"{self.equal} of {len(self.gradients)} gradients are bit-equal to float32's under random {under}"]
         if worst is not None and self.gradients[worst]:
             said.append(f"the farthest is {worst}, by {self.gradients[worst]:.1e} of its norm")
         if self.first:
@@ -84,30 +85,34 @@ class Verification:
             said.append(f"without a gradient: {', '.join(self.unused)}")
         if self.left_alone:
             said.append(f"left alone: {', '.join(self.left_alone)}")
+        if self.merged:
+            said.append(f"merged into the global exponent, as not exact by themselves: {', '.join(self.merged)}")
         if self.left_out:
-            said.append(f"left out, as they round by design: {self.left_out}")
+            said.append(f"left out, as no part of the proof: {self.left_out}")
         return f"{'passed' if self.passed else 'FAILED'}: " + "; ".join(said)
 
 
 def verify(
     model: nn.Module,
     batch: Any,
-    recipe: Recipe | str,
+    recipe: Recipe | str | AdaptiveGradScaler,
     *,
     loss: LossOf | None = None,
     trials: int = 2,
     seed: int = 0,
 ) -> Verification:
-    """Compare a model's gradients with plain float32's, in float32 payloads under random power-of-two scales.
+    """Compare a model's gradients with plain float32's, under random power-of-two scales or gradient exponents.
 
-    What a recipe changes is the representation; with float32 payloads its values must be float32's own, under any
-    scales. Copies of the model run one forward and backward pass each: plain, and with every parameter under a random
-    scale; the model itself, its gradients and torch's random state stay as they are.
+    What a recipe changes is the representation; in float32 its values must be float32's own, under any scales. Copies
+    of the model run one forward and backward pass each: plain, and with every parameter (`halfulp.scalify`) or every
+    gradient site (`halfulp.AdaptiveGradScaler`) under a random scale; the model itself, its gradients and torch's
+    random state stay as they are.
 
     Args:
         model: with float32 parameters, in the mode (train or eval) that is to be verified.
         batch: what the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
-        recipe: one with a payload, or its name.
+        recipe: one with a payload or a gradient scale, or its name; or the model's AdaptiveGradScaler, in which sites
+            that turn out not to be exact by themselves are merged into the global one.
         loss: from the model's output to a scalar; by default the output's own ``loss``, or the sum of all floating
             outputs, each element times a fixed random weight.
         trials: how many draws of scales, at least 1.
@@ -123,15 +128,22 @@ def verify(
     >>> print(verify(torch.nn.Linear(3, 2), torch.ones(4, 3), "scaled-fp16"))
     passed: 2 of 2 gradients are bit-equal to float32's under random scales
     """
+    if isinstance(recipe, AdaptiveGradScaler):
+        _check(model, loss, trials)
+        return Verification(**verify_exponents(model, batch, recipe, loss or default_loss(seed), trials, seed))
     recipe = _catalog.get(recipe)
+    if recipe.gradient_scale is not None:
+        _check(model, loss, trials)
+        return Verification(**verify_exponents(model, batch, None, loss or default_loss(seed), trials, seed))
     if not recipe.payload:
         raise NotImplementedError(
-            f"recipe {recipe.name!r} rounds by design; verify takes recipes with a payload, such as 'scaled-fp16'"
+            f"recipe {recipe.name!r} rounds by design; verify takes recipes with a payload or a gradient scale, such "
+            "as 'scaled-fp16' and 'fp16-adaptive'"
         )
     _check(model, loss, trials)
     generator = torch.Generator().manual_seed(seed)
-    loss_of = loss or _default_loss(seed)
-    wanted, wanted_steps = _reference(copy.deepcopy(model), batch, loss_of)
+    loss_of = loss or default_loss(seed)
+    wanted, wanted_steps = reference(copy.deepcopy(model), batch, loss_of)
     unused = [name for name, value in wanted.items() if value is None]
     gradients = {name: 0.0 for name, value in wanted.items() if value is not None}
     first, counts, left = None, {}, []
@@ -139,11 +151,11 @@ def verify(
         other = scalify(copy.deepcopy(model), torch.float32, rescale="norms")
         left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
         _shift(other.parameters(), generator)
-        _, got, steps = _step(other, batch, loss_of)
+        _, got, steps = one_step(other, batch, loss_of)
         for name, value in wanted.items():
-            difference = _difference(value, got.get(name))
-            if name in gradients or difference:
-                gradients[name] = max(gradients.get(name, 0.0), difference)
+            off = difference(value, got.get(name))
+            if name in gradients or off:
+                gradients[name] = max(gradients.get(name, 0.0), off)
         first = first or first_difference(wanted_steps, steps)
         for name, count in fallbacks(other).items():
             counts[name] = counts.get(name, 0) + count
@@ -168,61 +180,6 @@ def _check(model: nn.Module, loss: LossOf | None, trials: int) -> None:
         raise ValueError("the model has no float32 parameters: nothing to verify")
 
 
-def _reference(model: nn.Module, batch: Any, loss_of: LossOf) -> tuple[dict[str, Tensor | None], list[Step]]:
-    """The gradients and operators of plain float32, which must be finite to be compared with."""
-    loss, gradients, steps = _step(model, batch, loss_of)
-    if not bool(loss.isfinite().all()):
-        raise ValueError(f"in plain float32 the loss is {loss.item()}: nothing to compare with; give another batch")
-    if all(grad is None for grad in gradients.values()):
-        raise ValueError("in plain float32 no parameter has a gradient: give a loss that depends on one that trains")
-    for name, grad in gradients.items():
-        if grad is not None and not bool(grad.isfinite().all()):
-            raise ValueError(
-                f"in plain float32 the gradient of {name!r} is not finite: nothing to compare with; give another batch"
-            )
-    return gradients, steps
-
-
-def _step(model: nn.Module, batch: Any, loss_of: LossOf) -> tuple[Tensor, dict[str, Tensor | None], list[Step]]:
-    """The loss of one step, its gradients, decoded, and what its operators gave."""
-    model.zero_grad()
-    with torch.random.fork_rng(), Recorder(model) as recorder:
-        torch.manual_seed(0)
-        loss = loss_of(_called(model, batch))
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"the loss gave a {type(loss).__name__}: give a scalar tensor, loss=lambda output: ...")
-        if loss.numel() != 1:
-            raise ValueError(f"the loss has shape {list(loss.shape)}: give a scalar, loss=lambda output: ...")
-        if loss.requires_grad:
-            loss.backward()
-    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    gradients = {name: None if grad is None else plain(grad) for name, grad in trained.items()}
-    return loss.detach(), gradients, recorder.steps
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def _default_loss(seed: int) -> LossOf:
-    """The output's own loss, or its elements under fixed random weights."""
-
-    def loss_of(output: Any) -> Tensor:
-        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if own is not None:
-            return own
-        generator = torch.Generator().manual_seed(seed)
-        leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-        floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad]
-        if not floats:
-            raise ValueError("no floating output depends on the parameters: give loss=lambda output: ...")
-        return sum((x * torch.randn(x.shape, generator=generator).to(x.device)).sum() for x in floats)
-
-    return loss_of
-
-
 def _shift(parameters: Any, generator: torch.Generator) -> None:
     for parameter in parameters:
         if isinstance(parameter, ScaledTensor):
@@ -232,12 +189,6 @@ def _shift(parameters: Any, generator: torch.Generator) -> None:
 def _moved(x: ScaledTensor, generator: torch.Generator) -> ScaledTensor:
     power = int(torch.randint(-SPREAD, SPREAD + 1, (), generator=generator))
     return x.with_scale((x.scale * 2.0**power).clamp(2.0**-126, 2.0**127)).detach()
-
-
-def _difference(wanted: Tensor | None, got: Tensor | None) -> float:
-    if wanted is None or got is None:
-        return 0.0 if wanted is got else float("inf")
-    return 0.0 if same_bits(wanted, got) else relative(wanted, got)
 
 
 def _finite(difference: float) -> float | None:

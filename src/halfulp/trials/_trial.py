@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import recipes
 from ..recipes import Recipe
+from ._scaling import Scaling, scaling
 from .tasks import Batch, Data, Task
 
 POINTS = 60
@@ -42,14 +43,16 @@ def run(task: Task, recipe: Recipe, seed: int, steps: int, data: Data, report: R
     blank = copy.deepcopy(model)
     every = max(1, min(50, steps // 12))
     model, optimizer = recipes.apply(recipe, model, task.rule, seed=seed, every=every, **task.hyper)
-    with _arithmetic(recipe, task, model) as loss:
-        course = _train(task, model, loss, optimizer, task.batches(data, seed, steps), steps, report)
+    with _arithmetic(recipe, model) as under:
+        loss, judge = under(task.loss), under(task.judge)
+        with scaling(recipe, model, optimizer, steps) as scaled:
+            course = _train(task, model, loss, optimizer, task.batches(data, seed, steps), steps, report, scaled)
         failed = course["diverged_at"] is not None
-        own = _NOTHING if failed else evaluate(model, loss, data.validation)
+        own = _NOTHING if failed else evaluate(model, judge, data.validation, hits=task.hits)
     wide = _in_float32(task, blank, data, None if failed else optimizer.float32_state_dict(model))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    size = {"parameters": parameters, "targets": data.validation[1].numel(), "data": data.note}
-    return {**course, "float32": wide, "own": own, **size}
+    size = {"parameters": parameters, "targets": task.count(data.validation[1]), "data": data.note}
+    return {**course, **scaled.readings(), "float32": wide, "own": own, **size}
 
 
 def _train(
@@ -60,6 +63,7 @@ def _train(
     batches: Iterator[Batch],
     steps: int,
     report: Report | None,
+    scaled: Scaling,
 ) -> dict[str, Any]:
     """The training loop: the loss curve, the time of a step, the memory, the updates lost."""
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -73,17 +77,19 @@ def _train(
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * task.rate(step, steps)
         inputs = _cast(inputs, dtype)
+        scaled.before(step)
         start = time.process_time()
         loss = loss_of(model(inputs), targets)
-        loss.backward()
+        scaled.backward(loss)
         if step == min(2, steps - 1):
             memory = optimizer.bytes_per_parameter()
-        optimizer.step()
+        scaled.step()
         optimizer.zero_grad()
         seconds.append(time.process_time() - start)
         window.append(loss.item())
         if not math.isfinite(window[-1]):
             return _course(curve, seconds, optimizer, memory, step)
+        scaled.after(step, lambda model: loss_of(model(inputs), targets))
         if len(window) == width or step == steps - 1:
             curve.append([step + 1, statistics.fmean(window)])
             window = []
@@ -115,24 +121,28 @@ def _in_float32(task: Task, blank: nn.Module, data: Data, decoded: dict[str, Ten
     if decoded is None:
         return {"validation": _NOTHING, "train": _NOTHING}
     blank.load_state_dict(decoded)
-    train = evaluate(blank, task.loss, data.train) if task.judged_by == "train_loss" else _NOTHING
-    return {"validation": evaluate(blank, task.loss, data.validation), "train": train}
+    train = evaluate(blank, task.judge, data.train, hits=task.hits) if task.judged_by == "train_loss" else _NOTHING
+    return {"validation": evaluate(blank, task.judge, data.validation, hits=task.hits), "train": train}
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loss: Loss, part: Batch, size: int = 256) -> dict[str, float | None]:
-    """Mean loss in nats and the share of targets that the model ranks first."""
+def evaluate(
+    model: nn.Module, loss: Loss, part: Batch, size: int = 256, *, hits: Loss | None = None
+) -> dict[str, float | None]:
+    """Mean loss in nats and the share of targets that the model ranks first, or of what ``hits`` says."""
     inputs, targets = part
     dtype = next(model.parameters()).dtype
-    total, right = 0.0, 0
+    total, right, count = 0.0, 0, 0
     model.eval()
     for start in range(0, len(inputs), size):
         chunk = targets[start : start + size]
         logits = model(_cast(inputs[start : start + size], dtype))
-        total += loss(logits, chunk).item() * chunk.numel()
-        right += int((logits.argmax(-1) == chunk).sum())
+        hit = logits.argmax(-1) == chunk if hits is None else hits(logits, chunk)
+        total += loss(logits, chunk).item() * hit.numel()
+        right += int(hit.sum())
+        count += hit.numel()
     model.train()
-    return {"loss": _finite(total / targets.numel()), "accuracy": right / targets.numel()}
+    return {"loss": _finite(total / count), "accuracy": right / count}
 
 
 def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,17 +154,20 @@ def _finite(value: float | None) -> float | None:
 
 
 @contextlib.contextmanager
-def _arithmetic(recipe: Recipe, task: Task, model: nn.Module) -> Iterator[Loss]:
-    """Put the model under the recipe's emulation, if it has one; gives the task's loss under the same."""
+def _arithmetic(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[Loss], Loss]]:
+    """Put the model under the recipe's emulation, if it has one; gives what puts a loss under the same."""
     if recipe.emulate is None:
-        yield task.loss
+        yield lambda loss: loss
         return
     from ..emulate import emulate
 
     with emulate(model, recipe.emulate) as emulation:
 
-        def rounded_loss(logits: Tensor, targets: Tensor) -> Tensor:
-            with emulation.region():
-                return task.loss(logits, targets)
+        def under(loss: Loss) -> Loss:
+            def rounded(logits: Tensor, targets: Tensor) -> Tensor:
+                with emulation.region():
+                    return loss(logits, targets)
 
-        yield rounded_loss
+            return rounded
+
+        yield under

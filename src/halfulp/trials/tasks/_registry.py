@@ -10,11 +10,12 @@ from ._mammals import Mammals
 from ._task import Task
 from ._text import Text
 from ._tinyshakespeare import TinyShakespeare
+from ._two_heads import TwoHeads
 
 _TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
-        *(Digits, DigitsFPU, Text, TinyShakespeare, ScaledGPT, Cifar10, Mammals),
+        *(Digits, DigitsFPU, Text, TinyShakespeare, ScaledGPT, Cifar10, TwoHeads, Mammals),
         *(LinearRegression, Logistic, CancerLogistic, CancerMLP),
     )
 }

@@ -78,6 +78,18 @@ class Task(abc.ABC):
         """Mean cross-entropy in nats, computed in float32 in every recipe."""
         return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
+    def judge(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss that a trial is judged by, in nats: what is trained on unless overridden."""
+        return self.loss(logits, targets)
+
+    def hits(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """For accuracy: a Boolean per target, whether it is the one that the model ranks first."""
+        return logits.argmax(-1) == targets
+
+    def count(self, targets: Tensor) -> int:
+        """How many Booleans ``hits`` gives."""
+        return targets.numel()
+
     def rate(self, step: int, steps: int) -> float:
         """The learning rate at a step as a share of ``hyper["lr"]``: constant unless overridden."""
         return 1.0

@@ -1,0 +1,145 @@
+"""Scaling: how a trial differentiates and steps where its recipe rounds gradients, and what that lost."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..gradients import AdaptiveGradScaler
+from ..gradients._measure import by_site
+from ..recipes import Recipe
+from ..recipes._apply import scaler
+
+# Underflow is counted in steps that a scaler measures anyway: every sixteenth, and no more than so many of them.
+INTERVAL = 16
+SAMPLES = 12
+
+LossOf = Callable[[nn.Module], Tensor]
+Zeros = dict[str, tuple[float, int]]
+
+
+class Scaling:
+    """Plain gradients: the loss is differentiated and the optimizer steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def before(self, step: int) -> None:
+        """Before the forward pass of a step."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Differentiate the loss."""
+        loss.backward()
+
+    def step(self) -> None:
+        """Step the optimizer."""
+        self._optimizer.step()
+
+    def after(self, step: int, loss_of: LossOf) -> None:
+        """After a step; ``loss_of`` makes its loss again, by another model."""
+
+    def readings(self) -> dict[str, Any]:
+        """What a trial's result says of it."""
+        return {}
+
+
+class Rounded(Scaling):
+    """Gradients in the recipe's format: a step that overflows is skipped and counted.
+
+    Underflow is counted in sampled steps, against the same step without rounding: of the gradient elements that are
+    not zero there, the share that is stored as zero.
+    """
+
+    def __init__(self, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        super().__init__(optimizer)
+        self._model = model
+        self._scaler = scaler(recipe, model)
+        self._every = INTERVAL * max(1, steps // (INTERVAL * SAMPLES))
+        self._skipped = 0
+        self._lost: dict[str, list[tuple[float, float]]] = {}
+        self._copy: nn.Module | None = None
+
+    def before(self, step: int) -> None:
+        """At a sampled step, keep the model and the random state that it starts from."""
+        self._copy = None
+        if step % self._every == 0:
+            self._copy, self._random = copy.deepcopy(self._model), torch.get_rng_state()
+
+    def backward(self, loss: Tensor) -> None:
+        """Differentiate the scaled loss."""
+        self._scaler.scale(loss).backward()
+
+    def step(self) -> None:
+        """Step unless a gradient is not finite, and set the next scales."""
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._skipped += not self._scaler.last_step.applied
+
+    def after(self, step: int, loss_of: LossOf) -> None:
+        """At a sampled step, count what underflowed; what overflowed is skipped and shows nothing."""
+        if self._copy is None or not self._scaler.last_step.applied:
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._random)
+            wanted = _exact_zeros(self._copy, loss_of)
+        for key, (zeros, elements) in _zeros(self._scaler).items():
+            if key in wanted:
+                lost = max(0.0, zeros - wanted[key][0])
+                self._lost.setdefault(key, []).append((lost, elements - wanted[key][0]))
+
+    def readings(self) -> dict[str, Any]:
+        """Steps skipped, and shares that underflowed: of all sampled elements, and of the worst site's."""
+        sites = {key: _share(counts) for key, counts in self._lost.items()}
+        worst = max(sites, key=sites.get, default=None)
+        counts = [pair for pairs in self._lost.values() for pair in pairs]
+        mean = _share(counts) if counts else None
+        return {
+            "skipped": self._skipped,
+            "underflow": {"mean": mean, "worst": sites.get(worst), "site": worst},
+        }
+
+    def close(self) -> None:
+        """Give the model its plain forward pass back."""
+        self._scaler.detach()
+
+
+@contextlib.contextmanager
+def scaling(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Scaling]:
+    """The recipe's way to differentiate and step, while it trains."""
+    if recipe.gradient_format is None:
+        yield Scaling(optimizer)
+        return
+    rounded = Rounded(recipe, model, optimizer, steps)
+    try:
+        yield rounded
+    finally:
+        rounded.close()
+
+
+def _exact_zeros(model: nn.Module, loss_of: LossOf) -> Zeros:
+    """Zeros of one step's gradients without rounding, by site."""
+    plain = AdaptiveGradScaler(model, policy="constant", init_scale=1.0)
+    plain.scale(loss_of(model)).backward()
+    _, measured = plain._controller.backward.measurements.read([])
+    plain.detach()
+    return {site.key: _count(kinds.values()) for site, kinds in by_site(measured).items()}
+
+
+def _zeros(scaler: AdaptiveGradScaler) -> Zeros:
+    """Zeros of the last measured step's gradients, as stored, by site."""
+    return {site.key: _count(site.readings.values()) for site in scaler._controller.sites if site.readings}
+
+
+def _count(readings: Any) -> tuple[float, int]:
+    """How many elements are zero, and how many there are."""
+    readings = list(readings)
+    return sum(one.zero * one.elements for one in readings), sum(one.elements for one in readings)
+
+
+def _share(counts: list[tuple[float, float]]) -> float:
+    """What was lost of what could be."""
+    whole = sum(could for _, could in counts)
+    return sum(lost for lost, _ in counts) / whole if whole else 0.0

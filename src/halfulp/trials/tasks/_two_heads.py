@@ -1,0 +1,151 @@
+"""Task two-heads: where a digit is and which it is, by two losses whose gradients differ by a factor of millions."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._digits import load_digits
+from ._task import Batch, Data, Task, warm_cosine
+
+# Cells of the image along each side, and pixels of the page along a cell.
+SIDE, STRIDE = 24, 4
+CLASSES = 1 + 10
+WEIGHT = 0.01
+_COPIES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoHeads(Task):
+    """Detection in small: scikit-learn's digits, each at a random place and size of a page, box and class to be found.
+
+    The network sees the page of 96x96 pixels as an image of 24x24 cells. A trunk of one convolution feeds two heads
+    with layers of their own, and the loss is
+
+        sum over the batch of |box error in pixels|^2  +  0.01 mean over all cells of cross-entropy(class of the cell)
+
+    as such losses are often written: a sum beside a mean, and an auxiliary head with a small weight. The gradient of a
+    box is then 2 x 4 x its error in pixels, and that of a class logit at most 0.01 / (32 x 576): 2^27 lie between
+    the two at an error of 16 pixels. AdamW with a small epsilon moves every layer by the same however small its
+    gradients are, so that both heads learn in float32; what underflows to zero does not move.
+
+    Judged by both heads, in nats: the cross-entropy of the image's class, as all cells together tell it, plus the mean
+    absolute error of the box in cells, the negative logarithm of a Laplace density but for a constant.
+    """
+
+    name: ClassVar[str] = "two-heads"
+    title: ClassVar[str] = "boxes and classes of digits on a page, two losses far apart"
+    rule: ClassVar[str] = "AdamW"
+    hyper: ClassVar[dict[str, Any]] = {"lr": 1e-2, "eps": 1e-12, "weight_decay": 0.01}
+    steps: ClassVar[int] = 700
+    batch: ClassVar[int] = 32
+    target: ClassVar[str] = "image"
+
+    def load(self) -> Data:
+        """Every digit at four places; validation on digits that are not trained on."""
+        digits = load_digits()
+        generator = torch.Generator().manual_seed(0)
+        train, validation = (placed(*part, generator) for part in (digits.train, digits.validation))
+        note = f"scikit-learn's digits on pages: {len(train[0]):,} to train on, {len(validation[0]):,} to validate"
+        return Data(train=train, validation=validation, note=note)
+
+    def model(self, data: Data, seed: int) -> nn.Module:
+        """A random start; boxes start in the middle of the page."""
+        torch.manual_seed(seed)
+        return Detector()
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Both heads' losses; see the class."""
+        boxes, classes = split(logits)
+        return (boxes - targets[:, 1:]).square().sum() + WEIGHT * F.cross_entropy(classes, cells(targets))
+
+    def judge(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Both heads in nats; see the class."""
+        boxes, classes = split(logits)
+        distance = (boxes - targets[:, 1:]).abs().mean() / STRIDE
+        return F.nll_loss(image_classes(classes), targets[:, 0]) + distance
+
+    def hits(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Whether the image's class is right."""
+        return image_classes(split(logits)[1]).argmax(1) == targets[:, 0]
+
+    def count(self, targets: Tensor) -> int:
+        """Images."""
+        return len(targets)
+
+    def rate(self, step: int, steps: int) -> float:
+        """A warm-up over a tenth of the steps, then a cosine."""
+        return warm_cosine(step, steps)
+
+
+class Detector(nn.Module):
+    """Images (batch, 1, 24, 24) to (batch, 4 + 11 * 24 * 24): a box in pixels, and class logits of all cells."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        twice = 2 * width
+        self.trunk = nn.Sequential(*_layer(1, width))
+        down = nn.MaxPool2d(2)
+        self.box = nn.Sequential(
+            *(*_layer(width, twice), down, *_layer(twice, twice), down, nn.Flatten()),
+            *(nn.Linear(twice * (SIDE // 4) ** 2, 32), nn.ReLU(), nn.Linear(32, 4)),
+        )
+        nn.init.constant_(self.box[-1].bias, SIDE / 2)
+        self.classes = nn.Sequential(
+            *(*_layer(width, twice), down, *_layer(twice, twice), down, *_layer(twice, twice)),
+            nn.ConvTranspose2d(twice, CLASSES, 4, stride=4),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """See the class."""
+        found = self.trunk(images)
+        return torch.cat([STRIDE * self.box(found), self.classes(found).flatten(1)], 1)
+
+
+def _layer(inputs: int, outputs: int) -> Iterator[nn.Module]:
+    yield nn.Conv2d(inputs, outputs, 3, padding=1)
+    yield nn.GroupNorm(4, outputs)
+    yield nn.ReLU()
+
+
+def split(output: Tensor) -> tuple[Tensor, Tensor]:
+    """Boxes (batch, 4) and class logits (batch, 11, 24, 24) of a model's output, in float32."""
+    return output[:, :4].float(), output[:, 4:].float().unflatten(1, (CLASSES, SIDE, SIDE))
+
+
+def image_classes(classes: Tensor) -> Tensor:
+    """Log-probabilities (batch, 10) of an image's digit: each digit's over all cells, the background left out."""
+    return classes.log_softmax(1).flatten(2)[:, 1:].logsumexp(2).log_softmax(1)
+
+
+def cells(targets: Tensor) -> Tensor:
+    """The class of every cell, (batch, 24, 24): 1 + the digit where its middle is in the box, else 0.
+
+    >>> cells(torch.tensor([[7, 48, 48, 8, 4]]))[0, 11:13, 10:14]
+    tensor([[0, 8, 8, 0],
+            [0, 8, 8, 0]])
+    """
+    middle = torch.arange(SIDE) * STRIDE + STRIDE / 2
+    across, down, width, height = targets[:, 1:, None].unbind(1)
+    columns, rows = (middle - across).abs() < width / 2, (middle - down).abs() < height / 2
+    return torch.where(rows[:, :, None] & columns[:, None, :], 1 + targets[:, :1, None], 0)
+
+
+def placed(images: Tensor, labels: Tensor, generator: torch.Generator) -> Batch:
+    """Digits of 8x8 pixels (n, 64) on pages: images (4 n, 1, 24, 24), and targets (4 n, 5) in pixels of the page.
+
+    A target is the digit and its box: middle across, middle down, width and height, from 8 to 16 cells.
+    """
+    images, labels = images.repeat(_COPIES, 1), labels.repeat(_COPIES)
+    count, page = len(images), SIDE * STRIDE
+    sizes = torch.randint(8 * STRIDE, 16 * STRIDE + 1, (count, 2), generator=generator)
+    middles = (sizes / 2 + torch.rand(count, 2, generator=generator) * (page - sizes)).round().long()
+    # From places on the page to places in the digit, both in [-1, 1].
+    zoom = page / sizes
+    maps = torch.cat([torch.diag_embed(zoom), (zoom * (1 - 2 * middles / page))[:, :, None]], 2)
+    grid = F.affine_grid(maps, [count, 1, SIDE, SIDE], align_corners=False)
+    pages = F.grid_sample(images.view(count, 1, 8, 8), grid, align_corners=False)
+    return pages, torch.cat([labels[:, None], middles, sizes], 1)
