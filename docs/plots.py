@@ -252,11 +252,8 @@ FIGURES: dict[str, tuple[Callable[[], dict], Callable | None, tuple[float, float
 }
 
 
-def draw(name: str, found: dict) -> None:
+def draw(name: str, found: dict, paint: Callable, size: tuple[float, float]) -> None:
     """Write docs/img/<name>.svg, the same bytes for the same numbers."""
-    _, paint, size = FIGURES[name]
-    if paint is None:
-        return
     import matplotlib
 
     matplotlib.use("svg")
@@ -288,7 +285,9 @@ def main() -> None:
         start = time.process_time()
         found = numbers[name] if chosen.redraw else FIGURES[name][0]()
         numbers[name] = found | {"torch": torch.__version__, "processor": platform.machine()}
-        draw(name, found)
+        _, paint, size = FIGURES[name]
+        if paint is not None:
+            draw(name, found, paint, size)
         print(f"{name}: {time.process_time() - start:.1f} s")
     NUMBERS.parent.mkdir(exist_ok=True)
     NUMBERS.write_text(json.dumps({name: numbers[name] for name in FIGURES if name in numbers}, indent=1) + "\n")

@@ -8,6 +8,7 @@ from torch import nn
 
 from halfulp import recipes
 from halfulp.recipes import Recipe
+from halfulp.recipes._apply import scaler
 
 HYPER = {"SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 1e-3}}
 
@@ -16,9 +17,15 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Embedding(7, 8), nn.LayerNorm(8), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.arange(7)).float().square().mean().backward()
-    optimizer.step()
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, scaled=None) -> None:
+    loss = model(torch.arange(7)).float().square().mean()
+    if scaled is None:
+        loss.backward()
+        optimizer.step()
+    else:
+        scaled.scale(loss).backward()
+        scaled.step(optimizer)
+        scaled.update()
     optimizer.zero_grad()
 
 
@@ -31,8 +38,10 @@ def test_every_recipe_takes_steps(name: str, seed: int) -> None:
     recipe = recipes.get(name)
     ours, optimizer = recipes.apply(recipe, model(), runs_with(name), seed=seed, **HYPER[runs_with(name)])
     before = copy.deepcopy(list(ours.parameters()))
-    for _ in range(3):
-        step(ours, optimizer)
+    scaled = scaler(recipe, ours)
+    # A scale that is too large at first is lowered step by step.
+    for _ in range(3 if scaled is None else 20):
+        step(ours, optimizer, scaled)
     assert any(not torch.equal(old, new) for old, new in zip(before, ours.parameters()))
     dtype = getattr(torch, recipe.param_dtype or "float32")
     assert {parameter.dtype for parameter in ours.parameters()} == {dtype}
@@ -102,3 +111,54 @@ def test_only_float32_models() -> None:
 def test_unknown_rule() -> None:
     with pytest.raises(ValueError, match="did you mean 'AdamW'"):
         recipes.apply(recipes.get("bf16"), model(), "AdmaW", lr=0.1)
+
+
+def test_no_scaler_without_a_gradient_format(seed: int) -> None:
+    assert scaler(recipes.get("fp32"), model()) is None
+    assert scaler(recipes.get("bf16-kahan"), model()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "scale"),
+    [("fp16-none", "constant", 1.0), ("e5m2-dynamic", "dynamic", 2.0**16), ("fp16-constant-128", "constant", 128.0)],
+)
+def test_the_scaler_is_the_recipes(name: str, policy: str, scale: float) -> None:
+    made = scaler(recipes.get(name), model())
+    assert made.get_scale() == scale
+    assert made._controller.policy.name == policy
+    assert made._controller.backward.format.name == recipes.get(name).gradient_format
+
+
+@pytest.mark.parametrize("name", ["fp16-none", "fp16-adaptive"])
+def test_gradients_are_rounded_as_the_product_reads_them(name: str, seed: int) -> None:
+    """One linear layer: its weight's gradient is the product of a rounded gradient, rounded again."""
+    ours, optimizer = recipes.apply(recipes.get(name), nn.Linear(3, 2, bias=False), "SGD", lr=1.0)
+    x, wanted = torch.randn(5, 3), torch.randn(5, 2) * 2**-6
+    scaled = scaler(recipes.get(name), ours)
+    scaled.scale((ours(x) * wanted).sum()).backward()
+    rounded = (wanted * scaled.get_scale()).half().float()
+    exact = (rounded.T @ x).half().float() / scaled.get_scale()
+    before = ours.weight.detach().clone()
+    scaled.step(optimizer)
+    assert scaled.last_step.applied
+    torch.testing.assert_close(before - ours.weight.detach(), exact, rtol=2**-9, atol=1e-6)
+
+
+def test_a_step_without_the_scaler_is_refused(seed: int) -> None:
+    recipe = recipes.get("fp16-constant-1024")
+    ours, optimizer = recipes.apply(recipe, model(), "SGD", lr=0.1)
+    before = copy.deepcopy(list(ours.parameters()))
+    with pytest.raises(RuntimeError, match=r"policy='constant', init_scale=1024.0, format='fp16'"):
+        step(ours, optimizer)
+    assert all(torch.equal(old, new) for old, new in zip(before, ours.parameters()))
+
+
+@pytest.mark.parametrize("name", ["fp16-none", "fp16-dynamic"])
+def test_an_overflow_reaches_no_weight(name: str, seed: int) -> None:
+    ours, optimizer = recipes.apply(recipes.get(name), model(), "AdamW", lr=0.1)
+    scaled = scaler(recipes.get(name), ours)
+    before = copy.deepcopy(list(ours.parameters()))
+    scaled.scale(1e9 * ours(torch.arange(7)).square().sum()).backward()
+    scaled.step(optimizer)
+    assert not scaled.last_step.applied
+    assert all(torch.equal(old, new) for old, new in zip(before, ours.parameters()))

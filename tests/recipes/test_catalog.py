@@ -13,6 +13,21 @@ def test_what_the_command_line_promises() -> None:
     assert set(wanted) <= set(recipes.names())
 
 
+def test_gradients() -> None:
+    scales = {
+        name: (recipes.get(name).gradient_format, recipes.get(name).gradient_scale)
+        for name in recipes.names()
+        if recipes.get(name).gradient_format
+    }
+    assert {f"fp16-constant-{scale}" for scale in (1, 16, 128, 1024, 4096, 16384)} <= set(scales)
+    assert scales["fp16-none"] == ("fp16", None)
+    assert scales["fp16-constant-128"] == ("fp16", 128.0)
+    assert scales["fp16-dynamic"] == ("fp16", "dynamic")
+    assert scales["e5m2-adaptive"] == ("e5m2", "amax")
+    for name in set(scales) - {"fp16-none", "e5m2-none"}:
+        assert scales[name][1] is not None
+
+
 def test_names_are_the_recipes_own() -> None:
     assert [recipes.get(name).name for name in recipes.names()] == recipes.names()
 

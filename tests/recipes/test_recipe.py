@@ -24,7 +24,7 @@ def test_explains_itself(name: str) -> None:
     recipe = recipes.get(name)
     said = recipe.explain()
     assert said.startswith(f"{name}: ")
-    for part in (recipe.param_dtype, recipe.format, recipe.emulate):
+    for part in (recipe.param_dtype, recipe.format, recipe.emulate, recipe.gradient_format):
         assert part is None or part in said
 
 
@@ -40,6 +40,23 @@ def test_mix_from_dict_and_list() -> None:
         recipe = Recipe(name="x", param_dtype="bfloat16", weight_update=given)
         assert recipe.weight_update == pairs
         assert recipe.update_names() == ("kahan", "stochastic")
+
+
+def test_policies_are_those_of_the_scaler() -> None:
+    from halfulp.gradients._policy import _BY_NAME
+    from halfulp.recipes._recipe import _GRADIENT_SCALE_WORDS, GRADIENT_SCALES
+
+    assert set(GRADIENT_SCALES) == set(_BY_NAME) == set(_GRADIENT_SCALE_WORDS)
+
+
+def test_gradient_scales() -> None:
+    for scale in (1024, 1024.0):
+        recipe = Recipe(name="x", gradient_format=formats.fp16, gradient_scale=scale)
+        assert (recipe.gradient_format, recipe.to_dict()["gradient_scale"]) == ("fp16", 1024.0)
+        assert "one scale, 1024." in recipe.explain()
+        assert Recipe.from_json(recipe.to_json()) == recipe
+    assert "They have no scale." in recipe.replace(gradient_scale=None).explain()
+    assert "Each layer has a scale of its own" in recipe.replace(gradient_scale="amax").explain()
 
 
 def test_frozen_and_keyword_only() -> None:
@@ -63,6 +80,21 @@ def test_frozen_and_keyword_only() -> None:
         ({"format": "e8m3", "param_dtype": "bfloat16"}, "one of the two"),
         ({"weight_update": "kahan"}, "param_dtype="),
         ({"weight_update": {"*": "kahn"}, "param_dtype": "bfloat16"}, "kahan"),
+        ({"gradient_format": "e5m2fm"}, "e5m2"),
+        ({"gradient_format": "fp16", "gradient_scale": "dynamc"}, "dynamic"),
+        ({"gradient_format": "fp16", "gradient_scale": 1000}, "power of two"),
+        ({"gradient_format": "fp16", "gradient_scale": 0}, "power of two"),
+        ({"gradient_format": "fp16", "gradient_scale": -2.0}, "power of two"),
+        ({"gradient_format": "fp16", "gradient_scale": float("inf")}, "power of two"),
+        ({"gradient_format": "fp16", "gradient_scale": True}, "power of two"),
+        ({"gradient_format": "fp16", "gradient_scale": 2.0**61}, "power of two"),
+        ({"gradient_scale": "amax"}, "gradient_format="),
+        ({"gradient_scale": 1.0}, "gradient_format="),
+        ({"gradient_format": "fp16", "param_dtype": "float16"}, "leave out param_dtype"),
+        ({"gradient_format": "fp16", "param_dtype": "float64"}, "leave out param_dtype"),
+        ({"gradient_format": "fp16", "param_dtype": "float16", "components": 2}, "leave out param_dtype"),
+        ({"gradient_format": "fp16", "payload": "float16"}, "leave out"),
+        ({"gradient_format": "fp16", "emulate": "fp16"}, "leave out"),
     ],
 )
 def test_wrong_values_are_refused(fields: dict, words: str) -> None:

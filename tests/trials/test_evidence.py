@@ -50,6 +50,47 @@ def test_table(evidence: Evidence) -> None:
     assert "emulated" in line["e8m3"]
 
 
+@pytest.fixture
+def with_gradients(make_record) -> Evidence:
+    lost = {"mean": 0.125, "worst": 0.98, "site": "head"}
+    nothing = {"mean": None, "worst": None, "site": None}
+    records = []
+    for seed in range(3):
+        records.append(make_record("fp32", seed, 1.0))
+        records.append(make_record("fp16-dynamic", seed, 1.4, skipped=10 + seed % 2, underflow=lost))
+        records.append(make_record("fp16-adaptive", seed, 1.0, skipped=0, underflow=lost | {"mean": 0.0, "worst": 0.0}))
+        records.append(make_record("fp16-constant-1024", seed, 2.0, skipped=20, underflow=nothing))
+    return Evidence(trials=tuple(records), run=RUN)
+
+
+def test_table_of_gradients(with_gradients: Evidence) -> None:
+    line = {text.split()[0]: text for text in with_gradients.table().splitlines() if text}
+    assert "12.5% · 98%" in line["fp16-dynamic"]
+    assert " 10.3 " in line["fp16-dynamic"]
+    assert "emulated" in line["fp16-adaptive"]
+    assert "emulated" not in line["fp32"]
+    assert " 20 " in line["fp16-constant-1024"]
+    assert "skipped" in line["recipe"]
+    assert "Skipped:" in with_gradients.table()
+
+
+def test_no_gradient_columns_without_such_recipes(evidence: Evidence) -> None:
+    assert "skipped" not in evidence.table().lower()
+    assert "underflow" not in evidence.table().lower()
+
+
+def test_page_of_gradients(with_gradients: Evidence, evidence: Evidence, tmp_path: Path) -> None:
+    pages = []
+    for number, one in enumerate((with_gradients, evidence)):
+        one.to_html(tmp_path / f"{number}.html")
+        pages.append((tmp_path / f"{number}.html").read_text(encoding="utf-8"))
+    assert "steps skipped" in pages[0]
+    assert "12.5% · 98%" in pages[0]
+    assert "fp16-adaptive keeps float32’s accuracy with gradients in fp16." in pages[0]
+    assert "every step overflowed and was skipped" in pages[0]
+    assert "steps skipped" not in pages[1]
+
+
 def test_unknown_row(evidence: Evidence) -> None:
     assert evidence.row("tiny", "bf16").verdict == "worse"
     with pytest.raises(ValueError, match="no trial of recipe"):

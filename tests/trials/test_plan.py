@@ -46,6 +46,7 @@ def test_settings_are_plain_data() -> None:
         (("digits", ["fp32"], 1, 0, None), "at least 1"),
         (("cifar10", ["fp32"], 1, 1, None), "--data DIR"),
         (("tinyshakespeare", ["fp32"], 1, 1, "/nowhere"), "neither"),
+        ((["digits", "logistic"], ["fp32", "fp16-none"], 1, 1, None), "'logistic' has a training loop.*fp16-none"),
     ],
 )
 def test_what_cannot_be_planned(arguments: tuple, words: str) -> None:

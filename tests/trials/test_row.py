@@ -38,3 +38,24 @@ def test_divergence_is_a_result(make_record) -> None:
     row = rows("tiny", records)[1]
     assert (row.verdict, row.diverged) == ("diverged", 1)
     assert row.loss is row.gap is None
+
+
+def test_skipped_and_underflow_are_means(make_record) -> None:
+    records = [make_record("fp32", seed, 1.0) for seed in range(3)]
+    for seed in range(3):
+        lost = {"mean": 0.1 * seed, "worst": 0.5, "site": "a"}
+        records.append(make_record("fp16-dynamic", seed, 1.0, skipped=10 + seed, underflow=lost))
+        nothing = {"mean": None, "worst": None, "site": None}
+        records.append(make_record("fp16-constant-1024", seed, 9.0, skipped=20, underflow=nothing))
+    reference, dynamic, constant = rows("tiny", records)
+    assert (reference.gradient_format, reference.skipped, reference.underflow) == (None, None, None)
+    assert (dynamic.gradient_format, dynamic.skipped) == ("fp16", 11)
+    assert (dynamic.underflow, dynamic.worst_underflow) == (pytest.approx(0.1), pytest.approx(0.5))
+    assert (constant.skipped, constant.underflow) == (20, None)
+
+
+def test_records_of_before_gradient_formats(make_record) -> None:
+    records = [make_record("fp32", 0, 1.0)]
+    for field in ("gradient_format", "gradient_scale"):
+        del records[0]["settings"]["recipe"][field]
+    assert rows("tiny", records)[0].gradient_format is None

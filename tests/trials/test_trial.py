@@ -45,3 +45,51 @@ def test_a_loss_that_is_not_finite_ends_the_trial(tiny) -> None:
     assert result["diverged_at"] == 0
     assert result["float32"]["validation"]["loss"] is None
     json.dumps(result, allow_nan=False)
+
+
+SCALED = ["fp16-none", "fp16-constant-16", "fp16-dynamic", "fp16-adaptive", "e5m2-adaptive"]
+
+
+@pytest.mark.parametrize("recipe", SCALED)
+def test_rounded_gradients_are_plain_data_too(tiny, recipe: str) -> None:
+    task = tiny.Tiny()
+    result = _trial.run(task, recipes.get(recipe), 0, 7, task.load())
+    json.dumps(result, allow_nan=False)
+    assert result["diverged_at"] is None
+    assert 0 <= result["skipped"] < 7
+    assert set(result["underflow"]) == {"mean", "worst", "site"}
+
+
+def test_only_recipes_with_a_gradient_format_tell_of_it(tiny) -> None:
+    task = tiny.Tiny()
+    result = _trial.run(task, recipes.get("bf16"), 0, 3, task.load())
+    assert "skipped" not in result
+    assert "underflow" not in result
+
+
+def test_wide_gradients_change_nothing(tiny) -> None:
+    """float32 rounded to e8m23 is itself: the scaler and its samples leave no trace, whatever the scale."""
+    task = tiny.Tiny()
+    plain = _trial.run(task, recipes.get("fp32"), 3, 40, task.load())
+    for scale in (None, 1024.0, "dynamic", "amax"):
+        recipe = recipes.Recipe(name="x", gradient_format="e8m23", gradient_scale=scale)
+        rounded = _trial.run(task, recipe, 3, 40, task.load())
+        assert rounded["curve"] == plain["curve"]
+        assert rounded["float32"] == plain["float32"]
+        assert (rounded["skipped"], rounded["underflow"]["mean"]) == (0, 0.0)
+
+
+def test_every_step_may_be_skipped(tiny) -> None:
+    task = tiny.Tiny()
+    recipe = recipes.Recipe(name="x", gradient_format="fp16", gradient_scale=2.0**30)
+    result = _trial.run(task, recipe, 0, 5, task.load())
+    assert result["skipped"] == 5
+    assert result["underflow"] == {"mean": None, "worst": None, "site": None}
+    assert result["diverged_at"] is None
+
+
+def test_a_loss_that_is_not_finite_ends_a_scaled_trial(tiny) -> None:
+    task = tiny.Tiny(trap="diverge")
+    result = _trial.run(task, recipes.get("fp16-adaptive"), 0, 50, task.load())
+    assert result["diverged_at"] == 0
+    json.dumps(result, allow_nan=False)

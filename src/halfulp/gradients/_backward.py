@@ -22,7 +22,7 @@ from ._site import Site, Sites
 
 Hook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
-ALIVE: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
+ALIVE: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
 _handles = itertools.count()
 
 
@@ -75,7 +75,7 @@ class Backward:
         self._homes: dict[int, Home] = {}
         self._warned = False
         # What compiled graphs know it by, and the factors that they hold.
-        self.handle = next(_handles)
+        self.handle = str(next(_handles))
         self.factors: dict[tuple, Any] = {}
         ALIVE[self.handle] = self
 
@@ -206,10 +206,15 @@ class Backward:
     # the pieces -----------------------------------------------------------------------------------------------
 
     def _passed(self, gradient: Tensor, target: Site) -> Tensor:
-        gradient = self._rounded(gradient)
+        stored = self._storage(target)
+        gradient = self._rounded(gradient) if stored is self.format else gradient
         if self.measuring:
-            self.measurements.add(target, "passed", gradient, self.format or target.stored)
+            self.measurements.add(target, "passed", gradient, stored)
         return gradient
+
+    def _storage(self, site: Site) -> Format | None:
+        """The narrow format of a site's gradients; outside of products, at the global exponent, there is none."""
+        return None if site is self.sites.anchor else self.format or site.stored
 
     def _propose_at_loss(self, gradient: Tensor, source: Site) -> None:
         """A wide gradient is about to be rounded: how far should it be scaled before?"""
@@ -218,9 +223,13 @@ class Backward:
             source.proposals += self.policy.at_the_loss(gradient, stored, self.sites.anchor)
 
     def _received(self, gradient: Tensor, source: Site) -> Tensor:
-        gradient = self._rounded(gradient)
+        stored = self._storage(source)
+        if stored is None:
+            # What was passed on, which cannot leave a wide format's range.
+            return gradient
+        gradient = self._rounded(gradient) if stored is self.format else gradient
         if self.measuring:
-            self.measurements.add(source, "received", gradient, self.format or source.stored)
+            self.measurements.add(source, "received", gradient, stored)
         return gradient
 
     def _rounded(self, gradient: Tensor) -> Tensor:

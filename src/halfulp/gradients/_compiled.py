@@ -54,7 +54,7 @@ class Factors:
         return self._values.clone()
 
 
-def _factors(scaler: int, edges: str, count: int, device: torch.device) -> Tensor:
+def _factors(scaler: str, edges: str, count: int, device: torch.device) -> Tensor:
     backward = ALIVE.get(scaler)
     if backward is None or not backward.active:
         return torch.ones(count, device=device)
@@ -65,17 +65,18 @@ def _factors(scaler: int, edges: str, count: int, device: torch.device) -> Tenso
     return known.now()
 
 
-def _observe(gradients: list[Tensor], scaler: int, site: str, kinds: str) -> None:
+def _observe(gradients: list[Tensor], scaler: str, site: str, kinds: str) -> None:
     backward = ALIVE.get(scaler)
     if backward is None or not backward.measuring or not backward.active:
         return
     where = backward.sites.open(site)
+    backward.order.setdefault(where)
     for kind, gradient in zip(kinds.split(_PART), gradients):
         exponent = where.exponent - backward.sites.anchor.exponent if kind.endswith(_SHARED) else 0
         backward.measurements.add(where, kind.removesuffix(_SHARED), shifted(gradient, exponent), None)
 
 
-def _refuse(out: Tensor, scaler: int) -> Tensor:
+def _refuse(out: Tensor, scaler: str) -> Tensor:
     raise ValueError(
         "the model has an AdaptiveGradScaler but was compiled by another backend, which would keep all its gradients "
         'at one exponent in silence: compile it with torch.compile(model, backend=scaler.backend("inductor")), of the '
@@ -84,20 +85,22 @@ def _refuse(out: Tensor, scaler: int) -> Tensor:
 
 
 _factors_of = define_operator(
-    "gradient_factors(int scaler, str edges, int count, Device device) -> Tensor",
+    "gradient_factors(str scaler, str edges, int count, Device device) -> Tensor",
     _factors,
     lambda scaler, edges, count, device: torch.empty(count, device=device),
 )
 _observed = define_operator(
-    "observe_gradients(Tensor[] gradients, int scaler, str site, str kinds) -> ()", _observe, lambda *_: None
+    "observe_gradients(Tensor[] gradients, str scaler, str site, str kinds) -> ()", _observe, lambda *_: None
 )
 _scaled_here = define_operator(
-    "scaled_here(Tensor out, int scaler) -> Tensor", _refuse, lambda out, scaler: torch.empty_like(out)
+    "scaled_here(Tensor out, str scaler) -> Tensor", _refuse, lambda out, scaler: torch.empty_like(out)
 )
 torch.fx.node.has_side_effect(_observed)
+# Traced by other backends on the way to its refusal.
+torch.library.register_autograd("halfulp::scaled_here", lambda _, gradient: (gradient, None))
 
 
-def marked(out: Tensor, scaler: int, wide: bool) -> Tensor:
+def marked(out: Tensor, scaler: str, wide: bool) -> Tensor:
     """A model's output in a graph that is compiled, for the scaler's backend to know it by."""
     if not out.requires_grad:
         return out
@@ -139,7 +142,7 @@ def backend(backward: Backward, name: str = "inductor", names: Iterable[Names] =
 class Partition(CustomPartitionerFn):
     """Parts a joint graph as torch does, and moves gradients in the backward one."""
 
-    def __init__(self, scaler: int, plan: Plan, inner: CustomPartitionerFn | None = None) -> None:
+    def __init__(self, scaler: str, plan: Plan, inner: CustomPartitionerFn | None = None) -> None:
         self.scaler = scaler
         self.plan = plan
         self.inner = inner
@@ -180,7 +183,7 @@ _COMPILERS = {"inductor": _inductor, "aot_eager": _aot_eager}
 # the forward graph ------------------------------------------------------------------------------------------
 
 
-def unmark(module: GraphModule, scaler: int) -> None:
+def unmark(module: GraphModule, scaler: str) -> None:
     """Take the marks of this scaler out."""
     for node in list(module.graph.nodes):
         if node.target is _scaled_here and node.args[1] == scaler:
@@ -240,13 +243,15 @@ def _place(node: Node, parents: set[str]) -> list[str]:
 # the backward graph -----------------------------------------------------------------------------------------
 
 
-def move_gradients(module: GraphModule, plan: Plan, scaler: int) -> None:
+def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
     """Write factors and observations into a backward graph."""
     placement = Placement(module, plan)
     crossings = placement.crossings()
-    writer = Writer(module, scaler, sorted(crossings, key=lambda x: plan.rank(x.target)))
+    writer = Writer(module, scaler, placement.keys(), crossings)
     moved = {writer.move(crossing): None for crossing in crossings}
     for seen in placement.seen(moved):
+        if not seen.found:
+            continue
         kinds, nodes, shared = zip(*seen.found.values())
         words = _PART.join(kind + _SHARED * s for kind, s in zip(kinds, shared))
         with module.graph.inserting_after(max(nodes)):
@@ -258,18 +263,13 @@ def move_gradients(module: GraphModule, plan: Plan, scaler: int) -> None:
 class Writer:
     """Writes nodes into a backward graph, with their values in meta."""
 
-    def __init__(self, module: GraphModule, scaler: int, crossings: list[Crossing]) -> None:
+    def __init__(self, module: GraphModule, scaler: str, keys: list[str], crossings: list[Crossing]) -> None:
         self._module = module
         self._scaler = scaler
         pairs = dict.fromkeys((crossing.source, crossing.target) for crossing in crossings)
         self._places = {pair: i for i, pair in enumerate(pairs)}
-        keys = {
-            key: str(i)
-            for i, key in enumerate(
-                dict.fromkeys(x.target for x in crossings) | dict.fromkeys(x.source for x in crossings)
-            )
-        }
-        self._edges = _ITEM.join([_PART.join(keys), *(_PART.join(keys[key] for key in pair) for pair in pairs)])
+        index = {key: str(i) for i, key in enumerate(keys)}
+        self._edges = _ITEM.join([_PART.join(keys), *(_PART.join(index[key] for key in pair) for pair in pairs)])
         self._vectors: dict[torch.device, Node] = {}
 
     def write(self, target: Callable, *args: Any) -> Node:

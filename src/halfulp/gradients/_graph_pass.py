@@ -223,6 +223,10 @@ class Placement:
             case _:
                 return self.sites[node]
 
+    def keys(self) -> list[str]:
+        """All sites, the global one and then the others in forward's order."""
+        return [GLOBAL, *sorted(set(self._calls.values()), key=self._plan.rank)]
+
     def crossings(self) -> list[Crossing]:
         """Every gradient that moves, once for each site that it moves to."""
         found: dict[tuple[Node, str], Crossing] = {}

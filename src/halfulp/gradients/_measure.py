@@ -37,7 +37,7 @@ class Measurements:
     def read(self, flags: list[Tensor]) -> tuple[list[float], list[Measured]]:
         """The values of ``flags``, numbers on any device, and what was measured, in order, by one copy per device."""
         rows, self._rows = self._rows, []
-        lines = [torch.stack([flag.float()] * 4) for flag in flags]
+        lines = [torch.stack([flag.float()] * 3) for flag in flags]
         values = _copied([*lines, *(row[-1] for row in rows)])
         found = [
             Measured(site, kind, _reading(numbers, site.exponent, count, stored))
@@ -66,12 +66,16 @@ def by_site(measured: list[Measured]) -> dict[Site, dict[str, Reading]]:
 
 @torch.no_grad()
 def _statistics(gradient: Tensor, stored: Format | None) -> Tensor:
-    """[amax, L2 norm, zeros, subnormals] in float32, on the gradient's device."""
-    size = _plain(gradient).abs()
-    below = size.lt(stored.smallest_normal).sum() if stored else size.eq(0).sum()
-    zero = size.eq(0).sum()
-    norm = torch.linalg.vector_norm(size, dtype=torch.float32)
-    return torch.stack([size.amax().float(), norm.float(), zero.float(), (below - zero).float()])
+    """[amax, zeros, subnormals] in float32, on the gradient's device; of a wide gradient amax alone."""
+    gradient = _plain(gradient)
+    if stored is None:
+        low, high = torch.aminmax(gradient)
+        amax = torch.maximum(-low, high).float()
+        return torch.stack([amax, torch.zeros_like(amax), torch.zeros_like(amax)])
+    size = gradient.abs()
+    zero = size.numel() - torch.count_nonzero(size)
+    below = size.lt(stored.smallest_normal).sum()
+    return torch.stack([size.amax().float(), zero.float(), (below - zero).float()])
 
 
 def _plain(gradient: Tensor) -> Tensor:
@@ -79,7 +83,8 @@ def _plain(gradient: Tensor) -> Tensor:
     gradient = gradient.detach()
     if gradient.layout is not torch.strided:
         gradient = gradient.coalesce().values()
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def _copied(rows: list[Tensor]) -> list[list[float]]:
@@ -93,11 +98,9 @@ def _copied(rows: list[Tensor]) -> list[list[float]]:
 
 
 def _reading(values: list[float], exponent: int, count: int, stored: Format | None) -> Reading:
-    amax, norm, zero, subnormal = values
-    unit = math.ldexp(1.0, -exponent)
+    amax, zero, subnormal = values
     return Reading(
-        amax=amax * unit,
-        rms=norm / math.sqrt(count) * unit,
+        amax=math.ldexp(amax, -exponent),
         zero=zero / count,
         subnormal=subnormal / count,
         elements=count,

@@ -21,6 +21,10 @@ from ._products import kind_of, name_of
 from ._site import Site
 
 _TAG = "_halfulp_site"
+COMPILED = (
+    "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile the whole "
+    'model with torch.compile(model, backend=scaler.backend("inductor")), or do not compile the part'
+)
 _local = threading.local()
 
 
@@ -86,6 +90,8 @@ class Region(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(COMPILED)
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         carriers = list(carriers_in((args, kwargs)))

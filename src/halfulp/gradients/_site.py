@@ -21,14 +21,12 @@ class Reading:
 
     Attributes:
         amax: Largest magnitude of the true gradient, the stored one times 2^-exponent; infinite or NaN if stored so.
-        rms: Root of the true gradient's mean square.
-        zero, subnormal: Share of elements that are stored as zero, and as subnormals of the format.
+        zero, subnormal: Share of elements that a narrow format stores as zero, and as subnormals; 0 of a wide one.
         elements: How many elements were looked at.
         format: Name of the format that stores them; None where that is as wide as float32.
     """
 
     amax: float
-    rms: float
     zero: float
     subnormal: float
     elements: int
@@ -46,7 +44,6 @@ class Reading:
         return Reading(
             # max() would drop a NaN that comes second.
             amax=max(self.amax, other.amax) if self.finite and other.finite else math.inf,
-            rms=math.sqrt(mine * self.rms**2 + theirs * other.rms**2),
             zero=mine * self.zero + theirs * other.zero,
             subnormal=mine * self.subnormal + theirs * other.subnormal,
             elements=total,

@@ -49,11 +49,6 @@ class SiteRow:
             merged=site.merged,
         )
 
-    def fits(self, exponents: tuple[int, int]) -> bool:
-        """Whether its largest gradient lies within a range of powers of two."""
-        largest = max((amax for amax in self.amax.values() if amax), default=0.0)
-        return not largest or exponents[0] <= math.frexp(largest)[1] - 1 <= exponents[1]
-
 
 @dataclasses.dataclass(frozen=True)
 class SiteTable:

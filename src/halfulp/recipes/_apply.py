@@ -37,7 +37,7 @@ def apply(
 
     Returns:
         The same model, and the optimizer. Of a recipe with a ``gradient_format`` the optimizer steps only while the
-        model has the scaler that `scaler` makes.
+        model has a scaler, as `scaler` makes it.
 
     Raises:
         ValueError: an unknown rule, a rule that the recipe does not go with, or a parameter that no glob of the
@@ -91,18 +91,23 @@ def scaler(recipe: Recipe, model: nn.Module) -> "AdaptiveGradScaler | None":
         return None
     from ..gradients import AdaptiveGradScaler
 
+    return AdaptiveGradScaler(model, **_scaler_options(recipe))
+
+
+def _scaler_options(recipe: Recipe) -> dict[str, Any]:
     if isinstance(recipe.gradient_scale, str):
-        return AdaptiveGradScaler(model, policy=recipe.gradient_scale, format=recipe.gradient_format)
+        return {"policy": recipe.gradient_scale, "format": recipe.gradient_format}
     # Without a scale too, what is not finite must not reach a weight.
-    start = recipe.gradient_scale or 1.0
-    return AdaptiveGradScaler(model, policy="constant", init_scale=start, format=recipe.gradient_format)
+    return {"policy": "constant", "init_scale": recipe.gradient_scale or 1.0, "format": recipe.gradient_format}
 
 
 def _check_scaled(recipe: Recipe, model: nn.Module) -> None:
     if "forward" not in vars(model):
+        options = ", ".join(f"{key}={value!r}" for key, value in _scaler_options(recipe).items())
         raise RuntimeError(
-            f"recipe {recipe.name!r} rounds gradients, and these are not rounded: make scaler = recipes.scaler(recipe, "
-            "model) and train by scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
+            f"recipe {recipe.name!r} rounds gradients, and these were not rounded: make scaler = "
+            f"halfulp.AdaptiveGradScaler(model, {options}) and train by scaler.scale(loss).backward(), "
+            "scaler.step(optimizer), scaler.update()"
         )
 
 

@@ -46,7 +46,7 @@ _UPDATE_WORDS = {
 
 _GRADIENT_SCALE_WORDS = {
     "amax": "Each layer has a scale of its own, by the largest gradient seen lately.",
-    "underflow-bound": "Each layer has a scale of its own, so that a bounded share underflows if gradients are Gaussian.",
+    "underflow-bound": "Each layer has a scale of its own, so that few underflow if gradients are Gaussian.",
     "element-wise": "Each layer has a scale of its own, so that no product of two elements underflows.",
     "abs-range": "Each layer has a scale of its own, so that the product of the smallest operands does not underflow.",
     "constant": "All have one scale, 65536.",
@@ -83,10 +83,11 @@ class Recipe:
         emulate: Name of a format to which every operator's output is rounded, forward and backward.
         gradient_format: Name of a format to which every gradient that a product (a linear layer, a convolution,
             attention) reads or makes is rounded, as a tensor core would: narrow operands, float32 sums, a narrow
-            result. Everything else stays float32. Such a training goes through the scaler of `recipes.scaler`.
-        gradient_scale: With ``gradient_format``: what gradients are multiplied by on their way. None is nothing, a number
-            is a constant power of two, a name a policy of `halfulp.gradients`: ``"amax"``, ``"underflow-bound"``,
-            ``"element-wise"``, ``"abs-range"``, ``"measured"``, ``"dynamic"``, ``"rising-floor"``, ``"constant"``.
+            result. Everything else stays float32. Such a training goes through a `halfulp.AdaptiveGradScaler`.
+        gradient_scale: With ``gradient_format``: what gradients are multiplied by on their way. None is nothing, a
+            number a constant power of two from 2^-30 to 2^60, a name a policy of `halfulp.gradients`: ``"amax"``,
+            ``"underflow-bound"``, ``"element-wise"``, ``"abs-range"``, ``"measured"``, ``"dynamic"``,
+            ``"rising-floor"``, ``"constant"``.
         perturb: Each starting weight is multiplied by 1 + perturb * N(0, 1): the control that shows how far two
             float32 runs drift apart by themselves.
 
@@ -344,17 +345,19 @@ def _arithmetic_words(recipe: Recipe) -> str:
     if recipe.payload:
         products = " Linear layers multiply in eight bits." if recipe.matmul else ""
         return f"Activations and gradients are such payloads too.{products}"
+    if recipe.gradient_format:
+        return f"Forward runs in float32, and backward too but for gradients in {recipe.gradient_format}:"
     return f"Forward and backward run in {recipe.param_dtype or 'float32'}."
 
 
 def _gradient_words(recipe: Recipe) -> list[str]:
     if recipe.gradient_format is None:
         return []
-    said = [f"Every gradient that a product reads or makes is rounded to {recipe.gradient_format}."]
+    said = ["every one that a product reads or makes is rounded to that."]
     if isinstance(recipe.gradient_scale, str):
         said.append(_GRADIENT_SCALE_WORDS[recipe.gradient_scale])
     elif recipe.gradient_scale is None:
-        said.append("It has no scale.")
+        said.append("They have no scale.")
     else:
         said.append(f"All have one scale, {recipe.gradient_scale:g}.")
     return [*said, "A step whose gradients are not finite is skipped."]

@@ -1,5 +1,6 @@
 """The finding of a comparison in words."""
 
+from .. import formats
 from ._evidence import Evidence
 from ._plan import REFERENCE
 from ._row import Row
@@ -17,9 +18,11 @@ def headline(evidence: Evidence) -> str:
     kept = [row for row in kept if row.bytes_per_parameter is not None]
     if not kept:
         return f"{_few(evidence)}no recipe stayed with float32".capitalize() + "."
-    best = min(kept, key=lambda row: row.bytes_per_parameter)
+    best = min(kept, key=lambda row: (row.bytes_per_parameter, _gradient_bits(row)))
     verb = "keeps float32’s accuracy" if not _few(evidence) else "stays with float32"
     where = f" ({task})" if len(evidence.tasks()) > 1 else ""
+    if best.gradient_format:
+        return f"{_few(evidence)}{best.recipe} {verb} with gradients in {best.gradient_format}{where}."
     return (
         f"{_few(evidence)}{best.recipe} {verb} at {number(best.bytes_per_parameter, 1)} bytes per parameter "
         f"instead of {number(reference.bytes_per_parameter, 1)}{where}."
@@ -38,6 +41,10 @@ def losers(evidence: Evidence) -> list[str]:
         if rows:
             worst = max(rows, key=lambda row: row.gap)
             lost = f": rounding cancelled {percent(worst.cancelled, 0)} of its updates" if worst.cancelled else ""
+            if worst.underflow:
+                lost = f": {percent(worst.underflow, 0)} of its gradients underflowed"
+            if worst.skipped == evidence.of_task(task)[0]["settings"]["steps"]:
+                lost = ": every step overflowed and was skipped"
             if lost and worst.realised is not None and worst.realised < 0.5:
                 lost += f", and only {percent(worst.realised, 0)} of the wanted movement took place"
             said.append(
@@ -71,6 +78,10 @@ def _keeps(evidence: Evidence, row: Row) -> bool:
         return row.verdict in KEPT
     reference = evidence.row(row.task, REFERENCE).loss
     return row.gap is not None and reference is not None and row.gap <= 5 * MARGIN * reference
+
+
+def _gradient_bits(row: Row) -> int:
+    return formats.get(row.gradient_format).bits if row.gradient_format else 32
 
 
 def _largest(evidence: Evidence) -> str:

@@ -8,7 +8,7 @@ from ._curves import svg
 from ._evidence import Evidence
 from ._headline import headline, is_indication, losers
 from ._row import Row, judged
-from ._table import DASH, cells, loss_name, notes, stored_bytes
+from ._table import DASH, cells, loss_name, notes, rounds_gradients, stored_bytes
 
 _WIDE, _NARROW = (820, 560), (340, 560)
 
@@ -51,6 +51,7 @@ def _task(evidence: Evidence, task: str) -> dict[str, Any]:
         "name": task,
         "title": settings["task"]["title"],
         "loss_name": loss_name(evidence, task),
+        "rounds_gradients": rounds_gradients(evidence, task),
         "notes": notes(evidence, task),
         "wide": svg(evidence, task, *_WIDE),
         "narrow": svg(evidence, task, *_NARROW),
@@ -74,6 +75,8 @@ def _line(evidence: Evidence, row: Row, index: int, most: float, reach: float) -
         "own": words["own arithmetic"],
         "cancelled": words["cancelled"],
         "realised": words["realised"],
+        "skipped": words.get("skipped", DASH),
+        "underflow": words.get("underflow", DASH),
         "bytes": words["bytes/param"],
         "speed": words["step time"],
         "cancelled_width": 100 * (row.cancelled or 0.0),

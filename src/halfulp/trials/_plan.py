@@ -78,12 +78,24 @@ def plan(
     for kind, found in (("task", [one.name for one in tasks]), ("recipe", [one.name for one in rows])):
         _once(kind, found)
         _plain(kind, found)
+    _check_loops(tasks, rows)
     return [
         Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps)
         for one in tasks
         for seed in numbers
         for recipe in rows
     ]
+
+
+def _check_loops(tasks: Sequence[Task], recipes: Sequence[Recipe]) -> None:
+    """A task with a loop of its own would not round gradients."""
+    own = [task.name for task in tasks if hasattr(task, "trial")]
+    rounding = [recipe.name for recipe in recipes if recipe.gradient_format]
+    if own and rounding:
+        raise ValueError(
+            f"task {own[0]!r} has a training loop of its own, which rounds no gradients: leave out "
+            f"{', '.join(rounding)}, or compare them on another task, such as 'two-heads'"
+        )
 
 
 def _seeds(seeds: int | Sequence[int]) -> list[int]:

@@ -32,6 +32,10 @@ class Row:
         bytes_per_parameter: Weight, companions, states and gradient.
         step_ms, speed: Median process CPU time of a step on one thread; as a multiple of float32's.
         emulated: The format that the arithmetic only imitates, or None; its memory and speed are the imitation's.
+        gradient_format: The format that gradients only imitate, or None; memory and speed likewise.
+        skipped: Steps that were skipped because a gradient was not finite.
+        underflow, worst_underflow: Of the gradient elements that are not zero without rounding, the share that was
+            stored as zero, sampled during training: of all, and of the site that lost most.
     """
 
     task: str
@@ -56,6 +60,10 @@ class Row:
     step_ms: float | None
     speed: float | None
     emulated: str | None
+    gradient_format: str | None
+    skipped: float | None
+    underflow: float | None
+    worst_underflow: float | None
 
 
 def rows(task: str, records: Sequence[Record]) -> list[Row]:
@@ -113,7 +121,16 @@ def _row(task: str, recipe: str, own: dict[int, Record], reference: dict[int, Re
         step_ms=_mean([result["step_ms"] for result in results]),
         speed=speed,
         emulated=settings["emulate"],
+        gradient_format=settings.get("gradient_format"),
+        skipped=_mean([result.get("skipped") for result in results]),
+        underflow=_mean([_underflow(result, "mean") for result in results]),
+        worst_underflow=_mean([_underflow(result, "worst") for result in results]),
     )
+
+
+def _underflow(result: dict[str, Any], which: str) -> float | None:
+    """None also where every sampled step was skipped."""
+    return result.get("underflow", {}).get(which)
 
 
 def _verdict(recipe: str, diverged: int, gap: float | None, limit: float | None) -> str | None:

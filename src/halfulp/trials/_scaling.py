@@ -12,12 +12,13 @@ from ..gradients import AdaptiveGradScaler
 from ..gradients._measure import by_site
 from ..recipes import Recipe
 from ..recipes._apply import scaler
+from .tasks import Batch
 
 # Underflow is counted in steps that a scaler measures anyway: every sixteenth, and no more than so many of them.
 INTERVAL = 16
 SAMPLES = 12
 
-LossOf = Callable[[nn.Module], Tensor]
+Loss = Callable[[Any, Tensor], Tensor]
 Zeros = dict[str, tuple[float, int]]
 
 
@@ -38,8 +39,8 @@ class Scaling:
         """Step the optimizer."""
         self._optimizer.step()
 
-    def after(self, step: int, loss_of: LossOf) -> None:
-        """After a step; ``loss_of`` makes its loss again, by another model."""
+    def after(self, step: int, loss: Loss, batch: Batch) -> None:
+        """After a step, with what its loss was made of."""
 
     def readings(self) -> dict[str, Any]:
         """What a trial's result says of it."""
@@ -78,13 +79,13 @@ class Rounded(Scaling):
         self._scaler.update()
         self._skipped += not self._scaler.last_step.applied
 
-    def after(self, step: int, loss_of: LossOf) -> None:
+    def after(self, step: int, loss: Loss, batch: Batch) -> None:
         """At a sampled step, count what underflowed; what overflowed is skipped and shows nothing."""
         if self._copy is None or not self._scaler.last_step.applied:
             return
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
-            wanted = _exact_zeros(self._copy, loss_of)
+            wanted = _exact_zeros(self._copy, loss, batch)
         for key, (zeros, elements) in _zeros(self._scaler).items():
             if key in wanted:
                 lost = max(0.0, zeros - wanted[key][0])
@@ -119,10 +120,12 @@ def scaling(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, 
         rounded.close()
 
 
-def _exact_zeros(model: nn.Module, loss_of: LossOf) -> Zeros:
+def _exact_zeros(model: nn.Module, loss: Loss, batch: Batch) -> Zeros:
     """Zeros of one step's gradients without rounding, by site."""
-    plain = AdaptiveGradScaler(model, policy="constant", init_scale=1.0)
-    plain.scale(loss_of(model)).backward()
+    # Rounding to float32's own format changes nothing, and lets zeros be counted.
+    plain = AdaptiveGradScaler(model, policy="constant", init_scale=1.0, format="fp32")
+    inputs, targets = batch
+    plain.scale(loss(model(inputs), targets)).backward()
     _, measured = plain._controller.backward.measurements.read([])
     plain.detach()
     return {site.key: _count(kinds.values()) for site, kinds in by_site(measured).items()}

@@ -54,6 +54,7 @@ def cells(evidence: Evidence, row: Row) -> dict[str, str]:
         verdict = f"diverged ({row.diverged} of {row.seeds})"
     reference = row.verdict == "reference"
     published = kind_of(row.task).published
+    scaled = {"skipped": _skipped(row), "underflow": _underflow(row)} if rounds_gradients(evidence, row.task) else {}
     in_paper = {"gap in the paper": number(published.get(row.recipe), 2, sign=True)} if published else {}
     return {
         "recipe": row.recipe,
@@ -64,8 +65,9 @@ def cells(evidence: Evidence, row: Row) -> dict[str, str]:
         "own arithmetic": _own(row),
         "cancelled": percent(row.cancelled),
         "realised": percent(row.realised, 0),
+        **scaled,
         "bytes/param": _bytes(row),
-        "step time": "emulated" if row.emulated else (DASH if row.speed is None else f"{row.speed:.2f}×"),
+        "step time": "emulated" if imitated(row) else (DASH if row.speed is None else f"{row.speed:.2f}×"),
         **in_paper,
     }
 
@@ -74,6 +76,16 @@ def with_percent_spread(value: float | None, spread: float | None) -> str:
     """A share and its spread as per cent."""
     text = percent(value)
     return text if value is None or spread is None else f"{text} ± {100 * spread:.1f}"
+
+
+def rounds_gradients(evidence: Evidence, task: str) -> bool:
+    """Whether a recipe of the comparison has a format for gradients."""
+    return any(record["settings"]["recipe"].get("gradient_format") for record in evidence.of_task(task))
+
+
+def imitated(row: Row) -> bool:
+    """Whether memory and speed are those of an imitation in float32."""
+    return row.emulated is not None or row.gradient_format is not None
 
 
 def stored_bytes(row: Row) -> float | None:
@@ -86,6 +98,14 @@ def stored_bytes(row: Row) -> float | None:
 def _bytes(row: Row) -> str:
     text = number(stored_bytes(row), 1)
     return f"({text})" if row.emulated else text
+
+
+def _skipped(row: Row) -> str:
+    return number(row.skipped, 0 if row.skipped is None or row.skipped.is_integer() else 1)
+
+
+def _underflow(row: Row) -> str:
+    return DASH if row.underflow is None else f"{percent(row.underflow)} · {percent(row.worst_underflow, 0)}"
 
 
 def _own(row: Row) -> str:
@@ -114,6 +134,15 @@ def notes(evidence: Evidence, task: str) -> list[str]:
         said.append(kind_of(task).published_in)
     if any(row.verdict is None for row in rows):
         said.append("A verdict needs 3 seeds: --seeds 3 --resume trains only what is missing.")
+    if rounds_gradients(evidence, task):
+        said.append(
+            "Skipped: steps without an update, as a gradient was not finite. Underflow: of the gradient elements that "
+            "are not zero when the same step runs without rounding, the share that the format stored as zero, of all · "
+            "of the layer that lost most, in sampled steps that were not skipped."
+        )
+        said.append(
+            "Formats of gradients are imitated in float32 tensors, slowly; the bytes are those of float32 gradients."
+        )
     if any(row.emulated for row in rows):
         said.append(
             "Emulated formats live in float32 tensors, slowly; the bytes in brackets are what their bits would take."

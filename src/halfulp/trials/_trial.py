@@ -89,7 +89,7 @@ def _train(
         window.append(loss.item())
         if not math.isfinite(window[-1]):
             return _course(curve, seconds, optimizer, memory, step)
-        scaled.after(step, lambda model: loss_of(model(inputs), targets))
+        scaled.after(step, loss_of, (inputs, targets))
         if len(window) == width or step == steps - 1:
             curve.append([step + 1, statistics.fmean(window)])
             window = []

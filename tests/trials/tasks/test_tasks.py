@@ -53,8 +53,11 @@ def test_loss_of_a_batch_is_finite_and_has_gradients(task: Task, seed: int) -> N
     loss.backward()
     assert loss.isfinite()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    logits = model(data.validation[0][:3])
-    assert logits.shape[:-1] == data.validation[1][:3].shape
+    logits, targets = model(data.validation[0][:3]), data.validation[1][:3]
+    hits = task.hits(logits, targets)
+    assert hits.dtype == torch.bool
+    assert hits.numel() == task.count(targets)
+    assert task.judge(logits, targets).isfinite()
 
 
 def test_seeds_decide_everything(task: Task, seed: int) -> None:

@@ -33,7 +33,7 @@ class Cifar10(Task):
     target: ClassVar[str] = "image"
 
     def __post_init__(self) -> None:
-        folder = _files.find(self.name, self.data, ("train.parquet", "test.parquet"), _HOW)
+        folder = _files.find("cifar10", self.data, ("train.parquet", "test.parquet"), _HOW)
         object.__setattr__(self, "data", str(folder))
 
     def load(self) -> Data:

@@ -2,6 +2,7 @@
 
 from ...recipes import unknown
 from ._cifar10 import Cifar10
+from ._cifar10_resnet import Cifar10ResNet
 from ._digits import Digits
 from ._digits_fpu import DigitsFPU
 from ._full_batch import CancerLogistic, CancerMLP, LinearRegression, Logistic
@@ -15,7 +16,7 @@ from ._two_heads import TwoHeads
 _TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
-        *(Digits, DigitsFPU, Text, TinyShakespeare, ScaledGPT, Cifar10, TwoHeads, Mammals),
+        *(Digits, DigitsFPU, Text, TinyShakespeare, ScaledGPT, Cifar10, Cifar10ResNet, TwoHeads, Mammals),
         *(LinearRegression, Logistic, CancerLogistic, CancerMLP),
     )
 }

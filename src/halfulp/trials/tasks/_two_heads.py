@@ -17,6 +17,8 @@ CLASSES = 1 + 10
 WEIGHT = 0.01
 _COPIES = 4
 
+Found = tuple[Tensor, Tensor]
+
 
 @dataclasses.dataclass(frozen=True)
 class TwoHeads(Task):
@@ -57,20 +59,20 @@ class TwoHeads(Task):
         torch.manual_seed(seed)
         return Detector()
 
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, logits: Found, targets: Tensor) -> Tensor:
         """Both heads' losses; see the class."""
-        boxes, classes = split(logits)
+        boxes, classes = logits
         return (boxes - targets[:, 1:]).square().sum() + WEIGHT * F.cross_entropy(classes, cells(targets))
 
-    def judge(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def judge(self, logits: Found, targets: Tensor) -> Tensor:
         """Both heads in nats; see the class."""
-        boxes, classes = split(logits)
+        boxes, classes = logits
         distance = (boxes - targets[:, 1:]).abs().mean() / STRIDE
         return F.nll_loss(image_classes(classes), targets[:, 0]) + distance
 
-    def hits(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def hits(self, logits: Found, targets: Tensor) -> Tensor:
         """Whether the image's class is right."""
-        return image_classes(split(logits)[1]).argmax(1) == targets[:, 0]
+        return image_classes(logits[1]).argmax(1) == targets[:, 0]
 
     def count(self, targets: Tensor) -> int:
         """Images."""
@@ -82,7 +84,7 @@ class TwoHeads(Task):
 
 
 class Detector(nn.Module):
-    """Images (batch, 1, 24, 24) to (batch, 4 + 11 * 24 * 24): a box in pixels, and class logits of all cells."""
+    """Images (batch, 1, 24, 24) to boxes (batch, 4) in pixels and the class logits (batch, 11, 24, 24) of all cells."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -99,21 +101,16 @@ class Detector(nn.Module):
             nn.ConvTranspose2d(twice, CLASSES, 4, stride=4),
         )
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Found:
         """See the class."""
         found = self.trunk(images)
-        return torch.cat([STRIDE * self.box(found), self.classes(found).flatten(1)], 1)
+        return (STRIDE * self.box(found)).float(), self.classes(found).float()
 
 
 def _layer(inputs: int, outputs: int) -> Iterator[nn.Module]:
     yield nn.Conv2d(inputs, outputs, 3, padding=1)
     yield nn.GroupNorm(4, outputs)
     yield nn.ReLU()
-
-
-def split(output: Tensor) -> tuple[Tensor, Tensor]:
-    """Boxes (batch, 4) and class logits (batch, 11, 24, 24) of a model's output, in float32."""
-    return output[:, :4].float(), output[:, 4:].float().unflatten(1, (CLASSES, SIDE, SIDE))
 
 
 def image_classes(classes: Tensor) -> Tensor:
@@ -124,8 +121,10 @@ def image_classes(classes: Tensor) -> Tensor:
 def cells(targets: Tensor) -> Tensor:
     """The class of every cell, (batch, 24, 24): 1 + the digit where its middle is in the box, else 0.
 
-    >>> cells(torch.tensor([[7, 48, 48, 8, 4]]))[0, 11:13, 10:14]
-    tensor([[0, 8, 8, 0],
+    >>> cells(torch.tensor([[7, 48, 48, 8, 16]]))[0, 9:13, 10:14]
+    tensor([[0, 0, 0, 0],
+            [0, 8, 8, 0],
+            [0, 8, 8, 0],
             [0, 8, 8, 0]])
     """
     middle = torch.arange(SIDE) * STRIDE + STRIDE / 2

@@ -1,0 +1,183 @@
+"""What the scaler tells: the table of sites, the last step, and both kinds of files."""
+
+import csv
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.gradients import LastStep
+
+from .exponents import batch, clear, mean_square, mlp, sites
+
+
+def trained(scaler, model, steps, overflows=()):
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    x, told = batch(), []
+    for step in range(steps):
+        clear(model)
+        scaler.scale(mean_square(model(x))).backward()
+        if step in overflows:
+            model[2].weight.grad[0, 0] = math.inf
+        measured = scaler._controller.backward.measuring
+        scaler.step(opt)
+        scaler.update()
+        told.append((measured, scaler.last_step, scaler.sites().to_dict()["sites"]))
+    return told
+
+
+def test_the_table_before_anything_was_measured(seed):
+    scaler = hu.AdaptiveGradScaler(mlp(), init_scale=2.0**9)
+    (row,) = scaler.sites().rows
+    assert (row.site, row.exponent, row.zero, row.subnormal, row.format, row.overflows) == (
+        *("global", 9, None, None),
+        *(None, 0),
+    )
+    assert set(row.amax.values()) == {None}
+    assert "global" in str(scaler.sites())
+
+
+def test_the_table_holds_what_is_known(seed):
+    model = mlp()
+    scaler = hu.AdaptiveGradScaler(model, format="fp16", interval=1)
+    trained(scaler, model, 4)
+    table = scaler.sites()
+    assert [row.site for row in table.rows] == ["global", "0", "2", "4"]
+    assert {row.site: row.exponent for row in table.rows} == sites(scaler)
+    assert table["2"] is table.rows[2]
+    with pytest.raises(ValueError, match=r"no site 'x'; the sites are global, 0, 2, 4"):
+        table["x"]
+    text = str(table).splitlines()
+    assert len(text) == 6
+    header, line = text[0], text[4]
+    assert [word in header for word in ("site", "exponent", "amax", "zero", "subnormal", "format")] == [True] * 6
+    assert line.split()[0] == "2"
+    assert line.split()[1] == str(sites(scaler)["2"])
+    assert "fp16" in line
+    data = table.to_dict()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["sites"] == [dataclasses.asdict(row) for row in table.rows]
+
+
+def test_zeros_and_subnormals_are_counted(seed):
+    """Against a count of the very gradient that arrives."""
+    model, x, seen = mlp(2), batch(64), []
+    scaler = hu.AdaptiveGradScaler(model, format="fp16", interval=1, init_scale=1.0, policy="constant")
+    model[2].weight.register_hook(lambda gradient: seen.append(hu.quantize(gradient, hu.formats.fp16, overflow="inf")))
+    model[2].bias.requires_grad_(False)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler.scale(mean_square(model(x)) * 2.0**-14).backward()
+    scaler.step(opt)
+    reading = scaler._controller._measured
+    (weight,) = [one.reading for one in reading if one.kind == "weight" and one.site.key == "2"]
+    zero = (seen[0] == 0).double().mean().item()
+    below = ((seen[0] != 0) & (seen[0].abs() < 2.0**-14)).double().mean().item()
+    assert weight.elements == 64
+    assert weight.zero == pytest.approx(zero)
+    assert weight.subnormal == pytest.approx(below)
+    assert below > 0.5
+    scaler.update()
+
+
+def test_the_last_step_says_what_happened(seed):
+    model = mlp()
+    scaler = hu.AdaptiveGradScaler(model, interval=8)
+    assert scaler.last_step is None
+    trained(scaler, model, 1)
+    assert scaler.last_step == LastStep(applied=True)
+    assert str(scaler.last_step) == "applied"
+    before = sites(scaler)["2"]
+    trained(scaler, model, 1, overflows={0})
+    step = scaler.last_step
+    assert not step.applied
+    assert step.culprits == (("2", before),)
+    assert str(step).startswith("skipped: gradients overflowed at 2 at 2^")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        step.applied = True
+
+
+OVERFLOWS = {3, 9}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_records_are_what_the_table_said(suffix, seed, tmp_path):
+    model, path = mlp(), tmp_path / f"run{suffix}"
+    scaler = hu.AdaptiveGradScaler(model, format="fp16", interval=4)
+    recorder = scaler.record(path)
+    told = trained(scaler, model, 13, OVERFLOWS)
+    recorder.close()
+    wanted = [(i + 1, step, rows) for i, (measured, step, rows) in enumerate(told) if measured]
+    assert len(wanted) >= 6
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file)) if suffix == ".csv" else [json.loads(line) for line in file]
+    if suffix == ".jsonl":
+        assert [line["iteration"] for line in lines] == [iteration for iteration, _, _ in wanted]
+        for line, (_, step, rows) in zip(lines, wanted):
+            assert line["applied"] is step.applied
+            assert line["reason"] == step.reason
+            assert line["sites"] == rows
+        return
+    flat = [(iteration, step, row) for iteration, step, rows in wanted for row in rows]
+    assert len(lines) == len(flat)
+    for line, (iteration, step, row) in zip(lines, flat):
+        assert int(line["iteration"]) == iteration
+        assert line["applied"] == str(step.applied)
+        assert line["reason"] == step.reason
+        assert line["site"] == row["site"]
+        assert int(line["exponent"]) == row["exponent"]
+        assert int(line["overflows"]) == row["overflows"]
+        assert line["format"] == (row["format"] or "")
+        for kind, amax in row["amax"].items():
+            assert line[kind] == ("" if amax is None else str(amax))
+        assert line["zero"] == ("" if row["zero"] is None else str(row["zero"]))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_a_record_is_continued(suffix, seed, tmp_path):
+    path = tmp_path / f"run{suffix}"
+    lengths = []
+    for _ in range(2):
+        model = mlp()
+        scaler = hu.AdaptiveGradScaler(model, interval=1)
+        recorder = scaler.record(path)
+        trained(scaler, model, 2)
+        recorder.close()
+        lengths.append(len(path.read_text().splitlines()))
+    assert lengths == ([2, 4] if suffix == ".jsonl" else [9, 17])
+
+
+def test_a_record_that_cannot_be_written(seed, tmp_path):
+    scaler = hu.AdaptiveGradScaler(mlp())
+    with pytest.raises(ValueError, match=r"a \.jsonl or a \.csv file, got .*run\.txt"):
+        scaler.record(tmp_path / "run.txt")
+    with pytest.raises(ValueError, match=r"cannot write the record .*give another path"):
+        scaler.record(tmp_path / "missing" / "run.csv")
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="a recorder that is closed is written to still")
+def test_closing_a_record_ends_it(seed, tmp_path):
+    model = mlp()
+    scaler = hu.AdaptiveGradScaler(model, interval=1)
+    recorder = scaler.record(tmp_path / "run.csv")
+    trained(scaler, model, 1)
+    recorder.close()
+    trained(scaler, model, 1)
+
+
+def test_a_merged_site_follows_the_global_one(seed):
+    model = mlp()
+    scaler = hu.AdaptiveGradScaler(model, format="fp16", interval=1)
+    trained(scaler, model, 2)
+    with pytest.raises(ValueError, match=r"no site 'x' to merge; the sites are global, 0, 2, 4"):
+        scaler.merge("x")
+    with pytest.raises(ValueError, match="no site 'global' to merge"):
+        scaler.merge("global")
+    scaler.merge("2", "not exact")
+    assert scaler.sites()["2"].merged == "not exact"
+    assert scaler.sites()["2"].exponent == scaler.sites()["global"].exponent
+    trained(scaler, model, 3)
+    assert scaler.sites()["2"].exponent == scaler.sites()["global"].exponent
+    assert str(scaler.sites()).splitlines()[4].split()[:2] == ["2", "global"]

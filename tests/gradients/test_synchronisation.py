@@ -1,0 +1,42 @@
+"""An iteration reads the device once, measured or not, as GradScaler's does."""
+
+import pytest
+import torch
+from torch import nn
+
+import halfulp as hu
+
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The names of the calls that would wait for a device."""
+    found = []
+    for name in READS:
+        original = getattr(torch.Tensor, name)
+
+        def counted(self, *args, _name=name, _original=original, **kwargs):
+            found.append(_name)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    return found
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_one_read_per_step(reads, seed, measured):
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+    scaler = hu.AdaptiveGradScaler(model, interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(5, 6)
+    for step in range(5 if measured else 6):
+        reads.clear()
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.last_step.applied
+    assert step % 2 != measured
+    assert reads == ["tolist"]
