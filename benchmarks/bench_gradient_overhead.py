@@ -13,7 +13,12 @@ TEXT = """Forward and backward of one batch in float32 on one thread, as a multi
 or compiled by Inductor; every site has another exponent, so that every edge multiplies. Statistics: what a measured \
 iteration costs more, over the 16 iterations that share it. Each figure is the median over processes; the range is \
 over them."""
-CASES = {"GPT": (256, 4, 8), "GPT, wide": (1024, 2, 4), "perceptron": (256, 12, 1024), "perceptron, wide": (1024, 6, 1024)}
+CASES = {
+    "GPT": (256, 4, 8),
+    "GPT, wide": (1024, 2, 4),
+    "perceptron": (256, 12, 1024),
+    "perceptron, wide": (1024, 6, 1024),
+}
 INTERVAL = 16
 
 
@@ -115,7 +120,9 @@ def main() -> None:
         child(chosen.child, chosen.compiled)
         return
     columns = {"model": "", "width": "", "engine": "", "plain, ms": ".1f", "step": ".3f", "range": ""}
-    table = Table("A step with exponents over one without", columns | {"statistics": "+.2%", "dropped": "", "bar": "", "met": ""})
+    table = Table(
+        "A step with exponents over one without", columns | {"statistics": "+.2%", "dropped": "", "bar": "", "met": ""}
+    )
     for compiled in (False, True):
         for case in CASES:
             line = spread(case, compiled, chosen.processes)
@@ -123,7 +130,9 @@ def main() -> None:
             met = line["step"] <= bar and line["statistics"] <= 0.01
             table.add(**line, bar=f"step <= {bar:.2f}, statistics <= 1%", met=met)
             print(line, flush=True)
-    result = Result("gradient_overhead", "The cost of gradient exponents", TEXT, "python -m benchmarks.bench_gradient_overhead")
+    result = Result(
+        "gradient_overhead", "The cost of gradient exponents", TEXT, "python -m benchmarks.bench_gradient_overhead"
+    )
     result.tables.append(table)
     save(result)
 

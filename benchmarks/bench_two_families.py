@@ -106,7 +106,9 @@ def measured(chain, scaler, format, inputs, targets) -> dict:
         kept = quantize(stored[name], format)
         given = true != 0
         under.append(float(((kept == 0) & given).sum() / given.sum().clamp(min=1)))
-        below.append(float(((kept.abs() < format.smallest_normal) & (kept != 0)).sum() / (kept != 0).sum().clamp(min=1)))
+        below.append(
+            float(((kept.abs() < format.smallest_normal) & (kept != 0)).sum() / (kept != 0).sum().clamp(min=1))
+        )
     scale = scaler.get_scale()
     for layer, reference in zip(chain.layers, plain.layers):
         found, wanted = layer.weight.grad / scale, reference.weight.grad

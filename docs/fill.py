@@ -7,6 +7,7 @@ has not been measured yet stays empty. With --check nothing is written, and the 
 import argparse
 import json
 import re
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -152,6 +153,71 @@ def scaled_recipes() -> str:
     return grid(["recipe", "payload", "products", "weight update", "moments", "what it is"], rows)
 
 
+# Where a policy of gradient scaling comes from.
+_POLICY_SOURCES = {
+    "amax": "halfulp",
+    "constant": "Micikevicius et al., arXiv 1710.03740",
+    "measured": "Micikevicius et al.",
+    "dynamic": "`torch.amp.GradScaler`, Micikevicius et al.",
+    "rising-floor": "Mellempudi et al., arXiv 1905.12334",
+    "underflow-bound": "Zhao et al., arXiv 1910.12385 and IJCAI-20",
+    "element-wise": "Zhao et al., their code",
+    "abs-range": "Zhao et al., their code",
+}
+
+
+def gradient_policies() -> str:
+    """How exponents follow from gradients, in the words of the classes."""
+    from halfulp.gradients._policy import _BY_NAME
+
+    if _BY_NAME.keys() ^ _POLICY_SOURCES.keys():
+        raise ValueError(f"policies without a source or the other way: {sorted(_BY_NAME.keys() ^ _POLICY_SOURCES)}")
+    rows = []
+    for name, source in _POLICY_SOURCES.items():
+        words = " ".join(_BY_NAME[name].__doc__.partition("\n\n")[0].split())
+        rule = re.sub(r" \([^()]*\)\.?$", "", words).removesuffix(".")
+        scales = "each its own" if _BY_NAME[name].per_site else "one for all"
+        rows.append([f'`"{name}"`', f"`{_BY_NAME[name].__name__}`", rule, scales, source])
+    return grid(["policy", "class", "rule", "scales", "source"], rows)
+
+
+# From docs/results/gradients.json --------------------------------------------------------------------------------
+
+
+def gradient_layers() -> str:
+    """What each layer's gradients needed, and what underflowed under one scale and under its own."""
+    path = RESULTS / "gradients.json"
+    if not path.exists():
+        return ""
+    found = json.loads(path.read_text())
+    one, own = found["one dynamic scale"], found["a scale per gradient"]
+    rows = []
+    for i, layer in enumerate(own["layers"]):
+        low, high = ([row[i] for row in own[field]] for field in ("need", "limit"))
+        row = [f"`{layer}`", f"{min(low)} to {max(low)}", f"{min(high)} to {max(high)}"]
+        for run in (one, own):
+            shares = [line[i] for line in run["underflow"]]
+            row += [f"{run['exponents'][-1][i]}", f"{statistics.fmean(shares):.2%}", f"{max(shares):.2%}"]
+        rows.append(row)
+    runs = [f"{who}: {what}" for who in ("dynamic", "own") for what in ("exponent at the end", "underflow", "at most")]
+    return grid(["layer", "least exponent", "overflow from", *runs], rows)
+
+
+def gradient_setting() -> str:
+    """How many steps the runs skipped, and where they were looked at."""
+    path = RESULTS / "gradients.json"
+    if not path.exists():
+        return ""
+    found = json.loads(path.read_text())
+    one, own = found["one dynamic scale"], found["a scale per gradient"]
+    words = (
+        f"Task `two-heads`, one seed, gradients rounded to {found['format']}; every sixteenth step is run again in "
+        f"float32 from the same weights and batch. Skipped steps: {one['skipped']} with one dynamic scale, "
+        f"{own['skipped']} with a scale per gradient. torch {found['torch']}, {found['processor']}."
+    )
+    return textwrap.fill(words, 120)
+
+
 # From docs/results/plots.json ------------------------------------------------------------------------------------
 
 
@@ -268,6 +334,13 @@ def compare_scaled_digits() -> str:
     return _chosen(lines, _SHORT) if lines else ""
 
 
+def compare_two_heads() -> str:
+    """Gradients in float16 and eight bits, two losses far apart."""
+    lines = _lines("two-heads.json", "two-heads")
+    shown = ("recipe", "gap to fp32", "verdict", "accuracy", "skipped", "underflow", "step time")
+    return _chosen(lines, shown) if lines else ""
+
+
 def scaled_starts() -> str:
     """Training from other magnitudes and under other scales."""
     return _every_table("scaled_starts")
@@ -382,6 +455,23 @@ def scaled_cost() -> str:
     return _every_table("scaled")
 
 
+def two_families() -> str:
+    """Underflow and the weights' gradients' error, by policy, of one family of gradients and of two."""
+    shares = ("underflow, mean", "worst layer", "subnormal, worst layer", "weight error, mean", "worst")
+    columns = ("format", "gradients", "policy", *shares, "skipped after step 20", "exponents")
+    return _benchmark("two_families", "One family", columns)
+
+
+def gradient_cost() -> str:
+    """What exponents cost in time."""
+    return _every_table("gradient_overhead")
+
+
+def gradient_exactness() -> str:
+    """On which architectures exponents change no bit."""
+    return _every_table("gradient_exactness")
+
+
 def mammals() -> str:
     """The embedding of WordNet's mammals."""
     path = ROOT / "benchmarks" / "results" / "mammals.json"
@@ -483,6 +573,13 @@ PLACES: dict[str, Callable[[], str]] = {
         scaled_rules,
         scaled_operators,
         scaled_recipes,
+        gradient_policies,
+        gradient_layers,
+        gradient_setting,
+        two_families,
+        gradient_cost,
+        gradient_exactness,
+        compare_two_heads,
         theorem1,
         drift,
         moment,

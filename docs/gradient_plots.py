@@ -1,4 +1,4 @@
-"""Trains with one scale and with exponents per gradient, and draws what each layer needed: `python docs/gradient_plots.py`.
+"""Draws which scales each layer's gradients need, over a training: `python docs/gradient_plots.py`.
 
 Figures go to docs/img/, the numbers behind them to docs/results/gradients.json.
 """
@@ -37,7 +37,7 @@ def train(policy: str, seed: int = 0) -> dict:
     scaler = hu.AdaptiveGradScaler(model, policy=policy, format=FORMAT, interval=INTERVAL, init_scale=2.0**START)
     rule = getattr(hu.optim, subject.rule)
     optimizer = rule(model.named_parameters(), every=0, **subject.hyper)
-    found: dict = {"steps": [], "need": [], "limit": [], "underflow": [], "skipped": 0}
+    found: dict = {"layers": layers_of(model), "steps": [], "need": [], "limit": [], "underflow": [], "skipped": 0}
     with tempfile.TemporaryDirectory() as folder:
         recorder = scaler.record(Path(folder) / "sites.jsonl")
         for step, (inputs, targets) in enumerate(subject.batches(data, seed, subject.steps)):
@@ -55,7 +55,6 @@ def train(policy: str, seed: int = 0) -> dict:
                 count(found, step, plain, stored, subject.loss, inputs, targets)
         recorder.close()
         lines = [json.loads(line) for line in recorder.path.read_text().splitlines()]
-    found["layers"] = [row["site"] for row in lines[-1]["sites"][1:]]
     found["exponents"] = [in_force(lines, step, found["layers"]) for step in found["steps"]]
     return found
 
@@ -71,10 +70,14 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
         handle = layer.register_forward_hook(keep)
 
-    for name, layer in model.named_modules():
-        if getattr(layer, "weight", None) is not None and layer.weight.dim() > 1:
-            watch(name, layer)
+    for name in layers_of(model):
+        watch(name, model.get_submodule(name))
     return found
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """The layers that multiply, each of which is a site."""
+    return [name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter.dim() > 1]
 
 
 def count(found: dict, step: int, plain: nn.Module, stored: dict, loss, inputs, targets) -> None:
@@ -91,7 +94,7 @@ def count(found: dict, step: int, plain: nn.Module, stored: dict, loss, inputs, 
         weight = plain.get_submodule(name).weight.grad
         limit[name] = overflows(max(float(gradient.abs().max()), float(weight.abs().max())))
     for field, values in (("need", need), ("limit", limit), ("underflow", underflow)):
-        found[field].append([values[name] for name in stored])
+        found[field].append([values[name] for name in found["layers"]])
     found["steps"].append(step)
 
 
@@ -119,16 +122,18 @@ def in_force(lines: list[dict], step: int, layers: list[str]) -> list[int]:
 
 def draw_map(found: dict, figure) -> None:
     """Of each layer the exponents that serve it, over training, and those that it had."""
-    one, own = (found[name] for name in POLICIES)
+    names = list(POLICIES)
+    one, own = (found[name] for name in names)
     layers = own["layers"]
-    panels = figure.subplots(2, math.ceil(len(layers) / 2), sharex=True, sharey=True).flat
+    panels = list(figure.subplots(2, math.ceil(len(layers) / 2), sharex=True, sharey=True).flat)
     for i, (axes, layer) in enumerate(zip(panels, layers)):
-        need, limit = ([row[i] for row in own[field]] for field in ("need", "limit"))
-        axes.fill_between(own["steps"], need, [e - 1 for e in limit], color="#9cc9a3", lw=0, label="serves the layer")
-        axes.plot(one["steps"], [row[i] for row in one["exponents"]], color="#c0392b", lw=1.2, label=[*POLICIES][0])
-        axes.plot(own["steps"], [row[i] for row in own["exponents"]], color="#1f6fb4", lw=1.2, label=[*POLICIES][1])
+        need, limit = [row[i] for row in own["need"]], [row[i] - 1 for row in own["limit"]]
+        serves = [low <= high for low, high in zip(need, limit)]
+        axes.fill_between(own["steps"], need, limit, where=serves, color="#9cc9a3", lw=0, label="serves the layer")
+        axes.plot(one["steps"], [row[i] for row in one["exponents"]], color="#c0392b", lw=1.2, label=names[0])
+        axes.plot(own["steps"], [row[i] for row in own["exponents"]], color="#1f6fb4", lw=1.2, label=names[1])
         axes.set_title(layer, fontsize=8)
-    for axes in list(panels)[len(layers) :]:
+    for axes in panels[len(layers) :]:
         axes.axis("off")
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("exponent of the scale", fontsize=9)
@@ -143,10 +148,10 @@ def draw_underflow(found: dict, figure) -> None:
     norm = LogNorm(1e-5, 1)
     for axes, name in zip(grids, POLICIES):
         shares = torch.tensor(found[name]["underflow"]).T.clamp(min=norm.vmin)
-        image = axes.pcolormesh(found[name]["steps"], range(len(shares)), shares, norm=norm, cmap="magma_r")
+        image = axes.pcolormesh(found[name]["steps"], range(len(shares)), shares, norm=norm, cmap="magma_r", zorder=2)
         axes.set(title=name, xlabel="step")
         axes.set_yticks(range(len(shares)), found[name]["layers"])
-        axes.invert_yaxis()
+    grids[0].invert_yaxis()
     figure.colorbar(image, ax=grids, label="share that underflows", extend="min")
 
 

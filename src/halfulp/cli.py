@@ -88,7 +88,7 @@ def application() -> Any:
             typer.Argument(help="package.module:function that returns (model, batch) or (model, batch, loss)."),
         ] = None,
         task: Annotated[str | None, typer.Option(help="A task's model and batch instead of a target.")] = None,
-        recipe: Annotated[str, typer.Option(help="A recipe with scaled payloads.")] = "scaled-fp16",
+        recipe: Annotated[str, typer.Option(help="A recipe with scaled payloads or a gradient scale.")] = "scaled-fp16",
         trials: Annotated[int, typer.Option(help="How many draws of scales.")] = 2,
         seed: Annotated[int, typer.Option(help="Of the scales.")] = 0,
         data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
@@ -134,7 +134,7 @@ def _console() -> Any:
     from rich.console import Console
 
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=160)
+    return console if console.is_terminal else Console(highlight=False, width=200)
 
 
 def _print_tables(evidence: Any) -> None:
@@ -147,7 +147,8 @@ def _print_tables(evidence: Any) -> None:
         rows = evidence.rows(task)
         lines = [cells(evidence, row) for row in rows]
         headers = list(lines[0])
-        parts = [headers] if console.width >= 136 else [headers[:4], ["recipe", *headers[4:]]]
+        widths = (2 + max(len(header), *(len(line[header]) for line in lines)) for header in headers)
+        parts = [headers] if console.width >= sum(widths) else [headers[:4], ["recipe", *headers[4:]]]
         console.print(f"\n[bold]{task}[/bold]")
         for part in parts:
             console.print(_table(part, rows, lines))

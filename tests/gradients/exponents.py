@@ -54,6 +54,11 @@ def sites(scaler):
     return {site.key: site.exponent for site in scaler._controller.sites}
 
 
+def own(scaler):
+    """The same without the global one."""
+    return {key: exponent for key, exponent in sites(scaler).items() if key != "global"}
+
+
 def gradients(*models):
     found = {}
     for number, model in enumerate(models):

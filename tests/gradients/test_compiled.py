@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 from halfulp import formats
 from halfulp.gradients._attach import attach
 from halfulp.gradients._backward import Backward
-from halfulp.gradients._compiled import backend
+from halfulp.gradients._compiled import Partition, backend
+from halfulp.gradients._graph_pass import Plan
 from halfulp.gradients._policy import get_policy
 from halfulp.gradients._site import GLOBAL, Sites
 
@@ -43,7 +44,7 @@ def _watched(model: nn.Module, exponent: int = 0, **given) -> Backward:
 
 
 def _compiled(model: nn.Module, backward: Backward, name: str = "aot_eager", **given):
-    return torch.compile(model, backend=backend(backward, name, [model.forward._names]), **given)
+    return torch.compile(model, backend=backend(backward, name), **given)
 
 
 def _backpropagate(loss: torch.Tensor, model: nn.Module, backward: Backward | None = None) -> dict:
@@ -115,6 +116,24 @@ def test_sites_have_the_keys_of_the_eager_front_end(seed):
     assert len(keys[1]) >= 17
     assert set(keys[1]) <= set(keys[0])
     assert keys[1] == [key for key in keys[0] if key in keys[1]]
+
+
+def test_each_of_several_models_has_sites_of_its_own(seed):
+    models, backward, x = [_mlp(), _mlp()], Backward(Sites(0), get_policy("amax")), torch.randn(5, 6)
+    for i, model in enumerate(models):
+        attach(model, backward, wide=None, prefix=str(i), mode="function")
+    compiled = [_compiled(model, backward) for model in models]
+    loss = sum(one(x).square().sum() for one in compiled)
+    loss.register_hook(lambda _: backward.begin(()))
+    loss.backward()
+    assert {site.key for site in backward.order} == {f"{i}.{j}" for i in (0, 1) for j in (0, 2, 4)}
+
+
+def test_caches_of_graphs_tell_apart_what_the_pass_depends_on(seed):
+    keys = [{"linear": "a"}, {"linear": "b"}, {"linear": "a"}]
+    uuids = [Partition("0", Plan(key, ("global",))).uuid() for key in keys]
+    assert uuids[0] == uuids[2] != uuids[1]
+    assert Partition("1", Plan(keys[0], ("global",))).uuid() != uuids[0] != Partition("0", Plan(keys[0], ())).uuid()
 
 
 def test_exponents_do_nothing_without_a_scaled_loss(seed):

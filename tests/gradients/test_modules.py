@@ -34,7 +34,6 @@ def test_every_module_with_parameters_and_no_parts_is_a_site(seed):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU(), mlp(2), nn.GRU(WIDTH, WIDTH))
     scaler = hu.AdaptiveGradScaler(model, mode="module")
     assert list(sites(scaler)) == ["global", "0", "1", "3.0", "3.2", "4"]
-    model.append(nn.Flatten())
 
 
 @pytest.mark.parametrize("name", ["truncated", "hf-llama", "hf-t5", "hf-mamba"])
@@ -45,19 +44,24 @@ def test_a_module_that_reads_its_input_twice_is_exact_but_for_the_order_of_sums(
         assert (found[key] - gradient).norm() <= 1e-5 * gradient.norm(), key
 
 
-def test_a_scripted_part_works_by_modules(seed):
-    class Scripted(nn.Module):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_function_between_modules(seed):
+    @torch.jit.script
+    def bend(h: torch.Tensor) -> torch.Tensor:
+        return h.tanh() * h
+
+    class Bent(nn.Module):
         def __init__(self):
             super().__init__()
             self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.bend = torch.compiler.disable(lambda h: h.tanh() * h)
 
         def forward(self, x):
-            return self.last(self.bend(self.first(x)))
+            return self.last(bend(self.first(x)))
 
-    model, x = Scripted(), batch()
+    model, x = Bent(), batch()
     found, wanted = trial(model, lambda: mean_square(model(x)), seed)
-    assert_same(found, wanted)
+    for key, gradient in wanted.items():  # torch.jit may compile it anew from call to call
+        assert (found[key] - gradient).norm() <= 1e-5 * gradient.norm(), key
 
 
 def exact_or_refused(model, run, seed):

@@ -171,11 +171,11 @@ def test_a_merged_site_follows_the_global_one(seed):
     model = mlp()
     scaler = hu.AdaptiveGradScaler(model, format="fp16", interval=1)
     trained(scaler, model, 2)
-    with pytest.raises(ValueError, match=r"no site 'x' to merge; the sites are global, 0, 2, 4"):
+    with pytest.raises(ValueError, match=r"no site.*x.* to merge; the sites are global, 0, 2, 4"):
         scaler.merge("x")
-    with pytest.raises(ValueError, match="no site 'global' to merge"):
+    with pytest.raises(ValueError, match=r"no site.*global.* to merge"):
         scaler.merge("global")
-    scaler.merge("2", "not exact")
+    scaler.merge("2", reason="not exact")
     assert scaler.sites()["2"].merged == "not exact"
     assert scaler.sites()["2"].exponent == scaler.sites()["global"].exponent
     trained(scaler, model, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
@@ -32,10 +32,13 @@ class WatchedForward:
         self._wide = wide
         self._prefix = prefix
         self._names = ParameterNames(model, prefix)
+        backward.names.add(self._names)
         self.inner = model.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and current() is not None):
+        if not torch.is_grad_enabled() or self._backward.idle:
+            return self.inner(*args, **kwargs)
+        if not torch.compiler.is_compiling() and current() is not None:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
             out, wide = self.inner(*args, **kwargs), under_float16() if self._wide is None else self._wide
@@ -148,6 +151,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    # Whoever compiled a module has loaded dynamo, which importing this file should not.
+    dynamo = sys.modules.get("torch._dynamo")
+    wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def _watched(module: nn.Module) -> bool:
     hooks = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
     return isinstance(module.__dict__.get("forward"), WatchedForward) or any(isinstance(x, ModuleSite) for x in hooks)
@@ -161,7 +171,7 @@ def check(model: nn.Module) -> None:
             "detach() before"
         )
     for name, module in model.named_modules():
-        if isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
+        if _is_compiled(module):
             raise ValueError(
                 f"{'the model' if not name else repr(name)} is compiled, and its backward pass would keep one exponent "
                 "in silence: give the plain model to AdaptiveGradScaler and compile it afterwards with "

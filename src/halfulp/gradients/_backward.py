@@ -62,21 +62,22 @@ class Backward:
         self.sites = sites
         self.policy = policy
         self.format = format
+        # Where one scale holds for all and nobody looks, GradScaler's own graph is all that is needed.
+        self.idle = not policy.per_site and not policy.measures and format is None
         self.active = False
         self.measuring = True
         self.passes = 0
         self.second_order = False
         self.measurements = Measurements()
-        # Called with True when the edges open and with False when they shut.
-        self.listeners: list[Callable[[bool], None]] = []
         self.order: dict[Site, None] = {}
         self.stays: list[Stay] = []
         self._crossings: dict[tuple[Site, Site], Hook] = {}
         self._homes: dict[int, Home] = {}
         self._warned = False
-        # What compiled graphs know it by, and the factors that they hold.
+        # What compiled graphs know it by, the factors that they hold, and whose parameters they name.
         self.handle = str(next(_handles))
         self.factors: dict[tuple, Any] = {}
+        self.names: weakref.WeakSet = weakref.WeakSet()
         ALIVE[self.handle] = self
 
     # what a backward pass goes through ----------------------------------------------------------------------
@@ -89,16 +90,11 @@ class Backward:
         if self.second_order or self.active:
             return
         self.active = True
-        for listen in self.listeners:
-            listen(True)
         Variable._execution_engine.queue_callback(self.end)
 
     def end(self) -> None:
         """Shut the edges."""
-        if self.active:
-            self.active = False
-            for listen in self.listeners:
-                listen(False)
+        self.active = False
 
     def renew(self) -> None:
         """Forget the iteration that ends here."""
@@ -171,8 +167,6 @@ class Backward:
         """The same for a parameter of a compiled graph, which needs no hook: the global one, if it has no other yet."""
         known = self._homes.get(id(parameter))
         if known is None or known.parameter() is not parameter:
-            if parameter.dtype == torch.float16 and sharded():
-                parameter.grad_dtype = torch.float32
             check_leaf(parameter)
             known = Home(weakref.ref(parameter), self.sites.anchor, made_at=site)
             self._homes[id(parameter)] = known

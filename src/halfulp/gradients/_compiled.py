@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.fx import GraphModule, Node
 
 from ..kernels import define_operator
@@ -17,7 +16,6 @@ from . import _graph_pass, _products
 from ._backward import ALIVE, Backward, shifted
 from ._graph_pass import Crossing, Placement, Plan
 from ._products import kind_of, name_of
-from ._region import Names
 from ._site import Site
 
 BACKENDS = ("inductor", "aot_eager")
@@ -110,17 +108,16 @@ def marked(out: Tensor, scaler: str, wide: bool) -> Tensor:
 # the backend ------------------------------------------------------------------------------------------------
 
 
-def backend(backward: Backward, name: str = "inductor", names: Iterable[Names] = ()) -> Callable[..., Any]:
+def backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
     """A backend of torch.compile for models with a scaler.
 
     Args:
         backward: The scaler's.
         name: Which of torch's backends compiles: "inductor" or "aot_eager".
-        names: Give parameters' modules, so that sites have the keys of the eager front end.
 
     Raises:
         ValueError: a name that is not allowed.
-        NotImplementedError: gradients are rounded to a format of their own.
+        NotImplementedError: gradients are rounded to a format of their own, or the policy reads products' operands.
     """
     if name not in BACKENDS:
         raise ValueError(f"the backend is one of {', '.join(BACKENDS)}, got {name!r}")
@@ -129,20 +126,25 @@ def backend(backward: Backward, name: str = "inductor", names: Iterable[Names] =
             f"gradients are rounded to {backward.format.name}, which compiled graphs do not do: leave the model "
             "uncompiled, or take format=None"
         )
-    known = list(names)
+
+    if backward.policy.wants_operands:
+        raise NotImplementedError(
+            f"policy {backward.policy.name!r} reads the operands of products, which compiled graphs do not show: leave "
+            "the model uncompiled, or take policy='amax'"
+        )
 
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
-        partition = Partition(backward.handle, planned(module, inputs, backward, known))
+        partition = Partition(backward.handle, planned(module, inputs, backward))
         unmark(module, backward.handle)
         return _COMPILERS[name](module, inputs, partition, options, mode)
 
     return compile_scaled
 
 
-class Partition(CustomPartitionerFn):
-    """Parts a joint graph as torch does, and moves gradients in the backward one."""
+class Partition:
+    """Parts a joint graph as torch does, and moves gradients in the backward one: a CustomPartitionerFn of Inductor."""
 
-    def __init__(self, scaler: str, plan: Plan, inner: CustomPartitionerFn | None = None) -> None:
+    def __init__(self, scaler: str, plan: Plan, inner: Any = None) -> None:
         self.scaler = scaler
         self.plan = plan
         self.inner = inner
@@ -155,6 +157,8 @@ class Partition(CustomPartitionerFn):
 
     def uuid(self) -> tuple:
         """What torch's caches of graphs must know."""
+        from torch._inductor.custom_graph_pass import get_hash_for_files
+
         sources = get_hash_for_files((__file__, _graph_pass.__file__, _products.__file__))
         inner = self.inner.uuid() if self.inner else None
         return sources, self.scaler, tuple(self.plan.keys.items()), self.plan.homes, inner
@@ -163,7 +167,9 @@ class Partition(CustomPartitionerFn):
 def _inductor(module: GraphModule, inputs: Sequence, partition: Partition, options: dict | None, mode: str | None):
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+    CustomPartitionerFn.register(Partition)
     patches = {**list_mode_options(mode or "default"), **(options or {})}
     partition.inner = patches.get("custom_partitioner_fn", config.custom_partitioner_fn)
     return compile_fx(module, inputs, config_patches={**patches, "custom_partitioner_fn": partition})
@@ -192,11 +198,11 @@ def unmark(module: GraphModule, scaler: str) -> None:
     module.recompile()
 
 
-def planned(module: GraphModule, inputs: Sequence, backward: Backward, names: Sequence[Names]) -> Plan:
+def planned(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
     """The sites of a forward graph's products, with the keys of the eager front end, and of its parameters."""
     placeholders = module.graph.find_nodes(op="placeholder")
     parameters = {node: x for node, x in zip(placeholders, inputs) if isinstance(x, nn.Parameter)}
-    owners = {node: _owner(node, x, names) for node, x in parameters.items()}
+    owners = {node: _owner(node, x, backward) for node, x in parameters.items()}
     parents = {owner.rpartition(".")[0] for owner in owners.values()}
     keys: dict[str, str] = {}
     calls: Counter[str] = Counter()
@@ -221,9 +227,9 @@ def planned(module: GraphModule, inputs: Sequence, backward: Backward, names: Se
     return Plan(keys, tuple(homes.get(node) for node in placeholders))
 
 
-def _owner(node: Node, parameter: nn.Parameter, names: Sequence[Names]) -> str:
+def _owner(node: Node, parameter: nn.Parameter, backward: Backward) -> str:
     """The qualified name of the module that holds a parameter."""
-    known = next((name for name in (one.of(parameter) for one in names) if name), None)
+    known = next((name for name in (one.of(parameter) for one in backward.names) if name), None)
     return known or _path(node.meta["grapharg"].source.name).rpartition(".")[0] or "model"
 
 
@@ -235,8 +241,9 @@ def _place(node: Node, parents: set[str]) -> list[str]:
     """The innermost module with parts that a node runs in."""
     for path, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
         name = path.partition("__self__.")[2]
-        if name in parents:
-            return [name]
+        found = [parent for parent in parents if name and f".{parent}".endswith(f".{name}")]
+        if found:
+            return [min(found, key=len)]
     return []
 
 

@@ -68,6 +68,10 @@ class Controller:
         self._skipped = True
         if not all(bool(loss.isfinite().all()) for loss in self.losses):
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
+        if not self.policy.per_site:
+            self._culprits = [self.sites.anchor]
+            exponent = self.sites.anchor.exponent
+            return LastStep(False, f"gradients overflowed at the scale of all, 2^{exponent}", (("global", exponent),))
         found = measured_culprits(self._measured) or unmeasured_culprits(
             self.backward.homes(), list(self.backward.order), self.backward.edges()
         )

@@ -17,6 +17,7 @@ class Constant(Policy):
 
     name = "constant"
     per_site = False
+    measures = False
 
     def exponent(self, site: Site) -> int | None:
         """None: it stays."""
@@ -67,6 +68,7 @@ class Dynamic(Policy):
 
     name = "dynamic"
     per_site = False
+    measures = False
 
     def __post_init__(self) -> None:
         check_count("growth_interval", self.growth_interval, 1, 10**9)

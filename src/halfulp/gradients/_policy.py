@@ -23,11 +23,13 @@ class Policy(abc.ABC):
     Attributes:
         name: What ``AdaptiveGradScaler(policy=...)`` calls it.
         per_site: Whether sites have exponents of their own; else all follow the global one.
+        measures: Whether it reads what was measured; else, in the tensors' own dtypes, no edge is put in at all.
         wants_operands: Whether it reads the operands of every product in measured iterations (`Published`).
     """
 
     name: ClassVar[str]
     per_site: ClassVar[bool] = True
+    measures: ClassVar[bool] = True
     wants_operands: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:

@@ -55,7 +55,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             that has it: ``"e5m2"``, ``"fp16"``, any Format. None leaves gradients in their tensors' dtypes.
         floor, ceiling: The least and the greatest exponent, from -60 to 60.
         float32_outputs: Whether float16 outputs of the model become float32, so that the gradient of a loss computed
-            outside is not rounded before it is scaled; None does so under autocast to float16.
+            outside is not rounded before it is scaled; None does so under autocast to float16, where sites have
+            exponents of their own.
         mode: ``"function"`` watches every torch function of the forward pass; ``"module"`` gives each module with
             parameters one site, for models whose functions cannot be watched.
         enabled: False makes all methods those of a disabled GradScaler, and leaves the model alone.
@@ -108,9 +109,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._detach: list[Callable[[], None]] = []
         if self._enabled:
             backward = self._controller.backward
+            wide = float32_outputs if backward.policy.per_site or float32_outputs else False
             for i, one in enumerate(models):
                 prefix = str(i) if len(models) > 1 else ""
-                self._detach.append(attach(one, backward, wide=float32_outputs, prefix=prefix, mode=mode))
+                self._detach.append(attach(one, backward, wide=wide, prefix=prefix, mode=mode))
 
     # what GradScaler has --------------------------------------------------------------------------------------
 

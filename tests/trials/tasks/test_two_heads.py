@@ -78,7 +78,7 @@ def test_losses_by_hand(data, seed: int) -> None:
                 inside = abs(x - across) < width / 2 and abs(y - down) < height / 2
                 cross -= math.log(chances[1 + digit if inside else 0, row, column]) / (3 * SIDE * SIDE)
         image -= math.log(chances[1 + digit].sum() / chances[1:].sum()) / 3
-    assert task.loss((boxes, classes), targets).item() == pytest.approx(squares + 0.01 * cross, rel=1e-5)
+    assert task.loss((boxes, classes), targets).item() == pytest.approx(squares + 0.001 * cross, rel=1e-5)
     assert task.judge((boxes, classes), targets).item() == pytest.approx(image + distances, rel=1e-5)
 
 

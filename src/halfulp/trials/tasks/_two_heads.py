@@ -14,7 +14,7 @@ from ._task import Batch, Data, Task, warm_cosine
 # Cells of the image along each side, and pixels of the page along a cell.
 SIDE, STRIDE = 24, 4
 CLASSES = 1 + 10
-WEIGHT = 0.01
+WEIGHT = 0.001
 _COPIES = 4
 
 Found = tuple[Tensor, Tensor]
@@ -27,10 +27,10 @@ class TwoHeads(Task):
     The network sees the page of 96x96 pixels as an image of 24x24 cells. A trunk of one convolution feeds two heads
     with layers of their own, and the loss is
 
-        sum over the batch of |box error in pixels|^2  +  0.01 mean over all cells of cross-entropy(class of the cell)
+        sum over the batch of |box error in pixels|^2  +  0.001 mean over all cells of cross-entropy(class of the cell)
 
     as such losses are often written: a sum beside a mean, and an auxiliary head with a small weight. The gradient of a
-    box is then 2 x 4 x its error in pixels, and that of a class logit at most 0.01 / (32 x 576): 2^27 lie between
+    box is then 2 x 4 x its error in pixels, and that of a class logit at most 0.001 / (32 x 576): 2^31 lie between
     the two at an error of 16 pixels. AdamW with a small epsilon moves every layer by the same however small its
     gradients are, so that both heads learn in float32; what underflows to zero does not move.
 
