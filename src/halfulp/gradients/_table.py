@@ -20,6 +20,7 @@ class SiteRow:
         exponent: Gradients there are stored as 2^exponent times the true ones.
         amax: Largest true gradient by kind: what arrives, what its product passes on, and its parameters'.
         zero, subnormal: Share of elements that are stored as zero and as subnormals, all kinds together.
+        elements: How many elements were looked at.
         format: The narrow format that stores them; None where none does.
         overflows: How often this site's overflow made a step be skipped.
         merged: Why it follows the global exponent; None where it has its own.
@@ -30,6 +31,7 @@ class SiteRow:
     amax: dict[str, float | None]
     zero: float | None
     subnormal: float | None
+    elements: int
     format: str | None
     overflows: int
     merged: str | None
@@ -44,6 +46,7 @@ class SiteRow:
             amax={kind: _finite(readings[kind].amax) if kind in readings else None for kind in _KINDS},
             zero=_share(readings, "zero"),
             subnormal=_share(readings, "subnormal"),
+            elements=sum(reading.elements for reading in readings.values()),
             format=site.format,
             overflows=site.overflows,
             merged=site.merged,

@@ -3,6 +3,7 @@
 from ._apply import RULES as RULES
 from ._apply import apply as apply
 from ._apply import assign as assign
+from ._apply import scaler as scaler
 from ._catalog import get as get
 from ._catalog import names as names
 from ._near import unknown as unknown

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gradients import AdaptiveGradScaler
-from ..gradients._measure import by_site
-from ..recipes import Recipe
-from ..recipes._apply import scaler
+from ..recipes import Recipe, scaler
 from .tasks import Batch
 
 # Underflow is counted in steps that a scaler measures anyway: every sixteenth, and no more than so many of them.
@@ -126,20 +124,14 @@ def _exact_zeros(model: nn.Module, loss: Loss, batch: Batch) -> Zeros:
     plain = AdaptiveGradScaler(model, policy="constant", init_scale=1.0, format="fp32")
     inputs, targets = batch
     plain.scale(loss(model(inputs), targets)).backward()
-    _, measured = plain._controller.backward.measurements.read([])
-    plain.detach()
-    return {site.key: _count(kinds.values()) for site, kinds in by_site(measured).items()}
+    plain.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    plain.update()
+    return _zeros(plain)
 
 
 def _zeros(scaler: AdaptiveGradScaler) -> Zeros:
-    """Zeros of the last measured step's gradients, as stored, by site."""
-    return {site.key: _count(site.readings.values()) for site in scaler._controller.sites if site.readings}
-
-
-def _count(readings: Any) -> tuple[float, int]:
-    """How many elements are zero, and how many there are."""
-    readings = list(readings)
-    return sum(one.zero * one.elements for one in readings), sum(one.elements for one in readings)
+    """Zeros of the last measured step's gradients, as stored, and how many elements there are, by site."""
+    return {row.site: (row.zero * row.elements, row.elements) for row in scaler.sites().rows if row.elements}
 
 
 def _share(counts: list[tuple[float, float]]) -> float:
