@@ -469,7 +469,24 @@ def gradient_cost() -> str:
 
 def gradient_exactness() -> str:
     """On which architectures exponents change no bit."""
-    return _every_table("gradient_exactness")
+    columns = ("architecture", "sites", "eager", "compiled", "float16", "float16, edges")
+    return _benchmark("gradient_exactness", "Exactness", columns, lambda row: "bar" not in row)
+
+
+def gradient_exactness_short() -> str:
+    """On how many they do not."""
+    columns = ("architecture", "eager", "compiled", "float16", "bar", "met")
+    return _benchmark("gradient_exactness", "Exactness", columns, lambda row: "bar" in row)
+
+
+def gradient_exactness_note() -> str:
+    """How that was run."""
+    path = ROOT / "benchmarks" / "results" / "gradient_exactness.json"
+    if not path.exists():
+        return ""
+    from benchmarks._results import load
+
+    return textwrap.fill(load(path).text, 120, break_on_hyphens=False)
 
 
 def mammals() -> str:
@@ -579,6 +596,8 @@ PLACES: dict[str, Callable[[], str]] = {
         two_families,
         gradient_cost,
         gradient_exactness,
+        gradient_exactness_short,
+        gradient_exactness_note,
         compare_two_heads,
         theorem1,
         drift,

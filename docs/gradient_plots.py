@@ -115,9 +115,9 @@ def overflows(largest: float) -> int:
 
 def in_force(lines: list[dict], step: int, layers: list[str]) -> list[int]:
     """The exponents of a step: a recorded line holds those from its iteration on."""
-    line = max((line for line in lines if line["iteration"] <= step), key=lambda line: line["iteration"], default=None)
-    rows = {row["site"]: row["exponent"] for row in line["sites"]} if line else {}
-    return [rows.get(layer, START) for layer in layers]
+    before = [line["sites"] for line in lines if line["iteration"] <= step]
+    rows = {row["site"]: row["exponent"] for row in before[-1]} if before else {}
+    return [rows.get(layer, rows.get("global", START)) for layer in layers]
 
 
 def draw_map(found: dict, figure) -> None:

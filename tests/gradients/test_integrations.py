@@ -78,6 +78,34 @@ def test_accelerate_trains_with_exponents_and_saves_them(seed, tmp_path, monkeyp
     assert {row.site: row.exponent for row in scaler.sites().rows} == before
 
 
+@pytest.mark.filterwarnings("ignore")  # advice of transformers
+@pytest.mark.parametrize("kind", ["amax", "dynamic"])
+def test_trainer_trains_as_without_a_scaler(kind, seed, tmp_path):
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 16)
+    config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    data = [{"input_ids": torch.randint(16, (8,)), "labels": torch.tensor(i % 2)} for i in range(8)]
+    options = {"max_grad_norm": 0.0, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(
+        output_dir=tmp_path, use_cpu=True, max_steps=STEPS, **options
+    )
+
+    def trained(scaled: bool):
+        torch.manual_seed(seed)
+        model = transformers.BertForSequenceClassification(config)
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+        if scaled:
+            trainer.accelerator.scaler = scaler_of(kind, model)
+        trainer.train()
+        return model, trainer.accelerator.scaler
+
+    (ours, scaler), (theirs, _) = trained(True), trained(False)
+    assert equal(ours, theirs)
+    assert scaler.last_step.applied
+    assert kind != "amax" or len(scaler.sites().rows) > 2
+
+
 def fitted(package: str, kind: str, seed: int, folder, epochs: int = 2, start=None):
     """A training by Lightning in fp16, one spike in its loss: module, scaler and trainer."""
     lightning = pytest.importorskip(package)

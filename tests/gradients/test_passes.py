@@ -79,7 +79,6 @@ def test_exponents_that_change_between_forward_and_backward(seed):
     assert_same({key: g / scaler.get_scale() for key, g in gradients(model).items()}, wanted)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="scale() writes into a factor that autograd has saved")
 @pytest.mark.parametrize("collect", [list, tuple])
 def test_several_losses_in_one_call(collect, seed):
     model, x = Heads(), batch()
@@ -227,7 +226,6 @@ def exact_or_refused(model, run, seed, **options):
     assert_same(found, wanted)
 
 
-@pytest.mark.xfail(strict=True, reason="a parameter's gradient from outside the model is taken to be at its home")
 @pytest.mark.parametrize("mode", ["function", "module"])
 def test_a_penalty_on_the_weights_outside_the_model(mode, seed):
     model, x = mlp(), batch()
@@ -238,20 +236,17 @@ def test_a_penalty_on_the_weights_outside_the_model(mode, seed):
     exact_or_refused(model, run, seed, mode=mode)
 
 
-@pytest.mark.xfail(strict=True, reason="a parameter's gradient from outside the model is taken to be at its home")
 def test_a_head_outside_the_model_that_is_tied_to_its_embedding(seed):
     model = nn.Sequential(nn.Embedding(WIDTH, WIDTH), *mlp(2))
     ids = torch.arange(WIDTH)
     exact_or_refused(model, lambda: mean_square(model(ids) @ model[0].weight.t()), seed)
 
 
-@pytest.mark.xfail(strict=True, reason="a parameter's gradient from outside the model is taken to be at its home")
 def test_a_part_that_is_called_on_its_own(seed):
     model, x = mlp(), batch()
     exact_or_refused(model, lambda: mean_square(model(x)) + mean_square(model[0](x)), seed)
 
 
-@pytest.mark.xfail(strict=True, reason="a parameter's gradient from another scaler's model is taken to be at its home")
 def test_a_parameter_that_two_scalers_share(seed):
     shared = nn.Linear(WIDTH, WIDTH)
     one, two = nn.Sequential(*mlp(2), shared), nn.Sequential(shared, *mlp(2))

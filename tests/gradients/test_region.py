@@ -75,7 +75,14 @@ def test_hooks_see_true_gradients_of_a_loss_that_was_not_scaled(mode, seed):
     seen.clear()
     plainly(seed, run, model)
     assert len(seen) == len(wanted) > 20
+    # Parameters' gradients pass one more node, and may come a hook later.
+    seen.sort(key=_order)
+    wanted.sort(key=_order)
     assert all(same_bits(a, b) for a, b in zip(seen, wanted))
+
+
+def _order(gradient):
+    return tuple(gradient.shape), gradient.flatten().tolist()
 
 
 def test_autograd_grad_without_scale_is_true(seed):
@@ -165,7 +172,6 @@ def test_an_exception_leaves_nothing_behind(where, error, seed):
     assert_nothing_is_left()
 
 
-@pytest.mark.xfail(strict=True, reason="the edges stay open after an exception in backward")
 def test_hooks_see_true_gradients_after_an_exception_in_backward(seed):
     model, x, seen = Failing(), batch(), []
 

@@ -159,9 +159,7 @@ DYNAMIC = [{"policy": Dynamic(growth_interval=5)}, {"format": "fp16", "interval"
 LOST = "a state lacks when the scale changed last, and whether the next iteration is measured"
 
 
-@pytest.mark.parametrize(
-    "options", [*OPTIONS, *(pytest.param(o, marks=pytest.mark.xfail(strict=True, reason=LOST)) for o in DYNAMIC)]
-)
+@pytest.mark.parametrize("options", [*OPTIONS, *(o for o in DYNAMIC)])
 def test_resumed_is_uninterrupted(options, seed):
     start = state(mlp())
 

@@ -30,7 +30,8 @@ def test_one_read_per_step(reads, seed, measured):
     scaler = hu.AdaptiveGradScaler(model, interval=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.randn(5, 6)
-    for step in range(5 if measured else 6):
+    steps = 5 if measured else 6
+    for _ in range(steps):
         reads.clear()
         optimizer.zero_grad()
         loss = model(batch).square().mean()
@@ -38,5 +39,4 @@ def test_one_read_per_step(reads, seed, measured):
         scaler.step(optimizer)
         scaler.update()
     assert scaler.last_step.applied
-    assert step % 2 != measured
     assert reads == ["tolist"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 import weakref
@@ -16,7 +17,7 @@ from ..tensors import MCTensor
 from ._backward import Backward
 from ._compiled import marked
 from ._custom import watched
-from ._modules import ModuleSite, attach_modules
+from ._modules import ModuleForward, attach_modules, plain_forward
 from ._nesting import mapped
 from ._region import Region, current
 
@@ -34,9 +35,15 @@ class WatchedForward:
         self._names = ParameterNames(model, prefix)
         backward.names.add(self._names)
         self.inner = model.forward
+        # Callers look at the signature to know which columns of a data set a model takes.
+        self.__signature__ = inspect.signature(model.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or self._backward.idle:
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self._backward.join(self._model())
+        if self._backward.idle:
             return self.inner(*args, **kwargs)
         if not torch.compiler.is_compiling() and current() is not None:
             return self.inner(*args, **kwargs)
@@ -53,11 +60,6 @@ class WatchedForward:
 
     def __reduce__(self) -> tuple:
         return plain_forward, (self._model(),)
-
-
-def plain_forward(model: nn.Module) -> types.MethodType:
-    """The ``forward`` of a model's class."""
-    return types.MethodType(type(model).forward, model)
 
 
 def under_float16() -> bool:
@@ -122,11 +124,13 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
         TypeError: no module.
         ValueError: it is compiled, wrapped by another scaler, or holds tensors with scales or components of their own.
     """
+    # A compiled forward pass does not tell who called it.
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    backward.parallel = backward.parallel or (wrapped and torch.distributed.get_world_size(model.process_group) > 1)
     model = unwrapped(model)
     check(model)
     if mode == "module":
-        removers = attach_modules(model, backward, prefix)
-        return lambda: [remove() for remove in removers]
+        return attach_modules(model, backward, prefix)
     handles = []
     for name, module in model.named_modules():
         if name and next(module.children(), None) is not None:
@@ -159,8 +163,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _watched(module: nn.Module) -> bool:
-    hooks = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
-    return isinstance(module.__dict__.get("forward"), WatchedForward) or any(isinstance(x, ModuleSite) for x in hooks)
+    return isinstance(module.__dict__.get("forward"), (WatchedForward, ModuleForward))
 
 
 def check(model: nn.Module) -> None:
@@ -171,6 +174,11 @@ def check(model: nn.Module) -> None:
             "detach() before"
         )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{'the model' if not name else repr(name)} is a script module, which takes no hooks and shows no "
+                "functions: give the plain Python module"
+            )
         if _is_compiled(module):
             raise ValueError(
                 f"{'the model' if not name else repr(name)} is compiled, and its backward pass would keep one exponent "

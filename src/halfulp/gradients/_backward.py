@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ..formats import Format
 from ..rounding import quantize
 from ._measure import Measurements, narrow
 from ._operands import operands
+from ._parallel import in_parallel
 from ._policy import Policy
 from ._site import Site, Sites
 
@@ -27,22 +28,30 @@ _handles = itertools.count()
 
 
 @dataclasses.dataclass
-class Home:
-    """Where a parameter's gradients are summed; the dtype that an operator makes them in, and the site if another."""
-
-    parameter: weakref.ref
-    site: Site
-    made_in: torch.dtype = torch.float32
-    made_at: Site | None = None
-
-
-@dataclasses.dataclass
 class Stay:
     """One forward pass in a region, by autograd's sequence numbers: its nodes, and those at the global exponent."""
 
     begun: int
     ended: int
     exits: set[int]
+
+
+class Widening(torch.autograd.Function):
+    """The edge of a float16 parameter, whose gradient leaves in float32, as its sum is (`check_leaf`).
+
+    A hook may not change a gradient's dtype; ``arrive`` is set on the node.
+    """
+
+    @staticmethod
+    def forward(ctx, parameter: Tensor) -> Tensor:
+        """The same numbers."""
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        """What the edge's hook makes of it."""
+        changed = ctx.arrive((gradient,))
+        return gradient if changed is None else changed[0]
 
 
 class Backward:
@@ -64,6 +73,8 @@ class Backward:
         self.format = format
         # Where one scale holds for all and nobody looks, GradScaler's own graph is all that is needed.
         self.idle = not policy.per_site and not policy.measures and format is None
+        # Whether other processes add their gradients to these.
+        self.parallel = False
         self.active = False
         self.measuring = True
         self.passes = 0
@@ -72,7 +83,8 @@ class Backward:
         self.order: dict[Site, None] = {}
         self.stays: list[Stay] = []
         self._crossings: dict[tuple[Site, Site], Hook] = {}
-        self._homes: dict[int, Home] = {}
+        self._arrivals: dict[tuple[Site, Format | None], Hook] = {}
+        self._readers: dict[int, tuple[weakref.ref, Site]] = {}
         self._warned = False
         # What compiled graphs know it by, the factors that they hold, and whose parameters they name.
         self.handle = str(next(_handles))
@@ -96,11 +108,17 @@ class Backward:
         """Shut the edges."""
         self.active = False
 
+    def join(self, model: nn.Module | None) -> None:
+        """Note, once in an iteration, whether a model's gradients are shared with other processes."""
+        if not self.order and not self.stays:
+            self.parallel = self.parallel or in_parallel(model)
+
     def renew(self) -> None:
         """Forget the iteration that ends here."""
         self.end()
         self.passes = 0
         self.second_order = False
+        self.measurements.clear()
         self.order.clear()
         self.stays.clear()
 
@@ -117,7 +135,7 @@ class Backward:
     def _crossing(self, source: Site, target: Site) -> Hook:
         def cross(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
-            if not self.active or gradient is None:
+            if self._shut() or gradient is None:
                 return None
             if target is self.sites.anchor and self.measuring and self.policy.wants_operands:
                 self._propose_at_loss(gradient, source)
@@ -148,52 +166,46 @@ class Backward:
 
         return look
 
-    def home(self, parameter: Tensor, site: Site, sharded: Callable[[], bool] = lambda: False) -> Site:
-        """The site at whose exponent a parameter's gradients are summed: where it was read first, ever.
+    def reads(self, parameter: Tensor, site: Site, sharded: Callable[[], bool] = lambda: False) -> None:
+        """Note that a parameter is read at a site, from where its gradient leaves for the global exponent.
 
         ``sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their
-        gradients become float32 before they leave for the global exponent, and are reduced so.
+        gradients become float32 before they leave, and are reduced so.
         """
-        known = self._homes.get(id(parameter))
-        if known is None or known.parameter() is not parameter:
-            known = self._homes[id(parameter)] = Home(weakref.ref(parameter), site)
+        known = self._readers.get(id(parameter))
+        if known is None or known[0]() is not parameter:
             if parameter.dtype == torch.float16 and sharded():
                 parameter.grad_dtype = torch.float32
             check_leaf(parameter)
-            parameter.register_hook(self._arrival(known))
-        return known.site
+            known = (weakref.ref(parameter), site)
+        self._readers[id(parameter)] = (known[0], site)
 
-    def settle(self, parameter: Tensor, site: Site) -> Site:
-        """The same for a parameter of a compiled graph, which needs no hook: the global one, if it has no other yet."""
-        known = self._homes.get(id(parameter))
-        if known is None or known.parameter() is not parameter:
-            check_leaf(parameter)
-            known = Home(weakref.ref(parameter), self.sites.anchor, made_at=site)
-            self._homes[id(parameter)] = known
-        return known.site
-
-    def note_dtype(self, parameter: Tensor, dtype: torch.dtype) -> None:
-        """In which dtype an operator makes this parameter's gradient, whatever it is cast to afterwards."""
-        self._homes[id(parameter)].made_in = dtype
-
-    def homes(self) -> Iterator[tuple[Tensor, Site]]:
-        """Every parameter that is alive, and its home."""
-        for known in self._homes.values():
-            parameter = known.parameter()
+    def readers(self) -> Iterator[tuple[Tensor, Site]]:
+        """Every parameter that is alive, and the site that read it last."""
+        for known, site in self._readers.values():
+            parameter = known()
             if parameter is not None:
-                yield parameter, known.made_at or known.site
+                yield parameter, site
 
-    def _arrival(self, home: Home) -> Callable[[Tensor], Tensor | None]:
-        """The hook of a parameter: its gradient leaves its home for the global exponent."""
+    def arrival(self, site: Site, made_in: torch.dtype) -> Hook:
+        """The hook of a parameter's edge: the gradient that a reader made, in a dtype, leaves its site."""
+        key = site, narrow(made_in)
+        if key not in self._arrivals:
+            self._arrivals[key] = self._arrival(site, self.format or key[1])
+        return self._arrivals[key]
 
-        def arrive(gradient: Tensor) -> Tensor | None:
-            if not self.active:
+    def _arrival(self, site: Site, stored: Format | None) -> Hook:
+        def arrive(gradients: tuple) -> tuple | None:
+            gradient = gradients[0]
+            if self._shut() or gradient is None:
                 return None
-            gradient = self._rounded(gradient)
+            changed = self._rounded(gradient)
             if self.measuring:
-                stored = self.format or narrow(home.made_in)
-                self.measurements.add(home.site, "weight", gradient, stored)
-            return shifted(gradient, self.sites.anchor.exponent - home.site.exponent)
+                self.measurements.add(site, "weight", changed, stored)
+            # A float16 parameter sums its gradients in float32 (`check_leaf`), where leaving is exact.
+            changed = changed.float() if changed.dtype == torch.float16 else changed
+            changed = shifted(changed, self.sites.anchor.exponent - site.exponent)
+            return None if changed is gradient else (changed,)
 
         return arrive
 
@@ -230,8 +242,19 @@ class Backward:
         """What the format makes of a gradient; an overflow shows, as infinity or, where there is none, NaN."""
         if self.format is None or not gradient.is_floating_point():
             return gradient
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            return torch.sparse_coo_tensor(
+                gradient.indices(), self._rounded(gradient.values()), gradient.shape, is_coalesced=True
+            )
         overflow = "inf" if self.format.infinities else "nan"
         return quantize(gradient, self.format, overflow=overflow)
+
+    def _shut(self) -> bool:
+        """Whether edges do nothing; what is differentiated once more shuts them for the whole iteration."""
+        if not self.active and torch.is_grad_enabled() and not self.second_order:
+            self._switch_off()
+        return not self.active
 
     def _switch_off(self) -> None:
         self.second_order = True
@@ -239,8 +262,8 @@ class Backward:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "a gradient of the scaled loss is taken with create_graph=True: gradients that are differentiated "
-                "again keep one global scale until scaler.update(), as in torch.amp.GradScaler (said once)",
+                "gradients are taken with create_graph=True: what is differentiated again has one global scale until "
+                "scaler.update(), as in torch.amp.GradScaler (said once)",
                 stacklevel=2,
             )
 

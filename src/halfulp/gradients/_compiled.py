@@ -161,7 +161,7 @@ class Partition:
 
         sources = get_hash_for_files((__file__, _graph_pass.__file__, _products.__file__))
         inner = self.inner.uuid() if self.inner else None
-        return sources, self.scaler, tuple(self.plan.keys.items()), self.plan.homes, inner
+        return sources, self.scaler, tuple(self.plan.keys.items()), self.plan.parameters, inner
 
 
 def _inductor(module: GraphModule, inputs: Sequence, partition: Partition, options: dict | None, mode: str | None):
@@ -222,9 +222,9 @@ def planned(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
         calls[key] += kind != "cell"
         if kind in ("product", "cell"):
             made_at |= {x: backward.sites.open(keys[stack[-1][0]]) for x in read if x not in made_at}
-    anchor = backward.sites.anchor
-    homes = {node: backward.settle(x, made_at.get(node, anchor)).key for node, x in parameters.items()}
-    return Plan(keys, tuple(homes.get(node) for node in placeholders))
+    for node, parameter in parameters.items():
+        backward.reads(parameter, made_at.get(node, backward.sites.anchor))
+    return Plan(keys, tuple(node in parameters for node in placeholders))
 
 
 def _owner(node: Node, parameter: nn.Parameter, backward: Backward) -> str:

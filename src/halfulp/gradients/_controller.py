@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._backward import Backward
 from ._measure import Measured, by_site
-from ._overflow import downstream, measured_culprits, unmeasured_culprits
+from ._overflow import Culprit, downstream, measured_culprits, unmeasured_culprits
+from ._parallel import least
 from ._policy import lowest
 from ._site import GLOBAL, Site
 from ._state import check_state, load_sites
@@ -49,11 +51,12 @@ class Controller:
         self.policy = backward.policy
         self.interval = interval
         self.floor, self.ceiling = floor, ceiling
+        self.start = self.sites.anchor.exponent
         self.iteration = 0
         self.since = 0
         self.losses: list[Tensor] = []
         self._measured: list[Measured] = []
-        self._culprits: list[Site] = []
+        self._culprits: list[Culprit] = []
         self._skipped = False
         self._given: dict[str, Any] | None = None
 
@@ -69,16 +72,17 @@ class Controller:
         if not all(bool(loss.isfinite().all()) for loss in self.losses):
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
         if not self.policy.per_site:
-            self._culprits = [self.sites.anchor]
+            self._culprits = [Culprit(self.sites.anchor, spreads=False)]
             exponent = self.sites.anchor.exponent
             return LastStep(False, f"gradients overflowed at the scale of all, 2^{exponent}", (("global", exponent),))
-        found = measured_culprits(self._measured) or unmeasured_culprits(
-            self.backward.homes(), list(self.backward.order), self.backward.edges()
-        )
-        self._culprits += [site for site in found if site not in self._culprits]
-        blamed = tuple((site.key, site.exponent) for site in found)
-        if not blamed:
-            return LastStep(False, "a gradient is not finite, and no site of the model made it")
+        found = measured_culprits(self._measured)
+        if not found and self.backward.parallel:
+            return LastStep(False, "gradients overflowed, here or in another process; the next step is measured to see")
+        found = found or unmeasured_culprits(self.backward.readers(), list(self.backward.order), self.backward.edges())
+        # What no site of the model made came from outside, at the global exponent.
+        found = found or [Culprit(self.sites.anchor, spreads=False)]
+        self._culprits += [one for one in found if one not in self._culprits]
+        blamed = tuple((one.site.key, one.site.exponent) for one in found)
         words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
         return LastStep(False, f"gradients overflowed at {words}", blamed)
 
@@ -89,7 +93,14 @@ class Controller:
             self._update_sites()
         else:
             self._update_anchor()
+        anchor = self.sites.anchor
+        if self.backward.parallel and self.policy.measures and (self.backward.measuring or self._skipped):
+            anchor.exponent = least(anchor.exponent, self.device())
         self._renew()
+
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next((parameter.device for parameter, _ in self.backward.readers()), torch.device("cpu"))
 
     def restart(self, exponent: int) -> None:
         """Set the global exponent by hand, and end the iteration."""
@@ -107,29 +118,46 @@ class Controller:
             self._set(site, exponents.get(site.key, 0))
         self._renew()
 
-    def resume(self, given: dict[str, Any], iteration: int) -> None:
+    @property
+    def progress(self) -> list:
+        """The iteration, steps since the global scale last changed, and whether this iteration is measured."""
+        return [self.iteration, self.since, self.backward.measuring]
+
+    def adopt(self, exponent: int, since: int) -> None:
+        """Start from another scaler's scale, and its count of steps without an overflow."""
+        for site in self.sites:
+            site.exponent = exponent
+        self.sites.start = self.start = exponent
+        self.since = since
+
+    def resume(self, given: dict[str, Any], progress: list) -> None:
         """Take over the sites of a state; they must be the model's, which the next iteration shows."""
         load_sites(given, self.sites)
-        self.iteration = iteration
+        self.iteration, self.since, self.backward.measuring = progress
         self._given = given
 
     def _update_sites(self) -> None:
         """Overflowed sites fall; the others follow the policy where they were measured."""
         readings = by_site(self._measured)
-        for site in self._culprits:
+        culprits = [one.site for one in self._culprits]
+        for site in culprits:
             site.overflows += 1
-            self._set(site, self.policy.lowered(site))
-        # What follows in backward saw infinities only. It gets the same room for one step, which is measured.
-        blind = [site for site in downstream(self._culprits, list(self.backward.order)) if self._blind(site, readings)]
-        for site in blind:
+        # What follows an activation's overflow saw infinities only. It gets the same room for one step, a measured one.
+        spreading = [one.site for one in self._culprits if one.spreads]
+        blind = [site for site in downstream(spreading, list(self.backward.order)) if _blind(site, readings)]
+        for site in dict.fromkeys([*culprits, *blind]):
             self._set(site, self.policy.lowered(site))
         for site, kinds in readings.items():
-            if site in self._culprits or site in blind or not all(reading.finite for reading in kinds.values()):
+            if site in culprits or site in blind or not all(reading.finite for reading in kinds.values()):
                 continue
             site.remember(kinds)
             exponent = self.policy.exponent(site)
             if exponent is not None:
                 self._set(site, exponent)
+        anchor = self.sites.anchor
+        if not culprits and self.backward.measuring and not anchor.history:
+            # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
+            self._set(anchor, min(self.start, anchor.exponent + 1))
 
     def _check_resumed(self) -> None:
         """After the first iteration from a loaded state: it had the sites that the model has, and no others."""
@@ -137,20 +165,13 @@ class Controller:
         if given is not None:
             check_state(given, {GLOBAL, *(site.key for site in self.backward.order)})
 
-    def _blind(self, site: Site, readings: dict) -> bool:
-        """Whether a site that overflow reached was not measured in this iteration with finite gradients."""
-        if site in self._culprits:
-            return False
-        kinds = readings.get(site)
-        return kinds is None or not all(reading.finite for reading in kinds.values())
-
     def _update_anchor(self) -> None:
         """One scale for all."""
         anchor = self.sites.anchor
         for site, kinds in by_site(self._measured).items():
             site.remember(kinds)
-        for site in self._culprits:
-            site.overflows += 1
+        for one in self._culprits:
+            one.site.overflows += 1
         self.since += 1
         wanted = self.policy.global_exponent(anchor.exponent, self._skipped, self.since, self.iteration + 1)
         if wanted is None:
@@ -174,3 +195,9 @@ class Controller:
         self._culprits.clear()
         self.losses.clear()
         self._skipped = False
+
+
+def _blind(site: Site, readings: dict[Site, dict]) -> bool:
+    """Whether a site that an overflow reached was not measured in this iteration with finite gradients."""
+    kinds = readings.get(site)
+    return kinds is None or not all(reading.finite for reading in kinds.values())

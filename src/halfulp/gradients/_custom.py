@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.utils import checkpoint
 
+from ._backward import Widening
 from ._region import Region, current
 
 _lock = threading.Lock()
@@ -39,7 +40,7 @@ def watched() -> Iterator[None]:
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     apply = super(_SingleLevelFunction, cls).apply
     region = current()
-    if region is None or not torch.is_grad_enabled():
+    if region is None or not torch.is_grad_enabled() or cls is Widening:
         return apply(*args, **kwargs)
     if cls is checkpoint.CheckpointFunction:
         args = (_replayed(args[0], region), *args[1:])

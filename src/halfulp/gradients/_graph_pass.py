@@ -65,11 +65,11 @@ class Plan:
 
     Attributes:
         keys: The site of each product of the forward graph, by its name there.
-        homes: Where the gradient of each input of the forward graph leaves to, if that is a parameter.
+        parameters: Which inputs of the forward graph are parameters.
     """
 
     keys: Mapping[str, str]
-    homes: tuple[str | None, ...]
+    parameters: tuple[bool, ...]
 
     @functools.cached_property
     def ranks(self) -> dict[str, int]:
@@ -183,20 +183,15 @@ class Placement:
     def _goes_on(self, node: Node, reader: Node) -> bool:
         """Whether a gradient goes to more than parameters through a reader."""
         if reader.op == "output":
-            return self._home(node) is None
+            return not self._is_a_parameters(node)
         return self.roles[reader] in ("product", "other") or self._leads.get(reader, False)
 
-    def _home(self, node: Node) -> str | None:
-        """Where a returned gradient of a parameter goes; None for other inputs."""
+    def _is_a_parameters(self, gradient: Node) -> bool:
+        """Whether a returned gradient is a parameter's, and not another input's."""
         gradients = pytree.tree_leaves(self._output.args)
-        if len(gradients) == len(self._plan.homes):
-            return self._plan.homes[gradients.index(node)]
-        if not {GLOBAL, None}.issuperset(self._plan.homes):
-            raise NotImplementedError(
-                "the model ran uncompiled before, and its compiled graph returns more gradients than those of its "
-                "inputs: compile it before it runs, or make a new scaler"
-            )
-        return GLOBAL
+        if len(gradients) != len(self._plan.parameters):
+            return True
+        return self._plan.parameters[gradients.index(gradient)]
 
     def _site(self, node: Node) -> str:
         role = self.roles.get(node, "other")
@@ -212,7 +207,7 @@ class Placement:
     def _read_at(self, reader: Node, node: Node) -> str:
         """The site at which a reader takes a gradient."""
         if reader.op == "output":
-            return self._home(node) or GLOBAL
+            return GLOBAL
         match self.roles[reader]:
             case "product":
                 return self._works_at(reader)

@@ -25,6 +25,10 @@ class Measurements:
     def __init__(self) -> None:
         self._rows: list[tuple[Site, str, Format | None, int, Tensor]] = []
 
+    def clear(self) -> None:
+        """Forget what was not read."""
+        self._rows.clear()
+
     def __len__(self) -> int:
         return len(self._rows)
 

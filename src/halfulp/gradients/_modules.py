@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import types
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._backward import Backward
+from ._backward import Backward, Widening
 from ._measure import narrow
 from ._nesting import carriers_in, mapped
+from ._region import hook_arrival
 from ._site import Site
 
 
-class ModuleSite:
-    """The hooks of one module: gradients inside are at its site, outside at the global exponent."""
+class ModuleForward:
+    """A module's ``forward`` with edges at its borders: inside, gradients are at its site, outside at the global
+    exponent. Copies of the module get their own plain one.
+    """
 
-    def __init__(self, backward: Backward, site: Site) -> None:
+    def __init__(self, module: nn.Module, backward: Backward, site: Site) -> None:
+        self._module = weakref.ref(module)
         self._backward = backward
         self._site = site
-        self._entered: list[list[tuple[Tensor, int]]] = []
+        self.inner = module.forward
 
-    def __deepcopy__(self, memo: dict) -> ModuleSite:
-        return self
-
-    def __reduce__(self) -> tuple:
-        return Unwatched, ()
-
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """Before forward: an edge in front of every argument."""
-        if not _watching():
-            return None
-        anchor = self._backward.sites.anchor
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._backward.idle:
+            return self.inner(*args, **kwargs)
+        self._backward.join(None)
         self._backward.order.setdefault(self._site)
-        for parameter in module.parameters(recurse=False):
-            self._backward.home(parameter, self._site)
-        args, kwargs = mapped((args, kwargs), lambda x: self._edge(x, anchor, self._site, False))
-        self._entered.append([(x, x._version) for x in carriers_in((args, kwargs))])
-        return args, kwargs
-
-    def leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
-        """After it: an edge behind every result."""
-        if not _watching():
-            return None
-        if any(x._version != version for x, version in self._entered.pop()):
+        args, kwargs = mapped((args, kwargs), self._entering)
+        versions = [x._version for x in carriers_in((args, kwargs))]
+        with self._parameters_apart() as arrivals:
+            out = self.inner(*args, **kwargs)
+        if versions != [x._version for x in carriers_in((args, kwargs))]:
             raise NotImplementedError(
                 f"module {self._site.key!r} writes into its argument, whose gradient then goes round the exponents: "
                 "let it work on a clone, or take mode='function'"
@@ -52,47 +46,75 @@ class ModuleSite:
         first = next(carriers_in(out), None)
         if first is not None:
             self._site.stored = narrow(first.dtype)
-            for parameter in module.parameters(recurse=False):
-                self._backward.note_dtype(parameter, first.dtype)
-        return mapped(out, lambda x: self._edge(x, self._site, self._backward.sites.anchor, True))
+            for view in arrivals:
+                hook_arrival(view, self._backward.arrival(self._site, first.dtype))
+        return mapped(out, self._leaving)
 
-    def _edge(self, x: Tensor, source: Site, target: Site, leaving: bool) -> Tensor:
-        if x.is_leaf and leaving:
-            return x
-        out = x.clone() if leaving else x.view_as(x)
-        if leaving and self._backward.format is not None:
-            # The product's own gradient: what arrives here.
-            out.grad_fn.register_prehook(self._backward.round_all)
-        out.grad_fn.register_prehook(self._backward.crossing(source, target))
+    @contextlib.contextmanager
+    def _parameters_apart(self) -> Iterator[list[Tensor]]:
+        """Let the module read views of its parameters, each with a node of its own; gives the views."""
+        module = self._module()
+        kept = dict(module._parameters)
+        for x in kept.values():
+            if x is not None and x.requires_grad:
+                self._backward.reads(x, self._site)
+        views = {id(x): _view(x) for x in kept.values() if x is not None and x.requires_grad}
+        listed = module.__dict__.get("_flat_weights")
+        try:
+            module._parameters.update({name: views.get(id(x), x) for name, x in kept.items()})
+            if listed is not None:
+                # Recurrent layers read this list.
+                module.__dict__["_flat_weights"] = [views.get(id(x), x) for x in listed]
+            yield list(views.values())
+        finally:
+            module._parameters.update(kept)
+            if listed is not None:
+                module.__dict__["_flat_weights"] = listed
+
+    def _entering(self, x: Tensor) -> Tensor:
+        out = x.view_as(x)
+        out.grad_fn.register_prehook(self._backward.crossing(self._backward.sites.anchor, self._site))
         return out
 
+    def _leaving(self, x: Tensor) -> Tensor:
+        if x.is_leaf:
+            return x
+        # A reader may write into it, and a write into a view would go round the hook.
+        out = x.clone()
+        out.grad_fn.register_prehook(self._backward.crossing(self._site, self._backward.sites.anchor))
+        if self._backward.format is not None:
+            x.grad_fn.register_prehook(self._backward.round_all)
+        return out
 
-class Unwatched:
-    """The hooks of a module that was pickled: they do nothing."""
+    def __deepcopy__(self, memo: dict) -> types.MethodType:
+        return plain_forward(memo[id(self._module())])
 
-    def enter(self, *args: Any) -> None:
-        """Nothing."""
-
-    def leave(self, *args: Any) -> None:
-        """Nothing."""
+    def __reduce__(self) -> tuple:
+        return plain_forward, (self._module(),)
 
 
-def _watching() -> bool:
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+def _view(parameter: Tensor) -> Tensor:
+    half = parameter.dtype == torch.float16
+    return Widening.apply(parameter) if half else parameter.view_as(parameter)
 
 
-def attach_modules(model: nn.Module, backward: Backward, prefix: str) -> list[Callable[[], None]]:
-    """Hook every module that has parameters and no parts, but for those whose parameters several modules share."""
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    handles = []
+def plain_forward(model: nn.Module) -> types.MethodType:
+    """The ``forward`` of a module's class."""
+    return types.MethodType(type(model).forward, model)
+
+
+def attach_modules(model: nn.Module, backward: Backward, prefix: str) -> Callable[[], None]:
+    """Give every module that has parameters and no parts edges at its borders; returns what takes them away."""
+    watched = []
     for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if own and next(module.children(), None) is None and all(owners[id(parameter)] == 1 for parameter in own):
-            key = ".".join(part for part in (prefix, name) if part) or "model"
-            hooks = ModuleSite(backward, backward.sites.open(key))
-            handles.append(module.register_forward_pre_hook(hooks.enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(hooks.leave, with_kwargs=True))
-    return [handle.remove for handle in handles]
+        if next(module.parameters(recurse=False), None) is None or next(module.children(), None) is not None:
+            continue
+        key = ".".join(part for part in (prefix, name) if part) or "model"
+        module.forward = ModuleForward(module, backward, backward.sites.open(key))
+        watched.append(module)
+
+    def detach() -> None:
+        for module in watched:
+            module.__dict__.pop("forward", None)
+
+    return detach

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import torch
@@ -11,26 +12,34 @@ from ._measure import Measured, by_site
 from ._site import Site
 
 
-def measured_culprits(measured: list[Measured]) -> list[Site]:
+@dataclasses.dataclass(frozen=True)
+class Culprit:
+    """A site that overflowed, and whether what overflowed spreads to those after it in backward."""
+
+    site: Site
+    spreads: bool
+
+
+def measured_culprits(measured: list[Measured]) -> list[Culprit]:
     """The sites where gradients stopped being finite, from a measured backward pass.
 
     What overflowed in an activation's gradient spreads to all that comes later in backward, so of these only the first
     counts; a parameter's gradient spreads nowhere.
     """
-    found = []
+    found: list[Culprit] = []
     flow = next((one for one in measured if one.kind != "weight" and not one.reading.finite), None)
     if flow is not None:
-        found.append(flow.site)
+        found.append(Culprit(flow.site, spreads=True))
     for site, kinds in by_site(measured).items():
         others = [reading.finite for kind, reading in kinds.items() if kind != "weight"]
-        if "weight" in kinds and not kinds["weight"].finite and all(others) and site not in found:
-            found.append(site)
+        if "weight" in kinds and not kinds["weight"].finite and all(others):
+            found.append(Culprit(site, spreads=False))
     return found
 
 
 def unmeasured_culprits(
     homes: Iterable[tuple[Tensor, Site]], order: list[Site], edges: Iterable[tuple[Site, Site]]
-) -> list[Site]:
+) -> list[Culprit]:
     """The same from the parameters' gradients alone: which of them are finite.
 
     Where all sites from one on, in backward's order, are not, an activation's gradient overflowed there: at the site
@@ -53,8 +62,8 @@ def unmeasured_culprits(
     if len(later) > 1 and later == bad:
         last = bad[-1]
         above = [target for source, target in edges if source is last and target in order]
-        return [max([last, *above], key=lambda site: site.exponent)]
-    return bad
+        return [Culprit(max([last, *above], key=lambda site: site.exponent), spreads=True)]
+    return [Culprit(site, spreads=False) for site in bad]
 
 
 def downstream(culprits: list[Site], order: list[Site]) -> list[Site]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["product", "cell", "shape", "in-place", "plain", "property"]
+Kind = Literal["product", "cell", "shape", "apart", "fact", "in-place", "plain", "property"]
 
 # By name, where a function is met as a method, a function of torch and an operator of torch.ops alike.
 _NAMES = {
@@ -24,6 +24,16 @@ _NAMES = {
 _CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 # Only their first argument has a gradient.
 _SHAPES = {"view_as", "expand_as", "reshape_as", "type_as"}
+# Each result is a view of one argument.
+_APART = {"atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "meshgrid"}
+# What they give has no gradient, so that reading a parameter by them opens no site.
+_FACTS = {
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_same_size", "is_pinned", "data_ptr", "get_device"),
+    *("type", "detach", "tolist", "item", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "register_hook", "retain_grad"),
+    *("__repr__", "__format__", "__hash__", "__bool__", "__float__", "__int__", "backward", "grad"),
+}
 _PROPERTY = type(torch.Tensor.shape.__get__)
 
 
@@ -31,13 +41,14 @@ _PROPERTY = type(torch.Tensor.shape.__get__)
 def kind_of(function: Callable[..., Any]) -> Kind:
     """What a torch function is to a region.
 
-    >>> kind_of(torch.matmul), kind_of(F.linear), kind_of(torch.Tensor.add_), kind_of(torch.relu)
+    >>> kind_of(torch.matmul), kind_of(torch.conv2d), kind_of(torch.Tensor.add_), kind_of(torch.relu)
     ('product', 'product', 'in-place', 'plain')
     """
     if isinstance(function, _PROPERTY):
         return "property"
     name = name_of(function)
-    for kind, known in (("product", _NAMES), ("cell", _CELLS), ("shape", _SHAPES)):
+    kinds = (("product", _NAMES), ("cell", _CELLS), ("shape", _SHAPES), ("apart", _APART), ("fact", _FACTS))
+    for kind, known in kinds:
         if name in known:
             return kind
     inplace = name.endswith("_") and not name.endswith("__")
@@ -47,7 +58,7 @@ def kind_of(function: Callable[..., Any]) -> Kind:
 def name_of(function: Callable[..., Any]) -> str:
     """The operator's name without its overload.
 
-    >>> name_of(torch.ops.aten.mm.default), name_of(F.conv2d)
+    >>> name_of(torch.ops.aten.mm.default), name_of(torch.conv2d)
     ('mm', 'conv2d')
     """
     name = getattr(function, "__name__", str(function))

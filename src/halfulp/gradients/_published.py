@@ -52,7 +52,8 @@ class Published(Policy):
     def proposed(self, site: Site, operands: Operands, format: Format, anchor: Site) -> int | None:
         """The exponent of a site by its product's operands, whose gradient is stored at the present one."""
         alpha = self.log2_alpha(operands, format)
-        if math.isnan(alpha):
+        # Zeros alone say nothing of how far to go.
+        if math.isnan(alpha) or not bool(operands.gradient.any()):
             return None
         alpha = bounded(
             alpha,

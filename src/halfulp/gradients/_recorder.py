@@ -40,7 +40,9 @@ class Recorder:
             self._write(_COLUMNS)
 
     def add(self, iteration: int, step: LastStep | None, table: SiteTable) -> None:
-        """Write one iteration, at once, so that a killed run keeps what it had."""
+        """Write one iteration, at once, so that a killed run keeps what it had; nothing once closed."""
+        if self._file.closed:
+            return
         applied, reason = (step.applied, step.reason) if step else (None, "")
         if self.path.suffix == ".jsonl":
             line: dict[str, Any] = {"iteration": iteration, "applied": applied, "reason": reason, **table.to_dict()}

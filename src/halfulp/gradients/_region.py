@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from ._backward import Backward, Stay
+from ._backward import Backward, Stay, Widening
 from ._measure import narrow
 from ._nesting import carriers_in, mapped
 from ._operands import other_factor
@@ -78,6 +79,9 @@ class Region(TorchFunctionMode):
 
     def __enter__(self) -> Region:
         self._outer = current()
+        if torch._C._current_graph_task_id() == -1:
+            # Outside of backward no edge is open, even if the last backward pass raised.
+            self._backward.end()
         self._begun = torch._C._autograd._get_sequence_nr()
         super().__enter__()
         _local.region = self
@@ -98,20 +102,55 @@ class Region(TorchFunctionMode):
         if not carriers:
             return function(*args, **kwargs)
         kind = kind_of(function)
+        if kind == "fact":
+            return function(*args, **kwargs)
         if kind == "property":
-            return self._viewed(function(*args, **kwargs), function, carriers)
+            return self._property(function, args, carriers)
         if kind == "in-place":
             return self._write(function, args, kwargs, carriers)
         if kind == "shape":
-            return self._made(function(*args, **kwargs), self._common(function, carriers[:1]), kind)
-        site = self._site(kind, function, args, carriers)
+            return self._shaped(function, args, kwargs)
+        if kind == "apart":
+            return self._apart(function, args, kwargs)
+        return self._call(function, args, kwargs, self._site(kind, function, args, carriers), kind)
+
+    def _call(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
+        """Run a function with all its gradients at one site."""
+        arrivals: list[Tensor] = []
         # Edges run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
-        kwargs = self._moved(kwargs, site, function)
-        out = function(*self._moved(args, site, function), **kwargs)
-        self._note(carriers, out)
+        kwargs = self._moved(kwargs, site, arrivals, function)
+        out = function(*self._moved(args, site, arrivals, function), **kwargs)
+        self._arrive(arrivals, out, site)
         if kind == "product" and self._backward.measuring and self._backward.policy.wants_operands:
             self._watch_operands(function, args, out, site)
         return self._made(out, site, kind)
+
+    def _property(self, function: Callable, args: tuple, carriers: list[Tensor]) -> Any:
+        """A property; some, such as ``x.mT``, carry their tensor's gradient."""
+        out = function(*args)
+        if not isinstance(out, Tensor) or not out.requires_grad or out.is_leaf:
+            return out
+        return self._call(function, args, {}, self._common(function, carriers), "plain")
+
+    def _shaped(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """The first argument in the shape of another, whose gradient it is not."""
+        first = list(carriers_in(args[:1]))
+        if not first:
+            return function(*args, **kwargs)
+        arrivals: list[Tensor] = []
+        site = self._common(function, first)
+        out = function(*self._moved(args[:1], site, arrivals), *args[1:], **kwargs)
+        self._arrive(arrivals, out, site)
+        return self._made(out, site, "plain")
+
+    def _apart(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Views of the arguments, one each, which stay where their tensors are."""
+        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        out = function(*args, **kwargs)
+        for tensor, view in zip(tensors, [out] if isinstance(out, Tensor) else out):
+            if view.requires_grad and not view.is_leaf:
+                self._tagged(view, self.site_of(tensor))
+        return out
 
     # sites ----------------------------------------------------------------------------------------------------
 
@@ -128,11 +167,14 @@ class Region(TorchFunctionMode):
     def _check_known(self, tensor: Tensor) -> None:
         """What was made in here without being seen has gradients in unknown units."""
         node = tensor.grad_fn
+        if self._backward.second_order:
+            # Made by a derivative within the model: all gradients have the global exponent until the next update.
+            return
         if node is not None and self._begun <= node._sequence_nr() < 2**62:
             raise NotImplementedError(
                 f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
-                f"{node.name()}, which is no torch function that can be watched (a compiled or scripted part, or an "
-                "extension): call it inside a torch.autograd.Function, or take AdaptiveGradScaler(mode='module')"
+                f"{node.name()}, which is no torch function that can be watched (an extension, say): call it inside a "
+                "torch.autograd.Function, or take AdaptiveGradScaler(mode='module')"
             )
 
     def _site(self, kind: str, function: Callable, args: tuple, carriers: list[Tensor]) -> Site:
@@ -172,37 +214,48 @@ class Region(TorchFunctionMode):
             return self._open(function, carriers)
         return self.site_of(state)
 
-    def _viewed(self, out: Any, function: Callable, carriers: list[Tensor]) -> Any:
-        """A property; some, such as ``x.mT``, carry their tensor's gradient."""
-        if not isinstance(out, Tensor) or not out.requires_grad or out.is_leaf:
-            return out
-        site = self._common(function, carriers)
-        self._moved(carriers, site)
-        setattr(out, _TAG, site)
-        return out
-
     # edges ----------------------------------------------------------------------------------------------------
 
-    def _moved(self, value: Any, site: Site, function: Callable | None = None) -> Any:
-        """Arguments whose gradients all arrive at ``site``.
+    def _moved(self, value: Any, site: Site, arrivals: list[Tensor], function: Callable | None = None) -> Any:
+        """Arguments whose gradients all arrive at ``site``; parameters' views are added to ``arrivals``.
 
         A composite function may ask whether two arguments are one tensor, so that they must stay one.
         """
         shared: dict[int, Tensor] | None = {} if isinstance(function, FunctionType) else None
 
         def moved(x: Tensor) -> Tensor:
-            if shared is None:
-                return self.edge(x, self._source(x, site), site)
-            if id(x) not in shared:
-                shared[id(x)] = self.edge(x, self._source(x, site), site)
-            return shared[id(x)]
+            if shared is not None and id(x) in shared:
+                return shared[id(x)]
+            out = self._read(x, site, arrivals, function) if is_parameter(x) else self.edge(x, self.site_of(x), site)
+            if shared is not None:
+                shared[id(x)] = out
+            return out
 
         return mapped(value, moved)
 
-    def _source(self, tensor: Tensor, site: Site) -> Site:
-        if not is_parameter(tensor):
-            return self.site_of(tensor)
-        return self._backward.home(tensor, site, self._names.sharded)
+    def _read(self, parameter: Tensor, site: Site, arrivals: list[Tensor], function: Callable | None) -> Tensor:
+        """A parameter as a reader at ``site`` may take it."""
+        self._backward.reads(parameter, site, self._names.sharded)
+        if site is self._anchor:
+            return parameter
+        if parameter.dtype == torch.float16:
+            arrivals.append(Widening.apply(parameter))
+            return arrivals[-1]
+        sparse = function is not None and name_of(function).startswith("embedding")
+        # A view's gradient must be dense, an alias's may be sparse.
+        out = torch.ops.aten.alias.default(parameter) if sparse else parameter.view_as(parameter)
+        arrivals.append(out)
+        return out
+
+    def _arrive(self, arrivals: list[Tensor], out: Any, site: Site) -> None:
+        """Let parameters' gradients leave ``site``, made in the dtype of what they were read for."""
+        if not arrivals:
+            return
+        if isinstance(out, list | tuple):
+            out = next((x for x in out if isinstance(x, Tensor)), None)
+        dtype = out.dtype if isinstance(out, Tensor) else torch.float32
+        for view in arrivals:
+            hook_arrival(view, self._backward.arrival(site, dtype))
 
     def edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
         """The tensor as a reader at ``target`` may take it; ``leaving``: one that may then write into it.
@@ -217,24 +270,16 @@ class Region(TorchFunctionMode):
         setattr(out, _TAG, target)
         return out
 
-    def _note(self, carriers: list[Tensor], out: Any) -> None:
-        """Remember in which dtype the gradients of parameters are made: that of what they are read for."""
-        if isinstance(out, list | tuple):
-            out = next((x for x in out if isinstance(x, Tensor)), None)
-        for x in carriers:
-            if isinstance(out, Tensor) and is_parameter(x):
-                self._backward.note_dtype(x, out.dtype)
-
     # results --------------------------------------------------------------------------------------------------
 
     def _write(self, function: Callable, args: tuple, kwargs: dict, carriers: list[Tensor]) -> Any:
         """A function that changes its first argument, whose site stays as it is."""
         written = args[0] if args and isinstance(args[0], Tensor) else carriers[0]
-        kept = written.requires_grad
-        site = self._source(written, self._anchor) if kept else self._common(function, carriers)
-        kwargs = self._moved(kwargs, site)
-        out = function(written, *self._moved(args[1:], site), **kwargs) if args else function(**kwargs)
-        self._note(carriers[1:], written)
+        site = self.site_of(written) if written.requires_grad else self._common(function, carriers)
+        arrivals: list[Tensor] = []
+        kwargs = self._moved(kwargs, site, arrivals)
+        out = function(written, *self._moved(args[1:], site, arrivals), **kwargs) if args else function(**kwargs)
+        self._arrive(arrivals, written, site)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
                 self._tagged(x, getattr(x, _TAG, site))
@@ -253,7 +298,7 @@ class Region(TorchFunctionMode):
         if kind == "product" and self._backward.format is not None and out.grad_fn not in nodes:
             nodes.add(out.grad_fn)
             out.grad_fn.register_prehook(self._backward.round_all)
-        if out.dim() == 0 and site is not self._anchor:
+        if out.dim() == 0 and site is not self._anchor and not out._is_view():
             # Numbers are losses: they may leave the model by other ways than its output.
             out = self.edge(out, site, self._anchor, leaving=True)
             site = self._anchor
@@ -274,7 +319,7 @@ class Region(TorchFunctionMode):
     @_unwatched
     def through_anchor(self, call: Callable[[tuple], Any], args: tuple) -> Any:
         """Results of a call whose gradients, in and out, are at the global exponent."""
-        moved = self._moved(args, self._anchor)
+        moved = self._moved(args, self._anchor, [])
         versions = [x._version for x in carriers_in(moved)]
         out = call(moved)
         if versions != [x._version for x in carriers_in(moved)]:
@@ -305,6 +350,14 @@ class Region(TorchFunctionMode):
             widened.grad_fn.register_prehook(self._backward.crossing(site, self._anchor))
             return untagged(self._tagged(widened, self._anchor))
         return untagged(self._tagged(self.edge(out, site, self._anchor, leaving=True), self._anchor))
+
+
+def hook_arrival(view: Tensor, hook: Callable) -> None:
+    """Let the gradient of a parameter's view go through a hook."""
+    if isinstance(view.grad_fn, Widening._backward_cls):
+        view.grad_fn.arrive = hook
+    else:
+        view.grad_fn.register_prehook(hook)
 
 
 def is_parameter(tensor: Tensor) -> bool:

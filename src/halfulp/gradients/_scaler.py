@@ -89,7 +89,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         mode: str = "function",
         enabled: bool = True,
     ) -> None:
-        models = [model] if isinstance(model, nn.Module) else list(model)
+        models = _models(model)
         super().__init__(_device(models), init_scale=init_scale, enabled=enabled)
         if not isinstance(interval, int) or interval < 1:
             raise ValueError(f"interval is a number of iterations, at least 1, got {interval!r}")
@@ -97,8 +97,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             raise ValueError(f"mode is 'function' or 'module', got {mode!r}")
         self.last_step: LastStep | None = None
         self._recorders: list[Recorder] = []
+        self._exponent: int | None = None
         self._models = [weakref.ref(one) for one in models]
         self._mode = mode
+        self._growth_interval = getattr(get_policy(policy), "growth_interval", 2000)
         self._controller = _controller(
             get_policy(policy),
             exponent_of("init_scale", init_scale),
@@ -135,12 +137,12 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def _scaled(self, output: Tensor) -> Tensor:
         backward = self._controller.backward
         backward.end()
-        if output.grad_fn is not None:
+        if output.grad_fn is not None and not backward.second_order:
             check_exits(output.grad_fn, backward.stays)
         scaled = output * self._tensor(output.device)
         if scaled.requires_grad:
             scaled.grad_fn.register_prehook(backward.begin)
-        self._controller.losses.append(scaled.detach())
+        self._controller.losses.append(output.detach())
         return scaled
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -222,11 +224,26 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """The global scale: a scaled loss over the loss, and a parameter's scaled gradient over the true one."""
         return 2.0**self._controller.sites.anchor.exponent if self._enabled else 1.0
 
+    def set_growth_interval(self, new_interval: int) -> None:
+        """NotImplementedError: the policy says how scales grow."""
+        raise NotImplementedError("scales grow by the policy: give AdaptiveGradScaler(policy=Dynamic(growth_interval))")
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """NotImplementedError: scales are powers of two."""
+        raise NotImplementedError("scales are powers of two, which the policy chooses: give policy= to the scaler")
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """NotImplementedError: scales are powers of two."""
+        self.set_growth_factor(new_factor)
+
     def _tensor(self, device: torch.device) -> Tensor:
         """The global scale where GradScaler keeps it, as it is now."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
-        self._scale.fill_(self.get_scale())
+        if self._exponent != self._controller.sites.anchor.exponent:
+            # A new tensor, as autograd may have saved the old one.
+            self._exponent = self._controller.sites.anchor.exponent
+            self._scale = torch.full_like(self._scale, self.get_scale())
         return self._scale.to(device, non_blocking=True)
 
     # what it tells --------------------------------------------------------------------------------------------
@@ -292,7 +309,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state = {**super().state_dict(), "scale": self.get_scale()}
-        return {**state, "sites": state_of(self._controller.sites), "iteration": self._controller.iteration}
+        return {**state, "sites": state_of(self._controller.sites), "progress": self._controller.progress}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that `state_dict` gave, or a GradScaler's, whose scale becomes the global one.
@@ -312,9 +329,11 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if given is not None and len(sites) > 1:
             check_state(given, {site.key for site in sites})
         super().load_state_dict({key: state_dict[key] for key in _TORCH_ENTRIES})
-        sites.anchor.exponent = anchor
-        if given is not None:
-            self._controller.resume(given, state_dict["iteration"])
+        if given is None:
+            self._controller.adopt(anchor, int(state_dict["_growth_tracker"]))
+        else:
+            sites.anchor.exponent = anchor
+            self._controller.resume(given, state_dict["progress"])
 
     def detach(self) -> None:
         """Give the models their plain forward passes back; the scaler is of no more use."""
@@ -324,10 +343,21 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._enabled = False
 
 
+def _models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    models = list(model) if isinstance(model, (list, tuple)) else [model]
+    wrong = [one for one in models if not isinstance(one, nn.Module)]
+    if wrong or not models:
+        kind = f"a {type(wrong[0]).__name__}" if wrong else "an empty list"
+        raise TypeError(f"the model is {kind}: give a torch.nn.Module, or a list of several")
+    return models
+
+
 def _controller(
     policy: Policy, start: int, format: Format | None, interval: int, floor: int, ceiling: int
 ) -> Controller:
-    sites = Sites(max(floor, min(ceiling, start)), uniform=not policy.per_site)
+    if not floor <= start <= ceiling:
+        raise ValueError(f"init_scale is 2^{start}, beyond floor={floor} and ceiling={ceiling}")
+    sites = Sites(start, uniform=not policy.per_site)
     return Controller(Backward(sites, policy, format), interval, floor, ceiling)
 
 
@@ -356,4 +386,4 @@ def _bounds(floor: int, ceiling: int) -> tuple[int, int]:
 
 def _device(models: Sequence[nn.Module]) -> str:
     """The kind of device that the models' parameters are on."""
-    return next((p.device.type for one in models if isinstance(one, nn.Module) for p in one.parameters()), "cpu")
+    return next((p.device.type for one in models for p in one.parameters()), "cpu")

@@ -112,14 +112,14 @@ class Sites:
     def __init__(self, exponent: int, uniform: bool = False) -> None:
         self.anchor = Site(GLOBAL, None, exponent)
         self._sites = {GLOBAL: self.anchor}
-        self._start = exponent
+        self.start = exponent
         self._uniform = uniform
 
     def open(self, key: str) -> Site:
         """The site of that key; made at its first use, at the exponent where all start."""
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = Site(key, self.anchor, self._start)
+            site = self._sites[key] = Site(key, self.anchor, self.start)
             site.merged = "one scale for all" if self._uniform else None
         return site
 
