@@ -23,6 +23,8 @@ NAMES = (
     "scaled_architectures",
     "scaled_starts",
     "two_families",
+    "gradient_exactness",
+    "gradient_overhead",
 )
 
 

@@ -9,9 +9,9 @@ from ._results import Result, Table, save
 TEXT = """Every architecture of tests/gradients/architectures.py, tiny, with random weights. Eager and compiled: \
 gradients of all parameters in float32 under random exponents from -12 to 24, another draw for each of three trials, \
 against plain backward (compiled: by torch's aot_eager backend, with and without exponents); a gradient counts where \
-every bit is equal. float16: under autocast, against torch.amp.GradScaler at 2^8: with one scale for all (policy "constant"), and with edges \
-at equal exponents, where sums over the uses of a shared parameter, and of outputs, are made in float32 and not in \
-float16, so that some differ in last bits. A dash is where torch itself cannot run the model so."""
+every bit is equal. float16: under autocast, against torch.amp.GradScaler at 2^8, with one scale for all (policy \
+"constant"), and with edges at equal exponents, where sums over the uses of a parameter, and of outputs, are made in \
+float32 and not in float16, so that some differ in last bits. A dash is where torch itself cannot run the model so."""
 TRIALS = 3
 
 

@@ -6,12 +6,13 @@ import statistics
 
 from ._results import Result, Table, save
 
-TEXT = """Twelve linear layers of width 32 with ReLUs on 16 sequences of 4,096 numbers, a mean over groups of four after \
-every second layer, so that gradients shrink from top to bottom by 2^12 and more; and, beside it, the same with a \
-second head on the first layer, whose loss is a sum over all positions ("hot head"). Forward and weights are float32; \
-every gradient that a product reads or makes is rounded to the format, an overflow becomes infinity. 40 steps of SGD, \
-four seeds; in the last step each gradient is compared with float32's on the same weights and batch. Underflow: of the \
-elements that are not zero in float32, the share that is stored as zero; subnormal: the share of what is stored."""
+TEXT = """Twelve linear layers of width 32 with ReLUs on 16 sequences of 4,096 numbers, a mean over groups of four \
+after every second layer, so that gradients shrink from top to bottom by 2^12 and more; and, beside it, the same \
+with a second head on the first layer, whose loss is a sum over all positions ("hot head"). Forward and weights are \
+float32; every gradient that a product reads or makes is rounded to the format, an overflow becomes infinity. 40 steps \
+of SGD, four seeds; in the last step each gradient is compared with float32's on the same weights and batch. \
+Underflow: of the elements that are not zero in float32, the share that is stored as zero; subnormal: the share of \
+what is stored."""
 LAYERS, WIDTH, BATCH, TIME, CLASSES = 12, 32, 16, 4096, 10
 STEPS, SEEDS, SETTLED = 40, 4, 20
 HOT = 8.0
