@@ -334,11 +334,30 @@ def compare_scaled_digits() -> str:
     return _chosen(lines, _SHORT) if lines else ""
 
 
+def _scaled_gradients(file: str, task: str) -> str:
+    lines = _lines(file, task)
+    shown = ("recipe", "gap to fp32", "verdict", "accuracy", "skipped", "underflow")
+    return _chosen(lines, (next(name for name in lines[0] if name.endswith(" loss")), *shown)) if lines else ""
+
+
 def compare_two_heads() -> str:
     """Gradients in float16 and eight bits, two losses far apart."""
-    lines = _lines("two-heads.json", "two-heads")
-    shown = ("recipe", "gap to fp32", "verdict", "accuracy", "skipped", "underflow", "step time")
-    return _chosen(lines, shown) if lines else ""
+    return _scaled_gradients("two-heads.json", "two-heads")
+
+
+def compare_policies() -> str:
+    """Half as many steps, under every policy."""
+    return _scaled_gradients("two-heads-policies.json", "two-heads")
+
+
+def compare_e5m2_text() -> str:
+    """Eight-bit gradients of a character-level GPT."""
+    return _scaled_gradients("e5m2.json", "text")
+
+
+def compare_e5m2_images() -> str:
+    """Eight-bit gradients of a residual network."""
+    return _scaled_gradients("e5m2.json", "cifar10-resnet")
 
 
 def scaled_starts() -> str:
@@ -599,6 +618,9 @@ PLACES: dict[str, Callable[[], str]] = {
         gradient_exactness_short,
         gradient_exactness_note,
         compare_two_heads,
+        compare_policies,
+        compare_e5m2_text,
+        compare_e5m2_images,
         theorem1,
         drift,
         moment,

@@ -142,7 +142,3 @@ class Sites:
 
     def __getitem__(self, key: str) -> Site:
         return self._sites[key]
-
-    def own(self) -> list[Site]:
-        """All but the global one and those that follow it."""
-        return [site for site in self if site is not self.anchor and not site.merged]
