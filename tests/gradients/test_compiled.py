@@ -93,7 +93,7 @@ def _exact(name: str, compiler: str, seed: int, times: int) -> Backward:
 @pytest.mark.parametrize("name", NAMES)
 def test_parameter_gradients_have_the_bits_of_the_plain_graph_under_any_exponents(name, seed):
     backward = _exact(name, "aot_eager", seed % 1000, times=3)
-    assert len(backward.sites.own()) >= 2
+    assert len(list(backward.sites)[1:]) >= 2
 
 
 @pytest.mark.parametrize("name", ["multilayer-perceptron", "multihead-attention"])
@@ -295,7 +295,7 @@ def test_a_graph_that_breaks_is_exact(seed):
     for _ in range(3):
         assert _same(_backpropagate(compiled(x).square().sum(), model, backward), expected)
         _shuffle(backward)
-    assert len(backward.sites.own()) == 4
+    assert len(list(backward.sites)[1:]) == 4
 
 
 @pytest.mark.parametrize("eager_first", [True, False])

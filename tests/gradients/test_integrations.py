@@ -87,9 +87,7 @@ def test_trainer_trains_as_without_a_scaler(kind, seed, tmp_path):
     config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
     data = [{"input_ids": torch.randint(16, (8,)), "labels": torch.tensor(i % 2)} for i in range(8)]
     options = {"max_grad_norm": 0.0, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
-    arguments = transformers.TrainingArguments(
-        output_dir=tmp_path, use_cpu=True, max_steps=STEPS, **options
-    )
+    arguments = transformers.TrainingArguments(output_dir=tmp_path, use_cpu=True, max_steps=STEPS, **options)
 
     def trained(scaled: bool):
         torch.manual_seed(seed)

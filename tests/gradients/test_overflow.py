@@ -226,3 +226,21 @@ def test_an_overflow_shows_in_every_format(format, seed):
         scaler.step(opt)
         scaler.update()
     assert scaler.last_step.applied
+
+
+@pytest.mark.parametrize("policy", ["amax", "underflow-bound", "measured"])
+@pytest.mark.parametrize("overflows", [0, 12])
+def test_gradients_that_all_became_zero_come_back(policy, overflows, seed):
+    """After a row of overflows, or from a start far too low, exponents rise although nothing is left to measure."""
+    model, x = mlp(), batch()
+    scaler = hu.AdaptiveGradScaler(model, policy=policy, format="e5m2", init_scale=2.0**16 if overflows else 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(60):
+        optimizer.zero_grad()
+        scaler.scale(mean_square(model(x)) * (1.0 if overflows else 1e-8)).backward()
+        if step < overflows:
+            next(model.parameters()).grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.last_step.applied
+    assert all(bool(p.grad.any()) for p in model.parameters())

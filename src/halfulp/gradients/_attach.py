@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from ..tensors import MCTensor
 from ._backward import Backward
 from ._compiled import marked
 from ._custom import watched
-from ._modules import ModuleForward, attach_modules, plain_forward
+from ._modules import ModuleForward, attach_modules, plain_forward, restore_forward
 from ._nesting import mapped
 from ._region import Region, current
 
@@ -35,6 +35,7 @@ class WatchedForward:
         self._names = ParameterNames(model, prefix)
         backward.names.add(self._names)
         self.inner = model.forward
+        self._own = model.__dict__.get("forward")
         # Callers look at the signature to know which columns of a data set a model takes.
         self.__signature__ = inspect.signature(model.forward)
 
@@ -55,8 +56,8 @@ class WatchedForward:
             out = self.inner(*args, **kwargs)
             return region.leave(out, under_float16() if self._wide is None else self._wide)
 
-    def __deepcopy__(self, memo: dict) -> types.MethodType:
-        return plain_forward(memo[id(self._model())])
+    def __deepcopy__(self, memo: dict) -> Callable:
+        return plain_forward(memo[id(self._model())]) if self._own is None else copy.deepcopy(self._own, memo)
 
     def __reduce__(self) -> tuple:
         return plain_forward, (self._model(),)
@@ -141,7 +142,7 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
     def detach() -> None:
         for handle in handles:
             handle.remove()
-        model.__dict__.pop("forward", None)
+        restore_forward(model)
 
     return detach
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -79,9 +80,12 @@ class Backward:
         self.measuring = True
         self.passes = 0
         self.second_order = False
+        # Whether reentrant checkpoints ran, whose backward passes begin inside of this one.
+        self.replayed = False
         self.measurements = Measurements()
         self.order: dict[Site, None] = {}
-        self.stays: list[Stay] = []
+        self.stays: deque[Stay] = deque(maxlen=1000)
+        self._seen = False
         self._crossings: dict[tuple[Site, Site], Hook] = {}
         self._arrivals: dict[tuple[Site, Format | None], Hook] = {}
         self._readers: dict[int, tuple[weakref.ref, Site]] = {}
@@ -102,6 +106,7 @@ class Backward:
         if self.second_order or self.active:
             return
         self.active = True
+        self._task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self.end)
 
     def end(self) -> None:
@@ -113,11 +118,23 @@ class Backward:
         if not self.order and not self.stays:
             self.parallel = self.parallel or in_parallel(model)
 
+    def check_seen(self) -> None:
+        """Warn, once, where a scaled loss came from no forward pass that has sites: one scale holds for all then."""
+        if self._seen or self.idle:
+            return
+        self._seen = True
+        if not self.order and not self.stays:
+            warnings.warn(
+                "the scaled loss came from no forward pass of the scaler's model, so that one scale holds for all "
+                "gradients: call the model itself, not its parts or methods, or make the scaler of what is called",
+                stacklevel=3,
+            )
+
     def renew(self) -> None:
         """Forget the iteration that ends here."""
         self.end()
         self.passes = 0
-        self.second_order = False
+        self.second_order = self.replayed = False
         self.measurements.clear()
         self.order.clear()
         self.stays.clear()
@@ -240,8 +257,10 @@ class Backward:
 
     def _rounded(self, gradient: Tensor) -> Tensor:
         """What the format makes of a gradient; an overflow shows, as infinity or, where there is none, NaN."""
-        if self.format is None or not gradient.is_floating_point():
+        if self.format is None:
             return gradient
+        if gradient.is_complex():
+            return torch.view_as_complex(self._rounded(torch.view_as_real(gradient)))
         if gradient.is_sparse:
             gradient = gradient.coalesce()
             return torch.sparse_coo_tensor(
@@ -254,7 +273,8 @@ class Backward:
         """Whether edges do nothing; what is differentiated once more shuts them for the whole iteration."""
         if not self.active and torch.is_grad_enabled() and not self.second_order:
             self._switch_off()
-        return not self.active
+        # A backward pass inside of this one is none of a scaled loss, unless it is a checkpoint's.
+        return not self.active or (not self.replayed and torch._C._current_graph_task_id() != self._task)
 
     def _switch_off(self) -> None:
         self.second_order = True

@@ -13,9 +13,9 @@ from ._backward import Backward
 from ._measure import Measured, by_site
 from ._overflow import Culprit, downstream, measured_culprits, unmeasured_culprits
 from ._parallel import least
-from ._policy import lowest
-from ._site import GLOBAL, Site
-from ._state import check_state, load_sites
+from ._policy import Amax, lowest
+from ._site import Reading, Site
+from ._state import load_sites
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Controller:
         self._measured: list[Measured] = []
         self._culprits: list[Culprit] = []
         self._skipped = False
-        self._given: dict[str, Any] | None = None
+        self._again = False
 
     def read(self, flags: list[Tensor]) -> bool:
         """Whether any flag is set; measurements of the iteration come along in the same copy."""
@@ -66,8 +66,11 @@ class Controller:
         self._measured += measured
         return any(value != 0 for value in values)
 
-    def skip(self) -> LastStep:
-        """A step that must not be taken, as gradients are not finite: who is to blame."""
+    def skip(self, untouched: bool) -> LastStep:
+        """A step that must not be taken, as gradients are not finite: who is to blame.
+
+        ``untouched``: nobody could clip the parameters' gradients meanwhile, which spreads what is not finite.
+        """
         self._skipped = True
         if not all(bool(loss.isfinite().all()) for loss in self.losses):
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
@@ -76,8 +79,8 @@ class Controller:
             exponent = self.sites.anchor.exponent
             return LastStep(False, f"gradients overflowed at the scale of all, 2^{exponent}", (("global", exponent),))
         found = measured_culprits(self._measured)
-        if not found and self.backward.parallel:
-            return LastStep(False, "gradients overflowed, here or in another process; the next step is measured to see")
+        if not found and (self.backward.parallel or not untouched):
+            return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         found = found or unmeasured_culprits(self.backward.readers(), list(self.backward.order), self.backward.edges())
         # What no site of the model made came from outside, at the global exponent.
         found = found or [Culprit(self.sites.anchor, spreads=False)]
@@ -88,7 +91,6 @@ class Controller:
 
     def update(self) -> None:
         """Set the exponents of the next iteration."""
-        self._check_resumed()
         if self.policy.per_site:
             self._update_sites()
         else:
@@ -131,10 +133,9 @@ class Controller:
         self.since = since
 
     def resume(self, given: dict[str, Any], progress: list) -> None:
-        """Take over the sites of a state; they must be the model's, which the next iteration shows."""
+        """Take over the sites of a state."""
         load_sites(given, self.sites)
         self.iteration, self.since, self.backward.measuring = progress
-        self._given = given
 
     def _update_sites(self) -> None:
         """Overflowed sites fall; the others follow the policy where they were measured."""
@@ -147,23 +148,39 @@ class Controller:
         blind = [site for site in downstream(spreading, list(self.backward.order)) if _blind(site, readings)]
         for site in dict.fromkeys([*culprits, *blind]):
             self._set(site, self.policy.lowered(site))
+        lost = self._recovered(readings)
         for site, kinds in readings.items():
             if site in culprits or site in blind or not all(reading.finite for reading in kinds.values()):
                 continue
             site.remember(kinds)
-            exponent = self.policy.exponent(site)
+            exponent = (Amax() if site in lost else self.policy).exponent(site)
             if exponent is not None:
                 self._set(site, exponent)
+        self._again = bool(lost) or self._rise(readings)
         anchor = self.sites.anchor
         if not culprits and self.backward.measuring and not anchor.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
             self._set(anchor, min(self.start, anchor.exponent + 1))
 
-    def _check_resumed(self) -> None:
-        """After the first iteration from a loaded state: it had the sites that the model has, and no others."""
-        given, self._given = self._given, None
-        if given is not None:
-            check_state(given, {GLOBAL, *(site.key for site in self.backward.order)})
+    def _rise(self, readings: dict[Site, dict[str, Reading]]) -> bool:
+        """Raise all where everything is stored as zero, and what the loss gave is not known, as in compiled graphs."""
+        narrow = [reading for kinds in readings.values() for reading in kinds.values() if reading.format]
+        if not narrow or self.sites.anchor in readings or any(reading.amax != 0 for reading in narrow):
+            return False
+        for site in readings:
+            self._set(site, 2 * site.exponent - self.policy.lowered(site))
+        return True
+
+    def _recovered(self, readings: dict[Site, dict[str, Reading]]) -> set[Site]:
+        """The sites where all that arrives is stored as zero, though it was larger; how large is filled in."""
+        found = set()
+        for source, target in self.backward.edges():
+            arrived = readings.get(source, {}).get("received")
+            passed = readings.get(target, {}).get("passed")
+            if arrived is not None and arrived.amax == 0 and passed is not None and passed.finite and passed.amax:
+                readings[source]["received"] = dataclasses.replace(arrived, amax=passed.amax)
+                found.add(source)
+        return found
 
     def _update_anchor(self) -> None:
         """One scale for all."""
@@ -175,7 +192,13 @@ class Controller:
         self.since += 1
         wanted = self.policy.global_exponent(anchor.exponent, self._skipped, self.since, self.iteration + 1)
         if wanted is None:
-            wanted = self.policy.lowered(anchor) if self._skipped else lowest(self.policy, self.sites)
+            if not self._skipped and not self.backward.measuring:
+                return
+            wanted = self._skipped and self.policy.lowered(anchor)
+            wanted = wanted or lowest(self.policy, self.sites)
+            if wanted is None and self._measured:
+                # Every gradient is stored as zero.
+                wanted = 2 * anchor.exponent - self.policy.lowered(anchor)
         if wanted is not None and (wanted != anchor.exponent or self._skipped):
             self.since = 0
             self._set(anchor, wanted)
@@ -188,13 +211,13 @@ class Controller:
         self.backward.renew()
         # Early gradients change quickly, and an overflow left sites without a measurement.
         early = self.iteration < self.interval and self.iteration & (self.iteration - 1) == 0
-        self.backward.measuring = early or self._skipped or self.iteration % self.interval == 0
+        self.backward.measuring = early or self._skipped or self._again or self.iteration % self.interval == 0
         for site in self.sites:
             site.proposals.clear()
         self._measured.clear()
         self._culprits.clear()
         self.losses.clear()
-        self._skipped = False
+        self._skipped = self._again = False
 
 
 def _blind(site: Site, readings: dict[Site, dict]) -> bool:

@@ -54,6 +54,7 @@ def _replayed(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
     def run_in_region(*args: Any, **kwargs: Any) -> Any:
         if current() is not None or not torch.is_grad_enabled():
             return run(*args, **kwargs)
+        region.note_replay()
         with watched(), region.again() as replay:
             return replay.leave(run(*args, **kwargs), wide=False)
 

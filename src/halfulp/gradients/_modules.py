@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ class ModuleForward:
         self._backward = backward
         self._site = site
         self.inner = module.forward
+        self._own = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._backward.idle:
@@ -86,8 +88,8 @@ class ModuleForward:
             x.grad_fn.register_prehook(self._backward.round_all)
         return out
 
-    def __deepcopy__(self, memo: dict) -> types.MethodType:
-        return plain_forward(memo[id(self._module())])
+    def __deepcopy__(self, memo: dict) -> Callable:
+        return plain_forward(memo[id(self._module())]) if self._own is None else copy.deepcopy(self._own, memo)
 
     def __reduce__(self) -> tuple:
         return plain_forward, (self._module(),)
@@ -95,12 +97,20 @@ class ModuleForward:
 
 def _view(parameter: Tensor) -> Tensor:
     half = parameter.dtype == torch.float16
-    return Widening.apply(parameter) if half else parameter.view_as(parameter)
+    # An alias, unlike a view, takes the sparse gradients of embeddings.
+    return Widening.apply(parameter) if half else torch.ops.aten.alias.default(parameter)
 
 
 def plain_forward(model: nn.Module) -> types.MethodType:
     """The ``forward`` of a module's class."""
     return types.MethodType(type(model).forward, model)
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Give a module the forward back that it had."""
+    watched = module.__dict__.pop("forward", None)
+    if watched is not None and watched._own is not None:
+        module.forward = watched._own
 
 
 def attach_modules(model: nn.Module, backward: Backward, prefix: str) -> Callable[[], None]:
@@ -115,6 +125,6 @@ def attach_modules(model: nn.Module, backward: Backward, prefix: str) -> Callabl
 
     def detach() -> None:
         for module in watched:
-            module.__dict__.pop("forward", None)
+            restore_forward(module)
 
     return detach

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ._policy import Policy, check_count
+from ._policy import Amax, Policy, check_count
 from ._site import Site
 
 
@@ -49,8 +49,6 @@ class Measured(Policy):
 
     def exponent(self, site: Site) -> int | None:
         """What this site alone would allow; the scaler takes the least of all."""
-        from ._policy import Amax
-
         return Amax(self.headroom, self.headroom).exponent(site)
 
 

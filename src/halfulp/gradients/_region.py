@@ -329,6 +329,10 @@ class Region(TorchFunctionMode):
             )
         return self._made(out, self._anchor, "plain")
 
+    def note_replay(self) -> None:
+        """A part runs again during backward, and a backward pass of its own follows."""
+        self._backward.replayed = True
+
     def again(self) -> Region:
         """A region of the same model and place, for what is run again during backward."""
         region = Region(self._backward, self._names)

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from ..formats import Format, get
-from ._attach import attach
+from ._attach import attach, unwrapped
 from ._backward import Backward
 from ._controller import Controller, LastStep
 from ._escape import check_exits
 from ._policy import Policy, get_policy
 from ._recorder import Recorder
 from ._site import HIGHEST, LOWEST, Sites
-from ._state import check_state, state_of
+from ._state import check_places, check_state, state_of
 from ._table import SiteTable
 
 _TORCH_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -40,8 +40,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
     Use it as `torch.amp.GradScaler`, under ``torch.autocast`` with float32 parameters, or with float16 parameters
     after `halfulp.float32_gradients`. Only what is differentiated from ``scaler.scale(...)`` is scaled; other
-    backward passes, hooks and ``torch.autograd.grad`` see true gradients. With ``create_graph=True`` exponents rest
-    at one global scale until ``update()``, and a warning says so.
+    backward passes, their hooks and ``torch.autograd.grad`` see true gradients. In a scaled one hooks of parameters,
+    inputs and outputs see ``get_scale()`` times the true ones, and hooks of tensors inside the model their site's.
+    With ``create_graph=True`` exponents rest at one global scale until ``update()``, and a warning says so.
 
     Args:
         model: The module whose forward pass makes the gradients, or a sequence of several. Data-parallel wrappers are
@@ -58,7 +59,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             outside is not rounded before it is scaled; None does so under autocast to float16, where sites have
             exponents of their own.
         mode: ``"function"`` watches every torch function of the forward pass; ``"module"`` gives each module with
-            parameters one site, for models whose functions cannot be watched.
+            parameters and no parts one site, for models whose functions cannot be watched. It sees arguments and
+            results of such modules only, and not what goes in or out by attributes: prove it by `halfulp.verify`.
         enabled: False makes all methods those of a disabled GradScaler, and leaves the model alone.
 
     Raises:
@@ -112,9 +114,13 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if self._enabled:
             backward = self._controller.backward
             wide = float32_outputs if backward.policy.per_site or float32_outputs else False
-            for i, one in enumerate(models):
-                prefix = str(i) if len(models) > 1 else ""
-                self._detach.append(attach(one, backward, wide=wide, prefix=prefix, mode=mode))
+            try:
+                for i, one in enumerate(models):
+                    prefix = str(i) if len(models) > 1 else ""
+                    self._detach.append(attach(one, backward, wide=wide, prefix=prefix, mode=mode))
+            except (TypeError, ValueError):
+                self.detach()
+                raise
 
     # what GradScaler has --------------------------------------------------------------------------------------
 
@@ -178,13 +184,15 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if state["stage"] is OptState.READY:
+        untouched = state["stage"] is OptState.READY
+        if untouched:
             self.unscale_(optimizer)
+        self._controller.backward.check_seen()
         if not state["found_inf_per_device"]:
             raise ValueError("the optimizer's parameters have no gradients: there is nothing to step with")
         state["stage"] = OptState.STEPPED
         if self._controller.read(list(state["found_inf_per_device"].values())):
-            self.last_step = self._controller.skip()
+            self.last_step = self._controller.skip(untouched)
             return None
         self.last_step = LastStep(applied=True)
         return optimizer.step(*args, **kwargs)
@@ -210,7 +218,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         unread = [state for state in states if state["stage"] is OptState.UNSCALED]
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
         if flags and self._controller.read(flags):
-            self.last_step = self._controller.skip()
+            self.last_step = self._controller.skip(untouched=False)
         measured = self._controller.backward.measuring
         if exponent is None:
             self._controller.update()
@@ -328,12 +336,24 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         given = state_dict.get("sites")
         if given is not None and len(sites) > 1:
             check_state(given, {site.key for site in sites})
+        if given is not None:
+            check_places(given, self._places())
         super().load_state_dict({key: state_dict[key] for key in _TORCH_ENTRIES})
         if given is None:
             self._controller.adopt(anchor, int(state_dict["_growth_tracker"]))
         else:
             sites.anchor.exponent = anchor
             self._controller.resume(given, state_dict["progress"])
+
+    def _places(self) -> set[str]:
+        """The qualified names of all modules, as sites' keys begin with them."""
+        several = len(self._models) > 1
+        found = {"model", ""}
+        for i, model in enumerate(one() for one in self._models):
+            prefix = str(i) if several else ""
+            names = (name for name, _ in unwrapped(model).named_modules())
+            found |= {".".join(part for part in (prefix, name) if part) for name in names}
+        return found
 
     def detach(self) -> None:
         """Give the models their plain forward passes back; the scaler is of no more use."""

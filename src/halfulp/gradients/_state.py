@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ._site import GLOBAL, Site, Sites
 
 
@@ -37,6 +39,27 @@ def check_state(given: dict[str, Any], own: set[str]) -> None:
         raise ValueError(
             f"this state_dict is of another model; sites {'; '.join(said)}. Load the one that was saved with this model"
         )
+
+
+def check_places(given: dict[str, Any], modules: set[str]) -> None:
+    """Compare the sites of a state with the modules of models that have not run yet.
+
+    Raises:
+        ValueError: a site belongs to no module.
+    """
+    unexpected = [key for key in given if key != GLOBAL and not _belongs(key.split("#")[0], modules)]
+    if unexpected:
+        raise ValueError(
+            f"this state_dict is of another model; sites unexpected: {', '.join(unexpected[:8])}. Load the one that "
+            "was saved with this model"
+        )
+
+
+def _belongs(key: str, modules: set[str]) -> bool:
+    """Whether a key is a module's, or an operator's in one."""
+    place, _, name = key.rpartition(".")
+    operator = any(hasattr(home, name) for home in (torch, torch.Tensor, torch.nn.functional))
+    return key in modules or (operator and place in modules)
 
 
 def load_sites(given: dict[str, Any], sites: Sites) -> None:
