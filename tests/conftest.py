@@ -2,6 +2,10 @@
 
 import os
 import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,3 +21,20 @@ def seed(request: pytest.FixtureRequest) -> int:
     torch.manual_seed(value)
     random.seed(value)
     return value
+
+
+@pytest.fixture
+def in_two_processes(seed: int, tmp_path: Path) -> Callable[[str], None]:
+    """Runs a script in two processes that must both succeed; its arguments are rank, path of a store, and seed."""
+
+    def run(script: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-W", "error", "-c", script]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+        running = [
+            subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(seed)], **pipes) for rank in range(2)
+        ]
+        said = [process.communicate(timeout=240)[0] for process in running]
+        assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+
+    return run

@@ -1,9 +1,5 @@
 """Two gloo processes with exponents of their own: gradients agree with plain training bit for bit."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 START = """
@@ -113,12 +109,5 @@ end()
 
 
 @pytest.mark.parametrize("body", [EXACT, HALF, OVERFLOW], ids=["exact", "float16 copies", "one shard overflows"])
-def test_two_processes(body, seed, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", "-c", START + body]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    running = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(seed)], **pipes) for rank in range(2)
-    ]
-    said = [process.communicate(timeout=240)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+def test_two_processes(body, in_two_processes):
+    in_two_processes(START + body)

@@ -1,9 +1,5 @@
 """Collectives on scaled tensors: two processes agree on scales, then payloads travel."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -118,15 +114,8 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("body", [WHOLE, TRAINING], ids=["operations", "DistributedDataParallel"])
-def test_two_processes(body, seed, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", "-c", START + body]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    running = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(seed)], **pipes) for rank in range(2)
-    ]
-    said = [process.communicate(timeout=240)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+def test_two_processes(body, in_two_processes):
+    in_two_processes(START + body)
 
 
 def test_eight_bits_do_not_go_through_the_hook():

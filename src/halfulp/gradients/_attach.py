@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 import weakref
@@ -17,50 +16,45 @@ from ..tensors import MCTensor
 from ._backward import Backward
 from ._compiled import marked
 from ._custom import watched
-from ._modules import ModuleForward, attach_modules, plain_forward, restore_forward
+from ._forward import Forward
+from ._modules import attach_modules
 from ._nesting import mapped
 from ._region import Region, current
 
 
-class WatchedForward:
-    """A model's ``forward`` that runs in a region whenever gradients are recorded; copies of the model get their own
-    plain one.
-    """
+class WatchedForward(Forward):
+    """A model's ``forward`` that runs in a region whenever gradients are recorded."""
 
     def __init__(self, model: nn.Module, backward: Backward, wide: bool | None, prefix: str) -> None:
-        self._model = weakref.ref(model)
-        self._backward = backward
+        super().__init__(model, backward)
         self._wide = wide
         self._prefix = prefix
         self._names = ParameterNames(model, prefix)
         backward.names.add(self._names)
-        self.inner = model.forward
-        self._own = model.__dict__.get("forward")
         # Callers look at the signature to know which columns of a data set a model takes.
-        self.__signature__ = inspect.signature(model.forward)
+        self.__signature__ = inspect.signature(self.inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            self._backward.join(self._model())
-        if self._backward.idle:
-            return self.inner(*args, **kwargs)
-        if not torch.compiler.is_compiling() and current() is not None:
-            return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
-            out, wide = self.inner(*args, **kwargs), under_float16() if self._wide is None else self._wide
-            return mapped(out, lambda x: marked(x, self._backward.handle, wide))
+            return self._compiled(*args, **kwargs)
+        self._backward.join(self._module())
+        if self._backward.idle or current() is not None:
+            return self.inner(*args, **kwargs)
         with watched(), Region(self._backward, self._names) as region:
             region.path = [self._prefix] if self._prefix else []
-            out = self.inner(*args, **kwargs)
-            return region.leave(out, under_float16() if self._wide is None else self._wide)
+            return region.leave(self.inner(*args, **kwargs), self._widens())
 
-    def __deepcopy__(self, memo: dict) -> Callable:
-        return plain_forward(memo[id(self._model())]) if self._own is None else copy.deepcopy(self._own, memo)
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.inner(*args, **kwargs)
+        if self._backward.idle:
+            return out
+        wide = self._widens()
+        return mapped(out, lambda x: marked(x, self._backward.handle, wide))
 
-    def __reduce__(self) -> tuple:
-        return plain_forward, (self._model(),)
+    def _widens(self) -> bool:
+        return under_float16() if self._wide is None else self._wide
 
 
 def under_float16() -> bool:
@@ -137,12 +131,12 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
         if name and next(module.children(), None) is not None:
             place = Place(f"{prefix}.{name}" if prefix else name)
             handles += [module.register_forward_pre_hook(place.enter), module.register_forward_hook(place.leave)]
-    model.forward = WatchedForward(model, backward, wide, prefix)
+    forward = model.forward = WatchedForward(model, backward, wide, prefix)
 
     def detach() -> None:
         for handle in handles:
             handle.remove()
-        restore_forward(model)
+        forward.restore()
 
     return detach
 
@@ -164,7 +158,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _watched(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("forward"), (WatchedForward, ModuleForward))
+    return isinstance(module.__dict__.get("forward"), Forward)
 
 
 def check(model: nn.Module) -> None:

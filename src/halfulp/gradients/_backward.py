@@ -298,7 +298,7 @@ def shifted(gradient: Tensor, exponent: int) -> Tensor:
 
 
 def check_leaf(parameter: Tensor) -> None:
-    """A parameter's gradient must be able to leave its home without rounding.
+    """A parameter's gradient must be able to leave its reader's site without rounding.
 
     Raises:
         TypeError: it is float16, and its gradient too.

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._backward import Backward, Widening
+from ._backward import Backward
+from ._forward import Forward
 from ._measure import narrow
 from ._nesting import carriers_in, mapped
-from ._region import hook_arrival
+from ._region import hook_arrival, view_of
 from ._site import Site
 
 
-class ModuleForward:
-    """A module's ``forward`` with edges at its borders: inside, gradients are at its site, outside at the global
-    exponent. Copies of the module get their own plain one.
-    """
+class ModuleForward(Forward):
+    """Edges at a module's borders: inside, gradients are at its site, outside at the global exponent."""
 
     def __init__(self, module: nn.Module, backward: Backward, site: Site) -> None:
-        self._module = weakref.ref(module)
-        self._backward = backward
+        super().__init__(module, backward)
         self._site = site
-        self.inner = module.forward
-        self._own = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._backward.idle:
@@ -60,7 +53,7 @@ class ModuleForward:
         for x in kept.values():
             if x is not None and x.requires_grad:
                 self._backward.reads(x, self._site)
-        views = {id(x): _view(x) for x in kept.values() if x is not None and x.requires_grad}
+        views = {id(x): view_of(x, sparse=True) for x in kept.values() if x is not None and x.requires_grad}
         listed = module.__dict__.get("_flat_weights")
         try:
             module._parameters.update({name: views.get(id(x), x) for name, x in kept.items()})
@@ -88,30 +81,6 @@ class ModuleForward:
             x.grad_fn.register_prehook(self._backward.round_all)
         return out
 
-    def __deepcopy__(self, memo: dict) -> Callable:
-        return plain_forward(memo[id(self._module())]) if self._own is None else copy.deepcopy(self._own, memo)
-
-    def __reduce__(self) -> tuple:
-        return plain_forward, (self._module(),)
-
-
-def _view(parameter: Tensor) -> Tensor:
-    half = parameter.dtype == torch.float16
-    # An alias, unlike a view, takes the sparse gradients of embeddings.
-    return Widening.apply(parameter) if half else torch.ops.aten.alias.default(parameter)
-
-
-def plain_forward(model: nn.Module) -> types.MethodType:
-    """The ``forward`` of a module's class."""
-    return types.MethodType(type(model).forward, model)
-
-
-def restore_forward(module: nn.Module) -> None:
-    """Give a module the forward back that it had."""
-    watched = module.__dict__.pop("forward", None)
-    if watched is not None and watched._own is not None:
-        module.forward = watched._own
-
 
 def attach_modules(model: nn.Module, backward: Backward, prefix: str) -> Callable[[], None]:
     """Give every module that has parameters and no parts edges at its borders; returns what takes them away."""
@@ -121,10 +90,10 @@ def attach_modules(model: nn.Module, backward: Backward, prefix: str) -> Callabl
             continue
         key = ".".join(part for part in (prefix, name) if part) or "model"
         module.forward = ModuleForward(module, backward, backward.sites.open(key))
-        watched.append(module)
+        watched.append(module.forward)
 
     def detach() -> None:
-        for module in watched:
-            restore_forward(module)
+        for forward in watched:
+            forward.restore()
 
     return detach

@@ -38,7 +38,7 @@ def measured_culprits(measured: list[Measured]) -> list[Culprit]:
 
 
 def unmeasured_culprits(
-    homes: Iterable[tuple[Tensor, Site]], order: list[Site], edges: Iterable[tuple[Site, Site]]
+    readers: Iterable[tuple[Tensor, Site]], order: list[Site], edges: Iterable[tuple[Site, Site]]
 ) -> list[Culprit]:
     """The same from the parameters' gradients alone: which of them are finite.
 
@@ -46,12 +46,12 @@ def unmeasured_culprits(
     itself or at one that passes gradients to it, whichever has the larger exponent. Else the parameters' own did.
 
     Args:
-        homes: parameters and their sites.
+        readers: parameters and the sites that read them.
         order: sites in forward's order.
         edges: pairs of a site and one that passes gradients to it.
     """
     finite: dict[Site, bool] = {}
-    for parameter, site in homes:
+    for parameter, site in readers:
         if parameter.grad is not None:
             finite[site] = finite.get(site, True) and all_finite(parameter.grad)
     known = [site for site in order if site in finite]

@@ -238,14 +238,8 @@ class Region(TorchFunctionMode):
         self._backward.reads(parameter, site, self._names.sharded)
         if site is self._anchor:
             return parameter
-        if parameter.dtype == torch.float16:
-            arrivals.append(Widening.apply(parameter))
-            return arrivals[-1]
-        sparse = function is not None and name_of(function).startswith("embedding")
-        # A view's gradient must be dense, an alias's may be sparse.
-        out = torch.ops.aten.alias.default(parameter) if sparse else parameter.view_as(parameter)
-        arrivals.append(out)
-        return out
+        arrivals.append(view_of(parameter, function is not None and name_of(function).startswith("embedding")))
+        return arrivals[-1]
 
     def _arrive(self, arrivals: list[Tensor], out: Any, site: Site) -> None:
         """Let parameters' gradients leave ``site``, made in the dtype of what they were read for."""
@@ -354,6 +348,13 @@ class Region(TorchFunctionMode):
             widened.grad_fn.register_prehook(self._backward.crossing(site, self._anchor))
             return untagged(self._tagged(widened, self._anchor))
         return untagged(self._tagged(self.edge(out, site, self._anchor, leaving=True), self._anchor))
+
+
+def view_of(parameter: Tensor, sparse: bool) -> Tensor:
+    """A parameter with a node of its own; ``sparse``: its gradient may be, which an alias takes and a view does not."""
+    if parameter.dtype == torch.float16:
+        return Widening.apply(parameter)
+    return torch.ops.aten.alias.default(parameter) if sparse else parameter.view_as(parameter)
 
 
 def hook_arrival(view: Tensor, hook: Callable) -> None:

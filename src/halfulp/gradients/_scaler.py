@@ -102,9 +102,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._exponent: int | None = None
         self._models = [weakref.ref(one) for one in models]
         self._mode = mode
-        self._growth_interval = getattr(get_policy(policy), "growth_interval", 2000)
+        policy = get_policy(policy)
+        self._growth_interval = getattr(policy, "growth_interval", 2000)
         self._controller = _controller(
-            get_policy(policy),
+            policy,
             exponent_of("init_scale", init_scale),
             None if format is None else get(format),
             interval,
@@ -322,7 +323,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that `state_dict` gave, or a GradScaler's, whose scale becomes the global one.
 
-        Sites are known from the first forward pass on; where there was none yet, the comparison waits for it.
+        Sites are known from the first forward pass on; before it only the modules that they name are compared.
 
         Raises:
             ValueError: an empty state, one whose scale is no power of two, or one of another model.

@@ -1,0 +1,47 @@
+"""Forward: what stands in the place of a module's ``forward`` while a scaler watches the module."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ._backward import Backward
+
+
+class Forward(abc.ABC):
+    """A module's ``forward``, watched. Copies of the module get the one that it had, and pickles its class's."""
+
+    def __init__(self, module: nn.Module, backward: Backward) -> None:
+        self._module = weakref.ref(module)
+        self._backward = backward
+        self._own = module.__dict__.get("forward")
+        self.inner = module.forward
+
+    @abc.abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass."""
+
+    def restore(self) -> None:
+        """Give the module the forward back that it had."""
+        module = self._module()
+        if module is not None:
+            module.__dict__.pop("forward", None)
+            if self._own is not None:
+                module.forward = self._own
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        return plain_forward(memo[id(self._module())]) if self._own is None else copy.deepcopy(self._own, memo)
+
+    def __reduce__(self) -> tuple:
+        return plain_forward, (self._module(),)
+
+
+def plain_forward(module: nn.Module) -> types.MethodType:
+    """The ``forward`` of a module's class."""
+    return types.MethodType(type(module).forward, module)
