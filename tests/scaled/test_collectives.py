@@ -22,7 +22,8 @@ EPS = {torch.float32: 0, torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.flo
 
 
 def close(x, wanted, eps):
-    error = (x.decode() - wanted).abs().max() / wanted.abs().max()
+    # Against all that travelled under one scale: a minimum may be 2^20 below it.
+    error = (x.decode() - wanted).abs().max() / torch.stack(plain).abs().max()
     assert error <= eps, (error, eps)
 
 
