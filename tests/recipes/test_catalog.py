@@ -23,7 +23,8 @@ def test_gradients() -> None:
     assert scales["fp16-none"] == ("fp16", None)
     assert scales["fp16-constant-128"] == ("fp16", 128.0)
     assert scales["fp16-dynamic"] == ("fp16", "dynamic")
-    assert scales["e5m2-adaptive"] == ("e5m2", "amax")
+    assert scales["e5m2-adaptive"] == scales["e5m2-adaptive-stochastic"] == ("e5m2", "amax")
+    assert recipes.get("e5m2-adaptive-stochastic").gradient_rounding == "stochastic"
     for name in set(scales) - {"fp16-none", "e5m2-none"}:
         assert scales[name][1] is not None
 

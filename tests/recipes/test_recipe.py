@@ -89,6 +89,8 @@ def test_frozen_and_keyword_only() -> None:
         ({"gradient_format": "fp16", "gradient_scale": True}, "power of two"),
         ({"gradient_format": "fp16", "gradient_scale": 2.0**61}, "power of two"),
         ({"gradient_scale": "amax"}, "gradient_format="),
+        ({"gradient_rounding": "stochastic"}, "gradient_format="),
+        ({"gradient_format": "fp16", "gradient_rounding": "stochastc"}, "stochastic"),
         ({"gradient_scale": 1.0}, "gradient_format="),
         ({"gradient_format": "fp16", "param_dtype": "float16"}, "leave out param_dtype"),
         ({"gradient_format": "fp16", "param_dtype": "float64"}, "leave out param_dtype"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ..formats import Format
-from ..rounding import quantize
+from ..rounding import Nearest, Rounding, quantize
 from ._measure import Measurements, narrow
 from ._operands import operands
 from ._parallel import in_parallel
@@ -66,12 +66,21 @@ class Backward:
         sites: whose exponents hold.
         policy: what looks at products' operands, if it wants them.
         format: What every gradient that a product reads or makes is rounded to; None leaves the tensors' own dtype.
+        rounding: How it is.
     """
 
-    def __init__(self, sites: Sites, policy: Policy, format: Format | None = None) -> None:
+    def __init__(
+        self,
+        sites: Sites,
+        policy: Policy,
+        format: Format | None = None,
+        rounding: Rounding = Nearest(),  # noqa: B008  frozen
+    ) -> None:
         self.sites = sites
         self.policy = policy
         self.format = format
+        self._rounding = rounding
+        self._roundings = itertools.count()
         # Where one scale holds for all and nobody looks, GradScaler's own graph is all that is needed.
         self.idle = not policy.per_site and not policy.measures and format is None
         # Whether other processes add their gradients to these.
@@ -267,7 +276,7 @@ class Backward:
                 gradient.indices(), self._rounded(gradient.values()), gradient.shape, is_coalesced=True
             )
         overflow = "inf" if self.format.infinities else "nan"
-        return quantize(gradient, self.format, overflow=overflow)
+        return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=next(self._roundings))
 
     def _shut(self) -> bool:
         """Whether edges do nothing; what is differentiated once more shuts them for the whole iteration."""

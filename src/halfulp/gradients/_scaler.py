@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections import defaultdict
@@ -13,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from ..formats import Format, get
+from ..formats import Format
+from ..rounding import Rounding
 from ._attach import attach, unwrapped
-from ._backward import Backward
-from ._controller import Controller, LastStep
+from ._controller import LastStep
 from ._escape import check_exits
+from ._options import controller_of, device_of, exponent_of, models_of
 from ._policy import Policy, get_policy
 from ._recorder import Recorder
-from ._site import HIGHEST, LOWEST, Sites
+from ._site import HIGHEST
 from ._state import check_places, check_state, state_of
 from ._table import SiteTable
 
@@ -54,6 +54,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         interval: A measurement every so many iterations, and after an overflow; the first ones are measured more often.
         format: A format to which all gradients that products read or make are rounded, to train as if on hardware
             that has it: ``"e5m2"``, ``"fp16"``, any Format. None leaves gradients in their tensors' dtypes.
+        rounding: How, with ``format``: ``"stochastic"`` loses nothing on average, and as little to underflow.
         floor, ceiling: The least and the greatest exponent, from -60 to 60.
         float32_outputs: Whether float16 outputs of the model become float32, so that the gradient of a loss computed
             outside is not rounded before it is scaled; None does so under autocast to float16, where sites have
@@ -85,16 +86,15 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         init_scale: float = 2.0**16,
         interval: int = 16,
         format: Format | str | torch.dtype | None = None,
+        rounding: Rounding | str = "nearest",
         floor: int = -30,
         ceiling: int = HIGHEST,
         float32_outputs: bool | None = None,
         mode: str = "function",
         enabled: bool = True,
     ) -> None:
-        models = _models(model)
-        super().__init__(_device(models), init_scale=init_scale, enabled=enabled)
-        if not isinstance(interval, int) or interval < 1:
-            raise ValueError(f"interval is a number of iterations, at least 1, got {interval!r}")
+        models = models_of(model)
+        super().__init__(device_of(models), init_scale=init_scale, enabled=enabled)
         if mode not in ("function", "module"):
             raise ValueError(f"mode is 'function' or 'module', got {mode!r}")
         self.last_step: LastStep | None = None
@@ -104,12 +104,14 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._mode = mode
         policy = get_policy(policy)
         self._growth_interval = getattr(policy, "growth_interval", 2000)
-        self._controller = _controller(
+        self._controller = controller_of(
             policy,
-            exponent_of("init_scale", init_scale),
-            None if format is None else get(format),
-            interval,
-            *_bounds(floor, ceiling),
+            start=exponent_of("init_scale", init_scale),
+            format=format,
+            rounding=rounding,
+            interval=interval,
+            floor=floor,
+            ceiling=ceiling,
         )
         self._detach: list[Callable[[], None]] = []
         if self._enabled:
@@ -362,49 +364,3 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             detach()
         self._detach.clear()
         self._enabled = False
-
-
-def _models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    models = list(model) if isinstance(model, (list, tuple)) else [model]
-    wrong = [one for one in models if not isinstance(one, nn.Module)]
-    if wrong or not models:
-        kind = f"a {type(wrong[0]).__name__}" if wrong else "an empty list"
-        raise TypeError(f"the model is {kind}: give a torch.nn.Module, or a list of several")
-    return models
-
-
-def _controller(
-    policy: Policy, start: int, format: Format | None, interval: int, floor: int, ceiling: int
-) -> Controller:
-    if not floor <= start <= ceiling:
-        raise ValueError(f"init_scale is 2^{start}, beyond floor={floor} and ceiling={ceiling}")
-    sites = Sites(start, uniform=not policy.per_site)
-    return Controller(Backward(sites, policy, format), interval, floor, ceiling)
-
-
-def exponent_of(field: str, scale: float) -> int:
-    """The exponent of a scale that is a power of two.
-
-    Raises:
-        ValueError: it is none, or out of bounds.
-
-    >>> exponent_of("init_scale", 1024.0)
-    10
-    """
-    fraction, exponent = math.frexp(scale) if math.isfinite(scale) else (0.0, 0)
-    if fraction != 0.5 or not LOWEST <= exponent - 1 <= HIGHEST:
-        raise ValueError(f"{field} is a power of two from 2^{LOWEST} to 2^{HIGHEST}, got {scale!r}")
-    return exponent - 1
-
-
-def _bounds(floor: int, ceiling: int) -> tuple[int, int]:
-    if not (isinstance(floor, int) and isinstance(ceiling, int) and LOWEST <= floor <= ceiling <= HIGHEST):
-        raise ValueError(
-            f"floor and ceiling are integers, {LOWEST} <= floor <= ceiling <= {HIGHEST}, got {floor!r} and {ceiling!r}"
-        )
-    return floor, ceiling
-
-
-def _device(models: Sequence[nn.Module]) -> str:
-    """The kind of device that the models' parameters are on."""
-    return next((p.device.type for one in models for p in one.parameters()), "cpu")

@@ -95,10 +95,11 @@ def scaler(recipe: Recipe, model: nn.Module) -> "AdaptiveGradScaler | None":
 
 
 def _scaler_options(recipe: Recipe) -> dict[str, Any]:
+    options = {"format": recipe.gradient_format, "rounding": recipe.gradient_rounding}
     if isinstance(recipe.gradient_scale, str):
-        return {"policy": recipe.gradient_scale, "format": recipe.gradient_format}
+        return {"policy": recipe.gradient_scale, **options}
     # Without a scale too, what is not finite must not reach a weight.
-    return {"policy": "constant", "init_scale": recipe.gradient_scale or 1.0, "format": recipe.gradient_format}
+    return {"policy": "constant", "init_scale": recipe.gradient_scale or 1.0, **options}
 
 
 def _check_scaled(recipe: Recipe, model: nn.Module) -> None:

@@ -28,13 +28,14 @@ def _few_bits(format: str, bits: int, update: str) -> Recipe:
     )
 
 
-def _gradients(format: str, name: str, words: str, scale: str | float | None) -> Recipe:
+def _gradients(format: str, name: str, words: str, scale: str | float | None, rounding: str = "nearest") -> Recipe:
     """float32 but for the gradients that products read and make."""
     return Recipe(
         name=f"{format}-{name}",
         description=f"float32 weights, gradients rounded to {format}, {words}",
         gradient_format=format,
         gradient_scale=scale,
+        gradient_rounding=rounding,
     )
 
 
@@ -137,6 +138,7 @@ _RECIPES = (
     ),
     *(_gradients("fp16", *choice) for choice in _POLICIES),
     *(_gradients("e5m2", *choice) for choice in _SCALES),
+    _gradients("e5m2", "adaptive-stochastic", "stochastically, a scale per layer", "amax", "stochastic"),
     _gradients("e4m3fn", *_SCALES[-1]),
 )
 _CATALOG = {recipe.name: recipe for recipe in _RECIPES}

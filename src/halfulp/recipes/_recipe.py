@@ -30,6 +30,8 @@ GRADIENT_SCALES = (
     *("constant", "measured", "dynamic", "rising-floor"),
 )
 
+GRADIENT_ROUNDINGS = ("nearest", "stochastic")
+
 _UPDATE_WORDS = {
     "nearest": "rounded to the nearest value, so that a small update is lost",
     "stochastic": "rounded up or down at random, right on average",
@@ -88,6 +90,7 @@ class Recipe:
             number a constant power of two from 2^-30 to 2^60, a name a policy of `halfulp.gradients`: ``"amax"``,
             ``"underflow-bound"``, ``"element-wise"``, ``"abs-range"``, ``"measured"``, ``"dynamic"``,
             ``"rising-floor"``, ``"constant"``.
+        gradient_rounding: With ``gradient_format``: ``"nearest"``, or ``"stochastic"``, right on average.
         perturb: Each starting weight is multiplied by 1 + perturb * N(0, 1): the control that shows how far two
             float32 runs drift apart by themselves.
 
@@ -111,6 +114,7 @@ class Recipe:
     perturb: float = 0.0
     gradient_format: str | None = None
     gradient_scale: str | float | None = None
+    gradient_rounding: str = "nearest"
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "payload", "state_dtype", "format", "emulate", "gradient_format"):
@@ -197,6 +201,12 @@ class Recipe:
             raise ValueError(
                 f"recipe {self.name!r} has gradient_scale={scale!r} but float32 gradients, which need none; give "
                 "gradient_format= too"
+            )
+        _check_among("gradient rounding", self.gradient_rounding, GRADIENT_ROUNDINGS)
+        if self.gradient_rounding != "nearest" and self.gradient_format is None:
+            raise ValueError(
+                f"recipe {self.name!r} has gradient_rounding={self.gradient_rounding!r} but float32 gradients, which "
+                "are not rounded; give gradient_format= too"
             )
         if self.gradient_format and (self.param_dtype or self.payload or self.emulate):
             raise ValueError(
@@ -353,7 +363,8 @@ def _arithmetic_words(recipe: Recipe) -> str:
 def _gradient_words(recipe: Recipe) -> list[str]:
     if recipe.gradient_format is None:
         return []
-    said = ["every one that a product reads or makes is rounded to that."]
+    how = ", up or down at random" if recipe.gradient_rounding == "stochastic" else ""
+    said = [f"every one that a product reads or makes is rounded to that{how}."]
     if isinstance(recipe.gradient_scale, str):
         said.append(_GRADIENT_SCALE_WORDS[recipe.gradient_scale])
     elif recipe.gradient_scale is None:
