@@ -165,3 +165,89 @@ def test_a_deep_copy_is_plain(seed):
     twin = copy.deepcopy(model)
     again = hu.AdaptiveGradScaler(twin, mode="module")
     assert_same(scrambled(seed, again, lambda: again.scale(mean_square(twin(x))).backward(), twin), wanted)
+
+
+class Between(nn.Module):
+    """Two layers whose first may keep what it makes, and whose second may read it."""
+
+    def __init__(self, first: type[nn.Module], last: type[nn.Module]):
+        super().__init__()
+        self.first, self.last = first(WIDTH, WIDTH), last(WIDTH, WIDTH)
+        # Not a part of the reader's.
+        object.__setattr__(self.last, "source", self.first)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+class Keeping(nn.Linear):
+    def forward(self, x):
+        self.kept = super().forward(x)
+        return self.kept.relu()
+
+
+class Reading(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + self.source.kept
+
+
+class Borrowing(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.source.weight, self.bias) @ self.weight
+
+
+class Calling(nn.Linear):
+    def forward(self, x):
+        return super().forward(self.source(x))
+
+
+LEAKS = [(Keeping, Reading, "'last'|'first'"), (nn.Linear, Borrowing, "'last'"), (nn.Linear, Calling, "'last'|'first'")]
+
+
+@pytest.mark.parametrize(("first", "last", "match"), LEAKS, ids=["attribute", "parameter", "call"])
+def test_what_goes_round_a_modules_border_is_refused(first, last, match, seed):
+    model, x = Between(first, last), batch()
+    scaler = hu.AdaptiveGradScaler(model, mode="module")
+    with pytest.raises(ValueError, match=rf"module ({match}) reads or gives a tensor \([\w:]+\) by another way"):
+        scaler.scale(mean_square(model(x)))
+    assert all(p.grad is None for p in model.parameters())
+    scaler.detach()
+    mean_square(model(x)).backward()
+
+
+def test_a_loss_of_what_a_module_kept_is_refused(seed):
+    model, x = nn.Sequential(Keeping(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), batch()
+    scaler = hu.AdaptiveGradScaler(model, mode="module")
+    model(x)
+    with pytest.raises(ValueError, match=r"module '0' reads or gives"):
+        scaler.scale(mean_square(model[0].kept))
+
+
+@pytest.mark.parametrize("dims", [{}, {"kdim": 4, "vdim": 6}])
+def test_attention_is_one_site(dims, seed):
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, **dims)
+
+        def forward(self, x, k, v):
+            return self.attention(self.first(x), k, v)[0]
+
+    model = Attending()
+    x, k, v = (
+        torch.randn(3, 5, size, requires_grad=True)
+        for size in (WIDTH, dims.get("kdim", WIDTH), dims.get("vdim", WIDTH))
+    )
+    found, wanted = trial(model, lambda: mean_square(model(x, k, v)), seed)
+    assert_same(found, wanted)
+
+
+def test_a_format_rounds_at_the_borders_of_attention(seed):
+    model = nn.MultiheadAttention(WIDTH, 2)
+    scaler = hu.AdaptiveGradScaler(model, mode="module", format="e5m2")
+    x = torch.randn(5, 3, WIDTH)
+    scaler.scale(mean_square(model(x, x, x)[0])).backward()
+    assert list(sites(scaler)) == ["global", "model"]
+    for parameter in model.parameters():
+        assert torch.equal(hu.quantize(parameter.grad, "e5m2"), parameter.grad)

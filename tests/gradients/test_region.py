@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_evaluation_leaves_no_trace(context, seed):
     assert torch.equal(out, wanted)
     assert not vars(out)
     assert [site.key for site in scaler._controller.sites] == ["global"]
-    assert not scaler._controller.backward.stays
+    assert not scaler._controller.backward.forwards
     assert_nothing_is_left()
 
 
@@ -247,3 +248,32 @@ def test_detach_gives_the_plain_model_back(mode, seed):
     again = hu.AdaptiveGradScaler(case.model, mode=mode)
     found = scrambled(seed, again, lambda: again.scale(case.run()).backward(), case.model)
     assert found.keys() == wanted.keys()
+
+
+def in_thread(run):
+    """What ``run()`` returns in a thread of its own, where autograd numbers nodes anew."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+def test_forward_input_and_loss_in_three_threads(seed):
+    model, x = mlp(), batch().requires_grad_()
+
+    def run(call):
+        made = call(lambda: x * 2 + 1)
+        out = call(lambda: model(made))
+        return call(lambda: mean_square(out + out.tanh().exp()))
+
+    wanted = plainly(seed, lambda: run(lambda f: f()), model)
+    scaler = hu.AdaptiveGradScaler(model)
+    found = scrambled(seed, scaler, lambda: scaler.scale(run(in_thread)).backward(), model)
+    assert_same(found, wanted)
+
+
+def test_what_another_thread_kept_from_inside_is_refused(seed):
+    model, kept = mlp(), []
+    model[1].register_forward_hook(lambda module, args, out: kept.append(out))
+    scaler = hu.AdaptiveGradScaler(model)
+    in_thread(lambda: model(batch()))
+    with pytest.raises(ValueError, match="from inside the model"):
+        scaler.scale(mean_square(kept[0]))

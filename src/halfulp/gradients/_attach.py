@@ -44,6 +44,7 @@ class WatchedForward(Forward):
             return self.inner(*args, **kwargs)
         with watched(), Region(self._backward, self._names) as region:
             region.path = [self._prefix] if self._prefix else []
+            region.take((args, kwargs))
             return region.leave(self.inner(*args, **kwargs), self._widens())
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,15 +24,6 @@ Hook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
 ALIVE: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
 _handles = itertools.count()
-
-
-@dataclasses.dataclass
-class Stay:
-    """One forward pass in a region, by autograd's sequence numbers: its nodes, and those at the global exponent."""
-
-    begun: int
-    ended: int
-    exits: set[int]
 
 
 class Widening(torch.autograd.Function):
@@ -93,7 +82,7 @@ class Backward:
         self.replayed = False
         self.measurements = Measurements()
         self.order: dict[Site, None] = {}
-        self.stays: deque[Stay] = deque(maxlen=1000)
+        self.forwards = 0
         self._seen = False
         self._crossings: dict[tuple[Site, Site], Hook] = {}
         self._arrivals: dict[tuple[Site, Format | None], Hook] = {}
@@ -124,7 +113,7 @@ class Backward:
 
     def join(self, model: nn.Module | None) -> None:
         """Note, once in an iteration, whether a model's gradients are shared with other processes."""
-        if not self.order and not self.stays:
+        if not self.order and not self.forwards:
             self.parallel = self.parallel or in_parallel(model)
 
     def check_seen(self) -> None:
@@ -132,7 +121,7 @@ class Backward:
         if self._seen or self.idle:
             return
         self._seen = True
-        if not self.order and not self.stays:
+        if not self.order and not self.forwards:
             warnings.warn(
                 "the scaled loss came from no forward pass of the scaler's model, so that one scale holds for all "
                 "gradients: call the model itself, not its parts or methods, or make the scaler of what is called",
@@ -142,11 +131,10 @@ class Backward:
     def renew(self) -> None:
         """Forget the iteration that ends here."""
         self.end()
-        self.passes = 0
+        self.passes = self.forwards = 0
         self.second_order = self.replayed = False
         self.measurements.clear()
         self.order.clear()
-        self.stays.clear()
 
     def crossing(self, source: Site, target: Site) -> Hook:
         """The hook of an edge: it takes a gradient at ``target``'s exponent to ``source``'s."""

@@ -1,4 +1,4 @@
-"""The module-level front end: every module without parts, but with parameters, is one site, seen at its borders."""
+"""The module-level front end: every module with parameters and no parts is one site, seen at its borders."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from ._measure import narrow
 from ._nesting import carriers_in, mapped
 from ._region import hook_arrival, view_of
 from ._site import Site
+from ._units import mark
+
+# Modules whose forward reads their parts' parameters and does not call the parts.
+WHOLE = (nn.MultiheadAttention,)
 
 
 class ModuleForward(Forward):
@@ -38,62 +42,77 @@ class ModuleForward(Forward):
                 f"module {self._site.key!r} writes into its argument, whose gradient then goes round the exponents: "
                 "let it work on a clone, or take mode='function'"
             )
-        first = next(carriers_in(out), None)
+        first, anchor = next(carriers_in(out), None), self._backward.sites.anchor
         if first is not None:
             self._site.stored = narrow(first.dtype)
             for view in arrivals:
                 hook_arrival(view, self._backward.arrival(self._site, first.dtype))
+                mark(view.grad_fn, self._site, anchor, anchor)
         return mapped(out, self._leaving)
 
     @contextlib.contextmanager
     def _parameters_apart(self) -> Iterator[list[Tensor]]:
         """Let the module read views of its parameters, each with a node of its own; gives the views."""
-        module = self._module()
-        kept = dict(module._parameters)
-        for x in kept.values():
-            if x is not None and x.requires_grad:
-                self._backward.reads(x, self._site)
-        views = {id(x): view_of(x, sparse=True) for x in kept.values() if x is not None and x.requires_grad}
-        listed = module.__dict__.get("_flat_weights")
+        holders = list(self._module().modules())
+        parameters = {id(x): x for holder in holders for x in holder._parameters.values() if _carries(x)}
+        for x in parameters.values():
+            self._backward.reads(x, self._site)
+        views = {key: view_of(x, sparse=True) for key, x in parameters.items()}
+        kept = [(holder, dict(holder._parameters), holder.__dict__.get("_flat_weights")) for holder in holders]
         try:
-            module._parameters.update({name: views.get(id(x), x) for name, x in kept.items()})
-            if listed is not None:
-                # Recurrent layers read this list.
-                module.__dict__["_flat_weights"] = [views.get(id(x), x) for x in listed]
+            for holder, own, listed in kept:
+                holder._parameters.update({name: views.get(id(x), x) for name, x in own.items()})
+                if listed is not None:
+                    # Recurrent layers read this list.
+                    holder.__dict__["_flat_weights"] = [views.get(id(x), x) for x in listed]
             yield list(views.values())
         finally:
-            module._parameters.update(kept)
-            if listed is not None:
-                module.__dict__["_flat_weights"] = listed
+            for holder, own, listed in kept:
+                holder._parameters.update(own)
+                if listed is not None:
+                    holder.__dict__["_flat_weights"] = listed
 
     def _entering(self, x: Tensor) -> Tensor:
-        out = x.view_as(x)
-        out.grad_fn.register_prehook(self._backward.crossing(self._backward.sites.anchor, self._site))
-        return out
+        return self._edge(x.view_as(x), self._backward.sites.anchor, self._site)
 
     def _leaving(self, x: Tensor) -> Tensor:
         if x.is_leaf:
             return x
         # A reader may write into it, and a write into a view would go round the hook.
-        out = x.clone()
-        out.grad_fn.register_prehook(self._backward.crossing(self._site, self._backward.sites.anchor))
         if self._backward.format is not None:
             x.grad_fn.register_prehook(self._backward.round_all)
+        return self._edge(x.clone(), self._site, self._backward.sites.anchor)
+
+    def _edge(self, out: Tensor, source: Site, target: Site) -> Tensor:
+        """A tensor, with a node of its own, whose gradient goes from ``target``'s exponent to ``source``'s."""
+        out.grad_fn.register_prehook(self._backward.crossing(source, target))
+        mark(out.grad_fn, target, source, self._backward.sites.anchor)
         return out
 
 
+def _carries(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad
+
+
+def modules_of(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are sites, with their keys: those with parameters and no parts, and whole attentions."""
+    if isinstance(model, WHOLE) or next(model.children(), None) is None:
+        if next(model.parameters(), None) is not None:
+            yield prefix or "model", model
+        return
+    for name, part in model.named_children():
+        yield from modules_of(part, f"{prefix}.{name}" if prefix else name)
+
+
 def attach_modules(model: nn.Module, backward: Backward, prefix: str) -> Callable[[], None]:
-    """Give every module that has parameters and no parts edges at its borders; returns what takes them away."""
-    watched = []
-    for name, module in model.named_modules():
-        if next(module.parameters(recurse=False), None) is None or next(module.children(), None) is not None:
-            continue
-        key = ".".join(part for part in (prefix, name) if part) or "model"
-        module.forward = ModuleForward(module, backward, backward.sites.open(key))
-        watched.append(module.forward)
+    """Give every module that is a site edges at its borders; returns what takes them away."""
+    watched: dict[nn.Module, ModuleForward] = {}
+    for key, module in modules_of(model, prefix):
+        if module not in watched:
+            module.forward = watched[module] = ModuleForward(module, backward, backward.sites.open(key))
 
     def detach() -> None:
-        for forward in watched:
+        for forward in watched.values():
             forward.restore()
 
     return detach

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ._backward import Backward, Stay, Widening
+from ._backward import Backward, Widening
+from ._escape import is_exit, mark_edge, mark_exit
 from ._measure import narrow
 from ._nesting import carriers_in, mapped
 from ._operands import other_factor
@@ -75,7 +76,6 @@ class Region(TorchFunctionMode):
         self._names = names
         self._calls: Counter[str] = Counter()
         self._rank: dict[Site, int] = {}
-        self._exits: set[int] = set()
 
     def __enter__(self) -> Region:
         self._outer = current()
@@ -89,7 +89,7 @@ class Region(TorchFunctionMode):
 
     def __exit__(self, *error: object) -> None:
         _local.region = self._outer
-        self._backward.stays.append(Stay(self._begun, torch._C._autograd._get_sequence_nr(), self._exits))
+        self._backward.forwards += 1
         super().__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -152,6 +152,12 @@ class Region(TorchFunctionMode):
                 self._tagged(view, self.site_of(tensor))
         return out
 
+    def take(self, arguments: Any) -> None:
+        """What the model is called with, by whichever thread it was made, is at the global exponent."""
+        for x in carriers_in(arguments):
+            if x.grad_fn is not None and getattr(x, _TAG, None) is None:
+                mark_exit(x.grad_fn, self._anchor)
+
     # sites ----------------------------------------------------------------------------------------------------
 
     def site_of(self, tensor: Tensor) -> Site:
@@ -170,7 +176,7 @@ class Region(TorchFunctionMode):
         if self._backward.second_order:
             # Made by a derivative within the model: all gradients have the global exponent until the next update.
             return
-        if node is not None and self._begun <= node._sequence_nr() < 2**62:
+        if node is not None and self._begun <= node._sequence_nr() < 2**62 and not is_exit(node, self._anchor):
             raise NotImplementedError(
                 f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
                 f"{node.name()}, which is no torch function that can be watched (an extension, say): call it inside a "
@@ -250,6 +256,7 @@ class Region(TorchFunctionMode):
         dtype = out.dtype if isinstance(out, Tensor) else torch.float32
         for view in arrivals:
             hook_arrival(view, self._backward.arrival(site, dtype))
+            mark_edge(view.grad_fn, self._anchor)
 
     def edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
         """The tensor as a reader at ``target`` may take it; ``leaving``: one that may then write into it.
@@ -261,6 +268,7 @@ class Region(TorchFunctionMode):
         viewed = tensor.layout is torch.strided and not leaving
         out = tensor.view_as(tensor) if viewed else tensor.clone()
         out.grad_fn.register_prehook(self._backward.crossing(source, target))
+        mark_edge(out.grad_fn, self._anchor)
         setattr(out, _TAG, target)
         return out
 
@@ -307,7 +315,7 @@ class Region(TorchFunctionMode):
         """The tensor with its site; what is at the global exponent may leave by any way."""
         setattr(out, _TAG, site)
         if site is self._anchor:
-            self._exits.add(out.grad_fn._sequence_nr())
+            mark_exit(out.grad_fn, site)
         return out
 
     @_unwatched

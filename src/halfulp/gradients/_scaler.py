@@ -23,6 +23,7 @@ from ._recorder import Recorder
 from ._site import HIGHEST
 from ._state import check_places, check_state, state_of
 from ._table import SiteTable
+from ._units import check_units
 
 _TORCH_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -60,8 +61,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             outside is not rounded before it is scaled; None does so under autocast to float16, where sites have
             exponents of their own.
         mode: ``"function"`` watches every torch function of the forward pass; ``"module"`` gives each module with
-            parameters and no parts one site, for models whose functions cannot be watched. It sees arguments and
-            results of such modules only, and not what goes in or out by attributes: prove it by `halfulp.verify`.
+            parameters and no parts, and each ``nn.MultiheadAttention``, one site, for models whose functions cannot be
+            watched. There ``format`` rounds where gradients enter and leave such a module, and `scale` refuses a
+            loss whose modules take or give tensors by attributes.
         enabled: False makes all methods those of a disabled GradScaler, and leaves the model alone.
 
     Raises:
@@ -131,7 +133,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """The loss times ``get_scale()``; a backward pass from there has exponents. Nested lists and tuples too.
 
         Raises:
-            ValueError: the loss reads a tensor that left the model by another way than its output.
+            ValueError: the loss reads a tensor that left the model, or with ``mode="module"`` one of its modules, by
+                another way than its output.
         """
         if not self._enabled:
             return outputs
@@ -147,7 +150,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         backward = self._controller.backward
         backward.end()
         if output.grad_fn is not None and not backward.second_order:
-            check_exits(output.grad_fn, backward.stays)
+            if self._mode == "module":
+                check_units(output.grad_fn, backward.sites.anchor)
+            else:
+                check_exits(output.grad_fn, backward.sites.anchor)
         scaled = output * self._tensor(output.device)
         if scaled.requires_grad:
             scaled.grad_fn.register_prehook(backward.begin)
