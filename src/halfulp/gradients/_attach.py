@@ -16,7 +16,7 @@ from ..tensors import MCTensor
 from ._backward import Backward
 from ._compiled import marked
 from ._custom import watched
-from ._forward import Forward
+from ._forward import Forward, traced
 from ._modules import attach_modules
 from ._nesting import mapped
 from ._region import Region, current
@@ -35,10 +35,12 @@ class WatchedForward(Forward):
         self.__signature__ = inspect.signature(self.inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._compiled(*args, **kwargs)
+        if traced():
+            return self.inner(*args, **kwargs)
         self._backward.join(self._module())
         if self._backward.idle or current() is not None:
             return self.inner(*args, **kwargs)

@@ -41,8 +41,9 @@ def check_exits(node: Any, anchor: Site) -> None:
         if leaves is False:
             raise ValueError(
                 f"the loss reads a tensor from inside the model, which {entered.name()} or what follows it made, and "
-                "that is not part of the model's output, such as one kept in an attribute: return it from forward as "
-                "well (numbers, as losses of their own, may be kept anywhere)"
+                "that is not part of the model's output, such as one kept in an attribute, or in an object "
+                "other than a list, tuple, dict or data class: return it from forward in one of these (numbers, as "
+                "losses of their own, may be kept anywhere)"
             )
         if leaves is None and node not in seen and node._sequence_nr() < _LEAF:
             seen.add(node)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ._backward import Backward
@@ -22,6 +23,11 @@ class Forward(abc.ABC):
         self._backward = backward
         self._own = module.__dict__.get("forward")
         self.inner = module.forward
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """The plain forward pass's, which torch.export reads."""
+        return self.inner.__code__
 
     @abc.abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,3 +51,8 @@ class Forward(abc.ABC):
 def plain_forward(module: nn.Module) -> types.MethodType:
     """The ``forward`` of a module's class."""
     return types.MethodType(type(module).forward, module)
+
+
+def traced() -> bool:
+    """Whether a forward pass is recorded or transformed as a function, and not run to be differentiated by autograd."""
+    return torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ._backward import Backward
-from ._forward import Forward
+from ._forward import Forward, traced
 from ._measure import narrow
 from ._nesting import carriers_in, mapped
 from ._region import hook_arrival, view_of
@@ -29,7 +29,7 @@ class ModuleForward(Forward):
         self._site = site
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._backward.idle:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or traced() or self._backward.idle:
             return self.inner(*args, **kwargs)
         self._backward.join(None)
         self._backward.order.setdefault(self._site)

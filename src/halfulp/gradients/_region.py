@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import FunctionType
@@ -28,6 +30,9 @@ COMPILED = (
     'model with torch.compile(model, backend=scaler.backend("inductor")), or do not compile the part'
 )
 _local = threading.local()
+# Not None while something that torch.compile was given runs.
+_dynamo = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_told: weakref.WeakSet[Backward] = weakref.WeakSet()
 
 
 def current() -> Region | None:
@@ -40,10 +45,42 @@ def _unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return give_up()
+        if _dynamo() is not None:
+            return uncompiled(run)(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return method(*args, **kwargs)
 
     return run
+
+
+def give_up() -> None:
+    """Leave a part that is compiled by itself: dynamo, which traces this, runs the part uncompiled then.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    tell_compiled()
+    raise NotImplementedError(COMPILED)
+
+
+def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A region's own method in such a part, which dynamo must not look into."""
+    tell_compiled()
+    return torch.compiler.disable(method)
+
+
+def tell_compiled() -> None:
+    """Warn, once per scaler, that a part of the model is compiled by itself."""
+    region = current()
+    if region is not None and region._backward not in _told:
+        _told.add(region._backward)
+        warnings.warn(f"{COMPILED}. It runs uncompiled (said once)", stacklevel=4)
+
+
+# Dynamo calls it as it traces: what torch.compiler.assume_constant_result sets, which would load dynamo.
+tell_compiled._dynamo_marked_constant = True
 
 
 class Names(Protocol):
@@ -95,8 +132,10 @@ class Region(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            raise NotImplementedError(COMPILED)
-        if not torch.is_grad_enabled():
+            return give_up()
+        if _dynamo() is not None:
+            return uncompiled(self.__torch_function__)(function, types, args, kwargs)
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
         carriers = list(carriers_in((args, kwargs)))
         if not carriers:
@@ -179,8 +218,8 @@ class Region(TorchFunctionMode):
         if node is not None and self._begun <= node._sequence_nr() < 2**62 and not is_exit(node, self._anchor):
             raise NotImplementedError(
                 f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
-                f"{node.name()}, which is no torch function that can be watched (an extension, say): call it inside a "
-                "torch.autograd.Function, or take AdaptiveGradScaler(mode='module')"
+                f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
+                "torch.func): call it inside a torch.autograd.Function, or take AdaptiveGradScaler(mode='module')"
             )
 
     def _site(self, kind: str, function: Callable, args: tuple, carriers: list[Tensor]) -> Site:
@@ -275,7 +314,16 @@ class Region(TorchFunctionMode):
     # results --------------------------------------------------------------------------------------------------
 
     def _write(self, function: Callable, args: tuple, kwargs: dict, carriers: list[Tensor]) -> Any:
-        """A function that changes its first argument, whose site stays as it is."""
+        """A function that changes its first argument, whose site stays as it is.
+
+        Raises:
+            NotImplementedError: it changes several.
+        """
+        if args and isinstance(args[0], list | tuple):
+            raise NotImplementedError(
+                f"{name_of(function)} in {'.'.join(self.path) or 'the model'} writes into several tensors whose "
+                f"gradients may have exponents of their own: write into each, or take {name_of(function).rstrip('_')}"
+            )
         written = args[0] if args and isinstance(args[0], Tensor) else carriers[0]
         site = self.site_of(written) if written.requires_grad else self._common(function, carriers)
         arrivals: list[Tensor] = []
