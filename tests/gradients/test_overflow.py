@@ -102,6 +102,50 @@ def test_a_spike_in_the_flow_leaves_the_sites_above_alone(iterations, seed):
     assert all(run.scaler.sites()[key].overflows == 0 for key in above)
 
 
+class Residual(nn.Module):
+    """Products in float16 beside a float32 stream, as in a transformer; a spike comes into one branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(8, 8)
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.spiked = Spiked()
+
+    def forward(self, ids):
+        h = self.tokens(ids)
+        for i, branch in enumerate(self.branches):
+            made = branch(h)
+            h = h + (self.spiked(made) if i == 1 else made)
+        return h
+
+
+@pytest.mark.parametrize("iterations", [16, 19], ids=["measured", "unmeasured"])
+def test_a_spike_beside_a_wide_stream_lowers_the_branch_alone(iterations, seed):
+    run = Runner(Residual(), format=None, interval=8)
+    run.x = torch.arange(8)
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            return run.step()
+
+    assert all([step() for _ in range(iterations)][-4:])
+    before = sites(run.scaler)
+    overflows = {row.site: row.overflows for row in run.scaler.sites().rows}
+    run.model.spiked.spike = 2.0**16
+    blamed = []
+    for _ in range(2):
+        assert not step()
+        blamed.append([key for key, _ in run.scaler.last_step.culprits])
+        after = {key: e for key, e in sites(run.scaler).items() if e != before[key]}
+        assert set(after) <= {"branches.1", "branches.0"}
+    assert blamed[-1] == ["branches.1"]
+    assert blamed[0] in ([], ["branches.1"])
+    run.model.spiked.spike = 1.0
+    assert all(step() for _ in range(4 * 8 * 2))
+    assert sites(run.scaler) == before
+    assert [row.site for row in run.scaler.sites().rows if row.overflows != overflows[row.site]] == ["branches.1"]
+
+
 @pytest.mark.parametrize("iterations", [16, 19], ids=["measured", "unmeasured"])
 def test_a_spike_of_the_loss_is_over_in_two_steps(iterations, seed):
     run = Runner(mlp(4), interval=8)

@@ -40,3 +40,19 @@ def test_one_read_per_step(reads, seed, measured):
         scaler.update()
     assert scaler.last_step.applied
     assert reads == ["tolist"]
+
+
+@pytest.mark.parametrize(("factor", "wanted"), [(2.0**60, 2), (1.0, 3)], ids=["measured", "not measured"])
+def test_a_skipped_step_reads_no_more_for_more_layers(reads, seed, factor, wanted):
+    """The flags, whether losses are finite, and, where nothing was measured, which parameters' gradients are."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(9)))
+    scaler = hu.AdaptiveGradScaler(model, format="fp16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(torch.randn(5, 6)).square().mean() * factor).backward()
+    if factor == 1.0:
+        model[4].weight.grad.fill_(torch.inf)
+    reads.clear()
+    scaler.step(optimizer)
+    assert not scaler.last_step.applied
+    scaler.update()
+    assert reads == ["tolist"] * wanted

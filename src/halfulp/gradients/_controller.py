@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ._backward import Backward
-from ._measure import Measured, by_site
-from ._overflow import Culprit, downstream, measured_culprits, unmeasured_culprits
+from ._measure import Measured, by_site, copied
+from ._overflow import Culprit, all_finite, downstream, measured_culprits, unmeasured_culprits
 from ._parallel import least
 from ._policy import Amax, lowest
 from ._site import Reading, Site
@@ -72,22 +72,28 @@ class Controller:
         ``untouched``: nobody could clip the parameters' gradients meanwhile, which spreads what is not finite.
         """
         self._skipped = True
-        if not all(bool(loss.isfinite().all()) for loss in self.losses):
+        if not all(copied([all_finite(loss) for loss in self.losses])):
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
         if not self.policy.per_site:
             self._culprits = [Culprit(self.sites.anchor, spreads=False)]
             exponent = self.sites.anchor.exponent
             return LastStep(False, f"gradients overflowed at the scale of all, 2^{exponent}", (("global", exponent),))
-        found = measured_culprits(self._measured)
-        if not found and (self.backward.parallel or not untouched):
+        found = measured_culprits(self._measured) or self._unmeasured(untouched)
+        if found is None:
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
-        found = found or unmeasured_culprits(self.backward.readers(), list(self.backward.order), self.backward.edges())
         # What no site of the model made came from outside, at the global exponent.
         found = found or [Culprit(self.sites.anchor, spreads=False)]
         self._culprits += [one for one in found if one not in self._culprits]
         blamed = tuple((one.site.key, one.site.exponent) for one in found)
         words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
         return LastStep(False, f"gradients overflowed at {words}", blamed)
+
+    def _unmeasured(self, untouched: bool) -> list[Culprit] | None:
+        """Who is to blame as far as parameters' gradients tell, if they are as backward left them."""
+        if self.backward.parallel or not untouched:
+            return None
+        backward = self.backward
+        return unmeasured_culprits(backward.readers(), list(backward.order), backward.edges(), backward.measuring)
 
     def update(self) -> None:
         """Set the exponents of the next iteration."""
@@ -222,5 +228,8 @@ class Controller:
 
 def _blind(site: Site, readings: dict[Site, dict]) -> bool:
     """Whether a site that an overflow reached was not measured in this iteration with finite gradients."""
+    if site.readings and site.format is None:
+        # It reaches as far as float32.
+        return False
     kinds = readings.get(site)
     return kinds is None or not all(reading.finite for reading in kinds.values())

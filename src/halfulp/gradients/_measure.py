@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Measurements:
         """The values of ``flags``, numbers on any device, and what was measured, in order, by one copy per device."""
         rows, self._rows = self._rows, []
         lines = [torch.stack([flag.float()] * 3) for flag in flags]
-        values = _copied([*lines, *(row[-1] for row in rows)])
+        values = copied([*lines, *(row[-1] for row in rows)])
         found = [
             Measured(site, kind, _reading(numbers, site.exponent, count, stored))
             for (site, kind, stored, count, _), numbers in zip(rows, values[len(flags) :])
@@ -91,9 +92,9 @@ def _plain(gradient: Tensor) -> Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def _copied(rows: list[Tensor]) -> list[list[float]]:
-    """One copy per device, in order."""
-    values: list[list[float]] = [[] for _ in rows]
+def copied(rows: list[Tensor]) -> list[Any]:
+    """Small tensors of one shape as Python lists or numbers, in order, by one copy per device."""
+    values: list[Any] = [None] * len(rows)
     for device in dict.fromkeys(row.device for row in rows):
         places = [i for i, row in enumerate(rows) if row.device == device]
         for place, numbers in zip(places, torch.stack([rows[i] for i in places]).tolist()):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ._measure import Measured, by_site
+from ._measure import Measured, by_site, copied
 from ._site import Site
 
 
@@ -24,7 +24,7 @@ def measured_culprits(measured: list[Measured]) -> list[Culprit]:
     """The sites where gradients stopped being finite, from a measured backward pass.
 
     What overflowed in an activation's gradient spreads to all that comes later in backward, so of these only the first
-    counts; a parameter's gradient spreads nowhere.
+    counts, and none of the parameters that read it; a parameter's gradient spreads nowhere.
     """
     found: list[Culprit] = []
     flow = next((one for one in measured if one.kind != "weight" and not one.reading.finite), None)
@@ -32,28 +32,31 @@ def measured_culprits(measured: list[Measured]) -> list[Culprit]:
         found.append(Culprit(flow.site, spreads=True))
     for site, kinds in by_site(measured).items():
         others = [reading.finite for kind, reading in kinds.items() if kind != "weight"]
-        if "weight" in kinds and not kinds["weight"].finite and all(others):
+        alone = all(others) and (others or flow is None)
+        if "weight" in kinds and not kinds["weight"].finite and alone:
             found.append(Culprit(site, spreads=False))
     return found
 
 
 def unmeasured_culprits(
-    readers: Iterable[tuple[Tensor, Site]], order: list[Site], edges: Iterable[tuple[Site, Site]]
-) -> list[Culprit]:
-    """The same from the parameters' gradients alone: which of them are finite.
+    readers: Iterable[tuple[Tensor, Site]], order: list[Site], edges: Iterable[tuple[Site, Site]], guess: bool
+) -> list[Culprit] | None:
+    """The same from the parameters' gradients alone: which of them are finite; None where they do not tell.
 
     Where all sites from one on, in backward's order, are not, an activation's gradient overflowed there: at the site
-    itself or at one that passes gradients to it, whichever has the larger exponent. Else the parameters' own did.
+    itself or at one that passes gradients to it, of which a guess takes the one with the largest exponent. Else the
+    parameters' own did.
 
     Args:
         readers: parameters and the sites that read them.
         order: sites in forward's order.
         edges: pairs of a site and one that passes gradients to it.
+        guess: whether to, as measuring did not tell either.
     """
+    read = [(parameter, site) for parameter, site in readers if parameter.grad is not None]
     finite: dict[Site, bool] = {}
-    for parameter, site in readers:
-        if parameter.grad is not None:
-            finite[site] = finite.get(site, True) and all_finite(parameter.grad)
+    for (_, site), flag in zip(read, copied([all_finite(parameter.grad) for parameter, _ in read])):
+        finite[site] = finite.get(site, True) and flag
     known = [site for site in order if site in finite]
     bad = [site for site in known if not finite[site]]
     if not bad:
@@ -62,6 +65,8 @@ def unmeasured_culprits(
     if len(later) > 1 and later == bad:
         last = bad[-1]
         above = [target for source, target in edges if source is last and target in order]
+        if above and not guess:
+            return None
         return [Culprit(max([last, *above], key=lambda site: site.exponent), spreads=True)]
     return [Culprit(site, spreads=False) for site in bad]
 
@@ -72,8 +77,8 @@ def downstream(culprits: list[Site], order: list[Site]) -> list[Site]:
     return order[: max(places)] if places else []
 
 
-def all_finite(gradient: Tensor) -> bool:
-    """Whether a gradient has no infinity and no NaN."""
+def all_finite(gradient: Tensor) -> Tensor:
+    """Whether a gradient has no infinity and no NaN, on its device."""
     gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool(torch.isfinite(values).all())
+    return torch.isfinite(values).all()
