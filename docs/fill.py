@@ -1,7 +1,8 @@
 """Fills the measured tables of README.md and docs/*.md from the files that hold the numbers: `python docs/fill.py`.
 
 A place to fill is what stands between `<!-- fill NAME -->` and `<!-- end -->`, where NAME is a function below. What
-has not been measured yet stays empty. With --check nothing is written, and the exit code is 1 where a page differs.
+has not been measured yet stays empty. The rows of comparisons in docs/results are computed again from their trials.
+With --check nothing is written, and the exit code is 1 where a file differs.
 """
 
 import argparse
@@ -676,20 +677,32 @@ def filled(page: str) -> str:
     return PLACE.sub(fill, page)
 
 
+def recomputed(comparison: str) -> str:
+    """The JSON of a comparison with the rows that follow from its trials today."""
+    from halfulp.trials import Evidence
+
+    return Evidence.from_json(comparison).to_json()
+
+
+def comparisons() -> list[Path]:
+    """The files that `halfulp compare` wrote."""
+    return [path for path in sorted(RESULTS.glob("*.json")) if "trials" in json.loads(path.read_text(encoding="utf-8"))]
+
+
 def pages() -> list[Path]:
     """The pages that people write."""
     return [ROOT / "README.md", *sorted(path for path in HERE.glob("*.md") if path.name != "benchmarks.md")]
 
 
 def main() -> None:
-    """Fill every page, or say which differ."""
+    """Bring every file up to date, or say which differ."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     stale = []
-    for path in pages():
+    for path in [*comparisons(), *pages()]:
         text = path.read_text(encoding="utf-8")
-        new = filled(text)
+        new = recomputed(text) if path.suffix == ".json" else filled(text)
         if new != text:
             stale.append(path.name)
             if not check:

@@ -159,7 +159,7 @@ def _print_tables(evidence: Any) -> None:
 def _table(headers: list[str], rows: list[Any], lines: list[dict[str, str]]) -> Any:
     from rich.table import Table
 
-    styles = {"worse": "red", "diverged": "red", "no difference": "green", "better": "green"}
+    styles = {"worse": "red", "diverged": "red", "unclear": "yellow", "no difference": "green", "better": "green"}
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for header in headers:
         table.add_column(header, justify="left" if header in ("recipe", "verdict") else "right", no_wrap=True)

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from halfulp.trials import Evidence
+from halfulp.trials._headline import headline, losers
 
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+COMPARISONS = [path for path in sorted(RESULTS.glob("*.json")) if "trials" in json.loads(path.read_text("utf-8"))]
 RUN = {"workers": 2, "cores": 2, "seconds": 1.0, "trained": 1, "reused": 0}
 
 
@@ -150,6 +153,46 @@ def test_page_of_two_seeds_only_indicates(make_record, tmp_path: Path) -> None:
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "On 2 seeds, bf16-kahan stays with float32" in text
     assert "An indication" in text
+
+
+@pytest.fixture
+def scattered(make_record) -> Evidence:
+    losses = {"fp32": [1.0] * 3, "bf16": [1.5] * 3, "bf16-split": [0.5, 1.0, 1.5], "bf16-kahan": [2.0, 4.0, 9.0]}
+    records = [make_record(recipe, seed, loss) for recipe, own in losses.items() for seed, loss in enumerate(own)]
+    return Evidence(trials=tuple(records), run=RUN)
+
+
+def test_table_of_what_is_unclear(scattered: Evidence, evidence: Evidence) -> None:
+    line = {text.split()[0]: text for text in scattered.table().splitlines() if text}
+    assert " unclear " in line["bf16-kahan"]
+    assert "More seeds will: --seeds 6 --resume." in scattered.table()
+    assert "unclear" not in evidence.table().lower()
+
+
+def test_page_of_what_is_unclear(scattered: Evidence, tmp_path: Path) -> None:
+    scattered.to_html(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<h1>No recipe is sure to have stayed with float32.</h1>" in text
+    assert "On tiny, bf16 ends 0.500 nats above fp32" in text
+    assert "On tiny, bf16-split and bf16-kahan need more seeds for a verdict." in text
+    assert text.count('<span class="chip open">unclear</span>') == 2
+    assert '<span class="chip good">' not in text
+
+
+def test_one_unclear_recipe_keeps_no_other_from_the_headline(evidence: Evidence, make_record) -> None:
+    more = tuple(make_record("bf16-split", seed, loss) for seed, loss in enumerate((0.5, 1.0, 1.5)))
+    again = Evidence(trials=evidence.trials + more, run=RUN)
+    assert headline(again).startswith("bf16-kahan keeps float32’s accuracy")
+    assert losers(again)[-1] == "On tiny, bf16-split needs more seeds for a verdict."
+
+
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
+def test_stored_rows_follow_from_their_trials(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    fields = ("task", "recipe", "verdict")
+    found = [tuple(getattr(row, field) for field in fields) for row in Evidence.from_json(text).rows()]
+    stored = [tuple(row[field] for field in fields) for row in json.loads(text)["rows"]]
+    assert stored == found, "run python docs/fill.py"
 
 
 def test_page_when_nothing_kept_up(make_record, tmp_path: Path) -> None:

@@ -24,7 +24,19 @@ def test_the_twin_sets_what_counts(make_record) -> None:
     _, twin, kahan = rows("tiny", records)
     assert twin.verdict == "control"
     assert kahan.noise == pytest.approx(0.2)
+    assert kahan.tolerance == pytest.approx(3 * twin.noise)
     assert kahan.verdict == "no difference"
+
+
+def test_scattered_gaps_are_unclear(make_record) -> None:
+    records = [make_record("fp32", seed, 1.0) for seed in range(3)]
+    records += [make_record("bf16", seed, loss) for seed, loss in enumerate((1.5, 2.0, 4.0))]
+    records += [make_record("bf16-kahan", seed, loss) for seed, loss in enumerate((0.5, 1.0, 1.5))]
+    _, bf16, kahan = rows("tiny", records)
+    assert (bf16.verdict, kahan.verdict) == ("unclear", "unclear")
+    assert bf16.gap < bf16.noise
+    assert kahan.gap == pytest.approx(0.0)
+    assert kahan.tolerance == pytest.approx(0.01)
 
 
 def test_no_verdict_from_two_seeds(make_record) -> None:

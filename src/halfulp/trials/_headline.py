@@ -17,7 +17,8 @@ def headline(evidence: Evidence) -> str:
     kept = [row for row in evidence.rows(task) if not row.emulated and _keeps_everywhere(evidence, row.recipe)]
     kept = [row for row in kept if row.bytes_per_parameter is not None]
     if not kept:
-        return f"{_few(evidence)}no recipe stayed with float32".capitalize() + "."
+        verb = "is sure to have stayed" if any(row.verdict == "unclear" for row in evidence.rows()) else "stayed"
+        return f"{_few(evidence)}no recipe {verb} with float32".capitalize() + "."
     best = min(kept, key=lambda row: (row.bytes_per_parameter, _gradient_bits(row)))
     verb = "keeps float32’s accuracy" if not _few(evidence) else "stays with float32"
     where = f" ({task})" if len(evidence.tasks()) > 1 else ""
@@ -30,14 +31,15 @@ def headline(evidence: Evidence) -> str:
 
 
 def losers(evidence: Evidence) -> list[str]:
-    """One sentence per task about the recipe that lost most, with the share of its updates that were lost."""
+    """Sentences per task: who diverged, who lost most and the share of updates that were lost, who is unclear."""
     said = []
     for task in evidence.tasks():
         rows = [row for row in evidence.rows(task) if row.verdict not in ("reference", "control")]
         diverged = [row.recipe for row in rows if row.diverged]
         if diverged:
             said.append(f"On {task}, {' and '.join(diverged)} diverged.")
-        rows = [row for row in rows if row.gap is not None and not _keeps(evidence, row)]
+        unclear = [row.recipe for row in rows if row.verdict == "unclear"]
+        rows = [row for row in rows if row.gap is not None and row.recipe not in unclear and not _keeps(evidence, row)]
         if rows:
             worst = max(rows, key=lambda row: row.gap)
             lost = f": rounding cancelled {percent(worst.cancelled, 0)} of its updates" if worst.cancelled else ""
@@ -51,6 +53,8 @@ def losers(evidence: Evidence) -> list[str]:
                 f"On {task}, {worst.recipe} ends {number(worst.gap, 3)} nats above fp32 in "
                 f"{loss_name(evidence, task)}{lost}."
             )
+        if unclear:
+            said.append(f"On {task}, {' and '.join(unclear)} need{'s' * (len(unclear) == 1)} more seeds for a verdict.")
     return said
 
 

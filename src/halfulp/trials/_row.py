@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ._plan import REFERENCE, TWIN
-from ._statistics import noise, spread, verdict
+from ._statistics import noise, spread, tolerance, verdict
 
 Record = dict[str, Any]
 
@@ -22,7 +22,9 @@ class Row:
         loss, loss_spread: The loss that judges the task, in float32 on the decoded weights.
         gap, gap_spread: Minus float32's loss, paired by seed.
         noise: What a gap must exceed to be called one, from three seeds on.
-        verdict: "reference", "control", "no difference", "worse", "better", "diverged", or None.
+        tolerance: What gap and noise together may come to and still be called no difference.
+        verdict: "reference", "control", "worse", "better", "no difference", "unclear" (the noise leaves room for a
+            large gap: more seeds), "diverged", or None.
         accuracy, accuracy_spread: Share of validation targets ranked first, in float32 on the decoded weights.
         own_loss, own_accuracy: Validation in the recipe's own arithmetic.
         validation_loss: Validation loss in float32, beside ``own_loss``.
@@ -48,6 +50,7 @@ class Row:
     gap: float | None
     gap_spread: float | None
     noise: float | None
+    tolerance: float
     verdict: str | None
     accuracy: float | None
     accuracy_spread: float | None
@@ -95,7 +98,7 @@ def _row(task: str, recipe: str, own: dict[int, Record], reference: dict[int, Re
     losses = [judged(record) for record in own.values()]
     gaps = _gaps(own, reference) if not diverged else []
     baseline = _mean([judged(record) for record in reference.values()])
-    limit = noise(gaps, twins, baseline or 0.0)
+    limit, allowed = noise(gaps, twins, baseline or 0.0), tolerance(twins, baseline or 0.0)
     speed = _ratio(_mean([r["step_ms"] for r in results]), [r["result"]["step_ms"] for r in reference.values()])
     accuracies = [result["float32"]["validation"]["accuracy"] for result in results]
     return Row(
@@ -109,7 +112,8 @@ def _row(task: str, recipe: str, own: dict[int, Record], reference: dict[int, Re
         gap=_mean(gaps),
         gap_spread=_spread(gaps),
         noise=limit,
-        verdict=_verdict(recipe, diverged, _mean(gaps), limit),
+        tolerance=allowed,
+        verdict=_verdict(recipe, diverged, _mean(gaps), limit, allowed),
         accuracy=_mean(accuracies),
         accuracy_spread=_spread(accuracies),
         validation_loss=_mean([result["float32"]["validation"]["loss"] for result in results]),
@@ -133,14 +137,14 @@ def _underflow(result: dict[str, Any], which: str) -> float | None:
     return result.get("underflow", {}).get(which)
 
 
-def _verdict(recipe: str, diverged: int, gap: float | None, limit: float | None) -> str | None:
+def _verdict(recipe: str, diverged: int, gap: float | None, limit: float | None, allowed: float) -> str | None:
     if diverged:
         return "diverged"
     if recipe == REFERENCE:
         return "reference"
     if recipe == TWIN:
         return "control"
-    return None if gap is None else verdict(gap, limit)
+    return None if gap is None else verdict(gap, limit, allowed)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -134,6 +134,9 @@ def notes(evidence: Evidence, task: str) -> list[str]:
         said.append(kind_of(task).published_in)
     if any(row.verdict is None for row in rows):
         said.append("A verdict needs 3 seeds: --seeds 3 --resume trains only what is missing.")
+    if any(row.verdict == "unclear" for row in rows):
+        more = f"--seeds {2 * rows[0].seeds} --resume"
+        said.append(f"Unclear: the gaps of the seeds lie too far apart to tell. More seeds will: {more}.")
     if rounds_gradients(evidence, task):
         said.append(
             "Skipped: steps without an update, as a gradient was not finite. Underflow: of the gradient elements that "
