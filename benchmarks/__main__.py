@@ -25,6 +25,7 @@ NAMES = (
     "two_families",
     "gradient_exactness",
     "gradient_overhead",
+    "gradient_safety",
 )
 
 
