@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfulp as hu
-from halfulp.gradients import Constant, Dynamic
+from halfulp.gradients import Constant, Dynamic, _controller
 
 from .exponents import batch, clear, mean_square, mlp, own, sites
 
@@ -288,3 +288,57 @@ def test_gradients_that_all_became_zero_come_back(policy, overflows, seed):
         scaler.update()
     assert scaler.last_step.applied
     assert all(bool(p.grad.any()) for p in model.parameters())
+
+
+def test_an_overflow_passed_on_to_the_first_product_blames_nobody_else(seed):
+    run = Runner(mlp(2), interval=8)
+    before = run.settle(19)
+    with torch.no_grad():
+        run.model[2].weight.mul_(2.0**14)
+    assert not run.step()
+    assert run.scaler.last_step.culprits == ()
+    assert sites(run.scaler) == before
+    run.step()
+    assert "0" not in dict(run.scaler.last_step.culprits)
+
+
+class Overflowing(torch.autograd.Function):
+    """Passes infinity back where a gradient is larger than 2^-6, which no site sees."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.where(gradient.abs() > 2.0**-6, torch.inf, gradient)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_what_nothing_measures_ends(clipped, parallel, seed, monkeypatch):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.gain = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return self.first(x) * Overflowing.apply(self.gain)
+
+    monkeypatch.setattr(_controller, "least", lambda exponent, device: exponent)
+    model, x = Model(), batch()
+    scaler = hu.AdaptiveGradScaler(model, format="fp16")
+    scaler._controller.backward.parallel = parallel
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    applied = []
+    for _ in range(40):
+        clear(model)
+        scaler.scale(mean_square(model(x))).backward()
+        if clipped:
+            scaler.unscale_(opt)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(opt)
+        scaler.update()
+        applied.append(scaler.last_step.applied)
+    # The global exponent comes back step by step, and meets it again now and then.
+    assert sum(applied[20:]) >= 14

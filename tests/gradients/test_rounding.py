@@ -84,3 +84,13 @@ def test_refused(options, kind, match):
     with pytest.raises(kind, match=match):
         hu.AdaptiveGradScaler(model, **options)
     assert "forward" not in vars(model)
+
+
+def test_a_seeded_rounding_goes_on_where_it_stopped(seed):
+    scaler, model = scaled(rounding.Stochastic(seed=seed))
+    bias_gradient(scaler, model)
+    state = scaler.state_dict()
+    wanted = bias_gradient(scaler, model)
+    other, model = scaled(rounding.Stochastic(seed=seed))
+    other.load_state_dict(state)
+    assert torch.equal(bias_gradient(other, model), wanted)

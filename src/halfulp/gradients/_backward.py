@@ -69,7 +69,8 @@ class Backward:
         self.policy = policy
         self.format = format
         self._rounding = rounding
-        self._roundings = itertools.count()
+        # How many gradients were rounded: a seeded rounding draws for each anew.
+        self.roundings = 0
         # Where one scale holds for all and nobody looks, GradScaler's own graph is all that is needed.
         self.idle = not policy.per_site and not policy.measures and format is None
         # Whether other processes add their gradients to these.
@@ -191,12 +192,22 @@ class Backward:
             if parameter.dtype == torch.float16 and sharded():
                 parameter.grad_dtype = torch.float32
             check_leaf(parameter)
-            known = (weakref.ref(parameter), site)
+            known = (weakref.ref(parameter, self._forget(id(parameter))), site)
         self._readers[id(parameter)] = (known[0], site)
+
+    def _forget(self, key: int) -> Callable[[weakref.ref], None]:
+        """What happens to the entry of a parameter that is gone, unless a new one has its id."""
+        readers = self._readers
+
+        def forget(gone: weakref.ref) -> None:
+            if key in readers and readers[key][0] is gone:
+                del readers[key]
+
+        return forget
 
     def readers(self) -> Iterator[tuple[Tensor, Site]]:
         """Every parameter that is alive, and the site that read it last."""
-        for known, site in self._readers.values():
+        for known, site in list(self._readers.values()):
             parameter = known()
             if parameter is not None:
                 yield parameter, site
@@ -264,7 +275,8 @@ class Backward:
                 gradient.indices(), self._rounded(gradient.values()), gradient.shape, is_coalesced=True
             )
         overflow = "inf" if self.format.infinities else "nan"
-        return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=next(self._roundings))
+        self.roundings += 1
+        return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=self.roundings)
 
     def _shut(self) -> bool:
         """Whether edges do nothing; what is differentiated once more shuts them for the whole iteration."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ BACKENDS = ("inductor", "aot_eager")
 _ITEM, _PART = "\n", "\t"
 # After the kind of a gradient that has the global exponent and not the site's.
 _SHARED = "*"
+# What autograd calls a graph that is compiled.
+_GRAPH = "CompiledFunctionBackward"
 _ATTRIBUTE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]|__self__\.(\w+)")
 
 
@@ -93,6 +96,11 @@ _observed = define_operator(
 _scaled_here = define_operator(
     "scaled_here(Tensor out, str scaler) -> Tensor", _refuse, lambda out, scaler: torch.empty_like(out)
 )
+# Inductor cuts an expression where it reads too much, and with that decides what it computes by vectors and what one by
+# one: exp, for instance, in other last bits. A loss's gradient, which much may read, is moved apart from all that.
+_moved_number = define_operator(
+    "moved_number(Tensor gradient, Tensor factor) -> Tensor", torch.mul, lambda gradient, _: torch.empty_like(gradient)
+)
 torch.fx.node.has_side_effect(_observed)
 # Traced by other backends on the way to its refusal.
 torch.library.register_autograd("halfulp::scaled_here", lambda _, gradient: (gradient, None))
@@ -134,6 +142,7 @@ def backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
         )
 
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
+        warn_of_breaks(inputs, backward)
         partition = Partition(backward.handle, planned(module, inputs, backward))
         unmark(module, backward.handle)
         return _COMPILERS[name](module, inputs, partition, options, mode)
@@ -198,6 +207,30 @@ def unmark(module: GraphModule, scaler: str) -> None:
     module.recompile()
 
 
+def warn_of_breaks(inputs: Sequence, backward: Backward) -> None:
+    """Warn where a model's parameters are read outside of its graphs: exponents of their own need a graph."""
+    broken: set[str | None] = set()
+    seen: set[Any] = set()
+    pending = [x.grad_fn for x in inputs if isinstance(x, Tensor)]
+    while pending:
+        node = pending.pop()
+        # Marks are where another model ends that is not compiled, whose parameters have sites.
+        if node is None or node in seen or node.name() == _GRAPH or backward.sites.anchor in node.metadata:
+            continue
+        seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+        if hasattr(node, "variable"):
+            broken.add(_listed(node.variable, backward))
+    names = ", ".join(sorted(repr(name) for name in broken if name))
+    if names:
+        warnings.warn(
+            f"torch.compile breaks the model's graph and leaves {names} uncompiled, where all gradients have the "
+            "global exponent: torch.compile(..., fullgraph=True) shows why; or leave the model uncompiled, too, which "
+            "gives them exponents of their own",
+            stacklevel=2,
+        )
+
+
 def planned(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
     """The sites of a forward graph's products, with the keys of the eager front end, and of its parameters."""
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -229,8 +262,11 @@ def planned(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
 
 def _owner(node: Node, parameter: nn.Parameter, backward: Backward) -> str:
     """The qualified name of the module that holds a parameter."""
-    known = next((name for name in (one.of(parameter) for one in backward.names) if name), None)
-    return known or _path(node.meta["grapharg"].source.name).rpartition(".")[0] or "model"
+    return _listed(parameter, backward) or _path(node.meta["grapharg"].source.name).rpartition(".")[0] or "model"
+
+
+def _listed(parameter: Tensor, backward: Backward) -> str | None:
+    return next((name for name in (one.of(parameter) for one in backward.names) if name), None)
 
 
 def _path(source: str) -> str:
@@ -296,7 +332,8 @@ class Writer:
         with self._module.graph.inserting_before(min(crossing.readers)):
             factor = self.write(torch.ops.aten.select.int, vector, 0, self._places[crossing.source, crossing.target])
             wide = self.write(cast, node, torch.float32) if half else node
-            moved = self.write(torch.ops.aten.mul.Tensor, wide, factor)
+            times = torch.ops.aten.mul.Tensor if node.meta["val"].dim() else _moved_number
+            moved = self.write(times, wide, factor)
             moved = self.write(cast, moved, dtype) if half else moved
         for reader in crossing.readers:
             reader.replace_input_with(node, moved)

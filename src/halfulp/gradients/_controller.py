@@ -58,6 +58,7 @@ class Controller:
         self._measured: list[Measured] = []
         self._culprits: list[Culprit] = []
         self._skipped = False
+        self._unknown = 0
         self._again = False
 
     def read(self, flags: list[Tensor]) -> bool:
@@ -90,10 +91,12 @@ class Controller:
 
     def _unmeasured(self, untouched: bool) -> list[Culprit] | None:
         """Who is to blame as far as parameters' gradients tell, if they are as backward left them."""
-        if self.backward.parallel or not untouched:
-            return None
         backward = self.backward
-        return unmeasured_culprits(backward.readers(), list(backward.order), backward.edges(), backward.measuring)
+        if untouched and not backward.parallel:
+            return unmeasured_culprits(backward.readers(), list(backward.order), backward.edges(), backward.measuring)
+        # Where measuring did not tell either, the global exponent is left; another process may know better.
+        self._unknown += backward.measuring
+        return [] if self._unknown > (2 if backward.parallel else 0) else None
 
     def update(self) -> None:
         """Set the exponents of the next iteration."""
@@ -128,8 +131,8 @@ class Controller:
 
     @property
     def progress(self) -> list:
-        """The iteration, steps since the global scale last changed, and whether this iteration is measured."""
-        return [self.iteration, self.since, self.backward.measuring]
+        """The iteration, steps since the global scale last changed, whether this one is measured, and roundings."""
+        return [self.iteration, self.since, self.backward.measuring, self.backward.roundings]
 
     def adopt(self, exponent: int, since: int) -> None:
         """Start from another scaler's scale, and its count of steps without an overflow."""
@@ -141,7 +144,7 @@ class Controller:
     def resume(self, given: dict[str, Any], progress: list) -> None:
         """Take over the sites of a state."""
         load_sites(given, self.sites)
-        self.iteration, self.since, self.backward.measuring = progress
+        self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress
 
     def _update_sites(self) -> None:
         """Overflowed sites fall; the others follow the policy where they were measured."""
@@ -223,6 +226,7 @@ class Controller:
         self._measured.clear()
         self._culprits.clear()
         self.losses.clear()
+        self._unknown = self._unknown if self._skipped else 0
         self._skipped = self._again = False
 
 

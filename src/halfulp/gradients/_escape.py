@@ -7,44 +7,39 @@ from typing import Any
 from ._site import Site
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
-_LEAF = 2**62
+LEAF = 2**62
 
 
-def mark_exit(node: Any, anchor: Site) -> None:
-    """Note of a node that its gradient has the global exponent, so that its tensor may leave by any way."""
-    node.metadata[anchor] = True
-
-
-def mark_edge(node: Any, anchor: Site) -> None:
-    """Note of a node that it moves a gradient from a site to another."""
-    node.metadata[anchor] = False
+def mark(node: Any, anchor: Site, site: Site) -> None:
+    """Note of a node at whose exponent its gradient arrives; ``anchor`` is the global site of the scaler."""
+    node.metadata[anchor] = site
 
 
 def is_exit(node: Any, anchor: Site) -> bool:
-    """Whether `mark_exit` noted that."""
-    return node.metadata.get(anchor, False)
+    """Whether that is the global one, so that the node's tensor may leave by any way."""
+    return node.metadata.get(anchor) is anchor
 
 
 def check_exits(node: Any, anchor: Site) -> None:
-    """Follow a loss back to the forward passes it came from, which it must reach through their outputs.
+    """Follow what is read outside back to the forward passes it came from, which it must reach through their outputs.
 
-    From any other tensor of a model every path leads over an edge, as only edges lead out of a site. Marks are kept by
-    a scaler's global site: models of other scalers, whose edges do nothing, are passed through.
+    From any other tensor of a model every path leads over an edge, as only edges lead out of a site, and all of them
+    are marked. Models of other scalers, whose edges do nothing, are passed through.
 
     Raises:
         ValueError: it reaches into one by another way.
     """
-    seen, pending = set(), [(node, node)]
+    seen, pending = set(), [node]
     while pending:
-        node, entered = pending.pop()
-        leaves = node.metadata.get(anchor)
-        if leaves is False:
+        node = pending.pop()
+        site = node.metadata.get(anchor)
+        if site is not None and site is not anchor:
             raise ValueError(
-                f"the loss reads a tensor from inside the model, which {entered.name()} or what follows it made, and "
-                "that is not part of the model's output, such as one kept in an attribute, or in an object "
-                "other than a list, tuple, dict or data class: return it from forward in one of these (numbers, as "
-                "losses of their own, may be kept anywhere)"
+                f"a tensor from inside the model, at {site.key!r}, is read outside, by the loss or on its way into "
+                "another forward pass, and is not part of the model's output, such as one kept in an attribute, or in "
+                "an object other than a list, tuple, dict or data class: return it from forward in one of these "
+                "(numbers that a function computed, as losses of their own, may be kept anywhere)"
             )
-        if leaves is None and node not in seen and node._sequence_nr() < _LEAF:
+        if site is None and node not in seen and node._sequence_nr() < LEAF:
             seen.add(node)
-            pending += [(following, node) for following, _ in node.next_functions if following is not None]
+            pending += [following for following, _ in node.next_functions if following is not None]

@@ -110,7 +110,8 @@ class Placement:
     A product's gradients are at the product's site: the one that it reads and those that it makes. Any other function
     that is linear in gradients takes the site that its readers want, so that gradients move as soon as they are made;
     readers that want something else move them again. What enters and leaves, and what reads a gradient in any other
-    way, has the global exponent. A cast to a wider dtype comes before a move.
+    way, has the global exponent. A cast to a wider dtype comes before a move. Nothing comes between a product and a sum
+    that a compiler may compute as one, since the two together round otherwise than one after the other.
 
     Args:
         module: The graph, with values in its nodes' meta.
@@ -124,6 +125,8 @@ class Placement:
         self.roles: dict[Node, Role] = {}
         self._calls: dict[Node, str] = {}
         self._collect(module.graph.nodes)
+        self._products = {add: product for add in self.gradients if (product := self._added(add))}
+        self._sums = {product: add for add, product in self._products.items()}
         self._wishes: dict[Node, str | None] = {}
         self._leads: dict[Node, bool] = {}
         for node in reversed(self.gradients):
@@ -152,10 +155,19 @@ class Placement:
                 return self._plan.keys[name]
         return f"backward.{node.name}"
 
+    def _added(self, add: Node) -> Node | None:
+        """The product that a compiler makes one addmm of, with the sum that alone reads it; the last of two."""
+        if add.target is not torch.ops.aten.add.Tensor or self.roles[add] != "linear":
+            return None
+        mm = torch.ops.aten.mm.default
+        return next((x for x in reversed(add.all_input_nodes) if x.target is mm and len(x.users) == 1), None)
+
     def _needed(self, reader: Node) -> str | None:
         """Where a reader wants its gradients; None where it does not mind."""
         if reader.op == "output":
             return None
+        if reader in self._products:
+            return self._works_at(self._products[reader])
         match self.roles[reader]:
             case "product":
                 return self._works_at(reader)
@@ -172,7 +184,7 @@ class Placement:
         Its input is moved then, together with whatever makes it, and not its result, which would be read once more.
         """
         value = product.meta["val"]
-        own = self._leads[product] or not isinstance(value, Tensor) or value.dtype in _HALF
+        own = self._leads[self._sums.get(product, product)] or not isinstance(value, Tensor) or value.dtype in _HALF
         return self._calls[product] if own else GLOBAL
 
     def _wish(self, node: Node) -> None:
@@ -197,6 +209,8 @@ class Placement:
         role = self.roles.get(node, "other")
         if role == "product":
             return self._works_at(node)
+        if node in self._products:
+            return self._works_at(self._products[node])
         if role == "other":
             return GLOBAL
         inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
@@ -240,7 +254,8 @@ class Placement:
             for x in node.all_input_nodes:
                 if x in self.gradients or x in moved:
                     seen.add("received", x, self._works_at(node) == GLOBAL)
-            for made in [*node.users] if isinstance(node.meta["val"], tuple | list) else [node]:
+            several = isinstance(node.meta["val"], tuple | list)
+            for made in [*node.users] if several else [self._sums.get(node, node)]:
                 if made in self.gradients and carries(made):
                     seen.add("passed" if self._leads[made] else "weight", made, self.sites[made] == GLOBAL)
         return list(found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from ._backward import Backward
 from ._forward import Forward, traced
 from ._measure import narrow
-from ._nesting import carriers_in, mapped
+from ._nesting import carriers_in, mapped, once
 from ._region import hook_arrival, view_of
 from ._site import Site
-from ._units import mark
+from ._units import mark_edge
 
 # Modules whose forward reads their parts' parameters and does not call the parts.
 WHOLE = (nn.MultiheadAttention,)
@@ -27,17 +28,25 @@ class ModuleForward(Forward):
     def __init__(self, module: nn.Module, backward: Backward, site: Site) -> None:
         super().__init__(module, backward)
         self._site = site
+        self._lock = threading.RLock()
+        self._inside = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or traced() or self._backward.idle:
             return self.inner(*args, **kwargs)
+        # While a thread is inside, the module's parameters are views.
+        with self._lock:
+            return self.inner(*args, **kwargs) if self._inside else self._watched(args, kwargs)
+
+    def _watched(self, args: tuple, kwargs: dict) -> Any:
         self._backward.join(None)
         self._backward.order.setdefault(self._site)
-        args, kwargs = mapped((args, kwargs), self._entering)
-        versions = [x._version for x in carriers_in((args, kwargs))]
+        args, kwargs = mapped((args, kwargs), once(self._entering))
+        given = list(carriers_in((args, kwargs)))
+        versions = [x._version for x in given]
         with self._parameters_apart() as arrivals:
             out = self.inner(*args, **kwargs)
-        if versions != [x._version for x in carriers_in((args, kwargs))]:
+        if versions != [x._version for x in given]:
             raise NotImplementedError(
                 f"module {self._site.key!r} writes into its argument, whose gradient then goes round the exponents: "
                 "let it work on a clone, or take mode='function'"
@@ -47,8 +56,8 @@ class ModuleForward(Forward):
             self._site.stored = narrow(first.dtype)
             for view in arrivals:
                 hook_arrival(view, self._backward.arrival(self._site, first.dtype))
-                mark(view.grad_fn, self._site, anchor, anchor)
-        return mapped(out, self._leaving)
+                mark_edge(view.grad_fn, self._site, anchor, anchor)
+        return mapped(out, once(self._leaving))
 
     @contextlib.contextmanager
     def _parameters_apart(self) -> Iterator[list[Tensor]]:
@@ -59,6 +68,7 @@ class ModuleForward(Forward):
             self._backward.reads(x, self._site)
         views = {key: view_of(x, sparse=True) for key, x in parameters.items()}
         kept = [(holder, dict(holder._parameters), holder.__dict__.get("_flat_weights")) for holder in holders]
+        self._inside = True
         try:
             for holder, own, listed in kept:
                 holder._parameters.update({name: views.get(id(x), x) for name, x in own.items()})
@@ -67,6 +77,7 @@ class ModuleForward(Forward):
                     holder.__dict__["_flat_weights"] = [views.get(id(x), x) for x in listed]
             yield list(views.values())
         finally:
+            self._inside = False
             for holder, own, listed in kept:
                 holder._parameters.update(own)
                 if listed is not None:
@@ -86,7 +97,7 @@ class ModuleForward(Forward):
     def _edge(self, out: Tensor, source: Site, target: Site) -> Tensor:
         """A tensor, with a node of its own, whose gradient goes from ``target``'s exponent to ``source``'s."""
         out.grad_fn.register_prehook(self._backward.crossing(source, target))
-        mark(out.grad_fn, target, source, self._backward.sites.anchor)
+        mark_edge(out.grad_fn, target, source, self._backward.sites.anchor)
         return out
 
 

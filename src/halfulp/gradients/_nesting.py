@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_NO_TENSORS = (int, float, bool, str, type(None), torch.dtype, slice)
+
 
 def carriers_in(value: Any) -> Iterator[Tensor]:
     """The tensors in nested arguments that gradients flow to."""
@@ -22,9 +24,21 @@ def carriers_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from carriers_in(item)
+    elif type(value) not in _NO_TENSORS and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from carriers_in(getattr(value, field.name, None))
 
 
-_NO_TENSORS = (int, float, bool, str, type(None), torch.dtype, slice)
+def once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The change, made once for each tensor, so that one tensor stays one."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def changed(x: Tensor) -> Tensor:
+        if id(x) not in made:
+            made[id(x)] = x, change(x)
+        return made[id(x)][1]
+
+    return changed
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

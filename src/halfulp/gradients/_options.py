@@ -33,6 +33,7 @@ def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 def controller_of(
     policy: Policy,
     *,
+    mode: str,
     start: int,
     format: Format | str | torch.dtype | None,
     rounding: Rounding | str,
@@ -45,6 +46,13 @@ def controller_of(
     Raises:
         ValueError: an option that is not allowed, or two that exclude each other.
     """
+    if mode not in ("function", "module"):
+        raise ValueError(f"mode is 'function' or 'module', got {mode!r}")
+    if mode == "module" and policy.wants_operands:
+        raise ValueError(
+            f"policy {policy.name!r} reads the operands of products, which mode='module' does not see: take "
+            "mode='function', or policy='amax'"
+        )
     if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
         raise ValueError(f"interval is a number of iterations, at least 1, got {interval!r}")
     _check_bounds(floor, ceiling)

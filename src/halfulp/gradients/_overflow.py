@@ -43,9 +43,9 @@ def unmeasured_culprits(
 ) -> list[Culprit] | None:
     """The same from the parameters' gradients alone: which of them are finite; None where they do not tell.
 
-    Where all sites from one on, in backward's order, are not, an activation's gradient overflowed there: at the site
-    itself or at one that passes gradients to it, of which a guess takes the one with the largest exponent. Else the
-    parameters' own did.
+    It was a parameter's own gradient where the site passed finite ones on, as a site that it passes gradients to shows.
+    Else it may have been an activation's, anywhere on the way: a guess takes, where all sites from one on are not
+    finite, that one or the one that passes gradients to it, whichever has the larger exponent.
 
     Args:
         readers: parameters and the sites that read them.
@@ -61,12 +61,13 @@ def unmeasured_culprits(
     bad = [site for site in known if not finite[site]]
     if not bad:
         return []
+    passing = {target for source, target in edges if finite.get(source, False)}
     later = known[: known.index(bad[-1]) + 1]
-    if len(later) > 1 and later == bad:
+    if not guess and not passing.issuperset(bad):
+        return None
+    if guess and len(later) > 1 and later == bad:
         last = bad[-1]
         above = [target for source, target in edges if source is last and target in order]
-        if above and not guess:
-            return None
         return [Culprit(max([last, *above], key=lambda site: site.exponent), spreads=True)]
     return [Culprit(site, spreads=False) for site in bad]
 

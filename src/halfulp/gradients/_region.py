@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ._backward import Backward, Widening
-from ._escape import is_exit, mark_edge, mark_exit
+from ._escape import LEAF, check_exits, is_exit, mark
 from ._measure import narrow
-from ._nesting import carriers_in, mapped
+from ._nesting import carriers_in, mapped, once
 from ._operands import other_factor
 from ._products import kind_of, name_of
 from ._site import Site
@@ -45,42 +45,39 @@ def _unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return give_up()
-        if _dynamo() is not None:
-            return uncompiled(run)(*args, **kwargs)
+        if _by_itself():
+            return torch.compiler.disable(run)(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return method(*args, **kwargs)
 
     return run
 
 
-def give_up() -> None:
-    """Leave a part that is compiled by itself: dynamo, which traces this, runs the part uncompiled then.
+def _by_itself() -> bool:
+    """Whether a part of the model that is compiled by itself runs. Dynamo, when it traces this, gives the part up.
 
     Raises:
-        NotImplementedError: always.
+        NotImplementedError: in dynamo, which runs the part uncompiled then.
     """
-    tell_compiled()
-    raise NotImplementedError(COMPILED)
+    if torch.compiler.is_dynamo_compiling():
+        _warn_compiled()
+        raise NotImplementedError(COMPILED)
+    if _dynamo() is None:
+        return False
+    _warn_compiled()
+    return True
 
 
-def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A region's own method in such a part, which dynamo must not look into."""
-    tell_compiled()
-    return torch.compiler.disable(method)
-
-
-def tell_compiled() -> None:
-    """Warn, once per scaler, that a part of the model is compiled by itself."""
+def _warn_compiled() -> None:
     region = current()
     if region is not None and region._backward not in _told:
         _told.add(region._backward)
-        warnings.warn(f"{COMPILED}. It runs uncompiled (said once)", stacklevel=4)
+        given_up = "It runs uncompiled, as the whole does where torch.compile has given that up (said once)"
+        warnings.warn(f"{COMPILED}. {given_up}", stacklevel=4)
 
 
 # Dynamo calls it as it traces: what torch.compiler.assume_constant_result sets, which would load dynamo.
-tell_compiled._dynamo_marked_constant = True
+_warn_compiled._dynamo_marked_constant = True
 
 
 class Names(Protocol):
@@ -131,10 +128,8 @@ class Region(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return give_up()
-        if _dynamo() is not None:
-            return uncompiled(self.__torch_function__)(function, types, args, kwargs)
+        if _by_itself():
+            return torch.compiler.disable(self.__torch_function__)(function, types, args, kwargs)
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
         carriers = list(carriers_in((args, kwargs)))
@@ -191,23 +186,39 @@ class Region(TorchFunctionMode):
                 self._tagged(view, self.site_of(tensor))
         return out
 
+    @_unwatched
     def take(self, arguments: Any) -> None:
-        """What the model is called with, by whichever thread it was made, is at the global exponent."""
+        """What the model is called with, by whichever thread it was made, is at the global exponent.
+
+        Raises:
+            ValueError: it was made of what left a model of the scaler by another way than its output.
+        """
         for x in carriers_in(arguments):
-            if x.grad_fn is not None and getattr(x, _TAG, None) is None:
-                mark_exit(x.grad_fn, self._anchor)
+            if self._tag(x) is None:
+                self._outside(x.grad_fn)
+
+    def _outside(self, node: Any) -> None:
+        """Note that a node of before the region is at the global exponent."""
+        if node is not None and not is_exit(node, self._anchor):
+            check_exits(node, self._anchor)
+            mark(node, self._anchor, self._anchor)
 
     # sites ----------------------------------------------------------------------------------------------------
 
     def site_of(self, tensor: Tensor) -> Site:
         """The site of a tensor's gradient; what was there before the region is at the global one."""
-        site = getattr(tensor, _TAG, None)
+        site = self._tag(tensor)
         if site is None and tensor._base is not None:
-            site = getattr(tensor._base, _TAG, None)
+            site = self._tag(tensor._base)
         if site is None:
             self._check_known(tensor)
             return self._anchor
         return site
+
+    def _tag(self, tensor: Tensor) -> Site | None:
+        """The site that a region of this scaler gave a tensor."""
+        site = getattr(tensor, _TAG, None)
+        return site if site is None or site is self._anchor or site.anchor is self._anchor else None
 
     def _check_known(self, tensor: Tensor) -> None:
         """What was made in here without being seen has gradients in unknown units."""
@@ -215,12 +226,13 @@ class Region(TorchFunctionMode):
         if self._backward.second_order:
             # Made by a derivative within the model: all gradients have the global exponent until the next update.
             return
-        if node is not None and self._begun <= node._sequence_nr() < 2**62 and not is_exit(node, self._anchor):
+        if node is not None and self._begun <= node._sequence_nr() < LEAF and not is_exit(node, self._anchor):
             raise NotImplementedError(
                 f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
                 f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
                 "torch.func): call it inside a torch.autograd.Function, or take AdaptiveGradScaler(mode='module')"
             )
+        self._outside(node)
 
     def _site(self, kind: str, function: Callable, args: tuple, carriers: list[Tensor]) -> Site:
         """Where the gradients of a function's inputs and results are."""
@@ -266,17 +278,11 @@ class Region(TorchFunctionMode):
 
         A composite function may ask whether two arguments are one tensor, so that they must stay one.
         """
-        shared: dict[int, Tensor] | None = {} if isinstance(function, FunctionType) else None
 
         def moved(x: Tensor) -> Tensor:
-            if shared is not None and id(x) in shared:
-                return shared[id(x)]
-            out = self._read(x, site, arrivals, function) if is_parameter(x) else self.edge(x, self.site_of(x), site)
-            if shared is not None:
-                shared[id(x)] = out
-            return out
+            return self._read(x, site, arrivals, function) if is_parameter(x) else self.edge(x, self.site_of(x), site)
 
-        return mapped(value, moved)
+        return mapped(value, once(moved) if isinstance(function, FunctionType) else moved)
 
     def _read(self, parameter: Tensor, site: Site, arrivals: list[Tensor], function: Callable | None) -> Tensor:
         """A parameter as a reader at ``site`` may take it."""
@@ -295,7 +301,7 @@ class Region(TorchFunctionMode):
         dtype = out.dtype if isinstance(out, Tensor) else torch.float32
         for view in arrivals:
             hook_arrival(view, self._backward.arrival(site, dtype))
-            mark_edge(view.grad_fn, self._anchor)
+            mark(view.grad_fn, self._anchor, site)
 
     def edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
         """The tensor as a reader at ``target`` may take it; ``leaving``: one that may then write into it.
@@ -307,7 +313,7 @@ class Region(TorchFunctionMode):
         viewed = tensor.layout is torch.strided and not leaving
         out = tensor.view_as(tensor) if viewed else tensor.clone()
         out.grad_fn.register_prehook(self._backward.crossing(source, target))
-        mark_edge(out.grad_fn, self._anchor)
+        mark(out.grad_fn, self._anchor, target)
         setattr(out, _TAG, target)
         return out
 
@@ -363,7 +369,7 @@ class Region(TorchFunctionMode):
         """The tensor with its site; what is at the global exponent may leave by any way."""
         setattr(out, _TAG, site)
         if site is self._anchor:
-            mark_exit(out.grad_fn, site)
+            mark(out.grad_fn, site, site)
         return out
 
     @_unwatched
@@ -392,7 +398,7 @@ class Region(TorchFunctionMode):
     @_unwatched
     def leave(self, output: Any, wide: bool) -> Any:
         """A model's output at the global exponent; ``wide``: in float32 where it is float16."""
-        return mapped(output, lambda x: self._left(x, wide))
+        return mapped(output, once(lambda x: self._left(x, wide)))
 
     def _left(self, out: Tensor, wide: bool) -> Tensor:
         if out.is_leaf:

@@ -97,8 +97,6 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     ) -> None:
         models = models_of(model)
         super().__init__(device_of(models), init_scale=init_scale, enabled=enabled)
-        if mode not in ("function", "module"):
-            raise ValueError(f"mode is 'function' or 'module', got {mode!r}")
         self.last_step: LastStep | None = None
         self._recorders: list[Recorder] = []
         self._exponent: int | None = None
@@ -108,6 +106,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._growth_interval = getattr(policy, "growth_interval", 2000)
         self._controller = controller_of(
             policy,
+            mode=mode,
             start=exponent_of("init_scale", init_scale),
             format=format,
             rounding=rounding,

@@ -63,6 +63,7 @@ class Site:
         stored: The narrow format that its product computes in, whatever its operands were cast from; None if wide.
         history: Largest magnitudes by kind, of the latest measurements.
         overflows: How often it was the one that overflowed.
+        anchor: The global site of the scaler; None where it is that.
     """
 
     def __init__(self, key: str, anchor: Site | None, exponent: int) -> None:
@@ -73,13 +74,13 @@ class Site:
         self.history: deque[dict[str, float]] = deque(maxlen=HISTORY)
         self.overflows = 0
         self.stored: Format | None = None
-        self._anchor = anchor
+        self.anchor = anchor
         self._exponent = exponent
 
     @property
     def exponent(self) -> int:
         """The gradient here is stored as 2^exponent times the true one."""
-        return self._anchor._exponent if self.merged else self._exponent
+        return self.anchor._exponent if self.merged else self._exponent
 
     def remember(self, readings: dict[str, Reading]) -> None:
         """Take over a measurement; what no narrow format stores limits nothing and is not kept in the history."""

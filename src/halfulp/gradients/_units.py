@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._escape import LEAF
 from ._site import Site
 
-# Sequence numbers of nodes that accumulate into leaves.
-_LEAF = 2**62
 
-
-def mark(node: Any, above: Site, below: Site, anchor: Site) -> None:
+def mark_edge(node: Any, above: Site, below: Site, anchor: Site) -> None:
     """Note of an edge that it takes a gradient at ``above``'s exponent to ``below``'s; whose, the global site tells."""
     node.metadata[anchor] = above, below
 
@@ -26,17 +24,18 @@ def check_units(node: Any, anchor: Site) -> None:
     while pending:
         node, site = pending.pop()
         above, below = node.metadata.get(anchor, (site, site))
-        wanted = anchor if node._sequence_nr() >= _LEAF else found.get(node, above)
+        wanted = anchor if node._sequence_nr() >= LEAF else found.get(node, above)
         if wanted is not site:
-            raise ValueError(_words(node.name(), wanted if site is anchor else site))
+            name = "a leaf" if node._sequence_nr() >= LEAF else f"made by {node.name()}"
+            raise ValueError(_words(name, wanted if site is anchor else site))
         if node not in found:
             found[node] = above
             pending += [(following, below) for following, _ in node.next_functions if following is not None]
 
 
-def _words(node: str, site: Site) -> str:
+def _words(tensor: str, site: Site) -> str:
     return (
-        f"module {site.key!r} reads or gives a tensor ({node}) by another way than its arguments, results and own "
-        "parameters, such as an attribute, so that its gradient would have wrong units: pass it, return it, or take "
-        "mode='function'"
+        f"module {site.key!r} reads or gives a tensor ({tensor}) by another way than its arguments, results and own "
+        "parameters, such as an attribute or an object other than a list, tuple, dict or data class, so that its "
+        "gradient would have wrong units: pass it, return it, or take mode='function'"
     )

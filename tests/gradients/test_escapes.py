@@ -1,0 +1,121 @@
+"""Tensors that leave a model by other ways than its output, and those that come in."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import halfulp as hu
+
+from .exponents import WIDTH, assert_same, batch, clear, gradients, mean_square, mlp, plainly, scrambled
+
+
+class Keeping(nn.Module):
+    """Keeps what is between its layers, and takes something to add there."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.kept = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x, more=0.0):
+        self.kept = self.first(x).tanh() + more
+        return self.last(self.kept)
+
+
+def exact(model, run, seed, **options):
+    wanted = plainly(seed, run, model)
+    scaler = hu.AdaptiveGradScaler(model, **options)
+    assert_same(scrambled(seed, scaler, lambda: scaler.scale(run()).backward(), model), wanted)
+
+
+@pytest.mark.parametrize("change", [lambda h: h * 0.5, torch.clone, lambda h: torch.cat([h[:2], h[2:]])])
+def test_what_was_made_of_a_kept_tensor_is_refused_by_the_next_forward_pass(change, seed):
+    model, x = Keeping(), batch()
+    hu.AdaptiveGradScaler(model)
+    model(x)
+    with pytest.raises(ValueError, match=r"from inside the model, at 'first', is read outside"):
+        model(x, change(model.kept))
+
+
+def test_a_kept_tensor_itself_may_come_back(seed):
+    model, x = Keeping(), batch()
+
+    def run():
+        model(x)
+        return mean_square(model(x, model.kept))
+
+    exact(model, run, seed)
+
+
+def test_outputs_come_back_changed(seed):
+    model, x = Keeping(), batch()
+    exact(model, lambda: mean_square(model(x, model(x).tanh() * 0.5)), seed)
+
+
+def test_a_kept_tensor_that_changed_outside_is_refused_inside(seed):
+    class Recurrent(Keeping):
+        def forward(self, x):
+            return super().forward(x, 0.0 if self.kept is None else self.kept)
+
+    model, x = Recurrent(), batch()
+    hu.AdaptiveGradScaler(model)
+    model(x)
+    model.kept = model.kept * 0.5
+    with pytest.raises(ValueError, match="from inside the model, at 'first'"):
+        model(x)
+
+
+def test_a_branch_in_another_thread_is_refused(seed):
+    class Branching(Keeping):
+        def forward(self, x):
+            h = self.first(x).tanh()
+            with ThreadPoolExecutor(1) as pool:
+                return self.last(h + pool.submit(lambda: h.exp()).result())
+
+    model, x = Branching(), batch()
+    hu.AdaptiveGradScaler(model)
+    with pytest.raises((ValueError, NotImplementedError), match="inside"):
+        model(x)
+
+
+def test_an_inner_tensor_of_one_scalers_model_in_another_ones(seed):
+    one, other, x = Keeping(), mlp(), batch()
+
+    def run():
+        one(x)
+        return mean_square(other(one.kept))
+
+    wanted = plainly(seed, run, one, other)
+    hu.AdaptiveGradScaler(one)
+    scaler = hu.AdaptiveGradScaler(other)
+    assert_same(scrambled(seed, scaler, lambda: scaler.scale(run()).backward(), one, other), wanted)
+
+
+@pytest.mark.parametrize("mode", ["function", "module"])
+def test_one_output_twice_stays_one(mode, seed):
+    class Twice(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            return {"last": out, "all": [x, out]}
+
+    model, x = Twice(WIDTH, WIDTH), batch()
+
+    def run():
+        out = model(x)
+        assert out["last"] is out["all"][1]
+        return mean_square(out["last"]) + (out["all"][1] * 3).tanh().sum()
+
+    exact(model, run, seed, mode=mode)
+
+
+def test_parameters_that_are_gone_are_forgotten(seed):
+    model, x = nn.Linear(WIDTH, WIDTH), batch()
+    scaler = hu.AdaptiveGradScaler(model)
+    for _ in range(20):
+        model.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        scaler.scale(mean_square(model(x))).backward()
+        clear(model)
+    assert len(scaler._controller.backward._readers) == 2
+    scaler.scale(mean_square(model(x))).backward()
+    assert len(gradients(model)) == 2
