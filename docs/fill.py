@@ -342,13 +342,8 @@ def _scaled_gradients(file: str, task: str) -> str:
 
 
 def compare_two_heads() -> str:
-    """Gradients in float16 and eight bits, two losses far apart."""
+    """Gradients in float16 and eight bits, two losses far apart, under every policy."""
     return _scaled_gradients("two-heads.json", "two-heads")
-
-
-def compare_policies() -> str:
-    """Half as many steps, under every policy."""
-    return _scaled_gradients("two-heads-policies.json", "two-heads")
 
 
 def compare_e5m2_text() -> str:
@@ -619,7 +614,6 @@ PLACES: dict[str, Callable[[], str]] = {
         gradient_exactness_short,
         gradient_exactness_note,
         compare_two_heads,
-        compare_policies,
         compare_e5m2_text,
         compare_e5m2_images,
         theorem1,

@@ -79,9 +79,12 @@ def test_up_to_the_order_of_sums(seed, function, shapes):
 def test_layer_norm_forward(seed):
     """Backward, torch's CPU kernel reads a mean that it rounded to bfloat16; its CUDA kernel and this do not."""
     outputs, _ = both(lambda x, w, b: F.layer_norm(x, (64,), w, b), [(16, 64), (64,), (64,)])
-    worst, share = distance(*outputs)
-    assert worst <= 1
-    assert share <= 0.02
+    a, b = (x.detach().float() for x in outputs)
+    # What is left where the bias cancels the product has float32's roundings of both.
+    left = b.abs() < 2.0**-10 * b.abs().max()
+    assert distance(a[~left], b[~left])[0] <= 1
+    assert ((a - b)[left].abs() <= 2.0**-17 * b.abs().max()).all()
+    assert distance(a, b)[1] <= 0.02
 
 
 def test_a_model_in_training(seed):

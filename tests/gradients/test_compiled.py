@@ -1,6 +1,7 @@
 """Gradient exponents inside torch.compile: the bits of the plain graph, and no graph more as exponents change."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from halfulp.gradients._graph_pass import Plan
 from halfulp.gradients._policy import get_policy
 from halfulp.gradients._site import GLOBAL, Sites
 
-from .architectures import build
+from .architectures import Case, build
 
 # torch's own compilers use what torch warns of.
 pytestmark = pytest.mark.filterwarnings(
@@ -68,17 +69,17 @@ def _shuffle(backward: Backward) -> None:
         site.exponent = random.randint(-12, 24)
 
 
-def _exact(name: str, compiler: str, seed: int, times: int) -> Backward:
+def _exact(make: Callable[[], Case], compiler: str, seed: int, times: int) -> Backward:
     """The gradients of one architecture under random exponents, against those of the same compiler without."""
 
     def run(case, model):
         torch.manual_seed(seed)
         return case.loss(model(**case.batch) if isinstance(case.batch, dict) else model(*case.batch))
 
-    case = build(name, seed)
+    case = make()
     expected = _backpropagate(run(case, torch.compile(case.model, backend=compiler, dynamic=False)), case.model)
     torch._dynamo.reset()
-    case = build(name, seed)
+    case = make()
     backward = _watched(case.model)
     model = _compiled(case.model, backward, compiler, dynamic=False)
     assert _same(_backpropagate(run(case, model), case.model, backward), expected)
@@ -92,28 +93,79 @@ def _exact(name: str, compiler: str, seed: int, times: int) -> Backward:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parameter_gradients_have_the_bits_of_the_plain_graph_under_any_exponents(name, seed):
-    backward = _exact(name, "aot_eager", seed % 1000, times=3)
+    backward = _exact(lambda: build(name, seed % 1000), "aot_eager", seed % 1000, times=3)
     assert len(list(backward.sites)[1:]) >= 2
 
 
 @pytest.mark.parametrize("name", ["multilayer-perceptron", "multihead-attention"])
 def test_inductor_keeps_the_bits(name, seed):
-    _exact(name, "inductor", seed % 3, times=2)
+    _exact(lambda: build(name, seed % 3), "inductor", seed % 3, times=2)
+
+
+class Added(nn.Module):
+    """Sums of two-dimensional products, which Inductor computes as it adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.left, self.right = (nn.Linear(12, 12) for _ in range(3))
+
+    def forward(self, x):
+        x = x + self.inner(x).relu()
+        return self.left(x) * self.right(x)
+
+
+def test_inductor_makes_the_same_sums(seed):
+    def make():
+        torch.manual_seed(seed)
+        return Case(nn.Sequential(nn.Linear(6, 12), Added()), (torch.randn(3, 6),), lambda out: out.square().mean())
+
+    _exact(make, "inductor", seed, times=2)
+
+
+class Judged(nn.Module):
+    """A loss of its own, whose derivative Inductor makes one expression of."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x, labels):
+        scores = self.last(self.first(x).relu())
+        return nn.functional.cross_entropy(scores, labels), scores
+
+
+def test_inductor_computes_a_loss_as_it_did(seed):
+    def make():
+        torch.manual_seed(seed)
+        return Case(Judged(), (torch.randn(200, 6), torch.randint(3, (200,))), lambda out: out[0])
+
+    _exact(make, "inductor", seed, times=2)
+
+
+def test_a_product_is_measured_with_what_is_added_to_it(seed):
+    model, x = nn.Sequential(nn.Linear(6, 12), Added()), torch.randn(3, 6)
+    backward = _watched(model)
+    _backpropagate(_compiled(model, backward)(x).square().sum(), model, backward)
+    made = model[0](x).detach().requires_grad_()
+    model[1](made).square().sum().backward()
+    passed = next(r.reading for r in backward.measurements.read([])[1] if (r.site.key, r.kind) == ("1.inner", "passed"))
+    assert passed.amax == pytest.approx(made.grad.abs().max().item(), rel=1e-5)
 
 
 def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
-def test_sites_have_the_keys_of_the_eager_front_end(seed):
+@pytest.mark.parametrize(("name", "least"), [("gpt", 17), ("checkpoint-non-reentrant", 8)])
+def test_sites_have_the_keys_of_the_eager_front_end(name, least, seed):
     keys = []
     for compiled in (False, True):
-        case = build("gpt", 0)
+        case = build(name, 0)
         backward = _watched(case.model)
         model = _compiled(case.model, backward) if compiled else case.model
         _backpropagate(case.loss(model(*case.batch)), case.model, backward)
         keys.append([site.key for site in backward.order])
-    assert len(keys[1]) >= 17
+    assert len(keys[1]) >= least
     assert set(keys[1]) <= set(keys[0])
     assert keys[1] == [key for key in keys[0] if key in keys[1]]
 

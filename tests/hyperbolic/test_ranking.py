@@ -38,7 +38,9 @@ def test_gradient_in_closed_form(width, components, dtype, seed):
     assert type(gradient) is torch.Tensor
     assert gradient.dtype == loss.dtype == dtype
     assert float(loss) == pytest.approx(float(wanted.detach()), rel=bound)
-    assert torch.allclose(gradient.double(), y.grad, rtol=4 * bound, atol=4 * bound * float(y.grad.abs().max()))
+    # At a point of height h each set adds terms of at most 2 (0.7) / 8 h in all, which may cancel.
+    terms = 2 * 0.7 / 8 * torch.bincount(sets.flatten(), minlength=30).unsqueeze(1) / x[:, -1:].double()
+    assert bool(((gradient.double() - y.grad).abs() <= 4 * bound * (y.grad.abs() + terms)).all())
 
 
 def test_components_through_autograd(seed):

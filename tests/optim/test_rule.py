@@ -49,13 +49,19 @@ def test_a_rule_takes_its_states_and_constants_by_name(rule):
         assert len(inspect.signature(rule.repay).parameters) == 1 + len(rule.states) + len(rule.constants)
 
 
+def _left_out(total, terms, share):
+    """A sum, NaN where less than a share of its terms is left of it: how float32 rounds decides there."""
+    return total.masked_fill(total.abs() < share * terms, math.nan)
+
+
 def _adam(w, grads, o, decoupled):
     m = v = top = torch.zeros_like(w)
     b1, b2 = o.get("betas", (0.9, 0.999))
     for t, g in enumerate(grads, 1):
         g = -g if o.get("maximize") else g
         if not decoupled:
-            g = g + o.get("weight_decay", 0) * w
+            decay = o.get("weight_decay", 0) * w
+            g = _left_out(g + decay, g.abs() + decay.abs(), 2**-13)
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
         top = torch.maximum(top, v)
         used = top if o.get("amsgrad") else v
@@ -76,11 +82,12 @@ def _sgd(w, grads, o):
 
 
 def _lion(w, grads, o):
-    m = torch.zeros_like(w)
+    m = size = torch.zeros_like(w)
     b1, b2 = o.get("betas", (0.9, 0.99))
     for g in grads:
-        direction = (b1 * m + (1 - b1) * g).sign()
-        w, m = w - o["lr"] * (direction + o.get("weight_decay", 0) * w), b2 * m + (1 - b2) * g
+        mixed = _left_out(b1 * m + (1 - b1) * g, b1 * size + (1 - b1) * g.abs(), 2**-19)
+        w, m = w - o["lr"] * (mixed / mixed.abs() + o.get("weight_decay", 0) * w), b2 * m + (1 - b2) * g
+        size = b2 * size + (1 - b2) * g.abs()
     return w
 
 
@@ -102,8 +109,11 @@ def test_every_rule_against_float64(seed, rule):
         expected = _adam(start.double(), wide, options, decoupled="adamw" in rule)
     else:
         expected = ORACLES[kind.__name__](start.double(), wide, options)
+    decided = ~expected.isnan()
+    assert decided.sum() > 390
+    start, expected = start[decided], expected[decided]
     moved = (expected - start).abs().max()
-    error = (parameter.detach().double() - expected).abs()
+    error = (parameter.detach().double()[decided] - expected).abs()
     # Twenty float32 steps, each of about ten roundings of terms as large as the weight or the largest gradient.
     scale = expected.abs() + start.abs() + moved
     assert (error <= 200 * 2**-24 * scale).all()

@@ -10,18 +10,21 @@ from torch import nn
 from halfulp.tensors import MCTensor, strict
 from halfulp.tensors._model import multicomponent
 
+# An eps well above the gradients' errors: without it a first step is the sign of the gradient, and that of one next to
+# zero is anyone's.
+EPS = {"eps": 0.01}
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     "nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.01}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.01, **EPS}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True, **EPS}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True, **EPS}),
 }
-# Most that a weight may differ from float64's after thirty steps. RMSprop divides by what is nearly zero at first.
+# Most that a weight may differ from float64's after thirty steps.
 KINDS = {
-    "fp16x2": (torch.float16, 2, 2**-9),
-    "bf16x3": (torch.bfloat16, 3, 2**-9),
-    "fp32x2": (torch.float32, 2, 2**-30),
+    "fp16x2": (torch.float16, 2, 2**-15),
+    "bf16x3": (torch.bfloat16, 3, 2**-18),
+    "fp32x2": (torch.float32, 2, 2**-38),
     "fp64x2": (torch.float64, 2, 2**-40),
 }
 
