@@ -4,15 +4,31 @@ import argparse
 import random
 import warnings
 
-from ._results import Result, Table, save
+from ._results import FOLDER, Result, Table, load, save
 
 TEXT = """Every architecture of tests/gradients/architectures.py, tiny, with random weights. Eager and compiled: \
 gradients of all parameters in float32 under random exponents from -12 to 24, another draw for each of three trials, \
-against plain backward (compiled: by torch's aot_eager backend, with and without exponents); a gradient counts where \
-every bit is equal. float16: under autocast, against torch.amp.GradScaler at 2^8, with one scale for all (policy \
-"constant"), and with edges at equal exponents, where sums over the uses of a parameter, and of outputs, are made in \
-float32 and not in float16, so that some differ in last bits. A dash is where torch itself cannot run the model so."""
+against plain backward (compiled: by torch's aot_eager backend, with and without exponents; Inductor: by that, for the \
+architectures that the script lists); a gradient counts where every bit is equal. "Not compiled" is where torch breaks \
+the graph so that no site is left in it. Inductor cuts an expression by how much it reads, and with that decides what \
+it computes with vectors and what one by one (exp, a sum), in other last bits; a factor is one read more. Where bits \
+differ, the same without vectors (cpp.simdlen=1, with and without exponents) tells whether that is the cause. \
+float16: under autocast, against torch.amp.GradScaler at 2^8, with one scale for all (policy "constant"), and with \
+edges at equal exponents, where sums over the uses of a parameter, and of outputs, are made in float32 and not in \
+float16, so that some differ in last bits. A dash is where torch itself cannot run the model so."""
 TRIALS = 3
+COLUMNS = (
+    *("architecture", "sites", "eager", "compiled sites", "compiled", "Inductor", "Inductor, no vectors"),
+    *("float16", "float16, edges", "bar", "met"),
+)
+PARTS = ("eager", "compiled", "Inductor", "float16")
+# A few of each family: Inductor takes half a minute for one.
+INDUCTOR = (
+    *("gpt", "gpt-fused-tied", "vit", "multihead-attention", "linear-attention", "moe-returned-auxiliary", "lstm-cell"),
+    *("multilayer-perceptron", "deep-perceptron", "tied-autoencoder", "siamese", "bilinear", "highway", "loss-inside"),
+    *("straight-through", "swish-function", "checkpoint-non-reentrant", "in-place-columns", "complex-layers"),
+    *("resnet", "unet", "conv3d", "mixer", "hf-llama", "hf-convnext", "hf-mixtral"),
+)
 
 
 def names() -> list[str]:
@@ -43,7 +59,7 @@ def gradients(made, model, scale, seed: int) -> dict:
     return {name: p.grad.clone() for name, p in made.model.named_parameters() if p.grad is not None}
 
 
-def exact(name: str, seed: int, backend: str | None) -> tuple[int, int, int]:
+def exact(name: str, seed: int, backend: str | None = None, **options) -> tuple[int, int, int]:
     """Equal gradients in the worst trial, all gradients, and sites."""
     import torch
 
@@ -56,7 +72,7 @@ def exact(name: str, seed: int, backend: str | None) -> tuple[int, int, int]:
         if backend is None:
             return made, made.model, scaler
         chosen = backend if scaler is None else scaler.backend(backend)
-        return made, torch.compile(made.model, backend=chosen), scaler
+        return made, torch.compile(made.model, backend=chosen, options=options or None), scaler
 
     made, model, _ = built()
     wanted = gradients(made, model, lambda loss: loss, seed)
@@ -99,60 +115,78 @@ def half(name: str, seed: int, policy: str) -> bool | None:
     )
 
 
+def compared(name: str, seed: int, backend: str, **options) -> tuple[str, int]:
+    """How many gradients of a compiled model are equal, and its sites."""
+    try:
+        equal, total, sites = exact(name, seed, backend, **options)
+    except Exception as error:
+        return type(error).__name__, 0
+    return (f"{equal} of {total}" if sites > 1 else "not compiled"), sites
+
+
+def measured(part: str, name: str, seed: int) -> dict:
+    """The cells of one architecture in one part of the table."""
+    if part == "eager":
+        equal, total, sites = exact(name, seed)
+        return {"sites": sites, "eager": f"{equal} of {total}"}
+    if part == "compiled":
+        words, sites = compared(name, seed, "aot_eager")
+        return {"compiled": words, "compiled sites": sites}
+    if part == "Inductor":
+        words, _ = compared(name, seed, "inductor")
+        again = None if whole(words) else compared(name, seed, "inductor", **{"cpp.simdlen": 1})[0]
+        return {"Inductor": words, "Inductor, no vectors": again}
+    found = {"float16": half(name, seed, "constant"), "float16, edges": half(name, seed, "amax")}
+    return {column: "–" if same is None else same for column, same in found.items()}
+
+
+def whole(cell: str | bool | None) -> bool | None:
+    """Whether all is equal; None where there was nothing to compare."""
+    if not isinstance(cell, str):
+        return cell
+    equal, _, total = cell.partition(" of ")
+    return None if cell in ("–", "not compiled") else equal == total
+
+
+def add_bars(table: Table) -> None:
+    """The rows that count the others."""
+    rows = list(table.rows)
+    bars = {"eager": 30, "compiled": 10, "Inductor": 10, "Inductor, no vectors": 0, "float16": 0}
+    for column, least in bars.items():
+        found = [same for row in rows if (same := whole(row.get(column))) is not None]
+        table.add(
+            architecture="equal to GradScaler" if column == "float16" else f"all bits equal, {column}",
+            **{column: f"{sum(found)} of {len(found)}"},
+            bar=f">= {least}" if least else "all",
+            met=sum(found) >= (least or len(found)),
+        )
+
+
 def main() -> None:
     """One line per architecture."""
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    seed = parser.parse_args().seed
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the others stay as the file has them")
+    parser.add_argument("--inductor", nargs="*", default=INDUCTOR, metavar="NAME", help="what it compiles, or all")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    table = Table(
-        "Exactness by architecture",
-        dict.fromkeys(("architecture", "sites", "eager", "compiled", "float16", "float16, edges"), ""),
-    )
-    counts = {"eager": 0, "compiled": 0, "float16": 0, "float16, edges": 0}
-    for name in names():
-        equal, total, sites = exact(name, seed, None)
-        same, edges = half(name, seed, "constant"), half(name, seed, "amax")
-        try:
-            compiled, compiled_total, _ = exact(name, seed, "aot_eager")
-            words = f"{compiled} of {compiled_total}"
-        except Exception as error:
-            compiled, compiled_total, words = 0, 1, f"{type(error).__name__}"
-        counts["eager"] += equal == total
-        counts["compiled"] += compiled == compiled_total
-        counts["float16"] += same is True
-        counts["float16, edges"] += edges is True
-        table.add(
-            architecture=name,
-            sites=sites,
-            eager=f"{equal} of {total}",
-            compiled=words,
-            float16="–" if same is None else same,
-            **{"float16, edges": "–" if edges is None else edges},
-        )
-        print(table.rows[-1], flush=True)
-    count = len(table.rows)
-    for field, bar in (("eager", 30), ("compiled", 10)):
-        table.add(
-            architecture=f"all bits equal, {field}",
-            **{field: f"{counts[field]} of {count}"},
-            bar=f">= {bar}",
-            met=counts[field] >= bar,
-        )
-    ran = sum(row.get("float16") in (True, False) for row in table.rows)
-    table.add(
-        architecture="equal to GradScaler",
-        float16=f"{counts['float16']} of {ran}",
-        bar="all",
-        met=counts["float16"] == ran,
-    )
-    table.columns |= {"bar": "", "met": ""}
     result = Result(
         "gradient_exactness", "Exactness of gradient exponents", TEXT, "python -m benchmarks.bench_gradient_exactness"
     )
+    path = FOLDER / f"{result.name}.json"
+    kept = {row["architecture"]: row for row in load(path).tables[0].rows} if path.exists() else {}
+    table = Table("Exactness by architecture", dict.fromkeys(COLUMNS, ""))
+    for name in names():
+        row = {**(kept.get(name, {}) if given.only != PARTS else {}), "architecture": name}
+        for part in given.only:
+            if part != "Inductor" or name in given.inductor or "all" in given.inductor:
+                row |= measured(part, name, given.seed)
+        table.add(**row)
+        print(row, flush=True)
+    add_bars(table)
     result.tables.append(table)
     save(result)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from ..kernels import define_operator
 from . import _graph_pass, _products
 from ._backward import ALIVE, Backward, shifted
-from ._graph_pass import Crossing, Placement, Plan
+from ._graph_pass import Crossing, Placement, Plan, path_of
 from ._products import kind_of, name_of
 from ._site import Site
 
@@ -235,29 +235,45 @@ def planned(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
     """The sites of a forward graph's products, with the keys of the eager front end, and of its parameters."""
     placeholders = module.graph.find_nodes(op="placeholder")
     parameters = {node: x for node, x in zip(placeholders, inputs) if isinstance(x, nn.Parameter)}
-    owners = {node: _owner(node, x, backward) for node, x in parameters.items()}
+    owners = {x: _owner(node, x, backward) for node, x in parameters.items()}
     parents = {owner.rpartition(".")[0] for owner in owners.values()}
     keys: dict[str, str] = {}
     calls: Counter[str] = Counter()
-    made_at: dict[Node, Site] = {}
-    for node in module.graph.nodes:
+    made_at: dict[nn.Parameter, Site] = {}
+    for node in _nodes(module, parameters):
         stack = node.meta.get("source_fn_stack")
         if node.op not in ("call_function", "call_method") or not stack:
             continue
         kind = kind_of(node.target)
-        read = [x for x in node.all_input_nodes if x in owners]
+        read = [parameters[x] for x in node.all_input_nodes if x in parameters]
         place = [owners[read[0]]] if read else _place(node, parents)
         if kind not in ("product", "cell") or not read:
             # Other functions have products in their derivatives, too.
             place = [*place, name_of(node.target)]
         key = ".".join(place)
-        keys[stack[-1][0]] = f"{key}#{calls[key]}" if calls[key] else key
+        path = path_of(stack)
+        keys[path] = f"{key}#{calls[key]}" if calls[key] else key
         calls[key] += kind != "cell"
         if kind in ("product", "cell"):
-            made_at |= {x: backward.sites.open(keys[stack[-1][0]]) for x in read if x not in made_at}
-    for node, parameter in parameters.items():
-        backward.reads(parameter, made_at.get(node, backward.sites.anchor))
+            made_at |= {x: backward.sites.open(keys[path]) for x in read if x not in made_at}
+    for parameter in owners:
+        backward.reads(parameter, made_at.get(parameter, backward.sites.anchor))
     return Plan(keys, tuple(node in parameters for node in placeholders))
+
+
+def _nodes(module: GraphModule, parameters: dict[Node, nn.Parameter], outer: tuple = ()) -> Iterator[Node]:
+    """A graph's nodes, and those of checkpoints' bodies; which of those are parameters is noted on the way."""
+    for node in module.graph.nodes:
+        stack = node.meta.get("source_fn_stack")
+        if stack and outer:
+            # All checkpoints have one name there.
+            stack = node.meta["source_fn_stack"] = [*outer, stack[-1]]
+        yield node
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            body = getattr(module, node.args[0].target)
+            given = zip(body.graph.find_nodes(op="placeholder"), node.args[1:])
+            parameters |= {x: parameters[y] for x, y in given if isinstance(y, Node) and y in parameters}
+            yield from _nodes(body, parameters, tuple(stack))
 
 
 def _owner(node: Node, parameter: nn.Parameter, backward: Backward) -> str:

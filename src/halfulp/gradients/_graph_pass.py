@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -64,7 +64,7 @@ class Plan:
     """What the forward graph tells of a backward graph.
 
     Attributes:
-        keys: The site of each product of the forward graph, by its name there.
+        keys: The site of each product of the forward graph, by its path there.
         parameters: Which inputs of the forward graph are parameters.
     """
 
@@ -79,6 +79,11 @@ class Plan:
     def rank(self, key: str) -> int:
         """The place of a site; the global one is before all, and then those that the forward pass does not know."""
         return self.ranks.get(key, -1 if key == GLOBAL else 0)
+
+
+def path_of(stack: Sequence[tuple]) -> str:
+    """The name of a function in a graph, after those of the functions whose bodies it is in, such as checkpoints."""
+    return "/".join(name for name, _ in stack)
 
 
 @dataclasses.dataclass
@@ -150,10 +155,8 @@ class Placement:
     def _key(self, node: Node) -> str:
         """The site of a product: that of the forward function it is the derivative of."""
         stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
-        for name, _ in reversed(stack):
-            if name in self._plan.keys:
-                return self._plan.keys[name]
-        return f"backward.{node.name}"
+        paths = (path_of(stack[:end]) for end in range(len(stack), 0, -1))
+        return next((self._plan.keys[path] for path in paths if path in self._plan.keys), f"backward.{node.name}")
 
     def _added(self, add: Node) -> Node | None:
         """The product that a compiler makes one addmm of, with the sum that alone reads it; the last of two."""
