@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from halfulp import recipes
 from halfulp.trials import Evidence
 from halfulp.trials._headline import headline, losers
 
@@ -202,3 +203,11 @@ def test_page_when_nothing_kept_up(make_record, tmp_path: Path) -> None:
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "No recipe stayed with float32" in text
     assert "bf16 diverged" in text
+
+
+def test_a_page_of_many_recipes_has_a_colour_for_each(make_record, tmp_path: Path) -> None:
+    records = [make_record(recipe, 0, 1.0) for recipe in recipes.names()[:20]]
+    Evidence(trials=tuple(records), run=RUN).to_html(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text("utf-8")
+    assert set(re.findall(r"var\((--\w+)\)", text)) <= set(re.findall(r"(--\w+):", text))
+    assert text.count("swatch dotted") == 4

@@ -11,7 +11,9 @@ from ._plan import REFERENCE, TWIN
 
 # Stand-ins that matplotlib writes and that become var(--name) afterwards.
 _INK, _FAINT = "#010101", "#020202"
-_SERIES = [f"#0a00{index:02x}" for index in range(32)]
+# As many as the style sheet has: --c0 to --c15. Beyond them colours come again, from --c2, in dotted lines.
+COLOURS = 16
+_SERIES = [f"#0a00{index:02x}" for index in range(COLOURS)]
 
 
 def svg(evidence: Evidence, task: str, width: float, height: float) -> str:
@@ -33,14 +35,23 @@ def svg(evidence: Evidence, task: str, width: float, height: float) -> str:
         near = _near(curves)
         panels = figure.subplots(3 if near else 2, 1, sharex=True)
         for index, (recipe, seeds) in enumerate(curves.items()):
-            colour = _SERIES[index % len(_SERIES)]
-            _draw_loss(panels[0], recipe, seeds, colour)
+            look = _look(recipe, index)
+            _draw_loss(panels[0], seeds, look)
             for axes in panels[1:2] if recipe not in near else panels[1:]:
-                _draw_gap(axes, recipe, seeds, curves[REFERENCE], colour, shade=axes is panels[1])
+                _draw_gap(axes, recipe, seeds, curves[REFERENCE], look, shade=axes is panels[1])
         _dress(panels, curves)
         target = io.StringIO()
         figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
     return _themed(target.getvalue(), f"{task}-{int(width)}")
+
+
+def colour_of(index: int) -> int:
+    """Which colour the recipe of that place has.
+
+    >>> [colour_of(index) for index in (0, 15, 16, 30)]
+    [0, 15, 2, 2]
+    """
+    return index if index < COLOURS else 2 + (index - COLOURS) % (COLOURS - 2)
 
 
 def _curves(evidence: Evidence, task: str) -> dict[str, dict[int, dict[int, float]]]:
@@ -53,10 +64,10 @@ def _curves(evidence: Evidence, task: str) -> dict[str, dict[int, dict[int, floa
     return curves
 
 
-def _draw_loss(axes: Any, recipe: str, seeds: dict[int, dict[int, float]], colour: str) -> None:
+def _draw_loss(axes: Any, seeds: dict[int, dict[int, float]], look: dict[str, Any]) -> None:
     steps = _common(list(seeds.values()))
     mean = [statistics.fmean(points[step] for points in seeds.values()) for step in steps]
-    axes.plot(steps, mean, **_look(recipe, colour))
+    axes.plot(steps, mean, **look)
 
 
 def _draw_gap(
@@ -64,7 +75,7 @@ def _draw_gap(
     recipe: str,
     seeds: dict[int, dict[int, float]],
     reference: dict[int, dict[int, float]],
-    colour: str,
+    look: dict[str, Any],
     shade: bool,
 ) -> None:
     pairs = [(seeds[seed], reference[seed]) for seed in seeds if seed in reference]
@@ -72,7 +83,6 @@ def _draw_gap(
         return
     steps = _common([points for pair in pairs for points in pair])
     gaps = [[ours[step] - theirs[step] for ours, theirs in pairs] for step in steps]
-    look = _look(recipe, colour)
     axes.plot(steps, [statistics.fmean(gap) for gap in gaps], **look)
     if shade and len(pairs) > 1:
         low, high = [min(gap) for gap in gaps], [max(gap) for gap in gaps]
@@ -96,12 +106,13 @@ def _common(curves: Sequence[dict[int, float]]) -> list[int]:
     return sorted(set.intersection(*(set(points) for points in curves))) if curves else []
 
 
-def _look(recipe: str, colour: str) -> dict[str, Any]:
+def _look(recipe: str, index: int) -> dict[str, Any]:
+    colour = _SERIES[colour_of(index)]
     if recipe == REFERENCE:
         return {"color": _INK, "linewidth": 3.6, "zorder": 2}
     if recipe == TWIN:
         return {"color": colour, "linewidth": 1.2, "linestyle": (0, (3, 2)), "zorder": 3}
-    return {"color": colour, "linewidth": 1.3, "zorder": 4}
+    return {"color": colour, "linewidth": 1.3, "zorder": 4, "linestyle": "-" if index < COLOURS else ":"}
 
 
 def _dress(panels: Sequence[Any], curves: dict[str, dict[int, dict[int, float]]]) -> None:

@@ -4,7 +4,7 @@ import datetime
 import importlib.resources
 from typing import Any
 
-from ._curves import svg
+from ._curves import COLOURS, colour_of, svg
 from ._evidence import Evidence
 from ._headline import headline, is_indication, losers
 from ._row import Row, judged
@@ -66,7 +66,8 @@ def _line(evidence: Evidence, row: Row, index: int, most: float, reach: float) -
     words = cells(evidence, row)
     return {
         "row": row,
-        "colour": "var(--ink)" if row.verdict == "reference" else f"var(--c{index})",
+        "again": index >= COLOURS,
+        "colour": "var(--ink)" if row.verdict == "reference" else f"var(--c{colour_of(index)})",
         "loss": words[loss_name(evidence, row.task)],
         "gap": words["gap to fp32"],
         "published": words.get("gap in the paper", DASH),
