@@ -482,15 +482,18 @@ def gradient_cost() -> str:
     return _every_table("gradient_overhead")
 
 
+_INDUCTOR = ("Inductor", "Inductor, no vectors")
+
+
 def gradient_exactness() -> str:
     """On which architectures exponents change no bit."""
-    columns = ("architecture", "sites", "eager", "compiled", "float16", "float16, edges")
+    columns = ("architecture", "sites", "eager", "compiled", *_INDUCTOR, "float16", "float16, edges")
     return _benchmark("gradient_exactness", "Exactness", columns, lambda row: "bar" not in row)
 
 
 def gradient_exactness_short() -> str:
     """On how many they do not."""
-    columns = ("architecture", "eager", "compiled", "float16", "bar", "met")
+    columns = ("architecture", "eager", "compiled", *_INDUCTOR, "float16", "bar", "met")
     return _benchmark("gradient_exactness", "Exactness", columns, lambda row: "bar" in row)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+import halfulp as hu
 from halfulp import formats
 from halfulp.gradients._attach import attach
 from halfulp.gradients._backward import Backward
@@ -412,3 +413,21 @@ def test_names_of_backends(seed):
     rounded = Backward(Sites(0), get_policy("amax"), format=formats.e5m2)
     with pytest.raises(NotImplementedError, match="rounded to e5m2"):
         backend(rounded)
+
+
+def test_modules_as_sites_are_compiled_by_the_scalers_backend_alone(seed):
+    model, x = _mlp(), torch.randn(5, 6)
+    model(x).square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    scaler = hu.AdaptiveGradScaler(model, mode="module")
+    other = torch.compile(model, backend="aot_eager")
+    with pytest.raises(ValueError, match="compiled by another backend"):
+        other(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=scaler.backend("aot_eager"))
+    for _ in range(3):
+        model.zero_grad()
+        scaler.scale(compiled(x).square().sum()).backward()
+        for parameter, wanted in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(parameter.grad / scaler.get_scale(), wanted)
+        scaler.set_exponents({row.site: random.randint(-12, 24) for row in scaler.sites().rows})

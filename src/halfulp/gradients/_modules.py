@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ._backward import Backward
+from ._compiled import marked
 from ._forward import Forward, traced
 from ._measure import narrow
 from ._nesting import carriers_in, mapped, once
@@ -32,7 +33,11 @@ class ModuleForward(Forward):
         self._inside = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or traced() or self._backward.idle:
+        if not torch.is_grad_enabled() or torch.compiler.is_exporting() or self._backward.idle:
+            return self.inner(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return mapped(self.inner(*args, **kwargs), lambda x: marked(x, self._backward.handle, wide=False))
+        if traced():
             return self.inner(*args, **kwargs)
         # While a thread is inside, the module's parameters are views.
         with self._lock:

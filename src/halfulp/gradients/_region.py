@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import FunctionType
@@ -17,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ._backward import Backward, Widening
+from ._current import by_itself, current, put, unwatched
 from ._escape import LEAF, check_exits, is_exit, mark
 from ._measure import narrow
 from ._nesting import carriers_in, mapped, once
@@ -25,59 +22,6 @@ from ._products import kind_of, name_of
 from ._site import Site
 
 _TAG = "_halfulp_site"
-COMPILED = (
-    "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile the whole "
-    'model with torch.compile(model, backend=scaler.backend("inductor")), or do not compile the part'
-)
-_local = threading.local()
-# Not None while something that torch.compile was given runs.
-_dynamo = torch._C._dynamo.eval_frame.get_eval_frame_callback
-_told: weakref.WeakSet[Backward] = weakref.WeakSet()
-
-
-def current() -> Region | None:
-    """The region that this thread is in."""
-    return getattr(_local, "region", None)
-
-
-def _unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A region's own method, whose torch functions it does not watch."""
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if _by_itself():
-            return torch.compiler.disable(run)(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            return method(*args, **kwargs)
-
-    return run
-
-
-def _by_itself() -> bool:
-    """Whether a part of the model that is compiled by itself runs. Dynamo, when it traces this, gives the part up.
-
-    Raises:
-        NotImplementedError: in dynamo, which runs the part uncompiled then.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        _warn_compiled()
-        raise NotImplementedError(COMPILED)
-    if _dynamo() is None:
-        return False
-    _warn_compiled()
-    return True
-
-
-def _warn_compiled() -> None:
-    region = current()
-    if region is not None and region._backward not in _told:
-        _told.add(region._backward)
-        given_up = "It runs uncompiled, as the whole does where torch.compile has given that up (said once)"
-        warnings.warn(f"{COMPILED}. {given_up}", stacklevel=4)
-
-
-# Dynamo calls it as it traces: what torch.compiler.assume_constant_result sets, which would load dynamo.
-_warn_compiled._dynamo_marked_constant = True
 
 
 class Names(Protocol):
@@ -118,17 +62,17 @@ class Region(TorchFunctionMode):
             self._backward.end()
         self._begun = torch._C._autograd._get_sequence_nr()
         super().__enter__()
-        _local.region = self
+        put(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        _local.region = self._outer
+        put(self._outer)
         self._backward.forwards += 1
         super().__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if _by_itself():
+        if by_itself():
             return torch.compiler.disable(self.__torch_function__)(function, types, args, kwargs)
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
@@ -186,7 +130,7 @@ class Region(TorchFunctionMode):
                 self._tagged(view, self.site_of(tensor))
         return out
 
-    @_unwatched
+    @unwatched
     def take(self, arguments: Any) -> None:
         """What the model is called with, by whichever thread it was made, is at the global exponent.
 
@@ -372,7 +316,7 @@ class Region(TorchFunctionMode):
             mark(out.grad_fn, site, site)
         return out
 
-    @_unwatched
+    @unwatched
     def through_anchor(self, call: Callable[[tuple], Any], args: tuple) -> Any:
         """Results of a call whose gradients, in and out, are at the global exponent."""
         moved = self._moved(args, self._anchor, [])
@@ -395,7 +339,7 @@ class Region(TorchFunctionMode):
         region.path = list(self.path)
         return region
 
-    @_unwatched
+    @unwatched
     def leave(self, output: Any, wide: bool) -> Any:
         """A model's output at the global exponent; ``wide``: in float32 where it is float16."""
         return mapped(output, once(lambda x: self._left(x, wide)))

@@ -1,0 +1,75 @@
+"""The region that a thread is in, and what to do where torch.compile was given a part of its model by itself."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ._region import Region
+
+COMPILED = (
+    "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile the whole "
+    'model with torch.compile(model, backend=scaler.backend("inductor")), or do not compile the part'
+)
+_local = threading.local()
+# Not None while something that torch.compile was given runs.
+_dynamo = torch._C._dynamo.eval_frame.get_eval_frame_callback
+# Whose users have been warned.
+_told: weakref.WeakSet = weakref.WeakSet()
+
+
+def current() -> Region | None:
+    """The region that this thread is in."""
+    return getattr(_local, "region", None)
+
+
+def put(region: Region | None) -> None:
+    """Let this thread be in a region, or in none."""
+    _local.region = region
+
+
+def by_itself() -> bool:
+    """Whether a part of the model that is compiled by itself runs. Dynamo, when it traces this, gives the part up.
+
+    Raises:
+        NotImplementedError: in dynamo, which runs the part uncompiled then.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        _warn()
+        raise NotImplementedError(COMPILED)
+    if _dynamo() is None:
+        return False
+    _warn()
+    return True
+
+
+def _warn() -> None:
+    region = current()
+    if region is not None and region._backward not in _told:
+        _told.add(region._backward)
+        given_up = "It runs uncompiled, as the whole does where torch.compile has given that up (said once)"
+        warnings.warn(f"{COMPILED}. {given_up}", stacklevel=4)
+
+
+# Dynamo calls it as it traces: what torch.compiler.assume_constant_result sets, which would load dynamo.
+_warn._dynamo_marked_constant = True
+
+
+def unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A region's own method, whose torch functions it does not watch."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if by_itself():
+            return torch.compiler.disable(run)(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return run
