@@ -34,7 +34,12 @@ def in_two_processes(seed: int, tmp_path: Path) -> Callable[[str], None]:
         running = [
             subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(seed)], **pipes) for rank in range(2)
         ]
-        said = [process.communicate(timeout=240)[0] for process in running]
+        try:
+            said = [process.communicate(timeout=240)[0] for process in running]
+        finally:
+            # The one that waits for another that is gone would wait on.
+            for process in running:
+                process.kill()
         assert [process.returncode for process in running] == [0, 0], "\n".join(said)
 
     return run

@@ -1,10 +1,5 @@
 """MCTensors in torch.distributed: DistributedDataParallel with two processes, and what is refused."""
 
-import os
-import subprocess
-import sys
-import tempfile
-
 import pytest
 import torch
 
@@ -62,14 +57,8 @@ os._exit(0)
 """
 
 
-def test_two_processes_start_alike_and_average_gradients():
-    path = tempfile.mktemp()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", "-c", WORKER]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    running = [subprocess.Popen([*command, str(rank), path], **pipes) for rank in range(2)]
-    said = [process.communicate(timeout=120)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+def test_two_processes_start_alike_and_average_gradients(in_two_processes):
+    in_two_processes(WORKER)
 
 
 def test_reductions_of_components_are_refused():
