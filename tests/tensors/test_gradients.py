@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from halfulp.tensors import MCTensor, strict
 
 FORMATS = [(torch.float32, 2), (torch.float64, 2), (torch.bfloat16, 2), (torch.float16, 2)]
-FIRST = {torch.float32: 2.0**-21, torch.float64: 2.0**-47, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+FIRST = {torch.float32: 2.0**-20, torch.float64: 2.0**-46, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 ALL = {torch.float32: 2.0**-40, torch.float64: 2.0**-46, torch.bfloat16: 2.0**-11, torch.float16: 2.0**-15}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
