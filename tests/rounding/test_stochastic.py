@@ -1,4 +1,4 @@
-"""Stochastic rounding: unbiased, independent, replayed. Bounds at a false alarm of one in a million."""
+"""Stochastic rounding: unbiased, independent, replayed. All bounds together: a false alarm of one in a million."""
 
 import math
 
@@ -10,7 +10,7 @@ from halfulp.formats import get
 from halfulp.kernels import engine, same_bits
 from halfulp.rounding import Stochastic, quantize
 
-ALARM = 1e-6
+ALARM = 1e-8
 # A format, the dtype that holds it, and the lower of two neighbours: normal, subnormal and zero, on every path.
 PLACES = [
     ("bf16", torch.float32, 1.5),
@@ -72,7 +72,7 @@ def test_neighbours_are_uncorrelated(seed):
     up = (quantize(x, "bf16", Stochastic(seed)) > 1).double() - 0.5
     for lag in (1, 2, 16, 32, 1024, 16_384):
         correlation = float((up[lag:] * up[:-lag]).mean() * 4) * math.sqrt(2**20 - lag)
-        assert abs(correlation) < 4.9
+        assert abs(correlation) < 5.6
 
 
 @pytest.mark.parametrize("fraction", [2.0**-22, 2.0**-12, 1 - 2.0**-20])

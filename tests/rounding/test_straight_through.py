@@ -64,7 +64,7 @@ def test_fixed_seed_draws_apart(seed):
     assert same_bits(y, again)
     assert same_bits(g, g_again)
     agreement = float(((y > 1) == (g > 1)).double().mean())
-    assert abs(agreement - 0.5) < 4.9 * 0.5 / 2**8
+    assert abs(agreement - 0.5) < 5.5 * 0.5 / 2**8
 
 
 def test_second_derivative(seed):
