@@ -4,7 +4,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,17 @@ def seed(request: pytest.FixtureRequest) -> int:
     torch.manual_seed(value)
     random.seed(value)
     return value
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile without what tests before compiled, and none of this one's afterwards; its counters at 0."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

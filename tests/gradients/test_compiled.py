@@ -20,23 +20,18 @@ from halfulp.gradients._site import GLOBAL, Sites
 from .architectures import Case, build
 
 # torch's own compilers use what torch warns of.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning", "ignore:.*should not be instantiated:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings(
+        "ignore:`torch.jit:DeprecationWarning", "ignore:.*should not be instantiated:DeprecationWarning"
+    ),
+]
 
 NAMES = [
     *("multilayer-perceptron", "resnet", "unet", "ssd", "vit", "gpt", "gpt-fused-tied", "encoder-decoder", "lstm-cell"),
     *("moe-returned-auxiliary", "tied-autoencoder", "siamese", "checkpoint-non-reentrant", "straight-through"),
     *("in-place-columns", "complex-layers", "loss-inside", "dataclass-outputs", "hf-llama"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def _watched(model: nn.Module, exponent: int = 0, **given) -> Backward:

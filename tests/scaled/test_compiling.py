@@ -12,17 +12,12 @@ from halfulp.trials.tasks._gpt import GPT
 from halfulp.trials.tasks._gpt_scaled import FusedBlock
 
 # torch's own compilers use what torch warns of.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning", "ignore:.*should not be instantiated:DeprecationWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings(
+        "ignore:`torch.jit:DeprecationWarning", "ignore:.*should not be instantiated:DeprecationWarning"
+    ),
+]
 
 
 def _mlp(bias: bool = True) -> nn.Module:

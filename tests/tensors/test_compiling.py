@@ -6,20 +6,16 @@ from torch import nn
 
 from halfulp.tensors import MCTensor
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+]
 
 
 def _same(a, b):
     if not isinstance(a, MCTensor):
         return torch.equal(a, b)
     return all(torch.equal(x, y) for x, y in zip(a.components, b.components)) and torch.equal(a.decode(), b.decode())
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 FUNCTIONS = {

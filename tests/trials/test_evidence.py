@@ -16,6 +16,11 @@ COMPARISONS = [path for path in sorted(RESULTS.glob("*.json")) if "trials" in js
 RUN = {"workers": 2, "cores": 2, "seconds": 1.0, "trained": 1, "reused": 0}
 
 
+def page_of(evidence: Evidence, folder: Path) -> str:
+    evidence.to_html(folder / "page.html")
+    return (folder / "page.html").read_text(encoding="utf-8")
+
+
 @pytest.fixture
 def evidence(make_record) -> Evidence:
     losses = {"fp32": 1.0, "fp32-twin": 1.0, "bf16": 1.2, "bf16-kahan": 1.00001, "e8m3": 1.1}
@@ -84,10 +89,7 @@ def test_no_gradient_columns_without_such_recipes(evidence: Evidence) -> None:
 
 
 def test_page_of_gradients(with_gradients: Evidence, evidence: Evidence, tmp_path: Path) -> None:
-    pages = []
-    for number, one in enumerate((with_gradients, evidence)):
-        one.to_html(tmp_path / f"{number}.html")
-        pages.append((tmp_path / f"{number}.html").read_text(encoding="utf-8"))
+    pages = [page_of(one, tmp_path) for one in (with_gradients, evidence)]
     assert "steps skipped" in pages[0]
     assert "12.5% · 98%" in pages[0]
     assert "fp16-adaptive keeps float32’s accuracy with gradients in fp16." in pages[0]
@@ -124,9 +126,7 @@ class Links(HTMLParser):
 
 
 def test_page_is_self_contained(evidence: Evidence, tmp_path: Path) -> None:
-    path = tmp_path / "compare.html"
-    evidence.to_html(path)
-    text = path.read_text(encoding="utf-8")
+    text = page_of(evidence, tmp_path)
     links = Links()
     links.feed(text)
     assert links.loads == []
@@ -138,8 +138,7 @@ def test_page_is_self_contained(evidence: Evidence, tmp_path: Path) -> None:
 
 
 def test_page_says_what_was_found(evidence: Evidence, tmp_path: Path) -> None:
-    evidence.to_html(tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    text = page_of(evidence, tmp_path)
     assert "bf16-kahan keeps float32’s accuracy at 8.0 bytes per parameter instead of 16.0." in text
     assert "rounding cancelled 50% of its updates" in text
     assert "a &lt;b&gt;task&lt;/b&gt;" in text
@@ -150,8 +149,7 @@ def test_page_says_what_was_found(evidence: Evidence, tmp_path: Path) -> None:
 
 def test_page_of_two_seeds_only_indicates(make_record, tmp_path: Path) -> None:
     records = [make_record(recipe, seed, 1.0) for recipe in ("fp32", "bf16-kahan") for seed in (0, 1)]
-    Evidence(trials=tuple(records), run=RUN).to_html(tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    text = page_of(Evidence(trials=tuple(records), run=RUN), tmp_path)
     assert "On 2 seeds, bf16-kahan stays with float32" in text
     assert "An indication" in text
 
@@ -171,8 +169,7 @@ def test_table_of_what_is_unclear(scattered: Evidence, evidence: Evidence) -> No
 
 
 def test_page_of_what_is_unclear(scattered: Evidence, tmp_path: Path) -> None:
-    scattered.to_html(tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    text = page_of(scattered, tmp_path)
     assert "<h1>No recipe is sure to have stayed with float32.</h1>" in text
     assert "On tiny, bf16 ends 0.500 nats above fp32" in text
     assert "On tiny, bf16-split and bf16-kahan need more seeds for a verdict." in text
@@ -199,15 +196,13 @@ def test_stored_rows_follow_from_their_trials(path: Path) -> None:
 def test_page_when_nothing_kept_up(make_record, tmp_path: Path) -> None:
     records = [make_record("fp32", seed, 1.0) for seed in range(3)]
     records += [make_record("bf16", seed, None, curve=[]) for seed in range(3)]
-    Evidence(trials=tuple(records), run=RUN).to_html(tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    text = page_of(Evidence(trials=tuple(records), run=RUN), tmp_path)
     assert "No recipe stayed with float32" in text
     assert "bf16 diverged" in text
 
 
 def test_a_page_of_many_recipes_has_a_colour_for_each(make_record, tmp_path: Path) -> None:
     records = [make_record(recipe, 0, 1.0) for recipe in recipes.names()[:20]]
-    Evidence(trials=tuple(records), run=RUN).to_html(tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text("utf-8")
+    text = page_of(Evidence(trials=tuple(records), run=RUN), tmp_path)
     assert set(re.findall(r"var\((--\w+)\)", text)) <= set(re.findall(r"(--\w+):", text))
     assert text.count("swatch dotted") == 4

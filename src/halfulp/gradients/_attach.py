@@ -14,11 +14,9 @@ from torch import nn
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
 from ._backward import Backward
-from ._compiled import marked
 from ._custom import watched
-from ._forward import Forward, traced
+from ._forward import Forward
 from ._modules import attach_modules
-from ._nesting import mapped
 from ._region import Region, current
 
 
@@ -34,27 +32,14 @@ class WatchedForward(Forward):
         # Callers look at the signature to know which columns of a data set a model takes.
         self.__signature__ = inspect.signature(self.inner)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
-            return self.inner(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return self._compiled(*args, **kwargs)
-        if traced():
-            return self.inner(*args, **kwargs)
+    def _with_edges(self, args: tuple, kwargs: dict) -> Any:
         self._backward.join(self._module())
-        if self._backward.idle or current() is not None:
+        if current() is not None:
             return self.inner(*args, **kwargs)
         with watched(), Region(self._backward, self._names) as region:
             region.path = [self._prefix] if self._prefix else []
             region.take((args, kwargs))
             return region.leave(self.inner(*args, **kwargs), self._widens())
-
-    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
-        out = self.inner(*args, **kwargs)
-        if self._backward.idle:
-            return out
-        wide = self._widens()
-        return mapped(out, lambda x: marked(x, self._backward.handle, wide))
 
     def _widens(self) -> bool:
         return under_float16() if self._wide is None else self._wide

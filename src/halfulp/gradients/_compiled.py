@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from ..kernels import define_operator
 from . import _graph_pass, _products
 from ._backward import ALIVE, Backward, shifted
+from ._escape import reached
 from ._graph_pass import Crossing, Placement, Plan, path_of
 from ._products import kind_of, name_of
 from ._site import Site
@@ -209,18 +210,13 @@ def unmark(module: GraphModule, scaler: str) -> None:
 
 def warn_of_breaks(inputs: Sequence, backward: Backward) -> None:
     """Warn where a model's parameters are read outside of its graphs: exponents of their own need a graph."""
-    broken: set[str | None] = set()
-    seen: set[Any] = set()
-    pending = [x.grad_fn for x in inputs if isinstance(x, Tensor)]
-    while pending:
-        node = pending.pop()
+
+    def ends(node: Any) -> bool:
         # Marks are where another model ends that is not compiled, whose parameters have sites.
-        if node is None or node in seen or node.name() == _GRAPH or backward.sites.anchor in node.metadata:
-            continue
-        seen.add(node)
-        pending += [following for following, _ in node.next_functions]
-        if hasattr(node, "variable"):
-            broken.add(_listed(node.variable, backward))
+        return node.name() == _GRAPH or backward.sites.anchor in node.metadata
+
+    behind = reached([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
+    broken = {_listed(node.variable, backward) for node in behind if hasattr(node, "variable")}
     names = ", ".join(sorted(repr(name) for name in broken if name))
     if names:
         warnings.warn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ._site import Site
@@ -20,6 +21,20 @@ def is_exit(node: Any, anchor: Site) -> bool:
     return node.metadata.get(anchor) is anchor
 
 
+def reached(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
+    """Nodes and, each once, all that a backward pass from there reaches, not past those where it ``ends``."""
+    seen: set[Any] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if not ends(node):
+            pending += [following for following, _ in node.next_functions]
+
+
 def check_exits(node: Any, anchor: Site) -> None:
     """Follow what is read outside back to the forward passes it came from, which it must reach through their outputs.
 
@@ -29,17 +44,12 @@ def check_exits(node: Any, anchor: Site) -> None:
     Raises:
         ValueError: it reaches into one by another way.
     """
-    seen, pending = set(), [node]
-    while pending:
-        node = pending.pop()
-        site = node.metadata.get(anchor)
-        if site is not None and site is not anchor:
+    for behind in reached([node], lambda one: anchor in one.metadata):
+        site = behind.metadata.get(anchor, anchor)
+        if site is not anchor:
             raise ValueError(
                 f"a tensor from inside the model, at {site.key!r}, is read outside, by the loss or on its way into "
                 "another forward pass, and is not part of the model's output, such as one kept in an attribute, or in "
                 "an object other than a list, tuple, dict or data class: return it from forward in one of these "
                 "(numbers that a function computed, as losses of their own, may be kept anywhere)"
             )
-        if site is None and node not in seen and node._sequence_nr() < LEAF:
-            seen.add(node)
-            pending += [following for following, _ in node.next_functions if following is not None]

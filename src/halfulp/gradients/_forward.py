@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from ._backward import Backward
+from ._compiled import marked
+from ._nesting import mapped
 
 
 class Forward(abc.ABC):
@@ -29,9 +31,24 @@ class Forward(abc.ABC):
         """The plain forward pass's, which torch.export reads."""
         return self.inner.__code__
 
-    @abc.abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass."""
+        """The module's forward pass; the plain one where autograd does not differentiate it."""
+        if not torch.is_grad_enabled() or torch.compiler.is_exporting() or self._backward.idle:
+            return self.inner(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            out, wide = self.inner(*args, **kwargs), self._widens()
+            return mapped(out, lambda x: marked(x, self._backward.handle, wide))
+        if traced():
+            return self.inner(*args, **kwargs)
+        return self._with_edges(args, kwargs)
+
+    @abc.abstractmethod
+    def _with_edges(self, args: tuple, kwargs: dict) -> Any:
+        """The forward pass with edges."""
+
+    @abc.abstractmethod
+    def _widens(self) -> bool:
+        """Whether float16 outputs become float32."""
 
     def restore(self) -> None:
         """Give the module the forward back that it had."""

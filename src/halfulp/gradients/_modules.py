@@ -7,12 +7,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ._backward import Backward
-from ._compiled import marked
-from ._forward import Forward, traced
+from ._forward import Forward
 from ._measure import narrow
 from ._nesting import carriers_in, mapped, once
 from ._region import hook_arrival, view_of
@@ -32,18 +30,15 @@ class ModuleForward(Forward):
         self._lock = threading.RLock()
         self._inside = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_exporting() or self._backward.idle:
-            return self.inner(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return mapped(self.inner(*args, **kwargs), lambda x: marked(x, self._backward.handle, wide=False))
-        if traced():
-            return self.inner(*args, **kwargs)
+    def _widens(self) -> bool:
+        return False
+
+    def _with_edges(self, args: tuple, kwargs: dict) -> Any:
         # While a thread is inside, the module's parameters are views.
         with self._lock:
-            return self.inner(*args, **kwargs) if self._inside else self._watched(args, kwargs)
+            return self.inner(*args, **kwargs) if self._inside else self._between_borders(args, kwargs)
 
-    def _watched(self, args: tuple, kwargs: dict) -> Any:
+    def _between_borders(self, args: tuple, kwargs: dict) -> Any:
         self._backward.join(None)
         self._backward.order.setdefault(self._site)
         args, kwargs = mapped((args, kwargs), once(self._entering))
@@ -68,7 +63,7 @@ class ModuleForward(Forward):
     def _parameters_apart(self) -> Iterator[list[Tensor]]:
         """Let the module read views of its parameters, each with a node of its own; gives the views."""
         holders = list(self._module().modules())
-        parameters = {id(x): x for holder in holders for x in holder._parameters.values() if _carries(x)}
+        parameters = {id(x): x for holder in holders for x in carriers_in(holder._parameters)}
         for x in parameters.values():
             self._backward.reads(x, self._site)
         views = {key: view_of(x, sparse=True) for key, x in parameters.items()}
@@ -104,10 +99,6 @@ class ModuleForward(Forward):
         out.grad_fn.register_prehook(self._backward.crossing(source, target))
         mark_edge(out.grad_fn, target, source, self._backward.sites.anchor)
         return out
-
-
-def _carries(parameter: Tensor | None) -> bool:
-    return parameter is not None and parameter.requires_grad
 
 
 def modules_of(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
