@@ -21,7 +21,7 @@ def test_counts(name, seed):
     kept = finite & ~over
     assert found.elements == 10_000
     assert found.amax == float(x[finite].abs().max())
-    assert found.zero == 0.01
+    assert found.zero == int((x == 0).sum()) / 10_000  # randn itself draws a zero once in some millions
     assert found.not_finite == 11 / 10_000
     assert found.overflow == int(over.sum()) / 10_000
     assert found.underflow == int(((q == 0) & (x != 0) & finite).sum()) / 10_000
