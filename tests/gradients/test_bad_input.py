@@ -1,7 +1,10 @@
 """What cannot be scaled is refused with a message that says what to do, and no parameter changes."""
 
 import contextlib
+import copy
+import functools
 import math
+import operator
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import nn
 import halfulp as hu
 from halfulp.gradients import Amax, Constant, Dynamic, Measured, RisingFloor
 
-from .exponents import WIDTH, assert_same, batch, clear, mean_square, mlp, plainly, scrambled, sites
+from .exponents import WIDTH, assert_same, batch, clear, mean_square, mlp, plainly, scrambled
 
 
 @contextlib.contextmanager
@@ -203,14 +206,74 @@ def test_a_new_scale(new, seed):
     assert scaler.get_scale() == 2.0**16
 
 
-def test_states(seed):
+def saved_state():
+    _, scaler, opt, loss = ready()
+    scaler.scale(loss()).backward()
+    scaler.step(opt)
+    scaler.update()
+    return scaler.state_dict()
+
+
+def test_an_empty_state(seed):
     _, scaler, _, _ = ready()
     with pytest.raises(ValueError, match=r"the state_dict is empty.*enabled=False"):
         scaler.load_state_dict({})
-    before = sites(scaler)
-    with pytest.raises(ValueError, match="the state's scale is a power of two"):
-        scaler.load_state_dict({**scaler.state_dict(), "scale": 3.0})
-    assert sites(scaler) == before
+
+
+ABSENT = object()
+PLACES = {"state": [], "site": ["sites", "0"], "global": ["sites", "global"]}
+DAMAGED = [
+    ("state", "scale", [ABSENT, None, "8", True, 3.0, 0.0, -4.0, math.nan, math.inf, 2.0**61, [4.0], 2.0**17]),
+    ("state", "growth_factor", [ABSENT, None, math.nan]),
+    ("state", "backoff_factor", [ABSENT, "half"]),
+    ("state", "growth_interval", [ABSENT, 2.5]),
+    ("state", "_growth_tracker", [ABSENT, None, -1, math.nan]),
+    ("state", "sites", [ABSENT, None, [], {}, {"0": {}}, {1: {}, "global": {}}]),
+    ("state", "progress", [ABSENT, None, 3, [1, 1, True], [1, 1, True, 0, 0], [1, 1, 1, 0], [1, -1, True, 0]]),
+    ("state", "progress", ["1110", [1.0, 1, True, 0], [1, math.nan, True, 0], [True, 1, True, 0]]),
+    ("site", "exponent", [ABSENT, None, "3", True, 3.0, math.nan, 61, -61]),
+    ("global", "exponent", [ABSENT, 17]),
+    ("site", "merged", [ABSENT, True, 3]),
+    ("global", "merged", ["by hand"]),
+    ("site", "overflows", [ABSENT, None, 1.5, -1]),
+    ("site", "history", [ABSENT, None, {}, [3.0], [{"received": None}], [{"received": math.nan}]]),
+    ("global", "history", ["", [{"received": -1.0}], [{"received": math.inf}]]),
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"), [(place, name, value) for place, name, values in DAMAGED for value in values]
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_damaged_state(place, name, value, known, seed):
+    _, scaler, _, loss = ready()
+    if known:
+        scaler.scale(loss())
+    before, whole = copy.deepcopy(scaler.state_dict()), saved_state()
+    state = copy.deepcopy(whole)
+    home = functools.reduce(operator.getitem, PLACES[place], state)
+    home.pop(name) if value is ABSENT else home.update({name: value})
+    with pytest.raises(ValueError, match=name):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before
+    scaler.load_state_dict(whole)
+    assert scaler.state_dict() == whole
+
+
+@pytest.mark.parametrize("state", [3, ["scale"], "scale"])
+def test_no_state(state, seed):
+    _, scaler, _, _ = ready()
+    with pytest.raises(ValueError, match="the state_dict is a dict with scale, growth_factor"):
+        scaler.load_state_dict(state)
+
+
+@pytest.mark.parametrize("place", ["site", "global"])
+def test_a_site_that_is_no_dict(place, seed):
+    _, scaler, _, _ = ready()
+    state = saved_state()
+    state["sites"][PLACES[place][-1]] = 3
+    with pytest.raises(ValueError, match=rf"site '{PLACES[place][-1]}' of the state_dict is a dict .* got 3"):
+        scaler.load_state_dict(state)
 
 
 @pytest.mark.parametrize("outputs", [3.0, None])

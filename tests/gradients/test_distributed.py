@@ -92,6 +92,33 @@ def error(found):
 assert error(gradients(ours)) < 0.01 < error(gradients(plain)), (error(gradients(ours)), error(gradients(plain)))
 end()
 """
+COMPILED = """
+import logging, warnings
+warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+logging.getLogger("torch").setLevel(logging.ERROR)
+
+
+def compiled(model):
+    scaler = hu.AdaptiveGradScaler(model)
+    run = torch.compile(model, backend=scaler.backend("aot_eager"))
+    run.zero_grad, run.parameters = model.zero_grad, model.parameters
+    return run, scaler
+
+
+plain, ours = (nn.parallel.DistributedDataParallel(copy.deepcopy(model)) for _ in range(2))
+loss_of(plain).backward()
+run, scaler = compiled(ours)
+for mine, theirs in zip(under_exponents(run, scaler), gradients(plain), strict=True):
+    assert torch.equal(mine, theirs)
+assert len(scaler.sites()) == 4
+
+run, scaler = compiled(sharded(copy.deepcopy(model)))
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    loss_of(run)
+assert any("modules that fully_shard wraps uncompiled" in str(one.message) for one in said), said
+end()
+"""
 OVERFLOW = """
 ours = sharded(copy.deepcopy(model))
 scaler = hu.AdaptiveGradScaler(ours)
@@ -109,6 +136,8 @@ end()
 """
 
 
-@pytest.mark.parametrize("body", [EXACT, HALF, OVERFLOW], ids=["exact", "float16 copies", "one shard overflows"])
+@pytest.mark.parametrize(
+    "body", [EXACT, HALF, COMPILED, OVERFLOW], ids=["exact", "float16 copies", "compiled", "one shard overflows"]
+)
 def test_two_processes(body, in_two_processes):
     in_two_processes(START + body)

@@ -50,7 +50,7 @@ def _check_exact(run, model: nn.Module, scaler: hu.AdaptiveGradScaler, expected:
     for _ in range(3):
         found = _gradients(run, model, scaler)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        scaler.set_exponents({row.site: random.randint(-12, 24) for row in scaler.sites().rows})
+        scaler.set_exponents({row.site: random.randint(-12, 24) for row in scaler.sites()})
 
 
 @pytest.mark.parametrize("part", ["module", "module in place", "function", "custom function"])
@@ -94,7 +94,7 @@ def test_what_breaks_out_of_a_graph_is_named(seed):
     compiled = torch.compile(model, backend=scaler.backend("aot_eager"))
     with pytest.warns(UserWarning, match=r"leaves 'inner\.0' uncompiled.*fullgraph=True"):
         _check_exact(compiled, model, scaler, expected)
-    assert [row.site for row in scaler.sites().rows] == ["global", "first", "last"]
+    assert [row.site for row in scaler.sites()] == ["global", "first", "last"]
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -77,6 +77,7 @@ def test_an_exponent_moves_what_is_rounded_and_adds_no_error(seed):
         ({"rounding": "stochastic"}, ValueError, "give format= too"),
         ({"rounding": "stochastc", "format": "e5m2"}, ValueError, "stochastic"),
         ({"rounding": 3, "format": "e5m2"}, TypeError, "rounding"),
+        ({"format": "e8m0"}, ValueError, "e8m0 has no negative numbers"),
     ],
 )
 def test_refused(options, kind, match):
@@ -84,6 +85,23 @@ def test_refused(options, kind, match):
     with pytest.raises(kind, match=match):
         hu.AdaptiveGradScaler(model, **options)
     assert "forward" not in vars(model)
+
+
+def test_a_format_of_ones_own_needs_no_name_that_others_know(seed):
+    own = formats.Format("own", exponent_bits=3, mantissa_bits=4)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    scaler = hu.AdaptiveGradScaler(model, format=own)
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(8):
+        opt.zero_grad()
+        scaler.scale(model(torch.randn(16, 4)).square().mean()).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert scaler.last_step.applied
+    row = scaler.sites()["2"]
+    assert row.format == "own"
+    # Three powers of two are left free, and the peak may be as old as four measurements.
+    assert own.max / 2**7 <= max(row.amax.values()) * 2.0**row.exponent <= own.max
 
 
 def test_a_seeded_rounding_goes_on_where_it_stopped(seed):

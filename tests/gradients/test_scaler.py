@@ -243,6 +243,49 @@ def test_a_state_of_another_model_is_refused(known, seed):
     assert "4" not in sites(scalers[0])
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [("amax", "dynamic"), ("dynamic", "amax"), ("amax", "measured")])
+def test_a_policy_may_be_another_than_the_one_of_the_state(saved, loaded, seed):
+    before, after = mlp(), mlp()
+    scaler = hu.AdaptiveGradScaler(before, policy=saved, format="e5m2", interval=2, init_scale=2.0**10)
+    step_once(before, scaler)
+    other = hu.AdaptiveGradScaler(after, policy=loaded, format="e5m2", interval=2)
+    other.load_state_dict(scaler.state_dict())
+    assert other.get_scale() == scaler.get_scale()
+    merged = {row.merged for row in other.sites() if row.site != "global"}
+    assert merged == ({None} if loaded == "amax" else {"one scale for all"})
+    for _ in range(3):
+        step_once(after, other)
+    assert other.last_step.applied
+    assert (len({row.exponent for row in other.sites()}) > 1) is (loaded == "amax")
+
+
+def test_one_scale_for_all_goes_on_where_a_part_did_not_run_since(seed):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, both=True):
+            return self.first(x) + self.last(x) if both else self.first(x)
+
+    def step(model, scaler, both):
+        clear(model)
+        scaler.scale(mean_square(model(torch.randn(3, 4), both))).backward()
+        scaler.step(torch.optim.SGD(model.parameters(), lr=0.01))
+        scaler.update()
+
+    model = Two()
+    saved = hu.AdaptiveGradScaler(model, policy="measured", format="e5m2", interval=1)
+    for _ in range(4):
+        step(model, saved, both=True)
+    model = Two()
+    scaler = hu.AdaptiveGradScaler(model, policy="measured", format="e5m2", interval=1)
+    scaler.load_state_dict(saved.state_dict())
+    for both in (False, False, True):
+        step(model, scaler, both)
+    assert scaler.last_step.applied
+
+
 def test_missing_sites_are_named(seed):
     small, large = mlp(2), mlp(4)
     ours, theirs = hu.AdaptiveGradScaler(small), hu.AdaptiveGradScaler(large)

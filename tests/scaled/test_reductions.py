@@ -52,7 +52,8 @@ CLOSE = {
     "prod": lambda x: x.prod(),
     "prod over": lambda x: x.prod(1),
     "cumprod": lambda x: x.cumprod(1),
-    "sum float64": lambda x: x.abs().sum(dtype=torch.float64),  # summed in float32: what cancels has no digits
+    "sum float64": lambda x: x.sum(dtype=torch.float64),
+    "cumsum float64": lambda x: x.cumsum(1, dtype=torch.float64),
     "norm 3": lambda x: torch.linalg.vector_norm(x, 3.0, 1),
     "norm 0.5": lambda x: torch.linalg.vector_norm(x.abs() + 1, 0.5, 1),
 }
@@ -67,6 +68,74 @@ def test_under_all_scales(case, seed):
 @pytest.mark.parametrize("case", ["sum", "mean over", "norm", "amax", "logsumexp", "cumsum", "var", "std"])
 def test_narrow_payloads(case, differences, seed):
     assert max(differences(EXACT[case], [(8, 5)])) < 2e-2  # a deviation of fewer may be next to 0 by chance
+
+
+WITH_DTYPE = {
+    "sum": lambda x, dtype: x.sum(dtype=dtype),
+    "sum over": lambda x, dtype: x.sum(1, keepdim=True, dtype=dtype),
+    "nansum": lambda x, dtype: x.nansum(1, dtype=dtype),
+    "mean": lambda x, dtype: x.mean(dtype=dtype),
+    "mean over": lambda x, dtype: x.mean((0, 1), dtype=dtype),
+    "cumsum": lambda x, dtype: x.cumsum(1, dtype=dtype),
+    "prod": lambda x, dtype: x.prod(dtype=dtype),
+    "prod over": lambda x, dtype: x.prod(1, keepdim=True, dtype=dtype),
+    "cumprod": lambda x, dtype: x.cumprod(0, dtype=dtype),
+    "norm": lambda x, dtype: torch.norm(x, dtype=dtype),
+    "norm over": lambda x, dtype: torch.norm(x, 2, 1, dtype=dtype),
+    "norm 0": lambda x, dtype: torch.linalg.vector_norm(x, 0, dtype=dtype),
+    "norm 3": lambda x, dtype: torch.linalg.vector_norm(x, 3.0, 1, dtype=dtype),
+}
+
+
+def cancelling():
+    """A matrix whose sums have no digit in float32."""
+    large, small = torch.randn(3, 2) * 2.0**13, torch.randn(3, 5) * 2.0**-13
+    return torch.cat([large, small, -large], 1)
+
+
+@pytest.mark.parametrize("case", WITH_DTYPE)
+def test_float64_is_computed_in_float64(case, seed):
+    x = ScaledTensor.encode(cancelling(), torch.float32)
+    with strict():
+        found = WITH_DTYPE[case](x, torch.float64)
+    wanted = WITH_DTYPE[case](x.decode(torch.float64), torch.float64)
+    assert isinstance(found, ScaledTensor)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found.decode(), wanted, rtol=2.0**-23, atol=0.0)
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16])
+def test_float64_is_rounded_once_to_narrow_payloads(storage, seed):
+    large = torch.randn(50) * 2.0**9
+    x = ScaledTensor.encode(torch.cat([large, torch.rand(1), -large]), storage)
+    found = x.sum(dtype=torch.float64)
+    assert (found.dtype, found.payload.dtype) == (torch.float64, storage)
+    wanted = x.decode(torch.float64).sum()
+    torch.testing.assert_close(found.decode(), wanted, rtol=torch.finfo(storage).eps, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("case", WITH_DTYPE)
+def test_dtypes_without_scales_are_as_torch_has_them(case, dtype, seed):
+    x = ScaledTensor.encode(torch.randn(3, 5) * 4)
+    try:
+        wanted = WITH_DTYPE[case](x.decode(), dtype)
+    except (RuntimeError, NotImplementedError) as error:
+        with pytest.raises(type(error)):
+            WITH_DTYPE[case](x, dtype)
+        return
+    found = WITH_DTYPE[case](x, dtype)
+    assert (type(found), found.dtype) == (torch.Tensor, dtype)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("case", ["sum", "mean over", "cumsum", "prod over"])
+def test_other_logical_dtypes(case, dtype, seed):
+    x = ScaledTensor.encode(torch.randn(3, 5), torch.float16)
+    found, wide = WITH_DTYPE[case](x, dtype), WITH_DTYPE[case](x, None)
+    assert (found.dtype, found.payload.dtype) == (dtype, torch.float16)
+    assert torch.equal(found.decode(torch.float32), wide.decode(torch.float32))
 
 
 def ones(count, value=1.0):

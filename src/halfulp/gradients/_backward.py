@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from ..formats import Format
 from ..rounding import Nearest, Rounding, quantize
 from ._measure import Measurements, narrow
-from ._operands import operands
+from ._operands import Factor
 from ._parallel import in_parallel
 from ._policy import Policy
 from ._site import Site, Sites
@@ -153,7 +153,7 @@ class Backward:
             if self._shut() or gradient is None:
                 return None
             if target is self.sites.anchor and self.measuring and self.policy.wants_operands:
-                self._propose_at_loss(gradient, source)
+                self.propose_at_loss(source, gradient, source.stored)
             changed = self._passed(gradient, target)
             changed = shifted(changed, source.exponent - target.exponent)
             changed = self._received(changed, source)
@@ -165,21 +165,46 @@ class Backward:
         """The hook of a product's result: its gradient is rounded to the format before the product reads it."""
         if not self.active:
             return None
-        return tuple(None if gradient is None else self._rounded(gradient) for gradient in gradients)
+        return tuple(None if gradient is None else self.rounded(gradient) for gradient in gradients)
 
-    def watch_operands(self, site: Site, weight: Tensor, convolution: bool) -> Hook:
+    def rounded(self, gradient: Tensor) -> Tensor:
+        """What the format makes of a gradient; an overflow shows, as infinity or, where there is none, NaN."""
+        if self.format is None:
+            return gradient
+        if gradient.is_complex():
+            return torch.view_as_complex(self.rounded(torch.view_as_real(gradient)))
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            return torch.sparse_coo_tensor(
+                gradient.indices(), self.rounded(gradient.values()), gradient.shape, is_coalesced=True
+            )
+        overflow = "inf" if self.format.infinities else "nan"
+        self.roundings += 1
+        return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=self.roundings)
+
+    def watch_operands(self, site: Site, factor: Factor) -> Hook:
         """The hook of a product's result, in measured iterations: a policy looks at both factors."""
 
         def look(gradients: tuple) -> None:
-            stored = self.format or site.stored
-            if not self.active or gradients[0] is None or stored is None:
-                return
-            factors = operands(gradients[0], weight, convolution)
-            proposal = self.policy.proposed(site, factors, stored, self.sites.anchor)
-            if proposal is not None:
-                site.proposals.append(proposal)
+            if self.active and gradients[0] is not None:
+                self.propose(site, gradients[0], factor, site.stored)
 
         return look
+
+    def propose(self, site: Site, gradient: Tensor, factor: Factor, stored: Format | None) -> None:
+        """Ask the policy about a product of this gradient, which the format or ``stored`` holds; wide ones are not."""
+        stored = self.format or stored
+        if stored is None:
+            return
+        proposal = self.policy.proposed(site, factor.operands(gradient), stored, self.sites.anchor)
+        if proposal is not None:
+            site.proposals.append(proposal)
+
+    def propose_at_loss(self, site: Site, gradient: Tensor, stored: Format | None) -> None:
+        """Ask how far a wide gradient at the global exponent should be scaled before the format rounds it."""
+        stored = self.format or stored
+        if stored is not None:
+            site.proposals += self.policy.at_the_loss(gradient, stored, self.sites.anchor)
 
     def reads(self, parameter: Tensor, site: Site, sharded: Callable[[], bool] = lambda: False) -> None:
         """Note that a parameter is read at a site, from where its gradient leaves for the global exponent.
@@ -224,7 +249,7 @@ class Backward:
             gradient = gradients[0]
             if self._shut() or gradient is None:
                 return None
-            changed = self._rounded(gradient)
+            changed = self.rounded(gradient)
             if self.measuring:
                 self.measurements.add(site, "weight", changed, stored)
             # A float16 parameter sums its gradients in float32 (`check_leaf`), where leaving is exact.
@@ -238,7 +263,7 @@ class Backward:
 
     def _passed(self, gradient: Tensor, target: Site) -> Tensor:
         stored = self._storage(target)
-        gradient = self._rounded(gradient) if stored is self.format else gradient
+        gradient = self.rounded(gradient) if stored is self.format else gradient
         if self.measuring:
             self.measurements.add(target, "passed", gradient, stored)
         return gradient
@@ -247,36 +272,15 @@ class Backward:
         """The narrow format of a site's gradients; outside of products, at the global exponent, there is none."""
         return None if site is self.sites.anchor else self.format or site.stored
 
-    def _propose_at_loss(self, gradient: Tensor, source: Site) -> None:
-        """A wide gradient is about to be rounded: how far should it be scaled before?"""
-        stored = self.format or source.stored
-        if stored is not None:
-            source.proposals += self.policy.at_the_loss(gradient, stored, self.sites.anchor)
-
     def _received(self, gradient: Tensor, source: Site) -> Tensor:
         stored = self._storage(source)
         if stored is None:
             # What was passed on, which cannot leave a wide format's range.
             return gradient
-        gradient = self._rounded(gradient) if stored is self.format else gradient
+        gradient = self.rounded(gradient) if stored is self.format else gradient
         if self.measuring:
             self.measurements.add(source, "received", gradient, stored)
         return gradient
-
-    def _rounded(self, gradient: Tensor) -> Tensor:
-        """What the format makes of a gradient; an overflow shows, as infinity or, where there is none, NaN."""
-        if self.format is None:
-            return gradient
-        if gradient.is_complex():
-            return torch.view_as_complex(self._rounded(torch.view_as_real(gradient)))
-        if gradient.is_sparse:
-            gradient = gradient.coalesce()
-            return torch.sparse_coo_tensor(
-                gradient.indices(), self._rounded(gradient.values()), gradient.shape, is_coalesced=True
-            )
-        overflow = "inf" if self.format.infinities else "nan"
-        self.roundings += 1
-        return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=self.roundings)
 
     def _shut(self) -> bool:
         """Whether edges do nothing; what is differentiated once more shuts them for the whole iteration."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ._backward import Backward
-from ._compiled import marked
+from ._graph_operators import marked
 from ._nesting import mapped
 
 

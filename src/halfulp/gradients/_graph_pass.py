@@ -4,59 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from ._graph_roles import HALF, MATRIX, Role, carries, role_of
 from ._site import GLOBAL
-
-Role = Literal["product", "linear", "part", "widening", "shape", "other"]
-
-# Functions of a gradient and one more operand, by the places of both.
-_MATRIX = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "outer"), (0, 1)),
-    **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm"), (1, 2)),
-}
-_RECURRENT = ("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward")
-# Linear in all tensors of floating point together: none of them may be a constant but zero.
-_MOVES = {
-    *("add", "sub", "rsub", "neg", "sum", "mean", "cumsum", "cat", "stack", "where", "masked_fill", "tril", "triu"),
-    *(
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "_reshape_copy",
-        "permute",
-        "transpose",
-        "t",
-        "expand",
-        "squeeze",
-        "unsqueeze",
-    ),
-    *("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy", "contiguous", "view_of", "broadcast_in_dim"),
-    *("slice", "select", "slice_scatter", "select_scatter", "diagonal", "diagonal_scatter", "unfold", "as_strided"),
-    *("as_strided_scatter", "split", "split_with_sizes", "unbind", "flip", "roll", "repeat", "constant_pad_nd"),
-    *("index", "_unsafe_index", "index_select", "gather", "index_put", "_unsafe_index_put", "index_add", "scatter"),
-    *("scatter_add", "_to_copy", "convert_element_type", "trace", "diag_embed", "im2col", "col2im"),
-    *("real", "imag", "complex", "conj", "_conj", "_conj_physical", "resolve_conj", "view_as_real", "view_as_complex"),
-    *("_fft_r2c", "_fft_c2r", "_fft_c2c", "view_copy", "permute_copy", "expand_copy", "slice_copy", "select_copy"),
-}
-# Arguments that may be a number, and then fill in or are added: zero alone is linear.
-_FILLS = {
-    **dict.fromkeys(("add", "sub", "rsub"), (0, 1)),
-    **{"where": (1, 2), "masked_fill": (2,), "constant_pad_nd": (2,), "scatter": (3,)},
-}
-# a * b + c, by the places of a, b and c.
-_FUSED = {"fma": (0, 1, 2), "addcmul": (1, 2, 0)}
-_SHAPES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "sym_size", "sym_stride")
-_NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "sym_numel", "sym_storage_offset", "new_empty_strided")
-_VIEWS = ("view", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "reshape", "_unsafe_view", "clone")
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +22,18 @@ class Plan:
     Attributes:
         keys: The site of each product of the forward graph, by its path there.
         parameters: Which inputs of the forward graph are parameters.
+        rounds: Whether gradients are rounded to a format of their own.
+        watches: Whether the policy reads the operands of products.
     """
 
     keys: Mapping[str, str]
     parameters: tuple[bool, ...]
+    rounds: bool = False
+    watches: bool = False
+
+    def words(self) -> tuple:
+        """All that a backward graph depends on, for caches."""
+        return tuple(self.keys.items()), self.parameters, self.rounds, self.watches
 
     @functools.cached_property
     def ranks(self) -> dict[str, int]:
@@ -96,17 +60,44 @@ class Crossing:
     readers: list[Node]
 
 
-@dataclasses.dataclass
-class Seen:
-    """The gradients at one product: what it reads, passes on, and makes for parameters."""
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A gradient times another factor.
 
+    Attributes:
+        node: Its function.
+        key: Its site.
+        shared: Whether it works at the global exponent and not at its site's.
+        reads: The gradients among its arguments, as it reads them.
+        makes: The gradients that it makes: which, of what kind, and whether they have the global exponent.
+    """
+
+    node: Node
     key: str
-    found: dict[Node, tuple[str, Node, bool]] = dataclasses.field(default_factory=dict)
+    shared: bool
+    reads: Sequence[Node]
+    makes: Sequence[tuple[Node, str, bool]]
 
-    def add(self, kind: str, node: Node, shared: bool) -> None:
-        """One more, once: another view of it is no other. ``shared``: it has the global exponent."""
-        if kind != "received" or not shared:
-            self.found.setdefault(_base(node), (kind, node, shared))
+    @property
+    def passes(self) -> bool:
+        """Whether it passes a gradient on, to more than parameters."""
+        return any(kind == "passed" for _, kind, _ in self.makes)
+
+    def gradients(self) -> Iterator[tuple[Node, str, bool]]:
+        """What is worth measuring: gradients, their kinds, and whether they have the global exponent."""
+        yield from ((x, "received", False) for x in self.reads if not self.shared)
+        yield from self.makes
+
+    def factor(self) -> tuple[Node, Node, str, int] | None:
+        """A gradient that it reads, the other factor, and its form and groups as `Factor` has them; None without."""
+        args = self.node.args
+        name = self.node.target._opname
+        if name in ("mm", "bmm", "addmm", "baddbmm"):
+            a, b = (args[i] for i in MATRIX[name])
+            return (a, b, "left", 1) if a in self.reads else (b, a, "right", 1)
+        if name == "convolution_backward":
+            return args[0], args[2], "transposed" if args[7] else "convolution", args[9]
+        return None
 
 
 class Placement:
@@ -160,6 +151,9 @@ class Placement:
 
     def _added(self, add: Node) -> Node | None:
         """The product that a compiler makes one addmm of, with the sum that alone reads it; the last of two."""
+        if self._plan.rounds:
+            # What is rounded before it is added is computed apart.
+            return None
         if add.target is not torch.ops.aten.add.Tensor or self.roles[add] != "linear":
             return None
         mm = torch.ops.aten.mm.default
@@ -187,7 +181,8 @@ class Placement:
         Its input is moved then, together with whatever makes it, and not its result, which would be read once more.
         """
         value = product.meta["val"]
-        own = self._leads[self._sums.get(product, product)] or not isinstance(value, Tensor) or value.dtype in _HALF
+        narrow = self._plan.rounds or not isinstance(value, Tensor) or value.dtype in HALF
+        own = narrow or self._leads[self._sums.get(product, product)]
         return self._calls[product] if own else GLOBAL
 
     def _wish(self, node: Node) -> None:
@@ -219,6 +214,9 @@ class Placement:
         inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
         if role in ("part", "widening"):
             return inputs[0]
+        if self._plan.rounds:
+            # What is made for parameters, such as a bias, is made of what a product reads.
+            inputs += [wish for x in node.all_input_nodes if (wish := self._wishes.get(x))]
         return self._wishes[node] or max(inputs, key=self._plan.rank)
 
     def _read_at(self, reader: Node, node: Node) -> str:
@@ -249,108 +247,25 @@ class Placement:
                     found.setdefault((node, target), Crossing(node, source, target, [])).readers.append(reader)
         return list(found.values())
 
-    def seen(self, moved: Collection[Node]) -> list[Seen]:
-        """What is worth measuring at each product, once gradients have been moved."""
-        found: dict[str, Seen] = {}
+    def stored(self) -> dict[str, torch.dtype]:
+        """In what dtype the gradient is that a site's first product reads."""
+        dtypes: dict[str, torch.dtype] = {}
         for node, key in self._calls.items():
-            seen = found.setdefault(key, Seen(key))
-            for x in node.all_input_nodes:
-                if x in self.gradients or x in moved:
-                    seen.add("received", x, self._works_at(node) == GLOBAL)
-            several = isinstance(node.meta["val"], tuple | list)
-            for made in [*node.users] if several else [self._sums.get(node, node)]:
-                if made in self.gradients and carries(made):
-                    seen.add("passed" if self._leads[made] else "weight", made, self.sites[made] == GLOBAL)
-        return list(found.values())
+            read = next(x for x in node.all_input_nodes if x in self.gradients)
+            dtypes.setdefault(key, read.meta["val"].dtype)
+        return dtypes
 
+    def products(self, moved: Collection[Node]) -> list[Product]:
+        """All products, once gradients have been moved."""
+        return [self._product(node, moved) for node in self._calls]
 
-def role_of(node: Node, gradients: Mapping[Node, None]) -> Role:
-    """What a function is to the gradients among its arguments."""
-    if node.target is operator.getitem:
-        return "part"
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims", "mkldnn"):
-        return "other"
-    name = node.target._opname
-    if name in _SHAPES or name in _NEW:
-        return "shape"
-    if not carries(node):
-        return "other"
-    if name in _MATRIX:
-        return "product" if _one_of(node, gradients, *_MATRIX[name]) else "other"
-    if name.endswith(("_backward", "_backward_data")) or name in ("_fused_rms_norm_backward",):
-        if not _alone(node, gradients):
-            return "other"
-        product = name == "convolution_backward" or "attention" in name or name in _RECURRENT
-        return "product" if product else "linear"
-    if name in _FUSED:
-        return "linear" if _one_of(node, gradients, *_FUSED[name][:2]) else "other"
-    if name == "mul":
-        return "linear" if (node.args[0] in gradients) != (node.args[1] in gradients) else "other"
-    if name == "div":
-        plain = "rounding_mode" not in node.kwargs or node.kwargs["rounding_mode"] is None
-        return "linear" if plain and node.args[0] in gradients and node.args[1] not in gradients else "other"
-    if name not in _MOVES or not _moves(node, name, gradients):
-        return "other"
-    return "widening" if _widens(node, gradients) else "linear"
-
-
-def carries(node: Node) -> bool:
-    """Whether a node has numbers in which a gradient can be."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)
-
-
-def _alone(node: Node, gradients: Mapping[Node, None]) -> bool:
-    """Whether the first tensor is a gradient and no other."""
-    nodes = [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, Node) and _is_tensor(x)]
-    return nodes[0] in gradients and not any(x in gradients for x in nodes[1:])
-
-
-def _one_of(node: Node, gradients: Mapping[Node, None], a: int, b: int) -> bool:
-    """Whether one of two factors is a gradient, and whatever is added to their product is a gradient, too, or zero."""
-    if (node.args[a] in gradients) == (node.args[b] in gradients):
-        return False
-    added = [x for i, x in enumerate(node.args) if i not in (a, b) and isinstance(x, Node)]
-    return all(x in gradients or _is_zero(x) for x in added if _is_tensor(x))
-
-
-def _moves(node: Node, name: str, gradients: Mapping[Node, None]) -> bool:
-    places = [node.args[i] for i in _FILLS.get(name, ()) if i < len(node.args)]
-    if any(isinstance(x, int | float) and x != 0 for x in [*places, node.kwargs.get("value", 0)]):
-        return False
-    tensors = [
-        x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, Node) and _is_tensor(x) and carries(x)
-    ]
-    return all(x in gradients or _is_zero(x) for x in tensors)
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
-
-
-def _is_zero(node: Node) -> bool:
-    """Whether a tensor is made of zeros, whatever reads it in between."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    name = node.target._opname
-    if name in ("zeros", "zeros_like", "new_zeros"):
-        return True
-    if name in ("full", "full_like", "scalar_tensor"):
-        value = node.args[0 if name == "scalar_tensor" else 1]
-        return isinstance(value, int | float) and value == 0
-    one = len(node.all_input_nodes) == 1 and name in _MOVES and name not in _FILLS
-    return one and _is_zero(node.all_input_nodes[0])
-
-
-def _widens(node: Node, gradients: Mapping[Node, None]) -> bool:
-    if node.target._opname not in ("_to_copy", "convert_element_type"):
-        return False
-    narrow = node.all_input_nodes[0].meta["val"].dtype
-    return narrow in _HALF and node.meta["val"].dtype not in _HALF
-
-
-def _base(node: Node) -> Node:
-    """What a node is a view of."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _VIEWS:
-        node = node.all_input_nodes[0]
-    return node
+    def _product(self, node: Node, moved: Collection[Node]) -> Product:
+        reads = [x for x in node.all_input_nodes if x in self.gradients or x in moved]
+        several = isinstance(node.meta["val"], tuple | list)
+        made = [*node.users] if several else [self._sums.get(node, node)]
+        makes = [
+            (x, "passed" if self._leads[x] else "weight", self.sites[x] == GLOBAL)
+            for x in made
+            if x in self.gradients and carries(x)
+        ]
+        return Product(node, self._calls[node], self._works_at(node) == GLOBAL, reads, makes)

@@ -109,5 +109,5 @@ def _reading(values: list[float], exponent: int, count: int, stored: Format | No
         zero=zero / count,
         subnormal=subnormal / count,
         elements=count,
-        format=stored.name if stored else None,
+        format=stored,
     )

@@ -64,7 +64,7 @@ def controller_of(
             f"rounding={rounding.name!r} without a format: the tensors' own dtypes round to nearest; give format= too"
         )
     sites = Sites(start, uniform=not policy.per_site)
-    backward = Backward(sites, policy, None if format is None else get(format), rounding)
+    backward = Backward(sites, policy, None if format is None else _checked(get(format)), rounding)
     return Controller(backward, interval, floor, ceiling)
 
 
@@ -81,6 +81,14 @@ def exponent_of(field: str, scale: float) -> int:
     if fraction != 0.5 or not LOWEST <= exponent - 1 <= HIGHEST:
         raise ValueError(f"{field} is a power of two from 2^{LOWEST} to 2^{HIGHEST}, got {scale!r}")
     return exponent - 1
+
+
+def _checked(format: Format) -> Format:
+    """A format in which gradients can be."""
+    if not (format.signed and format.zero):
+        lacks = "zero" if format.signed else "negative numbers"
+        raise ValueError(f"format {format.name} has no {lacks}, which gradients are: take another, such as 'e5m2'")
+    return format
 
 
 def _check_bounds(floor: int, ceiling: int) -> None:

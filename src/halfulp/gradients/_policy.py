@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable
 from typing import ClassVar
 
-from ..formats import get
 from ._site import Site
 
 _BY_NAME: dict[str, type[Policy]] = {}
@@ -101,6 +100,9 @@ class Amax(Policy):
 
     def exponent(self, site: Site) -> int | None:
         """See the class."""
+        if site.format is None:
+            # What no narrow format stores has no limit, whatever it was before.
+            return None
         limits = []
         for kind, peak in peaks(site, self.measurements).items():
             room = self.weight_headroom if kind == "weight" else self.headroom
@@ -124,7 +126,7 @@ def lowest(policy: Policy, sites: Iterable[Site]) -> int | None:
 
 def top(site: Site) -> int:
     """The power of two that a site's largest gradients may reach."""
-    return min(get(site.format).emax, _TOP)
+    return min(site.format.emax, _TOP)
 
 
 def check_count(field: str, given: object, low: int, high: int) -> None:

@@ -11,8 +11,6 @@ from torch import Tensor
 from ..formats import Format
 from ._estimators import (
     PAPER_SHARE,
-    LogMoments,
-    Moments,
     Version,
     abs_range,
     bounded,
@@ -22,6 +20,7 @@ from ._estimators import (
     power_of_two,
     underflow_bound,
 )
+from ._moments import LogMoments, Moments
 from ._operands import Operands
 from ._policy import Policy
 from ._site import Site

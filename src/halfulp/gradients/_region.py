@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from ._current import by_itself, current, put, unwatched
 from ._escape import LEAF, check_exits, is_exit, mark
 from ._measure import narrow
 from ._nesting import carriers_in, mapped, once
-from ._operands import other_factor
+from ._operands import Factor, factors_of, is_parameter
 from ._products import kind_of, name_of
 from ._site import Site
 
@@ -99,9 +99,10 @@ class Region(TorchFunctionMode):
         kwargs = self._moved(kwargs, site, arrivals, function)
         out = function(*self._moved(args, site, arrivals, function), **kwargs)
         self._arrive(arrivals, out, site)
+        made = self._made(out, site, kind)
         if kind == "product" and self._backward.measuring and self._backward.policy.wants_operands:
-            self._watch_operands(function, args, out, site)
-        return self._made(out, site, kind)
+            self._watch_operands(factors_of(function, args, kwargs), out, site)
+        return made
 
     def _property(self, function: Callable, args: tuple, carriers: list[Tensor]) -> Any:
         """A property; some, such as ``x.mT``, carry their tensor's gradient."""
@@ -304,10 +305,10 @@ class Region(TorchFunctionMode):
             site = self._anchor
         return self._tagged(out, site)
 
-    def _watch_operands(self, function: Callable, args: tuple, out: Any, site: Site) -> None:
-        factor = other_factor(function, args)
-        if factor is not None and isinstance(out, Tensor) and not out.is_leaf:
-            out.grad_fn.register_prehook(self._backward.watch_operands(site, *factor))
+    def _watch_operands(self, factors: Iterable[Factor], out: Any, site: Site) -> None:
+        if isinstance(out, Tensor) and not out.is_leaf:
+            for factor in factors:
+                out.grad_fn.register_prehook(self._backward.watch_operands(site, factor))
 
     def _tagged(self, out: Tensor, site: Site) -> Tensor:
         """The tensor with its site; what is at the global exponent may leave by any way."""
@@ -369,11 +370,6 @@ def hook_arrival(view: Tensor, hook: Callable) -> None:
         view.grad_fn.arrive = hook
     else:
         view.grad_fn.register_prehook(hook)
-
-
-def is_parameter(tensor: Tensor) -> bool:
-    """Whether a gradient ends here, at a parameter."""
-    return isinstance(tensor, nn.Parameter) and tensor.is_leaf
 
 
 def untagged(tensor: Tensor) -> Tensor:

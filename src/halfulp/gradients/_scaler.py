@@ -21,7 +21,7 @@ from ._options import controller_of, device_of, exponent_of, models_of
 from ._policy import Policy, get_policy
 from ._recorder import Recorder
 from ._site import HIGHEST
-from ._state import check_places, check_state, state_of
+from ._state import check_entries, check_places, check_state, state_of
 from ._table import SiteTable
 from ._units import check_units
 
@@ -333,14 +333,16 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Sites are known from the first forward pass on; before it only the modules that they name are compared.
 
         Raises:
-            ValueError: an empty state, one whose scale is no power of two, or one of another model.
+            ValueError: an empty state, one with an entry missing or damaged, or one of another model; nothing is
+                changed.
         """
         if not self._enabled:
             return
         if not state_dict:
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
+        check_entries(state_dict)
         sites = self._controller.sites
-        anchor = exponent_of("the state's scale", float(state_dict["scale"]))
+        anchor = exponent_of("the state's scale", state_dict["scale"])
         given = state_dict.get("sites")
         if given is not None and len(sites) > 1:
             check_state(given, {site.key for site in sites})

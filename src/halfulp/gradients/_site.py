@@ -13,6 +13,8 @@ GLOBAL = "global"
 # Differences of two exponents must be powers of two that float32 holds.
 LOWEST, HIGHEST = -60, 60
 HISTORY = 64
+# Why a site is merged where its policy has no other exponent than the global one.
+UNIFORM = "one scale for all"
 
 
 @dataclasses.dataclass
@@ -23,14 +25,14 @@ class Reading:
         amax: Largest magnitude of the true gradient, the stored one times 2^-exponent; infinite or NaN if stored so.
         zero, subnormal: Share of elements that a narrow format stores as zero, and as subnormals; 0 of a wide one.
         elements: How many elements were looked at.
-        format: Name of the format that stores them; None where that is as wide as float32.
+        format: What stores them; None where that is as wide as float32.
     """
 
     amax: float
     zero: float
     subnormal: float
     elements: int
-    format: str | None
+    format: Format | None
 
     @property
     def finite(self) -> bool:
@@ -94,7 +96,7 @@ class Site:
         self._exponent = max(LOWEST, min(HIGHEST, int(value)))
 
     @property
-    def format(self) -> str | None:
+    def format(self) -> Format | None:
         """The narrowest format that its gradients are stored in, as measured; None where none is narrow."""
         return next((reading.format for reading in self.readings.values() if reading.format), None)
 
@@ -121,7 +123,7 @@ class Sites:
         site = self._sites.get(key)
         if site is None:
             site = self._sites[key] = Site(key, self.anchor, self.start)
-            site.merged = "one scale for all" if self._uniform else None
+            site.merged = UNIFORM if self._uniform else None
         return site
 
     def merge(self, keys: Iterable[str], reason: str) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from ._site import GLOBAL, Site, Sites
+from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Site, Sites
+
+# By the name of an entry: what it is, in words and as a question.
+_Wanted = dict[str, tuple[str, Callable[[Any], bool]]]
 
 
 def state_of(sites: Sites) -> dict[str, Any]:
@@ -20,6 +26,85 @@ def state_of(sites: Sites) -> dict[str, Any]:
         }
         for site in sites
     }
+
+
+def check_entries(state_dict: object) -> None:
+    """Look at every entry of a scaler's state, or of a GradScaler's, which has neither sites nor progress.
+
+    Raises:
+        ValueError: one is missing, or is not what it should be; the message names it.
+    """
+    _check("the state_dict", state_dict, _TORCH)
+    if not {"sites", "progress"} & state_dict.keys():
+        return
+    _check("the state_dict", state_dict, _OURS)
+    for key, values in state_dict["sites"].items():
+        _check(f"site {key!r} of the state_dict", values, _ANCHOR if key == GLOBAL else _SITE)
+    scale, exponent = state_dict["scale"], state_dict["sites"][GLOBAL]["exponent"]
+    if scale != 2.0**exponent:
+        raise ValueError(
+            f"'scale' of the state_dict is 2^{exponent}, the exponent of its site {GLOBAL!r}, got {scale!r}: leave "
+            "'sites' and 'progress' out to start from the scale alone"
+        )
+
+
+def _check(place: str, given: object, wanted: _Wanted) -> None:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{place} is a dict with {', '.join(wanted)}, got {reprlib.repr(given)}")
+    for name, (words, holds) in wanted.items():
+        if name not in given:
+            raise ValueError(f"{place} lacks {name!r}, {words}: load what a scaler's state_dict() gave")
+        if not holds(given[name]):
+            raise ValueError(f"{name!r} of {place} is {words}, got {reprlib.repr(given[name])}")
+
+
+def _is_whole(given: object, low: float = 0, high: float = math.inf) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and low <= given <= high
+
+
+def _is_size(given: object) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < math.inf
+
+
+def _is_scale(given: object) -> bool:
+    return _is_size(given) and given in {2.0**exponent for exponent in range(LOWEST, HIGHEST + 1)}
+
+
+def _is_progress(given: object) -> bool:
+    if not isinstance(given, (list, tuple)) or len(given) != 4:
+        return False
+    iteration, since, measuring, roundings = given
+    return all(map(_is_whole, (iteration, since, roundings))) and isinstance(measuring, bool)
+
+
+def _is_history(given: object) -> bool:
+    return isinstance(given, (list, tuple)) and all(
+        isinstance(entry, Mapping) and all(map(_is_size, entry.values())) for entry in given
+    )
+
+
+def _are_sites(given: object) -> bool:
+    return isinstance(given, Mapping) and GLOBAL in given and all(isinstance(key, str) for key in given)
+
+
+_TORCH: _Wanted = {
+    "scale": (f"a power of two from 2^{LOWEST} to 2^{HIGHEST}", _is_scale),
+    "growth_factor": ("a number", _is_size),
+    "backoff_factor": ("a number", _is_size),
+    "growth_interval": ("a whole number", _is_whole),
+    "_growth_tracker": ("a whole number", _is_whole),
+}
+_OURS: _Wanted = {
+    "sites": (f"a dict of sites by name, {GLOBAL!r} among them", _are_sites),
+    "progress": ("[iteration, steps at this scale, whether it is measured, roundings]", _is_progress),
+}
+_SITE: _Wanted = {
+    "exponent": (f"an integer from {LOWEST} to {HIGHEST}", lambda given: _is_whole(given, LOWEST, HIGHEST)),
+    "merged": ("a reason or None", lambda given: given is None or isinstance(given, str)),
+    "overflows": ("a whole number", _is_whole),
+    "history": ("a list of dicts with the largest magnitude of each kind, which is finite", _is_history),
+}
+_ANCHOR: _Wanted = {**_SITE, "merged": ("None, as it follows no other", lambda given: given is None)}
 
 
 def check_state(given: dict[str, Any], own: set[str]) -> None:
@@ -67,7 +152,9 @@ def load_sites(given: dict[str, Any], sites: Sites) -> None:
     for key, values in given.items():
         site: Site = sites.anchor if key == GLOBAL else sites.open(key)
         site.exponent = values["exponent"]
-        site.merged = values["merged"]
+        # That the policy has one scale for all is the policy's to say, which may be another now.
+        if site.merged != UNIFORM:
+            site.merged = None if values["merged"] == UNIFORM else values["merged"]
         site.overflows = values["overflows"]
         site.history.clear()
         site.history.extend(dict(entry) for entry in values["history"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from ._site import Reading, Site, Sites
@@ -47,7 +48,7 @@ class SiteRow:
             zero=_share(readings, "zero"),
             subnormal=_share(readings, "subnormal"),
             elements=sum(reading.elements for reading in readings.values()),
-            format=site.format,
+            format=site.format and site.format.name,
             overflows=site.overflows,
             merged=site.merged,
         )
@@ -74,6 +75,12 @@ class SiteTable:
             if row.site == key:
                 return row
         raise ValueError(f"no site {key!r}; the sites are {', '.join(row.site for row in self.rows)}")
+
+    def __iter__(self) -> Iterator[SiteRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that JSON can hold."""

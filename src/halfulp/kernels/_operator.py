@@ -9,7 +9,9 @@ import torch
 _library = torch.library.Library("halfulp", "DEF")
 
 
-def define_operator(schema: str, implementation: Callable, fake: Callable, random: bool = False) -> Callable:
+def define_operator(
+    schema: str, implementation: Callable, fake: Callable, random: bool = False, host: bool = False
+) -> Callable:
     """Define `halfulp::<schema>` with one implementation for every device, and its shape rule for tracing.
 
     Args:
@@ -17,13 +19,17 @@ def define_operator(schema: str, implementation: Callable, fake: Callable, rando
         implementation: takes plain tensors; chooses its engine by their device.
         fake: the same call on tensors without data; returns tensors of the right shape, dtype and device.
         random: whether it draws from torch's default generator; then no compiler merges two calls or repeats one.
+        host: whether what the host knows as it runs decides what it does; no CUDA graph replays it then. So with `random`,
+            whose draws begin on the host.
 
     Returns:
         The operator's default overload, callable.
     """
     name = schema.split("(", 1)[0]
-    tags = (torch.Tag.pt2_compliant_tag, *([torch.Tag.nondeterministic_seeded] if random else []))
-    _library.define(schema, tags=tags)
+    tags = [torch.Tag.pt2_compliant_tag]
+    tags += [torch.Tag.nondeterministic_seeded] if random else []
+    tags += [torch.Tag.cudagraph_unsafe] if random or host else []
+    _library.define(schema, tags=tuple(tags))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfulp::{name}", fake, lib=_library)
     return getattr(torch.ops.halfulp, name).default

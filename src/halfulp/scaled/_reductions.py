@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from . import _powers
 from ._bilinear import root_of_count
 from ._degrees import by_degree, held_under, keeping, measured_like, under
 from ._families import linear
-from ._form import decoded, measured_scale, storage_of, widened
+from ._form import LOGICALS, decoded, encoded, measured_scale, storage_of, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -33,48 +34,57 @@ def spread_of(x: Tensor, dims: Sequence[int] | int | None = None, *_: Any, **__:
     return root_of_count(terms_of(x, dims))
 
 
-def in_dtype(y: Any, dtype: torch.dtype | None) -> Any:
-    """A result in the dtype that was asked for."""
-    return y if dtype is None or dtype == y.dtype else torch.ops.aten._to_copy.default(y, dtype=dtype)
+def with_dtype(*operators: OpOverload) -> Callable[[Callable], Callable]:
+    """Register a rule that computes in float32 for operators with dtype=, as a decorator.
+
+    With dtype=float64 they compute in it, on exact values; the result is rounded once, to payloads under a measured
+    scale. With integers and complex numbers they are torch's own, on values, and their results plain.
+    """
+
+    def register(rule: Callable) -> Callable:
+        for operator in operators:
+            implements(operator, family="reduction")(_with_dtype(operator, rule))
+        return rule
+
+    return register
 
 
-@implements(aten.sum.default, family="reduction")
-def sum_all(x: ScaledTensor, *, dtype: Any = None) -> Tensor:
-    """The sum of all elements."""
-    return sum_over(x, None, dtype=dtype)
+def _with_dtype(operator: OpOverload, rule: Callable) -> Callable:
+    def computed(x: ScaledTensor, *arguments: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        if dtype is None or dtype == x.dtype != torch.float64:
+            return rule(x, *arguments, **options)
+        if dtype == torch.float64:
+            values = operator(decoded(x, dtype), *arguments, dtype=dtype, **options)
+            return encoded(values, x._payload.dtype)
+        if dtype not in LOGICALS:
+            return operator(decoded(x), *arguments, dtype=dtype, **options)
+        return aten._to_copy.default(rule(x, *arguments, **options), dtype=dtype)
+
+    return computed
 
 
-@implements(aten.sum.dim_IntList, family="reduction")
-def sum_over(x: ScaledTensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+@with_dtype(aten.sum.default, aten.sum.dim_IntList)
+def sum_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """sum(p) / c under the scale s c, with c the power of two below the root of the number of terms."""
-    values = aten.sum.dim_IntList(widened(x), dims, keepdim)
-    return in_dtype(under(values, [x._scale], [x], spread_of(x, dims)), dtype)
+    return under(aten.sum.dim_IntList(widened(x), dims, keepdim), [x._scale], [x], spread_of(x, dims))
 
 
-@implements(aten.nansum.default, family="reduction")
-def nansum(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+@with_dtype(aten.nansum.default)
+def nansum(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """The sum of what is a number."""
-    values = aten.nansum.default(widened(x), dims, keepdim)
-    return in_dtype(under(values, [x._scale], [x], spread_of(x, dims)), dtype)
+    return under(aten.nansum.default(widened(x), dims, keepdim), [x._scale], [x], spread_of(x, dims))
 
 
-@implements(aten.mean.default, family="reduction")
-def mean_all(x: ScaledTensor, *, dtype: Any = None) -> Tensor:
-    """The mean of all elements."""
-    return in_dtype(under(aten.mean.default(widened(x)), [x._scale], [x]), dtype)
-
-
-@implements(aten.mean.dim, family="reduction")
-def mean_over(x: ScaledTensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+@with_dtype(aten.mean.default, aten.mean.dim)
+def mean_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """mean(p) under the scale s."""
-    return in_dtype(under(aten.mean.dim(widened(x), dims, keepdim), [x._scale], [x]), dtype)
+    return under(aten.mean.dim(widened(x), dims, keepdim), [x._scale], [x])
 
 
-@implements(aten.cumsum.default, family="reduction")
-def cumsum(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Tensor:
+@with_dtype(aten.cumsum.default)
+def cumsum(x: ScaledTensor, dim: int) -> Tensor:
     """Running sums, divided by the power of two below the root of the longest."""
-    values = aten.cumsum.default(widened(x), dim)
-    return in_dtype(under(values, [x._scale], [x], spread_of(x, dim)), dtype)
+    return under(aten.cumsum.default(widened(x), dim), [x._scale], [x], spread_of(x, dim))
 
 
 by_degree(aten.trace.default, family="reduction", self=1)
@@ -114,43 +124,33 @@ linear(
 keeping(aten.logsumexp.default, aten.logcumsumexp.default, family="reduction", least=True)
 
 
-@implements(aten.prod.default, aten.prod.dim_int, family="reduction")
-def prod(x: ScaledTensor, *where: Any, dtype: Any = None, **options: Any) -> Tensor:
+@with_dtype(aten.prod.default, aten.prod.dim_int)
+def prod(x: ScaledTensor, *where: Any) -> Tensor:
     """The product of values, in float64, where n powers of two do not leave the range; its scale measured."""
-    values = torch.prod(decoded(x, torch.float64), *where, **options)
-    return in_dtype(measured_like(values, [x]), dtype)
+    return measured_like(torch.prod(decoded(x, torch.float64), *where), [x])
 
 
-@implements(aten.cumprod.default, family="reduction")
-def cumprod(x: ScaledTensor, dim: int, *, dtype: Any = None) -> Tensor:
+@with_dtype(aten.cumprod.default)
+def cumprod(x: ScaledTensor, dim: int) -> Tensor:
     """Running products of values, in float64; their scale measured."""
-    return in_dtype(measured_like(aten.cumprod.default(decoded(x, torch.float64), dim), [x]), dtype)
+    return measured_like(aten.cumprod.default(decoded(x, torch.float64), dim), [x])
 
 
-def _norm(x: ScaledTensor, order: Any, dims: Any, keepdim: bool, dtype: Any) -> Tensor:
+@with_dtype(aten.linalg_vector_norm.default)
+def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False) -> Tensor:
+    """norm(p) under the scale s; of order 0 a count under the scale 1."""
     order = 2.0 if order is None else float(order)
     count = terms_of(x, dims)
     if order not in (0.0, 1.0, 2.0, math.inf, -math.inf):  # powers of payloads depend on how values are split
         values = aten.linalg_vector_norm.default(decoded(x, torch.float32), order, dims, keepdim)
-        return in_dtype(held_under(values, x._scale, x._payload.dtype, x.dtype), dtype)
+        return held_under(values, x._scale, x._payload.dtype, x.dtype)
     values = aten.linalg_vector_norm.default(widened(x), order, dims, keepdim)
     spread = {0.0: root_of_count(count), 1.0: root_of_count(count * count), 2.0: root_of_count(count)}.get(order, 1.0)
-    return in_dtype(under(values, [x._scale] if order else [], [x], spread), dtype)
+    return under(values, [x._scale] if order else [], [x], spread)
 
 
-@implements(aten.linalg_vector_norm.default, family="reduction")
-def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """norm(p) under the scale s; of order 0 a count under the scale 1."""
-    return _norm(x, order, dims, keepdim, dtype)
-
-
-@implements(aten.norm.Scalar, aten.norm.ScalarOpt_dtype, family="reduction")
-def norm(x: ScaledTensor, order: Any = 2, *, dtype: Any = None) -> Tensor:
+@with_dtype(aten.norm.Scalar, aten.norm.ScalarOpt_dtype)
+@with_dtype(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
+def norm(x: ScaledTensor, order: Any = 2, dims: Any = None, keepdim: bool = False) -> Tensor:
     """norm(p) under the scale s."""
-    return _norm(x, order, None, False, dtype)
-
-
-@implements(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype, family="reduction")
-def norm_over(x: ScaledTensor, order: Any, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """norm(p) under the scale s."""
-    return _norm(x, order, dims, keepdim, dtype)
+    return vector_norm(x, order, dims, keepdim)

@@ -131,7 +131,7 @@ def _exact_zeros(model: nn.Module, loss: Loss, batch: Batch) -> Zeros:
 
 def _zeros(scaler: AdaptiveGradScaler) -> Zeros:
     """Zeros of the last measured step's gradients, as stored, and how many elements there are, by site."""
-    return {row.site: (row.zero * row.elements, row.elements) for row in scaler.sites().rows if row.elements}
+    return {row.site: (row.zero * row.elements, row.elements) for row in scaler.sites() if row.elements}
 
 
 def _share(counts: list[tuple[float, float]]) -> float:

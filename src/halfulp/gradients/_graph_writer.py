@@ -1,0 +1,147 @@
+"""The compiled front end's writing: factors, roundings and observations into a backward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ._graph_operators import (
+    ITEM,
+    PART,
+    SHARED,
+    factors_of_edges,
+    moved_number,
+    observed,
+    rounded,
+    watched,
+    watched_loss,
+)
+from ._graph_pass import Crossing, Placement, Plan, Product
+from ._graph_roles import HALF, base_of
+from ._site import GLOBAL
+
+
+def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
+    """Write into a backward graph what gives its gradients sites, rounds and measures them."""
+    placement = Placement(module, plan)
+    crossings = placement.crossings()
+    writer = Writer(module, scaler, placement.keys(), crossings)
+    if plan.watches:
+        stored = placement.stored()
+        for crossing in crossings:
+            if crossing.source == GLOBAL and crossing.target in stored:
+                writer.watch_loss(crossing, stored[crossing.target])
+    moved = {writer.move(crossing): crossing for crossing in crossings}
+    products = placement.products(moved)
+    if plan.watches:
+        for product in _telling(products):
+            writer.watch(product)
+    final = {node: writer.round(node) for node in _inexact(moved, products)} if plan.rounds else {}
+    for key, gradients in _by_site(products).items():
+        writer.observe(key, [(final.get(node, node), kind, shared) for node, kind, shared in gradients])
+    module.graph.lint()
+    module.recompile()
+
+
+def _telling(products: Iterable[Product]) -> Iterator[Product]:
+    """The products that pass gradients on, and where a site has none, the first that makes parameters'."""
+    by_key: dict[str, list[Product]] = {}
+    for product in products:
+        by_key.setdefault(product.key, []).append(product)
+    for those in by_key.values():
+        yield from [product for product in those if product.passes] or those[:1]
+
+
+def _inexact(moved: dict[Node, Crossing], products: Iterable[Product]) -> dict[Node, None]:
+    """What a format rounds: all that products read or make, and whatever comes to a site or leaves one."""
+    arrived = [node for node, crossing in moved.items() if crossing.target != GLOBAL]
+    left = [crossing.node for crossing in moved.values() if crossing.source != GLOBAL]
+    read = [base_of(node) for product in products for node in product.reads]
+    made = [node for product in products for node, *_ in product.makes]
+    return dict.fromkeys([*arrived, *left, *read, *made])
+
+
+def _by_site(products: Iterable[Product]) -> dict[str, list[tuple[Node, str, bool]]]:
+    """The gradients at each site, once: another view of one is no other."""
+    found: dict[str, dict[Node, tuple[Node, str, bool]]] = {}
+    for product in products:
+        for gradient in product.gradients():
+            found.setdefault(product.key, {}).setdefault(base_of(gradient[0]), gradient)
+    return {key: list(gradients.values()) for key, gradients in found.items()}
+
+
+class Writer:
+    """Writes nodes into a backward graph, with their values in meta."""
+
+    def __init__(self, module: GraphModule, scaler: str, keys: list[str], crossings: list[Crossing]) -> None:
+        self._module = module
+        self._scaler = scaler
+        pairs = dict.fromkeys((crossing.source, crossing.target) for crossing in crossings)
+        self._places = {pair: i for i, pair in enumerate(pairs)}
+        index = {key: str(i) for i, key in enumerate(keys)}
+        self._edges = ITEM.join([PART.join(keys), *(PART.join(index[key] for key in pair) for pair in pairs)])
+        self._vectors: dict[torch.device, Node] = {}
+
+    def write(self, target: Callable, *args: Any) -> Node:
+        """A call, and what it gives for tensors without data."""
+        node = self._module.graph.call_function(target, args)
+        values = torch.fx.node.map_arg(args, lambda x: x.meta["val"])
+        node.meta["val"] = target(*values)
+        return node
+
+    def move(self, crossing: Crossing) -> Node:
+        """The node times the factor of its edge, in float32 where it is half as wide; its readers take that."""
+        node = crossing.node
+        dtype = node.meta["val"].dtype
+        half = dtype in HALF
+        cast = torch.ops.prims.convert_element_type.default
+        vector = self._vector(node)
+        with self._module.graph.inserting_before(min(crossing.readers)):
+            factor = self.write(torch.ops.aten.select.int, vector, 0, self._places[crossing.source, crossing.target])
+            wide = self.write(cast, node, torch.float32) if half else node
+            times = torch.ops.aten.mul.Tensor if node.meta["val"].dim() else moved_number
+            moved = self.write(times, wide, factor)
+            moved = self.write(cast, moved, dtype) if half else moved
+        for reader in crossing.readers:
+            reader.replace_input_with(node, moved)
+        return moved
+
+    def round(self, node: Node) -> Node:
+        """The node rounded to the scaler's format; all its readers take that."""
+        with self._module.graph.inserting_after(node):
+            result = self.write(rounded, node, self._scaler)
+        node.replace_all_uses_with(result, delete_user_cb=lambda reader: reader is not result)
+        return result
+
+    def observe(self, key: str, gradients: Collection[tuple[Node, str, bool]]) -> None:
+        """What measures the gradients at a site: which, of what kinds, and whether they have the global exponent."""
+        nodes, kinds, shared = zip(*gradients)
+        words = PART.join(kind + SHARED * s for kind, s in zip(kinds, shared))
+        with self._module.graph.inserting_after(max(nodes)):
+            self.write(observed, list(nodes), self._scaler, key, words)
+
+    def watch(self, product: Product) -> None:
+        """What shows the policy both factors of a product."""
+        factor = product.factor()
+        if factor is not None:
+            gradient, other, form, groups = factor
+            with self._module.graph.inserting_before(product.node):
+                self.write(watched, gradient, other, self._scaler, product.key, form, groups)
+
+    def watch_loss(self, crossing: Crossing, stored: torch.dtype) -> None:
+        """What shows the policy a gradient at the global exponent, before it takes a site's."""
+        with self._module.graph.inserting_before(min(crossing.readers)):
+            self.write(watched_loss, crossing.node, self._scaler, crossing.target, stored)
+
+    def _vector(self, like: Node) -> Node:
+        """The factors of all edges, on the device of a node."""
+        value = like.meta["val"]
+        if value.device not in self._vectors:
+            first = next(node for node in self._module.graph.nodes if node.op != "placeholder")
+            with self._module.graph.inserting_before(first), value.fake_mode:
+                args = (self._scaler, self._edges, len(self._places), value.device)
+                self._vectors[value.device] = self.write(factors_of_edges, *args)
+        return self._vectors[value.device]

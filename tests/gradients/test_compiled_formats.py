@@ -1,0 +1,179 @@
+"""``format=`` and policies that read operands, in graphs that torch compiles: what the eager front end does."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import halfulp as hu
+from halfulp import rounding
+from halfulp.gradients._graph_operators import factors_of_edges, observed, rounded, watched, watched_loss
+
+from .architectures import build
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings(
+        "ignore:`torch.jit:DeprecationWarning", "ignore:.*should not be instantiated:DeprecationWarning"
+    ),
+]
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def gradients(model, run, scaler, loss_of, batch) -> dict[str, torch.Tensor]:
+    """By name, unscaled."""
+    model.zero_grad()
+    scaler.scale(loss_of(run(*batch))).backward()
+    named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    return {name: p.grad / scaler.get_scale() for name, p in named}
+
+
+def both(name: str, seed: int, compiler: str = "aot_eager", **options) -> list[dict[str, torch.Tensor]]:
+    """The gradients of one architecture, eager and compiled, with the same exponents."""
+    found = []
+    for compiled in (False, True):
+        case = build(name, seed)
+        scaler = hu.AdaptiveGradScaler(case.model, init_scale=2.0**8, **options)
+        run = torch.compile(case.model, backend=scaler.backend(compiler), dynamic=False) if compiled else case.model
+        torch.manual_seed(seed)
+        gradients(case.model, run, scaler, case.loss, case.batch)
+        sites = sorted(one.site for one in scaler.sites())
+        draw = random.Random(seed)
+        scaler.set_exponents({key: draw.randint(2, 10) for key in sites})
+        found.append(gradients(case.model, run, scaler, case.loss, case.batch))
+    return found
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("format", ["e5m2", "e4m3fn", "bf16"])
+def test_a_chain_has_the_bits_of_the_eager_front_end(compiler, format, seed):
+    torch.manual_seed(seed)
+    model, x = chain(), torch.randn(32, 6)
+    found = []
+    for compiled in (False, True):
+        scaler = hu.AdaptiveGradScaler(model, format=format, init_scale=2.0**4, policy="constant")
+        run = torch.compile(model, backend=scaler.backend(compiler)) if compiled else model
+        found.append(gradients(model, run, scaler, lambda out: out.square().mean(), [x]))
+        scaler.detach()
+    # Sums differ in their last bits, so that what lies between two numbers of the format may go to the other.
+    different = sum(int((a != b).sum()) for a, b in zip(found[0].values(), found[1].values(), strict=True))
+    assert different <= (4 if compiler == "inductor" else 0)
+    if format != "bf16":
+        assert torch.equal(rounding.quantize(found[1]["2.weight"] * 16, format), found[1]["2.weight"] * 16)
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt", "unet", "encoder-decoder", "complex-layers"])
+def test_errors_are_those_of_the_eager_front_end(name, seed):
+    seed = seed % 1000
+    case = build(name, seed)
+    torch.manual_seed(seed)
+    case.loss(case.model(*case.batch)).backward()
+    true = {key: p.grad.clone() for key, p in case.model.named_parameters() if p.grad is not None}
+
+    def error(found: dict[str, torch.Tensor]) -> float:
+        return float(sum((found[key] - true[key]).abs().square().sum() for key in true)) ** 0.5
+
+    eager, compiled = (error(found) for found in both(name, seed, format="e5m2"))
+    assert 0 < compiled <= 1.3 * eager + 1e-9
+
+
+@pytest.mark.parametrize("policy", ["underflow-bound", "abs-range", "element-wise"])
+def test_policies_see_the_operands_of_products(policy, seed):
+    torch.manual_seed(seed)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), *chain()), torch.randn(4, 3, 5, 5)
+    model[3] = nn.Linear(72, 16)
+    proposed = []
+    for compiled in (False, True):
+        scaler = hu.AdaptiveGradScaler(model, format="e5m2", init_scale=2.0**8, policy=policy)
+        run = torch.compile(model, backend=scaler.backend("aot_eager")) if compiled else model
+        scaler.scale(run(x).square().mean()).backward()
+        proposed.append({site.key: site.proposals for site in scaler._controller.sites if site.proposals})
+        scaler.detach()
+    assert proposed[0] == proposed[1]
+    assert proposed[0].keys() == {"0", "3", "5", "7"}
+
+
+def test_a_policy_that_reads_operands_sets_exponents_of_a_compiled_model(seed):
+    torch.manual_seed(seed)
+    model, x = chain(), torch.randn(64, 6)
+    scaler = hu.AdaptiveGradScaler(model, format="e5m2", policy="underflow-bound")
+    run = torch.compile(model, backend=scaler.backend("aot_eager"))
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    applied = 0
+    for _ in range(12):
+        opt.zero_grad()
+        scaler.scale(run(x).square().mean() * 2.0**-12).backward()
+        scaler.step(opt)
+        scaler.update()
+        applied += scaler.last_step.applied
+    assert applied >= 4
+    assert len({one.exponent for one in scaler.sites()}) > 1
+
+
+def test_an_overflow_of_the_format_is_seen_and_blamed(seed):
+    torch.manual_seed(seed)
+    model, x = chain(), torch.randn(32, 6)
+    scaler = hu.AdaptiveGradScaler(model, format="e4m3fn", init_scale=2.0**4)
+    run = torch.compile(model, backend=scaler.backend("aot_eager"))
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    for overflows in (False, True):
+        if overflows:
+            scaler.set_exponents({one.site: 60 if one.site == "2" else 4 for one in scaler.sites()})
+        opt.zero_grad()
+        scaler.scale(run(x).square().mean()).backward()
+        scaler.step(opt)
+        scaler.update()
+        assert scaler.last_step.applied is not overflows
+        if overflows:
+            assert [key for key, _ in scaler.last_step.culprits] == ["2"]
+
+
+def test_stochastic_rounding_is_right_on_average_and_drawn_anew(seed):
+    model = nn.Linear(1, 4096)
+    scaler = hu.AdaptiveGradScaler(model, policy="constant", init_scale=1.0, format="e5m2", rounding="stochastic")
+    run = torch.compile(model, backend=scaler.backend("aot_eager"))
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        scaler.scale((run(torch.zeros(1, 1)) * 1.1015625).sum()).backward()
+        found.append(model.bias.grad.clone())
+    assert set(found[0].tolist()) == {1.0, 1.25}
+    share = 0.1015625 / 0.25
+    for one in found:
+        assert abs((one == 1.25).double().mean() - share) < 7 * (share * (1 - share) / 4096) ** 0.5
+    assert not torch.equal(*found)
+
+
+def test_nothing_is_rounded_without_a_scaled_loss(seed):
+    model, x = chain(), torch.randn(5, 6)
+    wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    scaler = hu.AdaptiveGradScaler(model, format="e5m2")
+    run = torch.compile(model, backend=scaler.backend("aot_eager"))
+    found = torch.autograd.grad(run(x).square().sum(), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_graph_that_breaks_is_refused_where_its_rest_would_not_be_rounded(seed):
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.recurrent, self.last = nn.Linear(4, 4), nn.LSTM(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.last(self.recurrent(self.first(x))[0])
+
+    model = Broken()
+    scaler = hu.AdaptiveGradScaler(model, format="e5m2")
+    run = torch.compile(model, backend=scaler.backend("aot_eager"))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"'recurrent'.*would not be rounded to e5m2"):
+        run(torch.randn(3, 2, 4))
+
+
+@pytest.mark.parametrize("operator", [factors_of_edges, observed, rounded, watched, watched_loss])
+def test_no_cuda_graph_replays_what_the_scaler_decides(operator):
+    assert torch.Tag.cudagraph_unsafe in operator.tags
