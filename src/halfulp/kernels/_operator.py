@@ -19,8 +19,8 @@ def define_operator(
         implementation: takes plain tensors; chooses its engine by their device.
         fake: the same call on tensors without data; returns tensors of the right shape, dtype and device.
         random: whether it draws from torch's default generator; then no compiler merges two calls or repeats one.
-        host: whether what the host knows as it runs decides what it does; no CUDA graph replays it then. So with `random`,
-            whose draws begin on the host.
+        host: whether what the host knows as it runs decides what it does; no CUDA graph replays it then. So with
+            `random`, whose draws begin on the host.
 
     Returns:
         The operator's default overload, callable.
