@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from . import _graph_operators, _graph_pass, _graph_roles, _graph_writer, _products
 from ._backward import Backward
-from ._escape import reached
+from ._borders import reached
 from ._graph_operators import scaled_here
 from ._graph_pass import Plan, path_of
 from ._graph_writer import move_gradients

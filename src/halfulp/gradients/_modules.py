@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ._backward import Backward
+from ._borders import mark
 from ._forward import Forward
 from ._measure import narrow
 from ._nesting import carriers_in, mapped, once
 from ._region import hook_arrival, view_of
 from ._site import Site
-from ._units import mark_edge
 
 # Modules whose forward reads their parts' parameters and does not call the parts.
 WHOLE = (nn.MultiheadAttention,)
@@ -56,7 +56,7 @@ class ModuleForward(Forward):
             self._site.stored = narrow(first.dtype)
             for view in arrivals:
                 hook_arrival(view, self._backward.arrival(self._site, first.dtype))
-                mark_edge(view.grad_fn, self._site, anchor, anchor)
+                mark(view.grad_fn, self._site, anchor, anchor)
         return mapped(out, once(self._leaving))
 
     @contextlib.contextmanager
@@ -97,7 +97,7 @@ class ModuleForward(Forward):
     def _edge(self, out: Tensor, source: Site, target: Site) -> Tensor:
         """A tensor, with a node of its own, whose gradient goes from ``target``'s exponent to ``source``'s."""
         out.grad_fn.register_prehook(self._backward.crossing(source, target))
-        mark_edge(out.grad_fn, target, source, self._backward.sites.anchor)
+        mark(out.grad_fn, target, source, self._backward.sites.anchor)
         return out
 
 

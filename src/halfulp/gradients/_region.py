@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ._backward import Backward, Widening
+from ._borders import LEAF, check_exits, is_exit, mark
 from ._current import by_itself, current, put, unwatched
-from ._escape import LEAF, check_exits, is_exit, mark
 from ._measure import narrow
 from ._nesting import carriers_in, mapped, once
 from ._operands import Factor, factors_of, is_parameter
@@ -146,7 +146,7 @@ class Region(TorchFunctionMode):
         """Note that a node of before the region is at the global exponent."""
         if node is not None and not is_exit(node, self._anchor):
             check_exits(node, self._anchor)
-            mark(node, self._anchor, self._anchor)
+            mark(node, self._anchor, self._anchor, self._anchor)
 
     # sites ----------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Region(TorchFunctionMode):
         dtype = out.dtype if isinstance(out, Tensor) else torch.float32
         for view in arrivals:
             hook_arrival(view, self._backward.arrival(site, dtype))
-            mark(view.grad_fn, self._anchor, site)
+            mark(view.grad_fn, site, self._anchor, self._anchor)
 
     def edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
         """The tensor as a reader at ``target`` may take it; ``leaving``: one that may then write into it.
@@ -258,7 +258,7 @@ class Region(TorchFunctionMode):
         viewed = tensor.layout is torch.strided and not leaving
         out = tensor.view_as(tensor) if viewed else tensor.clone()
         out.grad_fn.register_prehook(self._backward.crossing(source, target))
-        mark(out.grad_fn, self._anchor, target)
+        mark(out.grad_fn, target, source, self._anchor)
         setattr(out, _TAG, target)
         return out
 
@@ -314,7 +314,7 @@ class Region(TorchFunctionMode):
         """The tensor with its site; what is at the global exponent may leave by any way."""
         setattr(out, _TAG, site)
         if site is self._anchor:
-            mark(out.grad_fn, site, site)
+            mark(out.grad_fn, site, site, site)
         return out
 
     @unwatched

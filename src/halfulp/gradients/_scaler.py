@@ -15,15 +15,14 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from ..formats import Format
 from ..rounding import Rounding
 from ._attach import attach, unwrapped
+from ._borders import check_exits, check_units
 from ._controller import LastStep
-from ._escape import check_exits
 from ._options import controller_of, device_of, exponent_of, models_of
 from ._policy import Policy, get_policy
 from ._recorder import Recorder
 from ._site import HIGHEST
 from ._state import check_entries, check_places, check_state, state_of
 from ._table import SiteTable
-from ._units import check_units
 
 _TORCH_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 

@@ -1,0 +1,83 @@
+"""Borders between exponents, marked on autograd's nodes, and what goes round them, to gradients in wrong units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from ._site import Site
+
+# Sequence numbers of nodes that accumulate into leaves, which many threads may share.
+LEAF = 2**62
+
+
+def mark(node: Any, above: Site, below: Site, anchor: Site) -> None:
+    """Note of a node at whose exponent its gradient arrives, and at whose it goes on; the global site tells whose."""
+    node.metadata[anchor] = above, below
+
+
+def is_exit(node: Any, anchor: Site) -> bool:
+    """Whether its gradient arrives at the global exponent, so that the node's tensor may leave by any way."""
+    return node.metadata.get(anchor, (None, None))[0] is anchor
+
+
+def reached(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
+    """Nodes and, each once, all that a backward pass from there reaches, not past those where it ``ends``."""
+    seen: set[Any] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if not ends(node):
+            pending += [following for following, _ in node.next_functions]
+
+
+def check_exits(node: Any, anchor: Site) -> None:
+    """Follow what is read outside back to the forward passes it came from, which it must reach through their outputs.
+
+    From any other tensor of a model every path leads over an edge, as only edges lead out of a site, and all of them
+    are marked. Models of other scalers, whose edges do nothing, are passed through.
+
+    Raises:
+        ValueError: it reaches into one by another way.
+    """
+    for behind in reached([node], lambda one: anchor in one.metadata):
+        site, _ = behind.metadata.get(anchor, (anchor, anchor))
+        if site is not anchor:
+            raise ValueError(
+                f"a tensor from inside the model, at {site.key!r}, is read outside, by the loss or on its way into "
+                "another forward pass, and is not part of the model's output, such as one kept in an attribute, or in "
+                "an object other than a list, tuple, dict or data class: return it from forward in one of these "
+                "(numbers that a function computed, as losses of their own, may be kept anywhere)"
+            )
+
+
+def check_units(node: Any, anchor: Site) -> None:
+    """Follow a loss back to its leaves: both must be at the global exponent, and between borders nothing changes it.
+
+    Raises:
+        ValueError: a node is reached at two exponents, or a border or a leaf at one that is not its own.
+    """
+    found: dict[Any, Site] = {}
+    pending = [(node, anchor)]
+    while pending:
+        node, site = pending.pop()
+        above, below = node.metadata.get(anchor, (site, site))
+        wanted = anchor if node._sequence_nr() >= LEAF else found.get(node, above)
+        if wanted is not site:
+            name = "a leaf" if node._sequence_nr() >= LEAF else f"made by {node.name()}"
+            raise ValueError(_words(name, wanted if site is anchor else site))
+        if node not in found:
+            found[node] = above
+            pending += [(following, below) for following, _ in node.next_functions if following is not None]
+
+
+def _words(tensor: str, site: Site) -> str:
+    return (
+        f"module {site.key!r} reads or gives a tensor ({tensor}) by another way than its arguments, results and own "
+        "parameters, such as an attribute or an object other than a list, tuple, dict or data class, so that its "
+        "gradient would have wrong units: pass it, return it, or take mode='function'"
+    )
