@@ -1,6 +1,7 @@
 """Policies follow their published equations, step by step, against brute force."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from halfulp.gradients import (
     RisingFloor,
     UnderflowBound,
 )
+from halfulp.gradients._site import Reading, Site
 
 from .exponents import batch, clear, mean_square, mlp, own, sites
 
@@ -115,6 +117,24 @@ def test_amax_is_its_equation(format, top, headroom, weight_headroom, seed):
         assert exponent == least(recent(tables, key), top, headroom, weight_headroom), key
         assert_near(tables[-1][key], expected[key])
     assert {row.format for row in scaler.sites().rows[1:]} == {stored.name}
+
+
+@pytest.mark.parametrize(("format", "room"), [("fp16", 3), ("e5m2", 3), ("e4m3fn", 3), ("e3m4", 1), ("e2m1fn", 0)])
+def test_formats_of_few_binades_leave_less_of_them_free(format, room):
+    site = Site("model", None, 0)
+    site.remember({"received": Reading(1.0, 0.0, 0.0, 10, get(format))})
+    assert Amax().exponent(site) == min(get(format).emax, 15) - room
+    assert Amax(headroom=4).exponent(site) == min(get(format).emax, 15) - 4
+
+
+@pytest.mark.parametrize("format", ["e3m4", "e4m3fn", "e5m2", "fp16"])
+def test_exponents_settle_from_any_start(format, seed):
+    """Between an overflow and zeros alone lies a step that is found, however narrow the format."""
+    model, x = mlp(), batch(64)
+    scaler = hu.AdaptiveGradScaler(model, format=format, init_scale=2.0 ** random.randint(-20, 40))
+    applied = [stepped(scaler, model, lambda: mean_square(model(x)), lr=1e-3) for _ in range(40)]
+    assert all(applied[16:])
+    assert all(row.zero < 0.5 for row in scaler.sites() if row.site != "global")
 
 
 def test_amax_remembers_the_largest_of_the_last_measurements(seed):

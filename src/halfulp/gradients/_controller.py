@@ -152,6 +152,7 @@ class Controller:
         culprits = [one.site for one in self._culprits]
         for site in culprits:
             site.overflows += 1
+            site.overflowed = site.exponent
         # What follows an activation's overflow saw infinities only. It gets the same room for one step, a measured one.
         spreading = [one.site for one in self._culprits if one.spreads]
         blind = [site for site in downstream(spreading, list(self.backward.order)) if _blind(site, readings)]
@@ -163,6 +164,10 @@ class Controller:
                 continue
             site.remember(kinds)
             exponent = (Amax() if site in lost else self.policy).exponent(site)
+            if site in lost and exponent is not None:
+                exponent = _short_of_overflow(site, exponent)
+            elif any(reading.amax for reading in kinds.values()):
+                site.overflowed = None
             if exponent is not None:
                 self._set(site, exponent)
         self._again = bool(lost) or self._rise(readings)
@@ -177,7 +182,7 @@ class Controller:
         if not narrow or self.sites.anchor in readings or any(reading.amax != 0 for reading in narrow):
             return False
         for site in readings:
-            self._set(site, 2 * site.exponent - self.policy.lowered(site))
+            self._set(site, _short_of_overflow(site, 2 * site.exponent - self.policy.lowered(site)))
         return True
 
     def _recovered(self, readings: dict[Site, dict[str, Reading]]) -> set[Site]:
@@ -223,11 +228,21 @@ class Controller:
         self.backward.measuring = early or self._skipped or self._again or self.iteration % self.interval == 0
         for site in self.sites:
             site.proposals.clear()
+            if self.iteration % self.interval == 0:
+                # Gradients may be others by now.
+                site.overflowed = None
         self._measured.clear()
         self._culprits.clear()
         self.losses.clear()
         self._unknown = self._unknown if self._skipped else 0
         self._skipped = self._again = False
+
+
+def _short_of_overflow(site: Site, exponent: int) -> int:
+    """An exponent for a site that stores all as zero; between the two where it would overflow, as it did lately."""
+    if site.overflowed is None or exponent < site.overflowed:
+        return exponent
+    return (site.exponent + site.overflowed) // 2
 
 
 def _blind(site: Site, readings: dict[Site, dict]) -> bool:

@@ -41,7 +41,7 @@ class Policy(abc.ABC):
 
     def lowered(self, site: Site) -> int:
         """The exponent of a site that overflowed."""
-        return site.exponent - 8
+        return site.exponent - (min(8, site.format.binades // 2) if site.format else 8)
 
     def global_exponent(self, exponent: int, skipped: bool, since: int, step: int) -> int | None:
         """The global exponent after a step, for policies that have no other; None where `exponent` decides.
@@ -62,7 +62,7 @@ def get_policy(policy: Policy | str) -> Policy:
         TypeError, ValueError: it is neither; the message lists the names.
 
     >>> get_policy("amax")
-    Amax(headroom=3, weight_headroom=3, measurements=4)
+    Amax(headroom=None, weight_headroom=None, measurements=4)
     """
     if isinstance(policy, Policy):
         return policy
@@ -82,20 +82,22 @@ class Amax(Policy):
     over the gradient that arrives at a site, what its product passes on, and the gradients of its parameters.
 
     Args:
-        headroom: Powers of two left free above the activations' gradients, which grow in sums on their way.
+        headroom: Powers of two left free above the activations' gradients, which grow in sums on their way; None for 3,
+            and in formats of fewer than 18 binades a sixth of these.
         weight_headroom: The same above the parameters' gradients.
         measurements: How many of the last measurements count; exponents fall at once and rise when a peak is this old.
     """
 
-    headroom: int = 3
-    weight_headroom: int = 3
+    headroom: int | None = None
+    weight_headroom: int | None = None
     measurements: int = 4
 
     name = "amax"
 
     def __post_init__(self) -> None:
         for field in ("headroom", "weight_headroom"):
-            check_count(field, getattr(self, field), 0, 30)
+            if getattr(self, field) is not None:
+                check_count(field, getattr(self, field), 0, 30)
         check_count("measurements", self.measurements, 1, 64)
 
     def exponent(self, site: Site) -> int | None:
@@ -106,6 +108,7 @@ class Amax(Policy):
         limits = []
         for kind, peak in peaks(site, self.measurements).items():
             room = self.weight_headroom if kind == "weight" else self.headroom
+            room = min(3, site.format.binades // 6) if room is None else room
             limits.append(top(site) - room - (math.frexp(peak)[1] - 1))
         return min(limits, default=None)
 

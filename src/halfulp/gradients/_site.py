@@ -65,6 +65,7 @@ class Site:
         stored: The narrow format that its product computes in, whatever its operands were cast from; None if wide.
         history: Largest magnitudes by kind, of the latest measurements.
         overflows: How often it was the one that overflowed.
+        overflowed: The exponent at which it did, until a finite measurement that is not zero, or the next regular one.
         anchor: The global site of the scaler; None where it is that.
     """
 
@@ -75,6 +76,7 @@ class Site:
         self.proposals: list[int] = []
         self.history: deque[dict[str, float]] = deque(maxlen=HISTORY)
         self.overflows = 0
+        self.overflowed: int | None = None
         self.stored: Format | None = None
         self.anchor = anchor
         self._exponent = exponent
