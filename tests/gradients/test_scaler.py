@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.gradients import Dynamic
+from halfulp.gradients import Dynamic, Measured
 from halfulp.kernels import same_bits
 
 from .exponents import batch, clear, mean_square, mlp, scramble, sites
@@ -274,16 +274,30 @@ def test_one_scale_for_all_goes_on_where_a_part_did_not_run_since(seed):
         scaler.step(torch.optim.SGD(model.parameters(), lr=0.01))
         scaler.update()
 
-    model = Two()
-    saved = hu.AdaptiveGradScaler(model, policy="measured", format="e5m2", interval=1)
+    model, policy = Two(), Measured(headroom=8)
+    saved = hu.AdaptiveGradScaler(model, policy=policy, format="e5m2", interval=1)
     for _ in range(4):
         step(model, saved, both=True)
     model = Two()
-    scaler = hu.AdaptiveGradScaler(model, policy="measured", format="e5m2", interval=1)
+    scaler = hu.AdaptiveGradScaler(model, policy=policy, format="e5m2", interval=1)
     scaler.load_state_dict(saved.state_dict())
     for both in (False, False, True):
         step(model, scaler, both)
     assert scaler.last_step.applied
+
+
+def test_bounds_and_options_stay_the_scalers(seed):
+    before, after = mlp(), mlp()
+    saved = hu.AdaptiveGradScaler(before, format="e5m2")
+    step_once(before, saved)
+    saved.set_exponents({"global": 50, "0": 55, "2": -25, "4": 50})
+    for policy in (Dynamic(growth_interval=100), "amax"):
+        scaler = hu.AdaptiveGradScaler(after, policy=policy, format="e5m2", init_scale=1.0, floor=-10, ceiling=20)
+        scaler.load_state_dict(saved.state_dict())
+        assert scaler.get_scale() == 2.0**20
+        assert all(-10 <= row.exponent <= 20 for row in scaler.sites())
+        assert scaler.state_dict()["growth_interval"] == (2000 if policy == "amax" else 100)
+        scaler.detach()
 
 
 def test_missing_sites_are_named(seed):

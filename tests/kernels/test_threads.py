@@ -85,13 +85,13 @@ def test_an_error_in_a_thread_reaches_the_caller():
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_every_chunk_once(threads):
+def test_every_chunk_once(threads, seed):
     import numpy as np
     import torch
 
     from halfulp.kernels import run_chunks
 
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(seed)
     torch.set_num_threads(threads)
     try:
         for lengths in (rng.integers(1, 50_000, 37), np.array([10**6, 1, 1]), np.array([5]), np.zeros(0, np.int64)):

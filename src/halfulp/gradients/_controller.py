@@ -17,6 +17,9 @@ from ._policy import Amax, lowest
 from ._site import Reading, Site
 from ._state import load_sites
 
+# After so many intervals gradients may be others, and a site may go again where it overflowed.
+_FORGET = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class LastStep:
@@ -137,13 +140,15 @@ class Controller:
     def adopt(self, exponent: int, since: int) -> None:
         """Start from another scaler's scale, and its count of steps without an overflow."""
         for site in self.sites:
-            site.exponent = exponent
+            self._set(site, exponent)
         self.sites.start = self.start = exponent
         self.since = since
 
     def resume(self, given: dict[str, Any], progress: list) -> None:
         """Take over the sites of a state."""
         load_sites(given, self.sites)
+        for key, values in given.items():
+            self._set(self.sites[key], values["exponent"])
         self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress
 
     def _update_sites(self) -> None:
@@ -164,12 +169,11 @@ class Controller:
                 continue
             site.remember(kinds)
             exponent = (Amax() if site in lost else self.policy).exponent(site)
-            if site in lost and exponent is not None:
-                exponent = _short_of_overflow(site, exponent)
-            elif any(reading.amax for reading in kinds.values()):
+            if site not in lost and not self.policy.wants_operands and any(one.amax for one in kinds.values()):
+                # The policy has seen all that may overflow. Operands alone do not tell of sums for weights.
                 site.overflowed = None
             if exponent is not None:
-                self._set(site, exponent)
+                self._set(site, _short_of_overflow(site, exponent))
         self._again = bool(lost) or self._rise(readings)
         anchor = self.sites.anchor
         if not culprits and self.backward.measuring and not anchor.history:
@@ -228,8 +232,7 @@ class Controller:
         self.backward.measuring = early or self._skipped or self._again or self.iteration % self.interval == 0
         for site in self.sites:
             site.proposals.clear()
-            if self.iteration % self.interval == 0:
-                # Gradients may be others by now.
+            if self.iteration % (_FORGET * self.interval) == 0:
                 site.overflowed = None
         self._measured.clear()
         self._culprits.clear()
@@ -239,7 +242,7 @@ class Controller:
 
 
 def _short_of_overflow(site: Site, exponent: int) -> int:
-    """An exponent for a site that stores all as zero; between the two where it would overflow, as it did lately."""
+    """The exponent that is wanted; halfway there from the present one if the site overflowed lately where it leads."""
     if site.overflowed is None or exponent < site.overflowed:
         return exponent
     return (site.exponent + site.overflowed) // 2

@@ -214,6 +214,9 @@ class Placement:
         inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
         if role in ("part", "widening"):
             return inputs[0]
+        if self._plan.rounds and len(inputs) > 1 and self._wishes[node] is None:
+            # A parameter's gradients add up as where they are accumulated: each rounded, at the global exponent.
+            return GLOBAL
         if self._plan.rounds:
             # What is made for parameters, such as a bias, is made of what a product reads.
             inputs += [wish for x in node.all_input_nodes if (wish := self._wishes.get(x))]
@@ -247,13 +250,21 @@ class Placement:
                     found.setdefault((node, target), Crossing(node, source, target, [])).readers.append(reader)
         return list(found.values())
 
-    def stored(self) -> dict[str, torch.dtype]:
+    def stored(self, gradient: Node) -> Node:
+        """A gradient before it became wider, which it does before it moves."""
+        return gradient.all_input_nodes[0] if self.roles.get(gradient) == "widening" else gradient
+
+    def dtypes(self) -> dict[str, torch.dtype]:
         """In what dtype the gradient is that a site's first product reads."""
         dtypes: dict[str, torch.dtype] = {}
         for node, key in self._calls.items():
             read = next(x for x in node.all_input_nodes if x in self.gradients)
             dtypes.setdefault(key, read.meta["val"].dtype)
         return dtypes
+
+    def kind(self, gradient: Node) -> str:
+        """What a reading of a gradient that a site gives is called."""
+        return "passed" if self._leads[gradient] else "weight"
 
     def products(self, moved: Collection[Node]) -> list[Product]:
         """All products, once gradients have been moved."""
@@ -263,9 +274,6 @@ class Placement:
         reads = [x for x in node.all_input_nodes if x in self.gradients or x in moved]
         several = isinstance(node.meta["val"], tuple | list)
         made = [*node.users] if several else [self._sums.get(node, node)]
-        makes = [
-            (x, "passed" if self._leads[x] else "weight", self.sites[x] == GLOBAL)
-            for x in made
-            if x in self.gradients and carries(x)
-        ]
+        made = [x for x in made if x in self.gradients and carries(x)]
+        makes = [(x, self.kind(x), self.sites[x] == GLOBAL) for x in made]
         return Product(node, self._calls[node], self._works_at(node) == GLOBAL, reads, makes)

@@ -30,17 +30,17 @@ def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
     crossings = placement.crossings()
     writer = Writer(module, scaler, placement.keys(), crossings)
     if plan.watches:
-        stored = placement.stored()
+        dtypes = placement.dtypes()
         for crossing in crossings:
-            if crossing.source == GLOBAL and crossing.target in stored:
-                writer.watch_loss(crossing, stored[crossing.target])
+            if crossing.source == GLOBAL and crossing.target in dtypes:
+                writer.watch_loss(crossing, dtypes[crossing.target])
     moved = {writer.move(crossing): crossing for crossing in crossings}
     products = placement.products(moved)
     if plan.watches:
         for product in _telling(products):
             writer.watch(product)
     final = {node: writer.round(node) for node in _inexact(moved, products)} if plan.rounds else {}
-    for key, gradients in _by_site(products).items():
+    for key, gradients in _limiting(placement, products, moved, plan.rounds).items():
         writer.observe(key, [(final.get(node, node), kind, shared) for node, kind, shared in gradients])
     module.graph.lint()
     module.recompile()
@@ -64,12 +64,31 @@ def _inexact(moved: dict[Node, Crossing], products: Iterable[Product]) -> dict[N
     return dict.fromkeys([*arrived, *left, *read, *made])
 
 
-def _by_site(products: Iterable[Product]) -> dict[str, list[tuple[Node, str, bool]]]:
-    """The gradients at each site, once: another view of one is no other."""
+def _limiting(
+    placement: Placement, products: Iterable[Product], moved: dict[Node, Crossing], rounds: bool
+) -> dict[str, list[tuple[Node, str, bool]]]:
+    """What is measured at each site, once, as another view of a gradient is none: all that may overflow there.
+
+    That is what its products read and make and, in a narrow format, what comes to it and leaves it, between which and
+    its products other functions may lie.
+    """
     found: dict[str, dict[Node, tuple[Node, str, bool]]] = {}
+
+    def add(key: str, node: Node, kind: str, shared: bool = False) -> None:
+        found.setdefault(key, {}).setdefault(base_of(node), (node, kind, shared))
+
+    def narrow(node: Node) -> bool:
+        return rounds or node.meta["val"].dtype == torch.float16
+
     for product in products:
         for gradient in product.gradients():
-            found.setdefault(product.key, {}).setdefault(base_of(gradient[0]), gradient)
+            add(product.key, *gradient)
+    for node, crossing in moved.items():
+        if crossing.target != GLOBAL and narrow(node):
+            add(crossing.target, node, "received")
+        left = placement.stored(crossing.node)
+        if crossing.source != GLOBAL and narrow(left):
+            add(crossing.source, left, placement.kind(left))
     return {key: list(gradients.values()) for key, gradients in found.items()}
 
 

@@ -24,8 +24,6 @@ from ._site import HIGHEST
 from ._state import check_entries, check_places, check_state, state_of
 from ._table import SiteTable
 
-_TORCH_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-
 
 class AdaptiveGradScaler(torch.amp.GradScaler):
     """Loss scaling with a power of two of its own for every gradient, exact, and without a change to the model.
@@ -329,7 +327,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that `state_dict` gave, or a GradScaler's, whose scale becomes the global one.
 
-        Sites are known from the first forward pass on; before it only the modules that they name are compared.
+        Sites are known from the first forward pass on; before it only the modules that they name are compared. Policy,
+        floor and ceiling stay this scaler's.
 
         Raises:
             ValueError: an empty state, one with an entry missing or damaged, or one of another model; nothing is
@@ -347,7 +346,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             check_state(given, {site.key for site in sites})
         if given is not None:
             check_places(given, self._places())
-        super().load_state_dict({key: state_dict[key] for key in _TORCH_ENTRIES})
+        taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
+        super().load_state_dict({**super().state_dict(), **taken})
         if given is None:
             self._controller.adopt(anchor, int(state_dict["_growth_tracker"]))
         else:

@@ -65,7 +65,7 @@ class Site:
         stored: The narrow format that its product computes in, whatever its operands were cast from; None if wide.
         history: Largest magnitudes by kind, of the latest measurements.
         overflows: How often it was the one that overflowed.
-        overflowed: The exponent at which it did, until a finite measurement that is not zero, or the next regular one.
+        overflowed: The exponent at which it last did, as long as that counts.
         anchor: The global site of the scaler; None where it is that.
     """
 

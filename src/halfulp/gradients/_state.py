@@ -12,6 +12,7 @@ import torch
 from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Site, Sites
 
 # By the name of an entry: what it is, in words and as a question.
+_AN_EXPONENT = f"an integer from {LOWEST} to {HIGHEST}"
 _Wanted = dict[str, tuple[str, Callable[[Any], bool]]]
 
 
@@ -22,6 +23,7 @@ def state_of(sites: Sites) -> dict[str, Any]:
             "exponent": site._exponent,
             "merged": site.merged,
             "overflows": site.overflows,
+            "overflowed": site.overflowed,
             "history": [dict(entry) for entry in site.history],
         }
         for site in sites
@@ -62,6 +64,10 @@ def _is_whole(given: object, low: float = 0, high: float = math.inf) -> bool:
     return isinstance(given, int) and not isinstance(given, bool) and low <= given <= high
 
 
+def _is_exponent(given: object) -> bool:
+    return _is_whole(given, LOWEST, HIGHEST)
+
+
 def _is_size(given: object) -> bool:
     return isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < math.inf
 
@@ -99,9 +105,10 @@ _OURS: _Wanted = {
     "progress": ("[iteration, steps at this scale, whether it is measured, roundings]", _is_progress),
 }
 _SITE: _Wanted = {
-    "exponent": (f"an integer from {LOWEST} to {HIGHEST}", lambda given: _is_whole(given, LOWEST, HIGHEST)),
+    "exponent": (_AN_EXPONENT, _is_exponent),
     "merged": ("a reason or None", lambda given: given is None or isinstance(given, str)),
     "overflows": ("a whole number", _is_whole),
+    "overflowed": (f"None or {_AN_EXPONENT}", lambda given: given is None or _is_exponent(given)),
     "history": ("a list of dicts with the largest magnitude of each kind, which is finite", _is_history),
 }
 _ANCHOR: _Wanted = {**_SITE, "merged": ("None, as it follows no other", lambda given: given is None)}
@@ -141,10 +148,10 @@ def check_places(given: dict[str, Any], modules: set[str]) -> None:
 
 
 def _belongs(key: str, modules: set[str]) -> bool:
-    """Whether a key is a module's, or an operator's in one."""
+    """Whether a key is a module's, an operator's in one, or of a derivative that a compiled graph alone shows."""
     place, _, name = key.rpartition(".")
     operator = any(hasattr(home, name) for home in (torch, torch.Tensor, torch.nn.functional))
-    return key in modules or (operator and place in modules)
+    return key in modules or (operator and place in modules) or place == "backward"
 
 
 def load_sites(given: dict[str, Any], sites: Sites) -> None:
@@ -156,5 +163,6 @@ def load_sites(given: dict[str, Any], sites: Sites) -> None:
         if site.merged != UNIFORM:
             site.merged = None if values["merged"] == UNIFORM else values["merged"]
         site.overflows = values["overflows"]
+        site.overflowed = values["overflowed"]
         site.history.clear()
         site.history.extend(dict(entry) for entry in values["history"])
