@@ -143,7 +143,7 @@ def test_rules_of_operands_settle_short_of_what_they_do_not_see(seed):
     for _ in range(8):
         model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), 2.0**14 * batch(256)
         scaler = hu.AdaptiveGradScaler(model, format="fp16", policy="element-wise", init_scale=1.0)
-        applied = [stepped(scaler, model, lambda: mean_square(model(x)) * 2.0**-28) for _ in range(80)]
+        applied = [stepped(scaler, model, lambda model=model, x=x: mean_square(model(x)) * 2.0**-28) for _ in range(80)]
         skipped += applied[20:].count(False)
     assert skipped <= 24
 
