@@ -242,8 +242,11 @@ class Controller:
 
 
 def _short_of_overflow(site: Site, exponent: int) -> int:
-    """The exponent that is wanted; halfway there from the present one if the site overflowed lately where it leads."""
-    if site.overflowed is None or exponent < site.overflowed:
+    """The exponent that is wanted; halfway to where the site overflowed lately, if it is not short of that.
+
+    A site that does not overflow there any more, as it is there or above, may go anywhere.
+    """
+    if site.overflowed is None or not site.exponent < site.overflowed <= exponent:
         return exponent
     return (site.exponent + site.overflowed) // 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -66,21 +65,6 @@ def controller_of(
     sites = Sites(start, uniform=not policy.per_site)
     backward = Backward(sites, policy, None if format is None else _checked(get(format)), rounding)
     return Controller(backward, interval, floor, ceiling)
-
-
-def exponent_of(field: str, scale: float) -> int:
-    """The exponent of a scale that is a power of two.
-
-    Raises:
-        ValueError: it is none, or out of bounds.
-
-    >>> exponent_of("init_scale", 1024.0)
-    10
-    """
-    fraction, exponent = math.frexp(scale) if math.isfinite(scale) else (0.0, 0)
-    if fraction != 0.5 or not LOWEST <= exponent - 1 <= HIGHEST:
-        raise ValueError(f"{field} is a power of two from 2^{LOWEST} to 2^{HIGHEST}, got {scale!r}")
-    return exponent - 1
 
 
 def _checked(format: Format) -> Format:

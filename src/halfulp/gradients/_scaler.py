@@ -17,10 +17,10 @@ from ..rounding import Rounding
 from ._attach import attach, unwrapped
 from ._borders import check_exits, check_units
 from ._controller import LastStep
-from ._options import controller_of, device_of, exponent_of, models_of
+from ._options import controller_of, device_of, models_of
 from ._policy import Policy, get_policy
 from ._recorder import Recorder
-from ._site import HIGHEST
+from ._site import HIGHEST, exponent_of
 from ._state import check_entries, check_places, check_state, state_of
 from ._table import SiteTable
 

@@ -147,3 +147,21 @@ class Sites:
 
     def __getitem__(self, key: str) -> Site:
         return self._sites[key]
+
+
+def exponent_of(field: str, scale: float) -> int:
+    """The exponent of a scale that is a power of two.
+
+    Raises:
+        ValueError: it is none, or out of bounds.
+
+    >>> exponent_of("init_scale", 1024.0)
+    10
+    """
+    fraction, exponent = math.frexp(scale) if math.isfinite(scale) else (0.0, 0)
+    if fraction != 0.5 or not LOWEST <= exponent - 1 <= HIGHEST:
+        near = max(LOWEST, min(HIGHEST, exponent - 1)) if fraction > 0 else 16
+        raise ValueError(
+            f"{field} is a power of two from 2^{LOWEST} to 2^{HIGHEST}, got {scale!r}: take 2.0**{near}, say"
+        )
+    return exponent - 1

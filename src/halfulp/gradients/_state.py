@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Site, Sites
+from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Site, Sites, exponent_of
 
 # By the name of an entry: what it is, in words and as a question.
 _AN_EXPONENT = f"an integer from {LOWEST} to {HIGHEST}"
@@ -37,6 +37,7 @@ def check_entries(state_dict: object) -> None:
         ValueError: one is missing, or is not what it should be; the message names it.
     """
     _check("the state_dict", state_dict, _TORCH)
+    exponent_of("'scale' of the state_dict", state_dict["scale"])
     if not {"sites", "progress"} & state_dict.keys():
         return
     _check("the state_dict", state_dict, _OURS)
@@ -72,10 +73,6 @@ def _is_size(given: object) -> bool:
     return isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < math.inf
 
 
-def _is_scale(given: object) -> bool:
-    return _is_size(given) and given in {2.0**exponent for exponent in range(LOWEST, HIGHEST + 1)}
-
-
 def _is_progress(given: object) -> bool:
     if not isinstance(given, (list, tuple)) or len(given) != 4:
         return False
@@ -94,7 +91,7 @@ def _are_sites(given: object) -> bool:
 
 
 _TORCH: _Wanted = {
-    "scale": (f"a power of two from 2^{LOWEST} to 2^{HIGHEST}", _is_scale),
+    "scale": ("a number", _is_size),
     "growth_factor": ("a number", _is_size),
     "backoff_factor": ("a number", _is_size),
     "growth_interval": ("a whole number", _is_whole),
