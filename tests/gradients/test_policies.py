@@ -137,6 +137,16 @@ def test_exponents_settle_from_any_start(format, seed):
     assert all(row.zero < 0.5 for row in scaler.sites() if row.site != "global")
 
 
+@pytest.mark.parametrize("start", [16, 8, 0])
+def test_one_measured_scale_falls_by_as_much_from_anywhere(start, seed):
+    model, x = mlp(), batch()
+    scaler = hu.AdaptiveGradScaler(model, format="e5m2", policy="measured", interval=1)
+    assert stepped(scaler, model, lambda: mean_square(model(x)))
+    scaler.set_exponents({"global": start})
+    assert not stepped(scaler, model, lambda: mean_square(model(x)), infinite=True)
+    assert scaler.get_scale() == 2.0 ** (start - 8)
+
+
 def test_rules_of_operands_settle_short_of_what_they_do_not_see(seed):
     """A weight's gradient is a sum that no such rule looks at: without memory every other step would overflow."""
     skipped = 0

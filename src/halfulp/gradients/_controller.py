@@ -212,8 +212,7 @@ class Controller:
         if wanted is None:
             if not self._skipped and not self.backward.measuring:
                 return
-            wanted = self._skipped and self.policy.lowered(anchor)
-            wanted = wanted or lowest(self.policy, self.sites)
+            wanted = self.policy.lowered(anchor) if self._skipped else lowest(self.policy, self.sites)
             if wanted is None and self._measured:
                 # Every gradient is stored as zero.
                 wanted = 2 * anchor.exponent - self.policy.lowered(anchor)
