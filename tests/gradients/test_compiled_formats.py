@@ -111,10 +111,27 @@ class Quiet(nn.Module):
         return self.last(self.first(x).relu() * 1e-4)
 
 
+class Branches(nn.Module):
+    """Residual branches of little weight; what is added up is wide, and becomes narrow inside of a branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+        self.ups, self.downs = (nn.ModuleList(nn.Linear(*shape) for _ in range(3)) for shape in ((16, 32), (32, 16)))
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = self.first(x).float()
+        for norm, up, down in zip(self.norms, self.ups, self.downs):
+            x = x + 1e-3 * down(nn.functional.gelu(up(norm(x))))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("make", [Quiet, Branches])
 @pytest.mark.parametrize("format", ["e5m2", None])
-def test_all_that_may_overflow_is_measured(format, seed):
+def test_all_that_may_overflow_is_measured(make, format, seed):
     torch.manual_seed(seed)
-    model, x, y = Quiet(), torch.randn(64, 8), torch.randn(64, 3)
+    model, x, y = make(), torch.randn(64, 8), torch.randn(64, 3)
     scaler = hu.AdaptiveGradScaler(model, format=format)
     run = torch.compile(model, backend=scaler.backend("aot_eager"))
     opt = torch.optim.SGD(model.parameters(), lr=0.01)

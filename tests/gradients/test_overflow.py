@@ -342,3 +342,25 @@ def test_what_nothing_measures_ends(clipped, parallel, seed, monkeypatch):
         applied.append(scaler.last_step.applied)
     # The global exponent comes back step by step, and meets it again now and then.
     assert sum(applied[20:]) >= 14
+
+
+@pytest.mark.parametrize("policy", ["amax", "underflow-bound"])
+def test_overflows_that_no_measurement_sees_leave_more_room_everywhere(policy, seed):
+    """One batch in five is far larger, never in a measured iteration, and clipping hides whose gradient overflowed."""
+    model, x = mlp(), batch(32)
+    scaler = hu.AdaptiveGradScaler(model, format="e5m2", policy=policy, interval=5)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    applied = []
+    for step in range(160):
+        opt.zero_grad()
+        # What follows a skipped step is measured, and is none of these.
+        factor = 2.0**12 if step > 20 and step % 5 == 3 else 1.0
+        scaler.scale(mean_square(model(x)) * factor).backward()
+        scaler.unscale_(opt)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(opt)
+        scaler.update()
+        applied.append(scaler.last_step.applied)
+    assert applied[23] is False
+    # Room comes back by a power of two in eight intervals, at the cost of a step.
+    assert applied[100:].count(False) <= 6

@@ -286,6 +286,44 @@ def test_one_scale_for_all_goes_on_where_a_part_did_not_run_since(seed):
     assert scaler.last_step.applied
 
 
+@pytest.mark.parametrize("format", ["e3m4", None])
+def test_a_resumed_scaler_knows_what_stores_gradients(format, seed):
+    """A fall depends on the format's binades, and what is wide is spared where an overflow passed by."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.wide, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            x = self.first(x).tanh()
+            with torch.autocast("cpu", enabled=False):
+                x = self.wide(x.float()).tanh()
+            return self.last(x)
+
+    def step(model, scaler, factor):
+        clear(model)
+        with torch.autocast("cpu", torch.float16, enabled=format is None):
+            out = model(torch.ones(4, 8))
+        scaler.scale(mean_square(out.float()) * factor).backward()
+        scaler.step(torch.optim.SGD(model.parameters(), lr=0.0))
+        scaler.update()
+
+    model = Mixed()
+    scaler = hu.AdaptiveGradScaler(model, format=format)
+    for _ in range(15):
+        step(model, scaler, 1.0)
+    copy = Mixed()
+    copy.load_state_dict(model.state_dict())
+    resumed = hu.AdaptiveGradScaler(copy, format=format)
+    resumed.load_state_dict(scaler.state_dict())
+    for factor in (2.0**16, 2.0**16, 1.0):
+        step(model, scaler, factor)
+        step(copy, resumed, factor)
+        assert sites(scaler) == sites(resumed)
+    assert sum(row.overflows for row in scaler.sites()) > 0
+
+
 def test_bounds_and_options_stay_the_scalers(seed):
     before, after = mlp(), mlp()
     saved = hu.AdaptiveGradScaler(before, format="e5m2")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formats import fp16
 from ._backward import Backward
 from ._measure import Measured, by_site, copied
 from ._overflow import Culprit, all_finite, downstream, measured_culprits, unmeasured_culprits
@@ -63,6 +64,9 @@ class Controller:
         self._skipped = False
         self._unknown = 0
         self._again = False
+        # How many overflows no measurement saw, and whether the last iteration left one to the next.
+        self._unseen = 0
+        self._in_doubt = False
 
     def read(self, flags: list[Tensor]) -> bool:
         """Whether any flag is set; measurements of the iteration come along in the same copy."""
@@ -84,6 +88,7 @@ class Controller:
             return LastStep(False, f"gradients overflowed at the scale of all, 2^{exponent}", (("global", exponent),))
         found = measured_culprits(self._measured) or self._unmeasured(untouched)
         if found is None:
+            self._in_doubt = True
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
         found = found or [Culprit(self.sites.anchor, spreads=False)]
@@ -134,8 +139,8 @@ class Controller:
 
     @property
     def progress(self) -> list:
-        """The iteration, steps since the global scale last changed, whether this one is measured, and roundings."""
-        return [self.iteration, self.since, self.backward.measuring, self.backward.roundings]
+        """The iteration, steps since the global scale last changed, whether this one is measured, roundings, unseen."""
+        return [self.iteration, self.since, self.backward.measuring, self.backward.roundings, self._unseen]
 
     def adopt(self, exponent: int, since: int) -> None:
         """Start from another scaler's scale, and its count of steps without an overflow."""
@@ -146,10 +151,10 @@ class Controller:
 
     def resume(self, given: dict[str, Any], progress: list) -> None:
         """Take over the sites of a state."""
-        load_sites(given, self.sites)
+        load_sites(given, self.sites, self.backward.format or fp16)
         for key, values in given.items():
             self._set(self.sites[key], values["exponent"])
-        self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress
+        self.iteration, self.since, self.backward.measuring, self.backward.roundings, self._unseen = progress
 
     def _update_sites(self) -> None:
         """Overflowed sites fall; the others follow the policy where they were measured."""
@@ -163,17 +168,22 @@ class Controller:
         blind = [site for site in downstream(spreading, list(self.backward.order)) if _blind(site, readings)]
         for site in dict.fromkeys([*culprits, *blind]):
             self._set(site, self.policy.lowered(site))
+        if self.backward.measuring and (culprits or not self._skipped):
+            self._unseen += self._in_doubt and not self._skipped
+            self._in_doubt = False
+        # The first may have been a spike, which is gone.
+        margin = max(0, self._unseen - 1)
         lost = self._recovered(readings)
         for site, kinds in readings.items():
             if site in culprits or site in blind or not all(reading.finite for reading in kinds.values()):
                 continue
             site.remember(kinds)
             exponent = (Amax() if site in lost else self.policy).exponent(site)
-            if site not in lost and not self.policy.wants_operands and any(one.amax for one in kinds.values()):
+            if site not in lost and not self.policy.wants_operands and all(one.amax for one in kinds.values()):
                 # The policy has seen all that may overflow. Operands alone do not tell of sums for weights.
                 site.overflowed = None
             if exponent is not None:
-                self._set(site, _short_of_overflow(site, exponent))
+                self._set(site, _short_of_overflow(site, exponent - margin))
         self._again = bool(lost) or self._rise(readings)
         anchor = self.sites.anchor
         if not culprits and self.backward.measuring and not anchor.history:
@@ -231,7 +241,9 @@ class Controller:
         self.backward.measuring = early or self._skipped or self._again or self.iteration % self.interval == 0
         for site in self.sites:
             site.proposals.clear()
-            if self.iteration % (_FORGET * self.interval) == 0:
+        if self.iteration % (_FORGET * self.interval) == 0:
+            self._unseen = max(0, self._unseen - 1)
+            for site in self.sites:
                 site.overflowed = None
         self._measured.clear()
         self._culprits.clear()
@@ -252,7 +264,7 @@ def _short_of_overflow(site: Site, exponent: int) -> int:
 
 def _blind(site: Site, readings: dict[Site, dict]) -> bool:
     """Whether a site that an overflow reached was not measured in this iteration with finite gradients."""
-    if site.readings and site.format is None:
+    if site.measured and site.format is None:
         # It reaches as far as float32.
         return False
     kinds = readings.get(site)

@@ -181,8 +181,8 @@ class Placement:
         Its input is moved then, together with whatever makes it, and not its result, which would be read once more.
         """
         value = product.meta["val"]
-        narrow = self._plan.rounds or not isinstance(value, Tensor) or value.dtype in HALF
-        own = narrow or self._leads[self._sums.get(product, product)]
+        own = self._plan.rounds or not isinstance(value, Tensor) or value.dtype in HALF
+        own = own or self._leads[self._sums.get(product, product)]
         return self._calls[product] if own else GLOBAL
 
     def _wish(self, node: Node) -> None:
@@ -217,10 +217,15 @@ class Placement:
         if self._plan.rounds and len(inputs) > 1 and self._wishes[node] is None:
             # A parameter's gradients add up as where they are accumulated: each rounded, at the global exponent.
             return GLOBAL
-        if self._plan.rounds:
+        if self._is_narrow(node):
             # What is made for parameters, such as a bias, is made of what a product reads.
             inputs += [wish for x in node.all_input_nodes if (wish := self._wishes.get(x))]
         return self._wishes[node] or max(inputs, key=self._plan.rank)
+
+    def _is_narrow(self, node: Node) -> bool:
+        """Whether a narrow format stores a gradient."""
+        value = node.meta["val"]
+        return self._plan.rounds or (isinstance(value, Tensor) and value.dtype == torch.float16)
 
     def _read_at(self, reader: Node, node: Node) -> str:
         """The site at which a reader takes a gradient."""

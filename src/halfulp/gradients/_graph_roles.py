@@ -42,6 +42,7 @@ _FUSED = {"fma": (0, 1, 2), "addcmul": (1, 2, 0)}
 _SHAPES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "sym_size", "sym_stride")
 _NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "sym_numel", "sym_storage_offset", "new_empty_strided")
 _VIEWS = ("view", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "reshape", "_unsafe_view", "clone")
+_CASTS = ("_to_copy", "convert_element_type")
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -123,8 +124,15 @@ def _is_zero(node: Node) -> bool:
     return one and _is_zero(node.all_input_nodes[0])
 
 
+def narrows(node: Node) -> bool:
+    """Whether a node makes float16 of what is wider."""
+    if getattr(node.target, "_opname", None) not in _CASTS or node.meta["val"].dtype != torch.float16:
+        return False
+    return node.all_input_nodes[0].meta["val"].dtype != torch.float16
+
+
 def _widens(node: Node, gradients: Mapping[Node, None]) -> bool:
-    if node.target._opname not in ("_to_copy", "convert_element_type"):
+    if node.target._opname not in _CASTS:
         return False
     narrow = node.all_input_nodes[0].meta["val"].dtype
     return narrow in HALF and node.meta["val"].dtype not in HALF

@@ -20,7 +20,7 @@ from ._graph_operators import (
     watched_loss,
 )
 from ._graph_pass import Crossing, Placement, Plan, Product
-from ._graph_roles import HALF, base_of
+from ._graph_roles import HALF, base_of, narrows
 from ._site import GLOBAL
 
 
@@ -69,8 +69,8 @@ def _limiting(
 ) -> dict[str, list[tuple[Node, str, bool]]]:
     """What is measured at each site, once, as another view of a gradient is none: all that may overflow there.
 
-    That is what its products read and make and, in a narrow format, what comes to it and leaves it, between which and
-    its products other functions may lie.
+    That is what its products read and make and, in a narrow format, what comes to it, becomes narrow there or leaves
+    it, between which and its products other functions may lie.
     """
     found: dict[str, dict[Node, tuple[Node, str, bool]]] = {}
 
@@ -89,6 +89,10 @@ def _limiting(
         left = placement.stored(crossing.node)
         if crossing.source != GLOBAL and narrow(left):
             add(crossing.source, left, placement.kind(left))
+    for node, key in placement.sites.items():
+        if key != GLOBAL and narrows(node):
+            # It was wide when it came to the site.
+            add(key, node, "received")
     return {key: list(gradients.values()) for key, gradients in found.items()}
 
 

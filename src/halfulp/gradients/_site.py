@@ -64,6 +64,8 @@ class Site:
         proposals: Exponents that a policy made of the product's operands, in this iteration.
         stored: The narrow format that its product computes in, whatever its operands were cast from; None if wide.
         history: Largest magnitudes by kind, of the latest measurements.
+        format: The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
+        measured: Whether they ever were.
         overflows: How often it was the one that overflowed.
         overflowed: The exponent at which it last did, as long as that counts.
         anchor: The global site of the scaler; None where it is that.
@@ -75,6 +77,8 @@ class Site:
         self.readings: dict[str, Reading] = {}
         self.proposals: list[int] = []
         self.history: deque[dict[str, float]] = deque(maxlen=HISTORY)
+        self.format: Format | None = None
+        self.measured = False
         self.overflows = 0
         self.overflowed: int | None = None
         self.stored: Format | None = None
@@ -89,6 +93,8 @@ class Site:
     def remember(self, readings: dict[str, Reading]) -> None:
         """Take over a measurement; what no narrow format stores limits nothing and is not kept in the history."""
         self.readings = readings
+        self.measured = True
+        self.format = next((reading.format for reading in readings.values() if reading.format), None)
         entry = {kind: reading.amax for kind, reading in readings.items() if reading.format and reading.finite}
         if entry:
             self.history.append(entry)
@@ -96,11 +102,6 @@ class Site:
     @exponent.setter
     def exponent(self, value: int) -> None:
         self._exponent = max(LOWEST, min(HIGHEST, int(value)))
-
-    @property
-    def format(self) -> Format | None:
-        """The narrowest format that its gradients are stored in, as measured; None where none is narrow."""
-        return next((reading.format for reading in self.readings.values() if reading.format), None)
 
     def __repr__(self) -> str:
         return f"Site({self.key!r}, exponent={self.exponent})"

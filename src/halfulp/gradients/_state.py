@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..formats import Format
 from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Site, Sites, exponent_of
 
 # By the name of an entry: what it is, in words and as a question.
@@ -22,6 +23,8 @@ def state_of(sites: Sites) -> dict[str, Any]:
         site.key: {
             "exponent": site._exponent,
             "merged": site.merged,
+            "measured": site.measured,
+            "narrow": site.format is not None,
             "overflows": site.overflows,
             "overflowed": site.overflowed,
             "history": [dict(entry) for entry in site.history],
@@ -74,10 +77,10 @@ def _is_size(given: object) -> bool:
 
 
 def _is_progress(given: object) -> bool:
-    if not isinstance(given, (list, tuple)) or len(given) != 4:
+    if not isinstance(given, (list, tuple)) or len(given) != 5:
         return False
-    iteration, since, measuring, roundings = given
-    return all(map(_is_whole, (iteration, since, roundings))) and isinstance(measuring, bool)
+    iteration, since, measuring, *counts = given
+    return all(map(_is_whole, (iteration, since, *counts))) and isinstance(measuring, bool)
 
 
 def _is_history(given: object) -> bool:
@@ -99,11 +102,13 @@ _TORCH: _Wanted = {
 }
 _OURS: _Wanted = {
     "sites": (f"a dict of sites by name, {GLOBAL!r} among them", _are_sites),
-    "progress": ("[iteration, steps at this scale, whether it is measured, roundings]", _is_progress),
+    "progress": ("[iteration, steps at this scale, whether it is measured, roundings, unseen overflows]", _is_progress),
 }
 _SITE: _Wanted = {
     "exponent": (_AN_EXPONENT, _is_exponent),
     "merged": ("a reason or None", lambda given: given is None or isinstance(given, str)),
+    "measured": ("True or False", lambda given: isinstance(given, bool)),
+    "narrow": ("True or False", lambda given: isinstance(given, bool)),
     "overflows": ("a whole number", _is_whole),
     "overflowed": (f"None or {_AN_EXPONENT}", lambda given: given is None or _is_exponent(given)),
     "history": ("a list of dicts with the largest magnitude of each kind, which is finite", _is_history),
@@ -151,14 +156,16 @@ def _belongs(key: str, modules: set[str]) -> bool:
     return key in modules or (operator and place in modules) or place == "backward"
 
 
-def load_sites(given: dict[str, Any], sites: Sites) -> None:
-    """Take over every site of a state."""
+def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
+    """Take over every site of a state; ``narrow`` is the format of those that have one."""
     for key, values in given.items():
         site: Site = sites.anchor if key == GLOBAL else sites.open(key)
         site.exponent = values["exponent"]
         # That the policy has one scale for all is the policy's to say, which may be another now.
         if site.merged != UNIFORM:
             site.merged = None if values["merged"] == UNIFORM else values["merged"]
+        site.measured = values["measured"]
+        site.format = narrow if values["narrow"] else None
         site.overflows = values["overflows"]
         site.overflowed = values["overflowed"]
         site.history.clear()
