@@ -159,36 +159,45 @@ class Controller:
     def _update_sites(self) -> None:
         """Overflowed sites fall; the others follow the policy where they were measured."""
         readings = by_site(self._measured)
+        fallen = self._fall(readings)
+        if self.backward.measuring and (self._culprits or not self._skipped):
+            self._unseen += self._in_doubt and not self._skipped
+            self._in_doubt = False
+        lost = self._recovered(readings)
+        for site, kinds in readings.items():
+            if site not in fallen and all(reading.finite for reading in kinds.values()):
+                self._follow(site, kinds, site in lost)
+        self._again = bool(lost) or self._rise(readings)
+        anchor = self.sites.anchor
+        if not self._culprits and self.backward.measuring and not anchor.history:
+            # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
+            self._set(anchor, min(self.start, anchor.exponent + 1))
+
+    def _fall(self, readings: dict[Site, dict[str, Reading]]) -> dict[Site, None]:
+        """Lower the sites that overflowed, and those that saw infinities only; which these were."""
         culprits = [one.site for one in self._culprits]
         for site in culprits:
             site.overflows += 1
             site.overflowed = site.exponent
-        # What follows an activation's overflow saw infinities only. It gets the same room for one step, a measured one.
+        # What follows an activation's overflow gets the same room for one step, a measured one.
         spreading = [one.site for one in self._culprits if one.spreads]
         blind = [site for site in downstream(spreading, list(self.backward.order)) if _blind(site, readings)]
-        for site in dict.fromkeys([*culprits, *blind]):
+        fallen = dict.fromkeys([*culprits, *blind])
+        for site in fallen:
             self._set(site, self.policy.lowered(site))
-        if self.backward.measuring and (culprits or not self._skipped):
-            self._unseen += self._in_doubt and not self._skipped
-            self._in_doubt = False
-        # The first may have been a spike, which is gone.
-        margin = max(0, self._unseen - 1)
-        lost = self._recovered(readings)
-        for site, kinds in readings.items():
-            if site in culprits or site in blind or not all(reading.finite for reading in kinds.values()):
-                continue
-            site.remember(kinds)
-            exponent = (Amax() if site in lost else self.policy).exponent(site)
-            if site not in lost and not self.policy.wants_operands and all(one.amax for one in kinds.values()):
-                # The policy has seen all that may overflow. Operands alone do not tell of sums for weights.
-                site.overflowed = None
-            if exponent is not None:
-                self._set(site, _short_of_overflow(site, exponent - margin))
-        self._again = bool(lost) or self._rise(readings)
-        anchor = self.sites.anchor
-        if not culprits and self.backward.measuring and not anchor.history:
-            # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
-            self._set(anchor, min(self.start, anchor.exponent + 1))
+        return fallen
+
+    def _follow(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
+        """Set the exponent of a site that was measured and did not overflow; ``lost``: all arrives as zero there."""
+        site.remember(kinds)
+        exponent = (Amax() if lost else self.policy).exponent(site)
+        if not lost and not self.policy.wants_operands and all(reading.amax for reading in kinds.values()):
+            # The policy has seen all that may overflow. Operands alone do not tell of sums for weights.
+            site.overflowed = None
+        if exponent is not None:
+            # The first that nobody saw may have been a spike, which is gone.
+            margin = max(0, self._unseen - 1)
+            self._set(site, _short_of_overflow(site, exponent - margin))
 
     def _rise(self, readings: dict[Site, dict[str, Reading]]) -> bool:
         """Raise all where everything is stored as zero, and what the loss gave is not known, as in compiled graphs."""
