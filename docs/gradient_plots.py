@@ -36,7 +36,7 @@ def train(policy: str, seed: int = 0) -> dict:
     model = subject.model(data, seed)
     scaler = hu.AdaptiveGradScaler(model, policy=policy, format=FORMAT, interval=INTERVAL, init_scale=2.0**START)
     rule = getattr(hu.optim, subject.rule)
-    optimizer = rule(model.named_parameters(), every=0, **subject.hyper)
+    optimizer = rule(model.named_parameters(), report_interval=0, **subject.hyper)
     found: dict = {"layers": layers_of(model), "steps": [], "need": [], "limit": [], "underflow": [], "skipped": 0}
     with tempfile.TemporaryDirectory() as folder:
         recorder = scaler.record(Path(folder) / "sites.jsonl")

@@ -47,7 +47,7 @@ def theorem1(steps: int = 20_000, replicas: int = 16) -> dict:
     }.items():
         weights = [torch.nn.Parameter(torch.zeros(replicas, 10)) for _ in rates]
         groups = [{"params": [weight], "lr": rate} for weight, rate in zip(weights, rates)]
-        optimizer = hu.optim.SGD(groups, lr=0.1, every=0, **options)
+        optimizer = hu.optim.SGD(groups, lr=0.1, report_interval=0, **options)
         total = torch.zeros(len(rates))
         draws = torch.Generator().manual_seed(1)
         for step in range(steps):
@@ -101,7 +101,9 @@ def drift(steps: int = 2000, elements: int = 4096) -> dict:
         for _ in exponents:
             start = 0.01 + 0.02 * torch.rand(elements, generator=torch.Generator().manual_seed(3))
             model.append(torch.nn.Parameter(start.bfloat16()))
-        optimizer = hu.optim.SGD(model.named_parameters(), lr=1.0 - momentum, weight_update=update, every=0, **options)
+        optimizer = hu.optim.SGD(
+            model.named_parameters(), lr=1.0 - momentum, weight_update=update, report_interval=0, **options
+        )
         before = [weight.detach().double() for weight in model]
         for weight, exponent in zip(model, exponents):
             weight.grad = -(weight.detach() * 2.0**exponent)
@@ -145,7 +147,7 @@ def moment(before: int = 2000, after: int = 6000, elements: int = 4096) -> dict:
     marks, ratios = list(range(250, before + after + 1, 250)), {}
     for name, state in choices.items():
         weight = torch.nn.Parameter(torch.ones(elements, dtype=torch.bfloat16))
-        optimizer = hu.optim.AdamW([weight], lr=1e-6, betas=(0.9, 0.999), state_dtype=state, every=0)
+        optimizer = hu.optim.AdamW([weight], lr=1e-6, betas=(0.9, 0.999), state_dtype=state, report_interval=0)
         exact = torch.zeros(elements, dtype=torch.float64)
         generator = torch.Generator().manual_seed(2)
         ratios[name] = []

@@ -9,7 +9,9 @@ model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.LayerNorm(128), t
 inputs = torch.randn(512, 32)
 labels = inputs[:, :4].argmax(1)
 
-opt = hu.optim.AdamW(model.named_parameters(), lr=1e-3, param_dtype=torch.bfloat16, state_dtype="8bit", every=10)
+opt = hu.optim.AdamW(
+    model.named_parameters(), lr=1e-3, param_dtype=torch.bfloat16, state_dtype="8bit", report_interval=10
+)
 for step in range(100):
     chosen = torch.randint(len(inputs), (64,))
     loss = torch.nn.functional.cross_entropy(model(inputs[chosen].bfloat16()).float(), labels[chosen])

@@ -13,7 +13,12 @@ def train(weight_update: str, steps: int = 300) -> float:
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
     with hu.emulate(model, "e8m1"):
         opt = hu.optim.SGD(
-            model.named_parameters(), lr=0.02, momentum=0.9, format="e8m1", weight_update=weight_update, every=0
+            model.named_parameters(),
+            lr=0.02,
+            momentum=0.9,
+            format="e8m1",
+            weight_update=weight_update,
+            report_interval=0,
         )
         for _ in range(steps):
             chosen = torch.randint(len(inputs), (32,))

@@ -6,7 +6,7 @@ import halfulp as hu
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).bfloat16()
-opt = hu.optim.wrap(torch.optim.NAdam, model.named_parameters(), lr=1e-3, weight_update="kahan", every=10)
+opt = hu.optim.wrap(torch.optim.NAdam, model.named_parameters(), lr=1e-3, weight_update="kahan", report_interval=10)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=200)
 ema = hu.optim.EMA(model, decay=0.9, optimizer=opt)
 

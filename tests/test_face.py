@@ -2,9 +2,11 @@
 
 import ast
 import importlib
+import typing
 from pathlib import Path
 
 import pytest
+import torch
 
 import halfulp as hu
 
@@ -62,3 +64,12 @@ def test_every_public_thing_says_what_it_is(package):
 def test_the_face_is_small():
     assert len(FACE["halfulp"]) <= MOST_NAMES
     assert hu.__version__
+
+
+@pytest.mark.parametrize("name", ["float32_gradients", "multicomponent", "scalify"])
+def test_what_changes_a_model_returns_the_type_it_was_given(name):
+    function = getattr(hu, name)
+    hints = typing.get_type_hints(function)
+    assert isinstance(hints["model"], typing.TypeVar)
+    assert hints["return"] is hints["model"]
+    assert isinstance(torch.nn.Linear(1, 1), hints["model"].__bound__)

@@ -145,7 +145,7 @@ def build(rule: str, update: str | hu.optim.WeightUpdate, tensors: Iterable, sto
     """An optimizer of a rule over some parameters, or named ones."""
     kind, given = RULES[rule]
     chosen = None if store == "fp32" else UPDATES[update] if isinstance(update, str) else update
-    return kind(tensors, **{**given, "weight_update": chosen, "every": 0, **options_of(store), **more})
+    return kind(tensors, **{**given, "weight_update": chosen, "report_interval": 0, **options_of(store), **more})
 
 
 def everything(optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -185,7 +185,12 @@ class Adder:
         self.engine = engine
         self.parameter = torch.nn.Parameter(fit(values, store))
         self.parameter.grad_dtype = None
-        given = {"lr": 1.0, "weight_update": UPDATES[update] if store != "fp32" else None, "every": 0, "seed": seed}
+        given = {
+            "lr": 1.0,
+            "weight_update": UPDATES[update] if store != "fp32" else None,
+            "report_interval": 0,
+            "seed": seed,
+        }
         self.optimizer = hu.optim.SGD([self.parameter], **{**given, **options_of(store), **more})
         self.optimizer.bytes_per_parameter()
 

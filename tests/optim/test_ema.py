@@ -35,7 +35,7 @@ def test_averages_follow_float32_from_one_to_zero(update, dtype, seed):
             hu.optim.EMA(constant(4, dtype=dtype), weight_update=update)
         return
     net = constant(4_000, dtype=dtype)
-    ema = hu.optim.EMA(net, 0.9999, weight_update=update, every=0)
+    ema = hu.optim.EMA(net, 0.9999, weight_update=update, report_interval=0)
     torch.nn.init.zeros_(net.weight)
     for _ in range(1500):
         ema.update()
@@ -45,7 +45,7 @@ def test_averages_follow_float32_from_one_to_zero(update, dtype, seed):
 
 def test_nearest_never_moves(seed):
     net = constant(100)
-    ema = hu.optim.EMA(net, 0.9999, weight_update="nearest", every=1)
+    ema = hu.optim.EMA(net, 0.9999, weight_update="nearest", report_interval=1)
     torch.nn.init.zeros_(net.weight)
     for _ in range(50):
         ema.update()
@@ -58,7 +58,7 @@ def test_long_averages_of_moving_weights(seed):
     wide = torch.optim.swa_utils.AveragedModel(
         constant(5_000, dtype=torch.float32), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)
     )
-    ema = hu.optim.EMA(net, 0.999, every=0)
+    ema = hu.optim.EMA(net, 0.999, report_interval=0)
     moved = net.weight.detach().float()
     wide.update_parameters(net.float()), net.bfloat16()
     for _ in range(600):
@@ -293,7 +293,7 @@ def test_foreign_state_dicts_are_refused_and_change_nothing(seed):
 def test_a_format_in_float32_containers(seed):
     fmt = hu.formats.get("e8m3")
     net = constant(20_000, dtype=torch.float32)
-    ema = hu.optim.EMA(net, 0.999, format="e8m3", weight_update="kahan", every=0)
+    ema = hu.optim.EMA(net, 0.999, format="e8m3", weight_update="kahan", report_interval=0)
     torch.nn.init.zeros_(net.weight)
     for _ in range(400):
         ema.update()

@@ -9,8 +9,8 @@ import torch
 import halfulp as hu
 
 
-def _sgd(model, update, every=1, lr=1.0):
-    return hu.optim.SGD(model.named_parameters(), lr=lr, weight_update=update, every=every)
+def _sgd(model, update, report_interval=1, lr=1.0):
+    return hu.optim.SGD(model.named_parameters(), lr=lr, weight_update=update, report_interval=report_interval)
 
 
 def _model(seed):
@@ -50,7 +50,7 @@ def test_counts_are_a_brute_force_count(seed, engine, update):
 
 def test_only_every_so_many_steps_are_metered(seed):
     model = _model(seed)
-    optimizer = _sgd(model, "nearest", every=5)
+    optimizer = _sgd(model, "nearest", report_interval=5)
     assert optimizer.report().cancelled is None
     assert "none metered yet" in str(optimizer.report())
     for _ in range(14):
@@ -58,7 +58,7 @@ def test_only_every_so_many_steps_are_metered(seed):
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     assert {row.samples for row in optimizer.report().rows} == {2}
-    never = _sgd(model, "nearest", every=0)
+    never = _sgd(model, "nearest", report_interval=0)
     for _ in range(60):
         never.step()
     assert never.report().rows == ()
@@ -78,9 +78,9 @@ def test_the_report_names_the_tensors_and_the_cure(seed):
     assert "SGD" in repr(optimizer)
 
 
-def _lost(steps, every=1, update="nearest", grad=2.0**-20):
+def _lost(steps, report_interval=1, update="nearest", grad=2.0**-20):
     parameter = torch.nn.Parameter(torch.ones(64).bfloat16())
-    optimizer = hu.optim.SGD([("w", parameter)], lr=1.0, weight_update=update, every=every)
+    optimizer = hu.optim.SGD([("w", parameter)], lr=1.0, weight_update=update, report_interval=report_interval)
     parameter.grad = torch.full_like(parameter, grad)
     with hu.kernels.engine("reference"):
         for _ in range(steps):
@@ -103,7 +103,7 @@ def test_nearest_warns_once_after_a_hundred_sampled_steps():
             optimizer.step()
 
 
-@pytest.mark.parametrize("case", [{"update": "kahan"}, {"grad": 2.0**-6}, {"every": 2, "steps": 190}])
+@pytest.mark.parametrize("case", [{"update": "kahan"}, {"grad": 2.0**-6}, {"report_interval": 2, "steps": 190}])
 def test_it_does_not_where_there_is_nothing_to_say(case):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -112,7 +112,7 @@ def test_it_does_not_where_there_is_nothing_to_say(case):
 
 def test_nan_and_infinite_updates_are_not_counted():
     parameter = torch.nn.Parameter(torch.ones(4).bfloat16())
-    optimizer = hu.optim.SGD([parameter], lr=1.0, weight_update="nearest", every=1)
+    optimizer = hu.optim.SGD([parameter], lr=1.0, weight_update="nearest", report_interval=1)
     parameter.grad = torch.tensor([1.0, torch.nan, torch.inf, 0.0]).bfloat16()
     optimizer.step()
     (row,) = optimizer.report().rows

@@ -236,7 +236,7 @@ def test_learning_happens_in_sixteen_bits():
     losses = {}
     for update in ("nearest", "split8", "kahan", "stochastic"):
         parameter = torch.nn.Parameter(torch.zeros(256).bfloat16())
-        optimizer = hu.optim.SGD([("w", parameter)], lr=1e-3, weight_update=update, every=0)
+        optimizer = hu.optim.SGD([("w", parameter)], lr=1e-3, weight_update=update, report_interval=0)
         weights = {"w": parameter}
         for _ in range(3000):
             parameter.grad = (parameter.detach().float() - target).bfloat16()

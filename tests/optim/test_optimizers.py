@@ -156,3 +156,36 @@ def test_sgd_refuses_nesterov_without_momentum_as_torch_does():
         for kind in (hu.optim.SGD, torch.optim.SGD):
             with pytest.raises(ValueError, match=r"[Nn]esterov"):
                 kind([torch.nn.Parameter(torch.zeros(3))], lr=0.1, **options)
+
+
+OWN = {
+    "weight_update": None,
+    "param_dtype": None,
+    "state_dtype": None,
+    "format": None,
+    "seed": 0,
+    "report_interval": 50,
+}
+
+
+def _is_rule(given):
+    return isinstance(given, type) and issubclass(given, hu.optim.Optimizer) and given is not hu.optim.Optimizer
+
+
+@pytest.mark.parametrize("name", sorted(name for name in dir(hu.optim) if _is_rule(getattr(hu.optim, name))))
+def test_signatures_say_every_option(name):
+    """torch's positional parameters in torch's order, then its keyword-only ones, then the same six of Optimizer."""
+    mine = inspect.signature(getattr(hu.optim, name)).parameters
+    assert not [key for key, value in mine.items() if value.kind in (value.VAR_KEYWORD, value.VAR_POSITIONAL)]
+    assert all(value.annotation is not value.empty for value in mine.values())
+    assert list(mine)[-len(OWN) :] == list(OWN)
+    assert all(mine[key].default == value and mine[key].kind is mine[key].KEYWORD_ONLY for key, value in OWN.items())
+    if hasattr(torch.optim, name):
+        torchs = inspect.signature(getattr(torch.optim, name)).parameters
+        assert list(mine)[: -len(OWN)] == list(torchs)
+        for key, value in torchs.items():
+            assert (mine[key].kind, mine[key].default) == (value.kind, value.default), key
+    for option, value in OWN.items():
+        assert inspect.signature(hu.optim.Optimizer).parameters[option].default == value
+    with pytest.raises(TypeError, match="every"):
+        getattr(hu.optim, name)([torch.nn.Parameter(torch.zeros(1))], every=3)

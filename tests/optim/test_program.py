@@ -55,7 +55,7 @@ def test_compiled_equals_reference_with_one_codec_per_state(seed, rule, codec):
 @pytest.mark.parametrize(("update", "codec"), [("nearest", "8bit"), ("kahan", None), ("stochastic", torch.float32)])
 def test_metered_steps_count_alike_and_write_the_same(seed, update, codec):
     case = (seed, "adamw", update, "bf16", codec, torch.bfloat16)
-    (compiled, a), (reference, b) = _run("numba", *case, every=1), _run("reference", *case, every=1)
+    (compiled, a), (reference, b) = _run("numba", *case, report_interval=1), _run("reference", *case, report_interval=1)
     assert differing(compiled, reference) == []
     assert differing(compiled, _run("numba", *case)[0]) == [], "metering changed the step"
     for mine, other in zip(a.report().rows, b.report().rows, strict=True):

@@ -32,7 +32,7 @@ def _parameter(values, dtype=HALF):
 
 def _make(rule, parameters, **options):
     kind, given = RULES[rule]
-    return kind(parameters, **{"every": 0, **given, **options})
+    return kind(parameters, **{"report_interval": 0, **given, **options})
 
 
 def _step(optimizer, gradients, dtype=HALF):
@@ -71,7 +71,7 @@ def test_float16_states_follow_float32_under_its_own_eps(seed, size):
     value = torch.randn(40, 8)
     plain, scaled = torch.nn.Parameter(value.clone()), _parameter(value, torch.float32)
     other = torch.optim.AdamW([plain], lr=1e-2, eps=1e-8)
-    own = hu.optim.AdamW([scaled], lr=1e-2, eps=1e-8, state_dtype=HALF, every=0)
+    own = hu.optim.AdamW([scaled], lr=1e-2, eps=1e-8, state_dtype=HALF, report_interval=0)
     for _ in range(10):
         plain.grad = torch.randn(40, 8) * size
         scaled.grad = ScaledTensor.encode(plain.grad, torch.float32)
@@ -94,7 +94,7 @@ def test_the_compiled_step_is_the_reference(seed, rule, update, dtype, gradient,
     values = [[torch.randn(shape) * 2.0**k for shape in shapes] for k in (-9, -12, -3, -30)]
     for chosen in ("reference", "numba"):
         parameters = [_parameter(value, dtype) for value in values[0]]
-        optimizer = _make(rule, parameters, weight_update=update, state_dtype=states, seed=seed, every=2)
+        optimizer = _make(rule, parameters, weight_update=update, state_dtype=states, seed=seed, report_interval=2)
         with engine(chosen):
             for gradients in values[1:]:
                 _step(optimizer, gradients, gradient)
@@ -180,7 +180,7 @@ def test_moments_of_decaying_gradients_stay_finite_for_a_thousand_steps(seed):
 
 def test_roots_of_second_moments_are_right_on_average(seed):
     parameter, steps = _parameter(torch.zeros(4000)), 60
-    optimizer = hu.optim.AdamW([parameter], betas=(0.9, 0.95), state_dtype="fp8", seed=seed, every=0)
+    optimizer = hu.optim.AdamW([parameter], betas=(0.9, 0.95), state_dtype="fp8", seed=seed, report_interval=0)
     for _ in range(steps):
         _step(optimizer, [torch.full((4000,), 0.37)], torch.float32)
     state = optimizer.state[parameter]
@@ -249,7 +249,7 @@ def test_the_meter_sees_what_nearest_loses_and_kahan_keeps(seed):
     found = {}
     for update in ("nearest", "kahan"):
         parameter = _parameter(torch.ones(64) + torch.rand(64))
-        optimizer = hu.optim.SGD([parameter], lr=1.0, weight_update=update, every=1)
+        optimizer = hu.optim.SGD([parameter], lr=1.0, weight_update=update, report_interval=1)
         for _ in range(3):
             _step(optimizer, [torch.full((64,), 2.0**-14)])
         found[update] = optimizer.report().cancelled

@@ -12,7 +12,7 @@ from .laws import CODECS
 def _adamw(elements, state_dtype, **options):
     """AdamW on float32 zeros at rate 1, so that a weight is its update and only the states are narrow."""
     parameter = torch.nn.Parameter(torch.zeros(elements))
-    given = {"lr": 1.0, "weight_decay": 0.0, "every": 0, "state_dtype": state_dtype, **options}
+    given = {"lr": 1.0, "weight_decay": 0.0, "report_interval": 0, "state_dtype": state_dtype, **options}
     return parameter, hu.optim.AdamW([parameter], **given)
 
 

@@ -119,7 +119,7 @@ def test_two_threads_give_the_bits_of_one(seed, update, codec):
         torch.manual_seed(seed)
         shapes = [(200, 512), (33,), (64, 1024), (5, 7), (), (0, 4)]
         parameters = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes]
-        optimizer = build("adamw", update, parameters, state_dtype=codec, seed=seed, every=2)
+        optimizer = build("adamw", update, parameters, state_dtype=codec, seed=seed, report_interval=2)
         torch.set_num_threads(threads)
         try:
             for _ in range(4):

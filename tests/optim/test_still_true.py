@@ -12,7 +12,7 @@ from halfulp.kernels import same_bits
 @pytest.mark.parametrize("every", [2, 4, 50])
 def test_new_memory_in_every_step(every):
     weight = torch.nn.Parameter(torch.zeros(40))
-    optimizer = hu.optim.SGD([weight], lr=1.0, every=every)
+    optimizer = hu.optim.SGD([weight], lr=1.0, report_interval=every)
     kept = []
     for step in range(1, 121):
         kept.append(weight.data)

@@ -172,7 +172,7 @@ def compare(seed: int, device: str) -> list[str]:
                 found.append(f"{case}")
         for codec in ("default", "8bit"):
             case = (seed, "adamw", "stochastic", "bf16", CODECS[codec], torch.bfloat16)
-            more = {"shapes": [(7,), (33, 5), (), (0, 3), (3, 5472), (40_001,)], "every": 1}
+            more = {"shapes": [(7,), (33, 5), (), (0, 3), (3, 5472), (40_001,)], "report_interval": 1}
             (here, a), (there, b) = _run("triton", *case, device, **more), _run("reference", *case, **more)
             pairs = list(zip(a.report().rows, b.report().rows, strict=True))
             counted = all((m.updates, m.cancelled, m.samples) == (o.updates, o.cancelled, o.samples) for m, o in pairs)

@@ -76,7 +76,7 @@ def test_exact_updates_equal_torch_in_float32_bit_for_bit(cls, options, update, 
 def test_every_weight_update_follows_float32(update, seed):
     narrow, wide = parameters(scale=1.0)
     starts = [p.detach().clone() for p in wide]
-    ours = hu.optim.wrap(torch.optim.RMSprop, narrow, lr=1e-4, weight_update=update, every=3)
+    ours = hu.optim.wrap(torch.optim.RMSprop, narrow, lr=1e-4, weight_update=update, report_interval=3)
     theirs = torch.optim.RMSprop(wide, lr=1e-4)
     gradients = [torch.randn(shape).bfloat16() for shape in SHAPES]
     for _ in range(200):
@@ -102,8 +102,8 @@ def test_reference_gives_the_same_bits(update, dtype, seed):
         update = hu.Split(8)
     narrow, _ = parameters(dtype)
     others = [torch.nn.Parameter(p.detach().clone()) for p in narrow]
-    ours = hu.optim.wrap(torch.optim.NAdam, narrow, weight_update=update, every=2)
-    slow = hu.optim.wrap(torch.optim.NAdam, others, weight_update=update, every=2)
+    ours = hu.optim.wrap(torch.optim.NAdam, narrow, weight_update=update, report_interval=2)
+    slow = hu.optim.wrap(torch.optim.NAdam, others, weight_update=update, report_interval=2)
     for _ in range(4):
         gradients = [torch.randn(shape).to(dtype) for shape in SHAPES]
         for p, q, g in zip(narrow, others, gradients):
@@ -333,7 +333,11 @@ def test_named_parameters_and_narrowing(seed):
     model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 9))
     twin = copy.deepcopy(model)
     ours = hu.optim.wrap(
-        torch.optim.Adagrad, model.named_parameters(), param_dtype=torch.bfloat16, weight_update="split", every=1
+        torch.optim.Adagrad,
+        model.named_parameters(),
+        param_dtype=torch.bfloat16,
+        weight_update="split",
+        report_interval=1,
     )
     theirs = torch.optim.Adagrad(twin.parameters())
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -77,7 +77,7 @@ class EMA:
         format: values of a format in float32 averages; see Optimizer.
         warmup: decay at most (1 + n) / (10 + n) at update n, so that the start is forgotten early.
         buffers: "copy" takes the model's buffers as they are at each update; "average" averages the floating ones.
-        seed, every: see Optimizer.
+        seed, report_interval: see Optimizer.
 
     Raises:
         TypeError: no module, or an optimizer that is not of hu.optim.
@@ -111,7 +111,7 @@ class EMA:
         warmup: bool = False,
         buffers: str = "copy",
         seed: int = 0,
-        every: int = 50,
+        report_interval: int = 50,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"EMA takes a torch.nn.Module, got {type(model).__name__}")
@@ -127,7 +127,7 @@ class EMA:
         self._copied = {name: value.detach().clone() for name, value in copied.items()}
         self._averages = {name: torch.empty_like(w.detach(), dtype=dtype or w.dtype) for name, w in live.items()}
         named = [(f"average of {name}", average) for name, average in self._averages.items()]
-        narrow = {"weight_update": weight_update, "format": format, "seed": seed, "every": every}
+        narrow = {"weight_update": weight_update, "format": format, "seed": seed, "report_interval": report_interval}
         self._inner = Averages(named, {"decay": decay, "warmup": warmup}, **narrow)
         self._start()
 

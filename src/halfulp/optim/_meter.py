@@ -51,7 +51,7 @@ class LostUpdateReport:
     def __str__(self) -> str:
         """A few lines for a person."""
         if self.cancelled is None:
-            return "lost updates: none metered yet (every `every`-th step is)"
+            return "lost updates: none metered yet (one step in `report_interval` is)"
         lines = [f"lost updates: {self.cancelled:.1%} of all element updates cancelled by rounding, "
                  f"{self.realised:.1%} of the wanted update realised"]  # fmt: skip
         bad = [row for row in self.rows if row.cancelled > 0.5 and row.weight_update == "nearest"]

@@ -58,7 +58,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         format: a Format or its name: parameters stay float32 tensors and hold values of that format.
         seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Two optimizers
             over unnamed parameters, or over parameters of the same names, share them: give the second another seed.
-        every: lost updates are counted on every `every`-th step; 0 for never.
+        report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
     """
 
     def __init__(
@@ -67,18 +67,20 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         defaults: dict,
         *,
         weight_update: WeightUpdate | str | None = None,
-        state_dtype: StateChoice = None,
         param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
         format: Format | str | None = None,
         seed: int = 0,
-        every: int = 50,
+        report_interval: int = 50,
     ) -> None:
         self._slots: dict[torch.Tensor, Slot] = {}
         self._aligned: dict[int, list[Slot | None]] = {}
         self._kinds: dict[tuple[Kind, torch.device], Kind] = {}
         self._tables = Tables()
         own = {"weight_update": weight_update, "state_dtype": state_dtype, "param_dtype": param_dtype}
-        super().__init__(params, {**defaults, **own, "format": format, "seed": seed, "every": every})
+        super().__init__(
+            params, {**defaults, **own, "format": format, "seed": seed, "report_interval": report_interval}
+        )
 
     def rule(self, group: dict) -> UpdateRule:
         """The update rule of a param group."""
@@ -242,7 +244,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
 
     def _collect(self, number: int, group: dict, batches: dict[tuple[int, bool], list[Slot]]) -> None:
         """Sort a group's parameters with gradients into batches of one kind."""
-        rule, constants, every, states = self.rule(group), {}, group["every"], self.state
+        rule, constants, interval, states = self.rule(group), {}, group["report_interval"], self.state
         self._check_numbers(group)
         self._guard_feedback(group)
         known = self._in_order(number, group)
@@ -268,7 +270,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             slot.gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
             if not slot.parts[0].is_contiguous():
                 slot.copied = slot.parts[0].contiguous()
-            key = (id(slot.kind), bool(every) and step % every == 0)
+            key = (id(slot.kind), bool(interval) and step % interval == 0)
             if key in batches:
                 batches[key].append(slot)
             else:

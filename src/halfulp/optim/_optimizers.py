@@ -1,4 +1,4 @@
-"""The optimizers by name, with torch.optim's signatures."""
+"""SGD, Adam and AdamW with the signatures of torch.optim's, and Lion; beside them the options of Optimizer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ..formats import Format
 from ._adam import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD
 from ._lion import LION
 from ._optimizer import Optimizer
@@ -13,6 +14,8 @@ from ._options import refuse_torch_switches
 from ._rule import UpdateRule
 from ._sgd import SGD as PLAIN
 from ._sgd import SGD_MOMENTUM, SGD_NESTEROV
+from ._states import StateChoice
+from ._weight_update import WeightUpdate
 
 
 class SGD(Optimizer):
@@ -22,7 +25,7 @@ class SGD(Optimizer):
         params: parameters, named parameters or groups.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD.
         foreach, differentiable, fused: accepted unless they ask for another implementation.
-        narrow: `weight_update`, `state_dtype`, `param_dtype`, `format`, `seed`, `every`: see Optimizer.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -51,7 +54,12 @@ class SGD(Optimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        **narrow,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
     ) -> None:
         refuse_torch_switches("SGD", foreach=foreach, differentiable=differentiable, fused=fused)
         if nesterov and (momentum <= 0 or dampening != 0):
@@ -64,7 +72,16 @@ class SGD(Optimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, **narrow)
+        super().__init__(
+            params,
+            defaults,
+            weight_update=weight_update,
+            param_dtype=param_dtype,
+            state_dtype=state_dtype,
+            format=format,
+            seed=seed,
+            report_interval=report_interval,
+        )
 
     def rule(self, group: dict) -> UpdateRule:
         """By momentum and Nesterov's."""
@@ -80,7 +97,7 @@ class Adam(Optimizer):
         params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as torch.optim.Adam.
         foreach, capturable, differentiable, fused: accepted unless they ask for another implementation.
-        narrow: `weight_update`, `state_dtype`, `param_dtype`, `format`, `seed`, `every`: see Optimizer.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -101,7 +118,12 @@ class Adam(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        **narrow,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
     ) -> None:
         name = type(self).__name__
         refuse_torch_switches(name, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
@@ -114,7 +136,16 @@ class Adam(Optimizer):
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(params, defaults, **narrow)
+        super().__init__(
+            params,
+            defaults,
+            weight_update=weight_update,
+            param_dtype=param_dtype,
+            state_dtype=state_dtype,
+            format=format,
+            seed=seed,
+            report_interval=report_interval,
+        )
 
     def rule(self, group: dict) -> UpdateRule:
         """With or without the running maximum; the decay in the gradient or beside it."""
@@ -129,7 +160,7 @@ class AdamW(Adam):
         params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW.
         foreach, capturable, differentiable, fused: accepted unless they ask for another implementation.
-        narrow: `weight_update`, `state_dtype`, `param_dtype`, `format`, `seed`, `every`: see Optimizer.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -149,9 +180,39 @@ class AdamW(Adam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        **options,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **options)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            weight_update=weight_update,
+            param_dtype=param_dtype,
+            state_dtype=state_dtype,
+            format=format,
+            seed=seed,
+            report_interval=report_interval,
+        )
 
     def rule(self, group: dict) -> UpdateRule:
         """With or without the running maximum, whatever a loaded group says of the decay."""
@@ -164,7 +225,7 @@ class Lion(Optimizer):
     Args:
         params: parameters, named parameters or groups.
         lr, betas, weight_decay, maximize: step size, the two decay rates, decoupled decay, ascent.
-        narrow: `weight_update`, `state_dtype`, `param_dtype`, `format`, `seed`, `every`: see Optimizer.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -178,10 +239,24 @@ class Lion(Optimizer):
         weight_decay: float = 0,
         *,
         maximize: bool = False,
-        **narrow,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **narrow)
+        super().__init__(
+            params,
+            defaults,
+            weight_update=weight_update,
+            param_dtype=param_dtype,
+            state_dtype=state_dtype,
+            format=format,
+            seed=seed,
+            report_interval=report_interval,
+        )
 
     def rule(self, group: dict) -> UpdateRule:
         """Lion's."""

@@ -27,7 +27,7 @@ def check_group(group: dict) -> None:
     for choice in given.values() if isinstance(given, dict) else (given,):
         if choice is not None and not isinstance(choice, State):
             as_state(choice, torch.float32)
-    for name, least in (("seed", 0), ("every", 0)):
+    for name, least in (("seed", 0), ("report_interval", 0)):
         value = group[name]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
             raise ValueError(f"{name}={value!r}: a whole number from {least} on is needed")

@@ -10,8 +10,8 @@ from ._weight_update import weight_update
 
 _TORCH_ONLY = {"foreach", "capturable", "fused", "differentiable", "decoupled_weight_decay", "maximize", "amsgrad"}
 _ADDED = {"initial_lr", "last_lr", "param_names"}
-_OURS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "every", "identities"}
-_KEPT = ("params", "state_dtype", "param_dtype", "format", "every")
+_OURS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities"}
+_KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval")
 
 
 def checked_groups(groups: list[dict], state_dict: object, check_numbers: Callable[[dict], None]) -> list[dict]:

@@ -10,7 +10,7 @@ import torch
 
 from ._slots import local, placed_like
 
-OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "every", "identities")
+OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
 
 
 def made_over(optimizer: Callable, params: Iterable, options: dict) -> tuple[torch.optim.Optimizer, list[dict], dict]:

@@ -38,7 +38,7 @@ def wrap(
     param_dtype: torch.dtype | None = None,
     format: Format | str | None = None,
     seed: int = 0,
-    every: int = 50,
+    report_interval: int = 50,
     **options,
 ) -> Wrapped:
     """Any torch optimizer on bfloat16 or float16 parameters (or a format's values in float32 ones).
@@ -58,7 +58,8 @@ def wrap(
             states and hooks are taken over, 16-bit states as float32: do not step it afterwards, and make schedulers
             after wrapping.
         params: for a class: parameters, named parameters or groups, which may also hold the options below.
-        weight_update, param_dtype, format, seed, every: see Optimizer. "feedback" is refused: it needs a first moment.
+        weight_update, param_dtype, format, seed, report_interval: see Optimizer. "feedback" is refused: it needs a
+            first moment.
         options: for a class: its own, passed on.
 
     Returns:
@@ -80,7 +81,13 @@ def wrap(
     >>> bool((w < 1).all())
     True
     """
-    own = {"weight_update": weight_update, "param_dtype": param_dtype, "format": format, "seed": seed, "every": every}
+    own = {
+        "weight_update": weight_update,
+        "param_dtype": param_dtype,
+        "format": format,
+        "seed": seed,
+        "report_interval": report_interval,
+    }
     if isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise ValueError("this optimizer has weight updates of its own: give it weight_update= instead of wrapping it")
     if options.pop("state_dtype", None) is not None:

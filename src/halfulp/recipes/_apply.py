@@ -20,7 +20,7 @@ RULES = ("SGD", "Adam", "AdamW", "Lion")
 
 
 def apply(
-    recipe: Recipe, model: nn.Module, rule: str, *, seed: int = 0, every: int = 50, **hyper: Any
+    recipe: Recipe, model: nn.Module, rule: str, *, seed: int = 0, report_interval: int = 50, **hyper: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Move a float32 model to the recipe's formats, in place, and build the optimizer that goes with it.
 
@@ -32,7 +32,7 @@ def apply(
         model: A module with float32 parameters; changed in place.
         rule: ``"SGD"``, ``"Adam"``, ``"AdamW"`` or ``"Lion"``: a class of ``halfulp.optim``.
         seed: Governs the recipe's stochastic rounding and its perturbation of the start.
-        every: How often the lost-update meter samples, in steps.
+        report_interval: How often the lost-update meter samples, in steps.
         **hyper: The rule's own hyper-parameters, ``lr=`` and so on.
 
     Returns:
@@ -64,7 +64,9 @@ def apply(
     if isinstance(recipe.weight_update, str):
         choices["weight_update"] = _object(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
-    optimizer = getattr(optim, rule)(_groups(recipe, model), seed=seed, every=every, **options, **hyper)
+    optimizer = getattr(optim, rule)(
+        _groups(recipe, model), seed=seed, report_interval=report_interval, **options, **hyper
+    )
     if recipe.param_dtype:
         _narrow_buffers(model, getattr(torch, recipe.param_dtype))
     if recipe.format and recipe.state_dtype == recipe.format:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from ._form import LOGICALS, check_storage
 from ._placement import Rescale
 from ._scaled_tensor import ScaledTensor
 
+# A module, or a function.
+Given = TypeVar("Given", bound=Callable)
 # What a ScaledTensor keeps in its __dict__.
 _OWN = ("_payload", "_scale")
 # Payloads with float32's range, which do not drift out of it.
@@ -25,12 +27,12 @@ _FULL_RANGE = (torch.float32, torch.bfloat16)
 
 
 def scalify(
-    model: nn.Module | Callable,
+    model: Given,
     dtype: torch.dtype = torch.float16,
     matmul: str | None = None,
     where: Where = None,
     rescale: Rescale = "auto",
-) -> Any:
+) -> Given:
     """Hold a model's parameters as payload x scale, so that every tensor of its passes is: in place, and returned.
 
     From "Scalify" (Balança et al., arXiv 2407.17353). Every matched parameter becomes an nn.Parameter that is a

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ from ._mctensor import MCTensor
 from ._numbers import check_count, check_dtype
 from ._places import Place, Where, check_has_no_hooks, check_has_shape, chosen, places, with_marks
 
+Model = TypeVar("Model", bound=nn.Module)
 # Name of a module's record of the dtypes that its parameters had before.
 _BEFORE = "_halfulp_dtypes"
 # What an MCTensor keeps in its __dict__.
@@ -21,12 +24,12 @@ _OWN = ("_parts", "_scale", "_gradients")
 
 
 def multicomponent(
-    model: nn.Module,
+    model: Model,
     components: int = 2,
     dtype: torch.dtype | None = None,
     where: Where = None,
     gradients: str = FIRST,
-) -> nn.Module:
+) -> Model:
     """Hold a model's parameters as sums of several components: in place, like nn.Module.to.
 
     Every matched parameter becomes an nn.Parameter that is an MCTensor, with every digit that fits; its modules, their

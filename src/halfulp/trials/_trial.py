@@ -41,8 +41,8 @@ def run(task: Task, recipe: Recipe, seed: int, steps: int, data: Data, report: R
         return own_trial(recipe, seed, steps, data, report)
     model = task.model(data, seed)
     blank = copy.deepcopy(model)
-    every = max(1, min(50, steps // 12))
-    model, optimizer = recipes.apply(recipe, model, task.rule, seed=seed, every=every, **task.hyper)
+    report_interval = max(1, min(50, steps // 12))
+    model, optimizer = recipes.apply(recipe, model, task.rule, seed=seed, report_interval=report_interval, **task.hyper)
     with _arithmetic(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
         with scaling(recipe, model, optimizer, steps) as scaled:

@@ -69,8 +69,10 @@ class FullBatch(Task):
         """One trial, with a trial's results."""
         torch.manual_seed(seed)
         start = self.model(data, seed)
-        every = max(1, min(50, steps // 12))
-        model, optimizer = recipes.apply(recipe, copy.deepcopy(start), self.rule, seed=seed, every=every, **self.hyper)
+        report_interval = max(1, min(50, steps // 12))
+        model, optimizer = recipes.apply(
+            recipe, copy.deepcopy(start), self.rule, seed=seed, report_interval=report_interval, **self.hyper
+        )
         train, validation = self.whole()
         course = self._course(model, optimizer, [held(recipe, x) for x in train], steps, report)
         failed = course["diverged_at"] is not None
