@@ -29,15 +29,19 @@ def check_bits(name: str, fast: Callable[[], list[torch.Tensor]], reference: Cal
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors agree in dtype, shape and every bit, NaNs taken as one value.
+    """Whether two tensors agree in dtype, shape and every bit, NaNs taken as one value that no number equals.
 
     >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    False
+    >>> same_bits(torch.tensor([torch.nan]), torch.tensor([7.0]))
     False
     """
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
+    if a.is_complex():
+        return same_bits(torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj()))
     if not a.dtype.is_floating_point:
         return bool(torch.equal(a, b))
     words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[a.element_size()]
-    equal = a.contiguous().view(words) == b.contiguous().view(words)
+    equal = a.resolve_neg().contiguous().view(words) == b.resolve_neg().contiguous().view(words)
     return bool((equal | (a.isnan() & b.isnan())).all())
