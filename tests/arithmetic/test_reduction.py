@@ -131,7 +131,7 @@ def test_an_infinity_stays_in_its_column_and_its_sum(seed):
                 wanted = (plain or torch.prod)(parts[0].double(), dim)
                 got = function(parts, dim, 2)
                 odd = ~wanted.isfinite()
-                assert torch.equal(got[0].double().nan_to_num(7.0)[odd], wanted.to(dtype).double().nan_to_num(7.0)[odd])
+                assert same_bits(got[0][odd], wanted.to(dtype)[odd])
                 assert bool((got[1][odd] == 0).all())
                 assert bool(got[0][~odd & (wanted.abs() < 1e30)].isfinite().all())
 

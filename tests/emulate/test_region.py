@@ -8,15 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfulp.emulate import region
+from halfulp.kernels import same_bits
 from halfulp.rounding import quantize
 
 
-def same(a, b):
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
 def is_rounded(x, format="e8m1"):
-    return same(x, quantize(x, format))
+    return same_bits(x, quantize(x, format))
 
 
 def depth():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import halfulp as hu
+from halfulp.kernels import same_bits
 
 STEPS, SPIKE = 8, 4
 
@@ -22,7 +23,7 @@ def scaler_of(kind: str, model: nn.Module) -> torch.amp.GradScaler:
 
 
 def equal(ours: nn.Module, theirs: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    return all(same_bits(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 def accelerated(kind: str, seed: int, folder, monkeypatch, order: str = "before"):

@@ -104,6 +104,6 @@ def test_a_conversion_overflows_to_infinity_as_torchs(source, dtype, seed):
     assert found.dtype == dtype
     assert torch.equal(found.isinf(), wanted.isinf())
     assert torch.equal(found.isnan(), wanted.isnan())
-    assert torch.equal(found.signbit() | found.isnan(), wanted.signbit() | wanted.isnan())
+    assert torch.equal(found.signbit()[~wanted.isnan()], wanted.signbit()[~wanted.isnan()])
     finite = wanted.isfinite()
     assert bool(((found.decode() - x)[finite].abs() <= 2.0**-15 * x[finite].abs() + 2.0**-30).all())

@@ -9,6 +9,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
 
+from halfulp.kernels import same_bits
 from halfulp.tensors import MCTensor
 from halfulp.tensors._model import multicomponent, single_component
 from halfulp.tensors._state_dict import plain_state_dict
@@ -32,8 +33,8 @@ def fresh(kind: tuple[torch.dtype, int]) -> nn.Module:
 
 def same(a: nn.Module, b: nn.Module) -> bool:
     pairs = list(zip(a.parameters(), b.parameters(), strict=True))
-    parts = all(all(map(torch.equal, x.components, y.components)) for x, y in pairs)
-    return parts and all(x.scale is y.scale or torch.equal(x.scale, y.scale) for x, y in pairs)
+    parts = all(all(map(same_bits, x.components, y.components)) for x, y in pairs)
+    return parts and all(x.scale is y.scale or same_bits(x.scale, y.scale) for x, y in pairs)
 
 
 def by_torch(state: dict) -> dict:
