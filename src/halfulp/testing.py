@@ -107,7 +107,7 @@ class _Trial:
         outputs = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
         if outputs:
             torch.manual_seed(~self.seed)  # other numbers than the arguments, which are often drawn alike
-            cotangents = [torch.randn(x.shape, dtype=x.dtype) for x in outputs]
+            cotangents = [torch.randn(x.shape, dtype=x.dtype, device="cpu") for x in outputs]
             cotangents = [
                 _represented(c, exponent) if isinstance(x, ScaledTensor) else c for c, x in zip(cotangents, outputs)
             ]

@@ -50,8 +50,8 @@ def _run(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None) -> 
     """All rows, as much at a time as their records leave room for; dtype None asks for the accumulators."""
     rows, columns = a.shape
     if rows == 0 or columns == 0:
-        words = torch.zeros(rows, WORDS, dtype=torch.int64)
-        return words if dtype is None else torch.zeros(rows, dtype=dtype)
+        words = torch.zeros(rows, WORDS, dtype=torch.int64, device="cpu")
+        return words if dtype is None else torch.zeros(rows, dtype=dtype, device="cpu")
     width = _BLOCKS_AT_ONCE * block_size(a.dtype, b is not None)
     if columns > width:
         parts = [slice(start, start + width) for start in range(0, columns, width)]
@@ -94,7 +94,7 @@ def _run_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None
 
 def _settled(words: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Sums of accumulators with their carries passed on, or, with a dtype, rounded; the words given are used up."""
-    out = torch.empty(len(words), dtype=torch.int64)
+    out = torch.empty(len(words), dtype=torch.int64, device="cpu")
     if len(words):
         share, lengths = _shares(len(words), WORDS)
         setup = np.zeros(p.SETUP, np.int64)
@@ -164,7 +164,7 @@ def _check(dtype: torch.dtype, product: bool) -> None:
 
 def _fixed_rows(dtype: torch.dtype) -> torch.Tensor:
     """Rows whose blocks take each way: near one size, far apart, everywhere, with special values."""
-    grid = torch.arange(1100, dtype=torch.float64)
+    grid = torch.arange(1100, dtype=torch.float64, device="cpu")
     mixed = (grid * 0.6180339887498949).frac() - 0.5
     powers = (grid % 61 - 30).exp2()
     special = mixed.clone()

@@ -60,7 +60,7 @@ def carried(limbs: torch.Tensor) -> torch.Tensor:
     for _ in range(2):
         limbs = _low(limbs) + _passed(limbs >> LIMB)
     # Now every limb but the last lies in [-1, 2^32]: what is left are carries of 1, and then of -1, that run through.
-    last = torch.arange(limbs.shape[-1], device=limbs.device) == limbs.shape[-1] - 1
+    last = torch.arange(limbs.shape[-1], device=limbs.device, dtype=torch.int64) == limbs.shape[-1] - 1
     ahead = _running(limbs == 1 << LIMB, limbs == LOW).to(torch.int64)
     limbs = limbs + ahead
     limbs = torch.where((limbs >= 1 << LIMB) & ~last, limbs - (1 << LIMB), limbs)
@@ -79,7 +79,7 @@ def _passed(carries: torch.Tensor) -> torch.Tensor:
 
 def _running(starts: torch.Tensor, passes: torch.Tensor) -> torch.Tensor:
     """Where a carry comes in: from a limb that starts one, through all limbs that pass it on."""
-    index = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
+    index = torch.arange(starts.shape[-1], device=starts.device, dtype=torch.int64).expand(starts.shape)
     stop = torch.where(passes, -1, index).cummax(-1).values
     goes_out = (stop >= 0) & starts.gather(-1, stop.clamp(min=0))
     return _passed(goes_out)
@@ -135,7 +135,7 @@ def _deposit(words: torch.Tensor, value: torch.Tensor, exponent: torch.Tensor, n
     limb, shift = place // LIMB, place % LIMB
     rest = value >> (LIMB - shift)
     pieces = (value << shift) & LOW, rest & LOW, rest >> LIMB
-    start = torch.arange(words.shape[0], device=words.device)[:, None] * WORDS
+    start = torch.arange(words.shape[0], device=words.device, dtype=torch.int64)[:, None] * WORDS
     for k, piece in enumerate(pieces):
         signed = torch.where(negative, -piece, piece)
         words.view(-1).scatter_add_(0, (start + limb + k).reshape(-1), signed.reshape(-1))
@@ -144,7 +144,7 @@ def _deposit(words: torch.Tensor, value: torch.Tensor, exponent: torch.Tensor, n
 def _nearest(magnitude: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     """The bits of the nearest float, and whether the value is 0; of settled limbs that are not negative."""
     padded = torch.nn.functional.pad(magnitude, (2, 0))
-    index = torch.arange(padded.shape[-1], device=padded.device)
+    index = torch.arange(padded.shape[-1], device=padded.device, dtype=torch.int64)
     used = padded != 0
     top = torch.where(used, index, 2).amax(-1)
     bottom = torch.where(used, index, padded.shape[-1]).amin(-1)

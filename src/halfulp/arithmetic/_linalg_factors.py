@@ -63,7 +63,7 @@ def qr(work: Work, a: Parts) -> tuple[Parts, Parts]:
     a, columns = scaled(work.lift(a), -2)
     start = torch.linalg.qr(a[0]).R
     if bool((start.diagonal(dim1=-2, dim2=-1) == 0).any()):
-        refuse_singular(torch.ones(()), "qr")
+        refuse_singular(torch.ones((), dtype=torch.float32, device="cpu"), "qr")
     near = _divided(work, a, work.lift((start,)), start)
     gram = work.matmul(tuple(part.mT for part in near), near)
     lower, info = torch.linalg.cholesky_ex(gram[0])
@@ -111,7 +111,7 @@ def determinant(work: Work, a: Parts) -> Parts:
     ratio = upper[0].diagonal(dim1=-2, dim2=-1) / high.diagonal(dim1=-2, dim2=-1)
     # A pivot that was all rounding is left with the residual's rounding, however small its corrections have become.
     refuse_singular(~((ratio > 0.5) & (ratio < 2.0)), "det")
-    swaps = (pivots != torch.arange(1, pivots.shape[-1] + 1, device=pivots.device)).sum(-1) % 2
+    swaps = (pivots != torch.arange(1, pivots.shape[-1] + 1, device=pivots.device, dtype=torch.int64)).sum(-1) % 2
     digits, k = _multiplied(work, tuple(part.diagonal(dim1=-2, dim2=-1) for part in upper))
     k = k + rows.sum((-2, -1)) + columns.sum((-2, -1))
     return times_power_of_two(tuple(part * (1 - 2 * swaps) for part in digits), k)

@@ -43,7 +43,7 @@ def lstsq(work: Work, a: Parts, b: Parts) -> Parts:
     transposed = tuple(part.mT for part in a)
     q, r = torch.linalg.qr(a[0])
     if bool((r.diagonal(dim1=-2, dim2=-1) == 0).any()):
-        refuse_singular(torch.ones(()), "lstsq")
+        refuse_singular(torch.ones((), dtype=torch.float32, device="cpu"), "lstsq")
     _prove_independent(a, r)
     progress, x, rest = Progress(work, "lstsq"), None, None
     upper, lower = b[0], torch.zeros_like(r[..., :1].expand(*r.shape[:-1], b[0].shape[-1]))

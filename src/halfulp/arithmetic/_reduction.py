@@ -276,7 +276,7 @@ def _fold(pieces: _Pieces, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Par
     if chosen(parts[0].device.type) != "numba":
         made = _fold_reference(pieces, [part.reshape(cut.sizes).double() for part in parts], cut)
         return tuple([part.to(pieces.dtype).reshape(shape) for part in made])
-    made = tuple([torch.empty(shape, dtype=pieces.dtype) for _ in range(pieces.components)])
+    made = tuple([torch.empty(shape, dtype=pieces.dtype, device="cpu") for _ in range(pieces.components)])
     count = many * segments
     if not count or not columns:
         return made

@@ -28,14 +28,14 @@ class Factors:
             backward.crossing(target, source)
         self._device = device
         self._exponents: list[int] = []
-        self._values = torch.empty(0)
+        self._values = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def now(self) -> Tensor:
         """The factors for the exponents that hold; a new tensor, as compilers may write into it."""
         exponents = [target.exponent - source.exponent for source, target in self._edges]
         if exponents != self._exponents:
             self._exponents = exponents
-            self._values = torch.tensor([2.0**e for e in exponents]).to(self._device)
+            self._values = torch.tensor([2.0**e for e in exponents], dtype=torch.float32, device="cpu").to(self._device)
         return self._values.clone()
 
 
@@ -48,7 +48,7 @@ def _active(scaler: str) -> Backward | None:
 def _factors(scaler: str, edges: str, count: int, device: torch.device) -> Tensor:
     backward = _active(scaler)
     if backward is None:
-        return torch.ones(count, device=device)
+        return torch.ones(count, device=device, dtype=torch.float32)
     known = backward.factors.get((edges, device))
     if known is None:
         known = backward.factors[edges, device] = Factors(backward, edges, device)
@@ -96,7 +96,7 @@ def _refuse(out: Tensor, scaler: str) -> Tensor:
 factors_of_edges = define_operator(
     "gradient_factors(str scaler, str edges, int count, Device device) -> Tensor",
     _factors,
-    lambda scaler, edges, count, device: torch.empty(count, device=device),
+    lambda scaler, edges, count, device: torch.empty(count, device=device, dtype=torch.float32),
     host=True,
 )
 observed = define_operator(

@@ -23,6 +23,6 @@ def in_parallel(model: nn.Module | None) -> bool:
 
 def least(exponent: int, device: torch.device) -> int:
     """The least of all processes' exponents."""
-    found = torch.tensor([exponent], device=device)
+    found = torch.tensor([exponent], device=device, dtype=torch.int64)
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN)
     return int(found.item())

@@ -38,7 +38,7 @@ class RankingSets:
         if others < 1 or batch < 1:
             raise ValueError(f"others={others} and batch={batch} are at least 1")
         self.edges, self.nodes, self.others, self.batch = edges, nodes, others, batch
-        self._barred = torch.eye(nodes, dtype=torch.bool)
+        self._barred = torch.eye(nodes, dtype=torch.bool, device="cpu")
         self._barred[edges[:, 0], edges[:, 1]] = True
         full = self._barred[edges[:, 0].unique()].all(1)
         if full.any():
@@ -53,7 +53,7 @@ class RankingSets:
             popular: draw nodes in proportion to the number of edges into them to the power 0.75 (10 K tries per edge),
                 as in the burn-in of Nickel and Kiela's code, instead of uniformly.
         """
-        order = torch.randperm(len(self.edges), generator=generator)
+        order = torch.randperm(len(self.edges), generator=generator, dtype=torch.int64, device="cpu")
         drawn = self.draw(self.edges[order], generator, popular)
         yield from drawn.split(self.batch)
 
@@ -66,7 +66,7 @@ class RankingSets:
         rank = good.cumsum(1)
         found = rank[:, -1]
         good &= rank <= self.others
-        made = torch.empty(len(edges), self.others, dtype=torch.int64)
+        made = torch.empty(len(edges), self.others, dtype=torch.int64, device="cpu")
         enough = found >= self.others
         made[enough] = candidates[enough][good[enough]].view(-1, self.others)
         if not enough.all():
@@ -80,22 +80,23 @@ class RankingSets:
         found = good.sum(1, keepdim=True)
         for row in (found == 0).nonzero()[:, 0].tolist():
             pool = (~self._barred[sources[row]]).nonzero().flatten()
-            pool = pool[torch.randperm(len(pool), generator=generator)[: candidates.shape[1]]]
+            order = torch.randperm(len(pool), generator=generator, dtype=torch.int64, device="cpu")
+            pool = pool[order[: candidates.shape[1]]]
             candidates[row, : len(pool)], good[row, : len(pool)], found[row] = pool, True, len(pool)
         in_front = candidates.gather(1, (~good).to(torch.uint8).argsort(dim=1, stable=True))
-        again = torch.rand(len(good), self.others, generator=generator, dtype=torch.float64) * found
-        place = torch.arange(self.others)
+        again = torch.rand(len(good), self.others, generator=generator, dtype=torch.float64, device="cpu") * found
+        place = torch.arange(self.others, dtype=torch.int64, device="cpu")
         return in_front.gather(1, torch.where(place < found, place, again.long()))
 
     def _candidates(self, shape: tuple[int, int], generator: torch.Generator, popular: bool) -> torch.Tensor:
         if not popular:
-            return torch.randint(self.nodes, shape, generator=generator)
+            return torch.randint(self.nodes, shape, generator=generator, dtype=torch.int64, device="cpu")
         ends = self._popular.cumsum(0)
-        marks = torch.rand(shape, dtype=torch.float64, generator=generator) * ends[-1]
+        marks = torch.rand(shape, dtype=torch.float64, generator=generator, device="cpu") * ends[-1]
         return torch.searchsorted(ends, marks, right=True).clamp_(max=self.nodes - 1)
 
     def _first_of_each(self, candidates: torch.Tensor) -> torch.Tensor:
         """Where a candidate stands for the first time in its row."""
-        columns = torch.arange(candidates.shape[1], dtype=torch.int16).expand(candidates.shape)
-        seen = torch.full((len(candidates), self.nodes), 32_767, dtype=torch.int16)
+        columns = torch.arange(candidates.shape[1], dtype=torch.int16, device="cpu").expand(candidates.shape)
+        seen = torch.full((len(candidates), self.nodes), 32_767, dtype=torch.int16, device="cpu")
         return seen.scatter_reduce_(1, candidates, columns, "amin").gather(1, candidates) == columns

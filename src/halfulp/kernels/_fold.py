@@ -269,7 +269,7 @@ class _Narrow(_Reduction):
         """Components that change nothing, as words in memory."""
         found = []
         for k, dtype in enumerate(self.stored):
-            value = torch.tensor(0.0 if k else self.begin[0], dtype=dtype)
+            value = torch.tensor(0.0 if k else self.begin[0], dtype=dtype, device="cpu")
             bits = 8 * size_of(dtype)
             found.append(self.ir.Constant(self.ir.IntType(bits), value.view(getattr(torch, f"int{bits}")).item()))
         return found

@@ -143,6 +143,6 @@ def _spaced_encode(fmt: Format, constants: dict, x: torch.Tensor, random: torch.
     taken = below + ((random >> 8).float() * 2.0**-24 < units - below).float()
     rounded = taken * words_float(binade - constants["UNIT_SHIFT"])
     rounded = torch.where(magnitude < torch.inf, rounded, magnitude)
-    beyond = words_float(torch.tensor([constants["BEYOND"]], device=x.device))
+    beyond = words_float(torch.tensor([constants["BEYOND"]], device=x.device, dtype=torch.int64))
     limited = torch.where(rounded > fmt.max, beyond, rounded)
     return torch.where(x.isnan(), x, torch.copysign(limited, x))

@@ -49,7 +49,7 @@ class GivenOptimizer(Optimizer):
         """What is known of a parameter, looked at again if it has changed."""
         parameter = group["params"][position]
         slot = self._slots.get(parameter)
-        like = torch.empty(0, dtype=given.dtype)
+        like = torch.empty(0, dtype=given.dtype, device="cpu")
         if slot is None or not _holds(slot, like, self.rule(group), self.state[parameter]):
             slot = self._prepare(group, position, given)
         return slot

@@ -27,7 +27,7 @@ class Room:
     """
 
     def __init__(self, elements: int) -> None:
-        self._memory = torch.empty(elements)
+        self._memory = torch.empty(elements, dtype=torch.float32, device="cpu")
         self._used = 0
 
     def clear(self) -> None:
@@ -37,10 +37,10 @@ class Room:
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """An uninitialized contiguous float32 tensor of a tensor's shape and device."""
         if like.device.type != "cpu":
-            return torch.empty(like.shape, device=like.device)
+            return torch.empty(like.shape, device=like.device, dtype=torch.float32)
         begin, end = self._used, self._used + like.numel()
         if end > len(self._memory):
-            return torch.empty(like.shape)
+            return torch.empty(like.shape, dtype=torch.float32, device="cpu")
         self._used = -(-end // ALIGNMENT) * ALIGNMENT
         return self._memory[begin:end].view(like.shape)
 
@@ -109,10 +109,12 @@ def checked_read(update: WeightUpdate, store: Store) -> Callable:
     """The kernel of one weight update and store, compared with its reference before its first use in a process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
     kernel = compile_kernel(read_all, SIGNATURE, {**update.bindings(store), "store32": store32, "word": word})
-    ramp = torch.linspace(-1, 1, 64)
-    parts = [torch.zeros(64, dtype=dtype) for dtype in (store.dtype, *(dtype for _, dtype in update.companions(store)))]
+    ramp = torch.linspace(-1, 1, 64, dtype=torch.float32, device="cpu")
+    dtypes = (store.dtype, *(dtype for _, dtype in update.companions(store)))
+    parts = [torch.zeros(64, dtype=dtype, device="cpu") for dtype in dtypes]
     update.fill(store, parts, ramp * ramp * ramp)
-    check_bits(name, lambda: _run(kernel, [parts], [torch.empty(64)]), lambda: [update.read(store, parts)])
+    out = torch.empty(64, dtype=torch.float32, device="cpu")
+    check_bits(name, lambda: _run(kernel, [parts], [out]), lambda: [update.read(store, parts)])
     return kernel
 
 

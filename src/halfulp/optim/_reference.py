@@ -112,7 +112,7 @@ def _run_rule(kind: Kind, w, g, states, c):
     for codec, slot, q in zip(kind.codecs, rule.states, roots):
         if slot.degree == 2:
             large = large | (q > (2.0**60 if isinstance(codec, Blocks) else 2.0**120))
-    shrink, grow = torch.where(large, 2.0**-80, 1.0), torch.where(large, 2.0**80, 1.0)
+    shrink, grow = _either(large, 2.0**-80, 1.0), _either(large, 2.0**80, 1.0)
     values = []
     for codec, slot, q in zip(kind.codecs, rule.states, roots):
         q = q * shrink
@@ -143,7 +143,13 @@ def global_index(index_map: IndexMap, device: torch.device) -> torch.Tensor:
     whole = index_map.global_shape
     stride = 1
     for d in reversed(range(len(whole))):
-        along = torch.arange(index_map.shape[d], device=device) * index_map.step[d] + index_map.offset[d]
+        along = torch.arange(index_map.shape[d], dtype=torch.int64, device=device)
+        along = along * index_map.step[d] + index_map.offset[d]
         index = index + (along * stride).reshape([-1 if k == d else 1 for k in range(len(whole))])
         stride *= whole[d]
     return index.reshape(index_map.shape)
+
+
+def _either(large: torch.Tensor, yes: float, no: float) -> torch.Tensor:
+    """torch.where of two numbers, in float32 whatever the default dtype is."""
+    return torch.full_like(large, no, dtype=torch.float32).masked_fill(large, yes)

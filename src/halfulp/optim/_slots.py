@@ -169,7 +169,8 @@ def _strided_map(parameter: torch.Tensor) -> IndexMap:
     for d, whole in enumerate(parameter.shape):
         like = [1] * parameter.dim()
         like[d] = whole
-        coordinates = torch.arange(whole, device=local(parameter).device).reshape(like).expand(parameter.shape)
+        coordinates = torch.arange(whole, dtype=torch.int64, device=local(parameter).device)
+        coordinates = coordinates.reshape(like).expand(parameter.shape)
         mine = distribute_tensor(
             coordinates.contiguous(), parameter.device_mesh, parameter.placements, src_data_rank=None
         )

@@ -131,7 +131,7 @@ class Split8(WeightUpdate):
 
     def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
         """Nearest, to 24 bits."""
-        half = torch.full(value.shape, 0x80 if store.name == "bf16" else 0x8000, device=value.device)
+        half = torch.full(value.shape, 0x80 if store.name == "bf16" else 0x8000, device=value.device, dtype=torch.int64)
         self._encode(store, parts, torch.where(value.isnan(), torch.nan, value), half)
 
     def _encode(self, store: Store, parts: Parts, value: torch.Tensor, random: torch.Tensor) -> None:

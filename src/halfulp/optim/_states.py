@@ -143,7 +143,7 @@ class Blocks:
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
         """Store values; without random words as nearly as the codes allow."""
-        random = torch.full(value.shape, 0x8000, device=value.device) if random is None else random
+        random = torch.full(value.shape, 0x8000, device=value.device, dtype=torch.int64) if random is None else random
         self.encode_roots(tensors, value.double().sqrt().float() if self.squared else value, random)
 
     def encode_roots(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor) -> None:

@@ -211,13 +211,13 @@ def _trial(kind: Kind, run: Callable | None = None, device: torch.device | str =
     """
     count = 2 * (kind.block or 32)
     shape, index_map = torch.Size([count]), IndexMap((count,), (4 * CHUNK,), (CHUNK,), (1,))
-    ramp = torch.linspace(-1, 1, count)
+    ramp = torch.linspace(-1, 1, count, dtype=torch.float32, device="cpu")
     value, gradient = ramp * ramp * ramp, ramp * ramp.abs().sqrt() * 3e-2
     value[5::16] *= 2.0**-128
     gradient[3::16] *= 2.0**-60
     gradient[7], gradient[9] = torch.nan, -0.0
-    parts = [torch.zeros(shape, dtype=kind.store.dtype)]
-    parts += [torch.zeros(shape, dtype=dtype) for _, dtype in kind.update.companions(kind.store)]
+    parts = [torch.zeros(shape, dtype=kind.store.dtype, device="cpu")]
+    parts += [torch.zeros(shape, dtype=dtype, device="cpu") for _, dtype in kind.update.companions(kind.store)]
     kind.update.fill(kind.store, parts, value)
     parts, gradient = [part.to(device) for part in parts], gradient.to(kind.gradient.dtype).to(device)
     states = [
@@ -240,7 +240,7 @@ def _trial(kind: Kind, run: Callable | None = None, device: torch.device | str =
             found = reference_peaks(*given) if run is None else run(
                 chunks(index_map, 0), np.array([pointers], np.int64), row, keys
             ).max(0)[: 1 + len(kind.scaled_states)]  # fmt: skip
-            return [torch.tensor(found, dtype=torch.float32)]
+            return [torch.tensor(found, dtype=torch.float32, device="cpu")]
         if run is None:
             reference_step(kind, parts, gradient, states, constants, [int(k) for k in keys[0]], index_map)
         else:

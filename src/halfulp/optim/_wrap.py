@@ -367,7 +367,7 @@ def _parted(state_dict: Mapping[str, Any]) -> tuple[dict, dict]:
             own[number] = {k: v for k, v in state.items() if not k.startswith(_BASE)}
             inner[number] = {k.removeprefix(_BASE): v for k, v in state.items() if k.startswith(_BASE)}
         else:
-            own[number] = {"step": torch.as_tensor(float(state.get("step", 0)))}
+            own[number] = {"step": torch.as_tensor(float(state.get("step", 0)), dtype=torch.float32, device="cpu")}
             inner[number] = mapped(state, lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t)
     return {**state_dict, "state": own}, inner
 

@@ -178,8 +178,8 @@ def _perturb(model: nn.Module, size: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-            parameter.mul_(1 + size * noise)
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+            parameter.mul_(1 + size * noise.to(parameter.device))
 
 
 def _narrow_buffers(model: nn.Module, dtype: torch.dtype) -> None:

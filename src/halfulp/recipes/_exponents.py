@@ -100,7 +100,8 @@ class Proof:
         return merged
 
     def _draw(self, keys: list[str]) -> dict[str, int]:
-        draws = torch.randint(LOWEST, HIGHEST + 1, (len(keys),), generator=self._generator)
+        kind = {"dtype": torch.int64, "device": "cpu"}
+        draws = torch.randint(LOWEST, HIGHEST + 1, (len(keys),), generator=self._generator, **kind)
         return dict(zip(keys, draws.tolist()))
 
     def _run(self, exponents: dict[str, int]) -> dict[str, float]:

@@ -71,7 +71,8 @@ def default_loss(seed: int) -> LossOf:
         floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad]
         if not floats:
             raise ValueError("no floating output depends on the parameters: give loss=lambda output: ...")
-        return sum((x * torch.randn(x.shape, generator=generator).to(x.device)).sum() for x in floats)
+        kind = {"dtype": torch.float32, "device": "cpu", "generator": generator}
+        return sum((x * torch.randn(x.shape, **kind).to(x.device)).sum() for x in floats)
 
     return loss_of
 

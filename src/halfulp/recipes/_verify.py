@@ -187,7 +187,7 @@ def _shift(parameters: Any, generator: torch.Generator) -> None:
 
 
 def _moved(x: ScaledTensor, generator: torch.Generator) -> ScaledTensor:
-    power = int(torch.randint(-SPREAD, SPREAD + 1, (), generator=generator))
+    power = int(torch.randint(-SPREAD, SPREAD + 1, (), generator=generator, dtype=torch.int64, device="cpu"))
     return x.with_scale((x.scale * 2.0**power).clamp(2.0**-126, 2.0**127)).detach()
 
 

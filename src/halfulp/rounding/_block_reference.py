@@ -28,7 +28,7 @@ def blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int) -> torch
     rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
     bits = None
     if target.element.mode == STOCHASTIC:
-        bits = random_words(key, torch.arange(x.numel(), device=x.device)).view(rows.shape)
+        bits = random_words(key, torch.arange(x.numel(), device=x.device, dtype=torch.int64)).view(rows.shape)
         bits = _in_blocks(bits, target.block)
     work = torch.float64 if target.powers or x.dtype == torch.float64 else torch.float32
     blocks = _in_blocks(rows.to(work), target.block)
@@ -77,7 +77,7 @@ def _power_scale(peak: torch.Tensor, target: BlockTarget) -> torch.Tensor:
 def _product_scale(peak: torch.Tensor, target: BlockTarget) -> torch.Tensor:
     """Each block's rounded scale times the tensor's."""
     tensor, unit = tensor_scale(float(peak.max()), target)
-    tensor, unit = torch.tensor(tensor, dtype=peak.dtype), torch.tensor(unit, dtype=peak.dtype)
+    tensor, unit = (torch.tensor(value, dtype=peak.dtype, device="cpu") for value in (tensor, unit))
     quotient = peak / unit.to(peak.device)
     layout = WORD64 if peak.dtype == torch.float64 else WORD32
     scale = from_words(round_words(to_words(quotient.contiguous()), target.scale, layout, None), peak.dtype)
@@ -89,6 +89,7 @@ def tensor_scale(peak: float, target: BlockTarget) -> tuple[float, float]:
     """The tensor's scale, and its product with the largest element, as float32 numbers."""
     if not target.tensor_scale:
         return 1.0, target.element.max
-    single = torch.tensor([peak, target.element.max * target.scale.max, target.element.max], dtype=torch.float32)
+    numbers = [peak, target.element.max * target.scale.max, target.element.max]
+    single = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     scale = (single[0] / single[1]).clamp(min=_SMALLEST_NORMAL)
     return float(scale), float(scale * single[2])

@@ -55,7 +55,7 @@ def by_reference(x: torch.Tensor, target: Target, key: int) -> torch.Tensor:
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
     bits = None
     if target.mode == STOCHASTIC:
-        bits = random_words(key, torch.arange(x.numel(), device=x.device)).view(x.shape)
+        bits = random_words(key, torch.arange(x.numel(), device=x.device, dtype=torch.int64)).view(x.shape)
     words = round_words(to_words(wide.contiguous()), target, layout, bits)
     return from_words(words, wide.dtype).to(x.dtype)
 
@@ -149,7 +149,8 @@ def check_kernel(kernel, dtype: torch.dtype, target: Target, path: str, in_place
 @cache
 def fixed_elements(dtype: torch.dtype) -> torch.Tensor:
     """1,024 numbers of all magnitudes, and the special ones."""
-    words = random_words(1, torch.arange(1024)) | random_words(2, torch.arange(1024)) << 32
+    index = torch.arange(1024, dtype=torch.int64, device="cpu")
+    words = random_words(1, index) | random_words(2, index) << 32
     special = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, 1.5, -448.0, 464.0, 2.0**-24, 1e-45]
     if dtype == torch.float64:
         x = words.view(torch.float64)
@@ -157,5 +158,5 @@ def fixed_elements(dtype: torch.dtype) -> torch.Tensor:
         x = words.to(torch.int32).view(torch.float32)
     else:
         x = words.to(torch.int16).view(dtype)
-    small = torch.linspace(-4, 4, 1001).to(dtype)
-    return torch.cat([x, small, torch.tensor(special, dtype=torch.float64).to(dtype)])
+    small = torch.linspace(-4, 4, 1001, dtype=torch.float64, device="cpu").to(dtype)
+    return torch.cat([x, small, torch.tensor(special, dtype=torch.float64, device="cpu").to(dtype)])

@@ -114,4 +114,4 @@ def rounding_names() -> list[str]:
 
 def drawn_key() -> int:
     """A key from torch's default generator."""
-    return int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64))
+    return int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu"))

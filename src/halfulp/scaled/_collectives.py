@@ -45,7 +45,8 @@ def wire_scales(
     scales = torch.stack([x._scale for x in tensors])
     amaxes = torch.stack([_amax(x) for x in tensors])
     scales, amaxes = largest(torch.cat([scales, amaxes])).chunk(2)
-    tops = torch.tensor([terms / torch.finfo(storage or wire_storage(x)).max for x in tensors], device=scales.device)
+    tops = [terms / torch.finfo(storage or wire_storage(x)).max for x in tensors]
+    tops = torch.tensor(tops, dtype=torch.float32, device=scales.device)
     needed = _powers.round_to_power(amaxes * tops, "up")
     return list(torch.maximum(scales * root_of_count(terms), needed).clamp(max=_powers.LARGEST).unbind())
 

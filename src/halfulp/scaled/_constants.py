@@ -99,7 +99,7 @@ def constants_under(x: ScaledTensor, *constants: Any, room: bool = True) -> tupl
             powers = {c: _powers.power_of(abs(c)) for c in numbers if c and math.isfinite(c)}
             needed = [p if p < _LARGE else max(1.0, _room_of(c, storage)) for c, p in powers.items()]
         own = max([own, *needed])
-        return [_under_number(c, own, storage) for c in numbers], torch.full((), own, dtype=torch.float32)
+        return [_under_number(c, own, storage) for c in numbers], torch.full((), own, dtype=torch.float32, device="cpu")
     tensors = [operand(c, x) for c in constants]
     scale = with_room(x._scale, storage, *tensors) if room else _adopted(x._scale, x._scale, storage, tuple(tensors))
     return [constant_payload(c, scale, storage) for c in tensors], scale

@@ -117,7 +117,7 @@ def power(scale: Tensor, degree: int) -> tuple[Tensor, Tensor | float]:
     """scale^degree as a scale, and what its range cannot hold."""
     value = _powers.known(scale)
     if value is not None:
-        return _powers.product(torch.tensor(1.0), value**degree)
+        return _powers.product(torch.tensor(1.0, dtype=torch.float32, device="cpu"), value**degree)
     return _powers.product(torch.ones_like(scale), scale.double() ** degree)
 
 

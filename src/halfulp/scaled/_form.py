@@ -145,7 +145,7 @@ def measured_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding
         return torch.full((), _powers.ANY, dtype=torch.float32, device=values.device)
     quick = _quick_scale(values, rounding) if storage in (torch.float32, torch.bfloat16) else None
     if quick is not None:
-        return torch.full((), quick, dtype=torch.float32)
+        return torch.full((), quick, dtype=torch.float32, device="cpu")
     finite = torch.nan_to_num(values.detach().to(torch.float64), 0.0, 0.0, 0.0)
     count = finite.count_nonzero().clamp(min=1)
     rms = (finite.square().sum() / count).sqrt()

@@ -79,7 +79,7 @@ def _reduced(operator: OpOverload, x: Any, dim: int, index: Tensor, source: Any,
 @implements(aten.scatter.value, family="indexing")
 def scatter_value(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
     """A constant at indices, under x's scale."""
-    constant = operand(value, x) if isinstance(value, ScaledTensor) else torch.full((), value, device=x.device)
+    constant = operand(value, x) if isinstance(value, ScaledTensor) else _constant(value, x)
     return written(x, constant, lambda p, v: aten.scatter.src(p, dim, index, v.expand(index.shape).clone()))
 
 
@@ -119,7 +119,7 @@ def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
         return aten.index_fill.int_Tensor(x, dim, index, decoded(value, x.dtype))
     if isinstance(value, ScaledTensor):
         value = decoded(value, torch.float32)
-    constant = value if isinstance(value, Tensor) else torch.full((), value, device=x.device)
+    constant = value if isinstance(value, Tensor) else _constant(value, x)
     return written(x, constant, lambda p, v: aten.index_fill.int_Tensor(p, dim, index, v))
 
 
@@ -130,3 +130,8 @@ def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
 
 
 by_degree(aten.embedding_dense_backward.default, family="indexing", grad_output=1)
+
+
+def _constant(value: Any, x: Tensor) -> Tensor:
+    """A number as a float32 tensor without dimensions, beside x."""
+    return torch.full((), value, dtype=torch.float32, device=x.device)

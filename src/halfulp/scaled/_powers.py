@@ -99,7 +99,7 @@ def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
     if None not in values:
         value = math.prod(values)
         held = min(max(value, SMALLEST), LARGEST)
-        return torch.tensor(held, dtype=torch.float32), value / held
+        return torch.tensor(held, dtype=torch.float32, device="cpu"), value / held
     value = scales[0].double()
     for scale in scales[1:]:
         value = value * scale
@@ -118,7 +118,7 @@ def larger(*scales: Tensor) -> Tensor:
     """The largest of several scales, as a tensor of its own."""
     values = [known(scale) for scale in scales]
     if None not in values:
-        return torch.tensor(max(values), dtype=torch.float32)
+        return torch.tensor(max(values), dtype=torch.float32, device="cpu")
     result = scales[0]
     for scale in scales[1:]:
         result = torch.maximum(result, scale)
@@ -133,7 +133,7 @@ def deciding(*scales: Tensor) -> Tensor:
     values = [known(scale) for scale in scales]
     if None not in values:
         others = [value for value in values if ANY < value < HUGE]
-        return torch.tensor(max(others or values), dtype=torch.float32)
+        return torch.tensor(max(others or values), dtype=torch.float32, device="cpu")
     others = [torch.where(scale < HUGE, scale, ANY) for scale in scales]
     scale = larger(*others)
     return settled(torch.where(scale == ANY, larger(*scales), scale))

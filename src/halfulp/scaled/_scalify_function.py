@@ -42,7 +42,7 @@ def scalify_function(function: Callable, dtype: torch.dtype = torch.float16) -> 
     if not callable(function):
         raise TypeError(f"scalify takes a module or a function, got {type(function).__name__}")
 
-    like = ScaledTensor(torch.ones(()), 1.0)
+    like = ScaledTensor(torch.ones((), dtype=torch.float32, device="cpu"), 1.0)
     positions = _positional_names(function)
 
     def names() -> Iterator[str]:

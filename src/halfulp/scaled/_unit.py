@@ -42,7 +42,8 @@ def _odd(operator: OpOverload) -> Callable:
     def compute(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         values = operator(value_of(x), *arguments, **options)
         own = _powers.known(x._scale)
-        scale = torch.clamp(x._scale, max=1.0) if own is None else torch.tensor(min(own, 1.0))
+        least = None if own is None else torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
+        scale = torch.clamp(x._scale, max=1.0) if least is None else least
         return fitting(values, scale, x._payload.dtype, x.dtype)
 
     return compute

@@ -41,7 +41,8 @@ def write(x: Tensor, value: Any) -> Tensor:
         factor = _powers.ratio(value._scale, scale)
         payload = _powers.times(widened(value), factor)
         if isinstance(factor, float) and factor > _powers.LARGEST:  # which `times` does not multiply by
-            payload = torch.where(widened(value) == 0, 0.0, torch.inf)
+            payload = widened(value)
+            payload = payload.masked_fill(payload != 0, torch.inf)
         _check_fits(x, payload, value)
     x._payload.copy_(narrowed(payload, x._payload.dtype))
     x._scale.copy_(scale)

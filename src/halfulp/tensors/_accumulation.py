@@ -60,7 +60,7 @@ def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
     if x.dim() == 0:
         return x + source
     source = source[tuple(slice(0, size) for size in index.shape)]
-    places = torch.arange(x.numel(), device=index.device).reshape(x.shape)
+    places = torch.arange(x.numel(), device=index.device, dtype=torch.int64).reshape(x.shape)
     at = places[tuple(slice(0, size if i != dim % x.dim() else None) for i, size in enumerate(index.shape))]
     return added_at(x.reshape(-1), at.gather(dim, index).reshape(-1), source.reshape(-1)).reshape(x.shape)
 
@@ -82,7 +82,7 @@ def index_put(x: Any, indices: Sequence, values: Any, accumulate: bool = False) 
     """x with values written, or added, where the indices say."""
     if not isinstance(values, Tensor):
         values = torch.scalar_tensor(values, dtype=torch.float64, device=x.device)
-    places = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    places = torch.arange(x.numel(), device=x.device, dtype=torch.int64).reshape(x.shape)
     at = aten.index.Tensor(places, indices)
     values = values.expand(at.shape).reshape(-1)
     if accumulate:
@@ -111,6 +111,7 @@ def embedding_dense_backward(gradient: Any, indices: Tensor, count: int, padding
 @beyond_exact(aten.unfold_backward.default)
 def unfold_backward(gradient: Any, sizes: Sequence[int], dim: int, size: int, step: int) -> Tensor:
     """The windows' gradients added where they came from."""
-    places = torch.arange(math.prod(sizes), device=gradient.device).reshape(list(sizes)).unfold(dim, size, step)
+    places = torch.arange(math.prod(sizes), dtype=torch.int64, device=gradient.device)
+    places = places.reshape(list(sizes)).unfold(dim, size, step)
     blank = gradient.new_zeros((math.prod(sizes),))
     return added_at(blank, places.reshape(-1), gradient.reshape(-1)).reshape(list(sizes))

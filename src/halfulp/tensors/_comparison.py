@@ -150,7 +150,7 @@ def is_nan(x: Any) -> Tensor:
     """Where a value is NaN."""
     if isinstance(x, MCTensor):
         return x._parts[0].isnan()
-    return x.isnan() if isinstance(x, Tensor) else torch.tensor(x != x)
+    return x.isnan() if isinstance(x, Tensor) else torch.tensor(x != x, dtype=torch.bool, device="cpu")
 
 
 def _by_first(operator: OpOverload) -> Callable:

@@ -199,7 +199,7 @@ class MCTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         # torch would round a number to the components' dtype before anyone else sees it.
         super().__setitem__(
-            index, torch.tensor(value, dtype=torch.float64) if isinstance(value, (int, float)) else value
+            index, torch.tensor(value, dtype=torch.float64, device="cpu") if isinstance(value, (int, float)) else value
         )
 
     def __deepcopy__(self, memo: dict) -> MCTensor:

@@ -190,7 +190,7 @@ def _over(x: MCTensor, dims: Any, keepdim: bool, sign: int) -> Tensor:
 
 def _running(x: MCTensor, dim: int, sign: int) -> tuple[Tensor, Tensor]:
     """The extreme so far, in log2(length) steps: each looks twice as far back."""
-    at = torch.arange(x.shape[dim] if x.dim() else 1, device=x.device)
+    at = torch.arange(x.shape[dim] if x.dim() else 1, device=x.device, dtype=torch.int64)
     shape = [1] * x.dim()
     if not x.dim():
         return x.clone(), at[0]

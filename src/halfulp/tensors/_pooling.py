@@ -22,7 +22,7 @@ def max_pool2d_backward(gradient: Any, x: Any, *rest: Any) -> Tensor:
     """The gradient added where the largest values were."""
     indices = rest[-1]
     planes = x.shape[:-2].numel()
-    offset = torch.arange(planes, device=x.device).reshape(-1, 1) * x.shape[-1] * x.shape[-2]
+    offset = torch.arange(planes, device=x.device, dtype=torch.int64).reshape(-1, 1) * x.shape[-1] * x.shape[-2]
     at = (indices.reshape(planes, -1) + offset).reshape(-1)
     return added_at(gradient.new_zeros((x.numel(),)), at, gradient.reshape(-1)).reshape(x.shape)
 
@@ -44,7 +44,7 @@ def max_pool2d_with_indices(
     stride = list(stride) * (2 // len(stride)) if len(stride) else kernel
     height, width = padding
     frame = (width, width, height, height)
-    places = torch.arange(x.shape[-1] * x.shape[-2], device=x.device).reshape(x.shape[-2:]).double()
+    places = torch.arange(x.shape[-1] * x.shape[-2], device=x.device, dtype=torch.int64).reshape(x.shape[-2:]).double()
     places = aten.constant_pad_nd.default(places, frame, 0.0).expand(*x.shape[:-2], -1, -1).contiguous()
     seen = windows(aten.constant_pad_nd.default(x, frame, -torch.inf), kernel, stride, dilation).flatten(-2)
     at = seen.argmax(-1, keepdim=True)
@@ -124,7 +124,8 @@ for _operator, _spatial in ((aten.avg_pool2d_backward.default, 2), (aten.avg_poo
 
 def _spans(size: int, count: int, device: torch.device) -> Tensor:
     """Which of `size` elements each of `count` windows holds, as 0 and 1."""
-    at, window = torch.arange(size, device=device), torch.arange(count, device=device).unsqueeze(1)
+    at = torch.arange(size, dtype=torch.int64, device=device)
+    window = torch.arange(count, dtype=torch.int64, device=device).unsqueeze(1)
     first, last = window * size // count, -((window + 1) * size // -count)
     return ((at >= first) & (at < last)).double()
 

@@ -192,7 +192,7 @@ def fmod(a: Any, b: Any) -> Tensor:
 @beyond_exact(aten.copysign.Tensor, aten.copysign.Scalar)
 def copysign(a: Any, b: Any) -> Tensor:
     """|a| with b's sign."""
-    negative = _negative(b) if isinstance(b, Tensor) else torch.tensor(b).signbit()
+    negative = _negative(b) if isinstance(b, Tensor) else torch.tensor(b, dtype=torch.float64, device="cpu").signbit()
     return as_form(chosen(_negative(a) != negative, -a, a), form_of((a, b)))
 
 

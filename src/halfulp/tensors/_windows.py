@@ -27,7 +27,7 @@ def folded(columns: Any, size: Sequence[int], places: Sequence[int], setup: dict
     into = columns.new_zeros(list(size))
     columns = columns.reshape([size[0], size[1], math.prod(kernel), *places])
     for tap in range(math.prod(kernel)):
-        at = torch.unravel_index(torch.tensor(tap), tuple(kernel))
+        at = torch.unravel_index(torch.tensor(tap, dtype=torch.int64, device="cpu"), tuple(kernel))
         reach = tuple(
             slice(int(a) * d, int(a) * d + s * (n - 1) + 1, s) for a, d, s, n in zip(at, dilation, stride, places)
         )

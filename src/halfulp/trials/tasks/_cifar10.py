@@ -54,7 +54,7 @@ class Cifar10(Task):
         """Shuffled epochs, half of the images mirrored."""
         generator = torch.Generator().manual_seed(seed + 7)
         for images, labels in super().batches(data, seed, steps):
-            mirrored = torch.rand(len(images), generator=generator) < 0.5
+            mirrored = torch.rand(len(images), generator=generator, dtype=torch.float32, device="cpu") < 0.5
             images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
             yield _pixels(images), labels
 
@@ -87,4 +87,4 @@ def _read(path: Path, limit: int | None = None) -> Batch:
     table = table.slice(0, limit) if limit else table
     images = [np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("RGB")) for image in table["img"].to_pylist()]
     pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
-    return pixels, torch.tensor(table["label"].to_pylist(), dtype=torch.long)
+    return pixels, torch.tensor(table["label"].to_pylist(), dtype=torch.long, device="cpu")

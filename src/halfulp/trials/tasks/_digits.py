@@ -55,9 +55,10 @@ def load_digits() -> Data:
     except ImportError:
         raise ValueError("task 'digits' reads scikit-learn's digits: pip install 'halfulp[cli]'") from None
     bunch = datasets.load_digits()
-    order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(0))
-    inputs = torch.tensor(bunch.data / 16, dtype=torch.float32)[order]
-    targets = torch.tensor(bunch.target, dtype=torch.long)[order]
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(bunch.target), generator=generator, dtype=torch.int64, device="cpu")
+    inputs = torch.tensor(bunch.data / 16, dtype=torch.float32, device="cpu")[order]
+    targets = torch.tensor(bunch.target, dtype=torch.long, device="cpu")[order]
     return Data(
         train=(inputs[:1437], targets[:1437]),
         validation=(inputs[1437:], targets[1437:]),

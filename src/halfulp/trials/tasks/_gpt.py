@@ -52,7 +52,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
-        self.register_buffer("future", torch.ones(time, time, dtype=torch.bool).triu(1), persistent=False)
+        self.register_buffer(
+            "future",
+            torch.ones(time, time, dtype=torch.bool, device=self.tokens.weight.device).triu(1),
+            persistent=False,
+        )
         self.apply(_start)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class Mammals(Task):
         edges, names = self.edges()
         sets = RankingSets(edges, len(names), OTHERS, self.batch)
         fixed = sets.draw(edges, torch.Generator().manual_seed(0))
-        targets = torch.zeros(len(edges), dtype=torch.long)
+        targets = torch.zeros(len(edges), dtype=torch.long, device="cpu")
         note = f"the closure of WordNet's mammals: {len(edges):,} edges between {len(names):,} synsets"
         return Data(train=(fixed, targets), validation=(fixed, targets), note=note)
 
@@ -73,18 +73,20 @@ class Mammals(Task):
         numbers: dict[str, int] = {}
         pairs = zip(table["id1"].to_pylist(), table["id2"].to_pylist())
         edges = [[numbers.setdefault(name, len(numbers)) for name in pair] for pair in pairs]
-        return torch.tensor(edges, dtype=torch.int64), list(numbers)
+        return torch.tensor(edges, dtype=torch.int64, device="cpu"), list(numbers)
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Points within 1e-4 of (0, 1)."""
         generator = torch.Generator().manual_seed(seed)
         count = 1 + int(data.train[0][:, :2].max())
-        return Points((torch.rand(count, 2, generator=generator) * 2 - 1) * 1e-4 + torch.tensor([0.0, 1.0]))
+        kind = {"dtype": torch.float32, "device": "cpu"}
+        around = (torch.rand(count, 2, generator=generator, **kind) * 2 - 1) * 1e-4
+        return Points(around + torch.tensor([0.0, 1.0], **kind))
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
         """Shuffled epochs, each with negatives of its own; in the burn-in popular ones."""
         for sets in self.sets(data.train[0][:, :2], seed, steps):
-            yield sets, torch.zeros(len(sets), dtype=torch.long)
+            yield sets, torch.zeros(len(sets), dtype=torch.long, device="cpu")
 
     def sets(self, edges: Tensor, seed: int, steps: int) -> Iterator[Tensor]:
         """The batches without their targets."""
@@ -182,7 +184,7 @@ def start(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
             f"task 'mammals' moves float32 or float64 points, plain or with components, along geodesics; recipe "
             f"{recipe.name!r} asks for something else: choose 'fp32', 'fp64' or 'fp64-mc2'"
         )
-    noise = torch.randn(points.shape, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(points.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
     points = (points * (1 + recipe.perturb * noise)).to(dtype)
     components = getattr(recipe, "components", None) or 1
     return nn.Parameter(points if components == 1 else MCTensor.encode(points, components, scale="none"))
@@ -202,7 +204,7 @@ def scored(points: Tensor, edges: Tensor) -> dict[str, float]:
 def whole_loss(points: Tensor, edges: Tensor) -> float:
     """`ranking_loss` of every edge, its negatives all nodes that its source has no edge to."""
 
-    barred = torch.eye(len(points), dtype=torch.bool)
+    barred = torch.eye(len(points), dtype=torch.bool, device="cpu")
     barred[edges[:, 0], edges[:, 1]] = True
     total = 0.0
     for rows in edges.split(256):

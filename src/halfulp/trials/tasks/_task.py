@@ -67,10 +67,11 @@ class Task(abc.ABC):
         """``steps`` batches: shuffled epochs, in an order that the seed alone decides."""
         inputs, targets = data.train
         generator = torch.Generator().manual_seed(seed)
-        order = torch.empty(0, dtype=torch.long)
+        order = torch.empty(0, dtype=torch.long, device="cpu")
         for _ in range(steps):
             while len(order) < self.batch:
-                order = torch.cat([order, torch.randperm(len(inputs), generator=generator)])
+                epoch = torch.randperm(len(inputs), generator=generator, dtype=torch.int64, device="cpu")
+                order = torch.cat([order, epoch])
             chosen, order = order[: self.batch], order[self.batch :]
             yield inputs[chosen], targets[chosen]
 

@@ -30,10 +30,11 @@ class CharacterGPT(Task):
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
         """Windows of 64 characters at random places of the training text."""
         stream = data.train[0]
-        window = torch.arange(TIME)
+        kind = {"dtype": torch.int64, "device": "cpu"}
+        window = torch.arange(TIME, **kind)
         generator = torch.Generator().manual_seed(seed)
         for _ in range(steps):
-            starts = torch.randint(len(stream) - TIME, (self.batch,), generator=generator)
+            starts = torch.randint(len(stream) - TIME, (self.batch,), generator=generator, **kind)
             places = starts[:, None] + window
             yield stream[places], stream[places + 1]
 
@@ -59,7 +60,7 @@ class Text(CharacterGPT):
 def characters(text: str, source: str) -> Data:
     """Text as character ids: a training stream, and validation windows that do not overlap."""
     alphabet = {character: index for index, character in enumerate(sorted(set(text)))}
-    ids = torch.tensor([alphabet[character] for character in text])
+    ids = torch.tensor([alphabet[character] for character in text], dtype=torch.int64, device="cpu")
     split = len(ids) * 9 // 10
     train, rest = ids[:split], ids[split:]
     note = f"{source}: {split:,} characters to train on, {len(rest):,} to validate, {len(alphabet)} different"

@@ -127,7 +127,7 @@ def cells(targets: Tensor) -> Tensor:
             [0, 8, 8, 0],
             [0, 8, 8, 0]])
     """
-    middle = torch.arange(SIDE) * STRIDE + STRIDE / 2
+    middle = torch.arange(SIDE, dtype=torch.float32, device="cpu") * STRIDE + STRIDE / 2
     across, down, width, height = targets[:, 1:, None].unbind(1)
     columns, rows = (middle - across).abs() < width / 2, (middle - down).abs() < height / 2
     return torch.where(rows[:, :, None] & columns[:, None, :], 1 + targets[:, :1, None], 0)
@@ -140,8 +140,9 @@ def placed(images: Tensor, labels: Tensor, generator: torch.Generator) -> Batch:
     """
     images, labels = images.repeat(_COPIES, 1), labels.repeat(_COPIES)
     count, page = len(images), SIDE * STRIDE
-    sizes = torch.randint(8 * STRIDE, 16 * STRIDE + 1, (count, 2), generator=generator)
-    middles = (sizes / 2 + torch.rand(count, 2, generator=generator) * (page - sizes)).round().long()
+    draw = {"generator": generator, "device": "cpu"}
+    sizes = torch.randint(8 * STRIDE, 16 * STRIDE + 1, (count, 2), dtype=torch.int64, **draw).float()
+    middles = (sizes / 2 + torch.rand(count, 2, dtype=torch.float32, **draw) * (page - sizes)).round().long()
     # From places on the page to places in the digit, both in [-1, 1].
     zoom = page / sizes
     maps = torch.cat([torch.diag_embed(zoom), (zoom * (1 - 2 * middles / page))[:, :, None]], 2)

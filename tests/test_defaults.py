@@ -1,0 +1,87 @@
+"""torch's global defaults (dtype and device) change nothing: no tensor is made without naming both."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "halfulp"
+MAKERS = {
+    *("zeros", "ones", "empty", "full", "tensor", "scalar_tensor", "as_tensor", "asarray", "empty_strided", "eye"),
+    *(
+        "arange",
+        "range",
+        "linspace",
+        "logspace",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "tril_indices",
+        "triu_indices",
+    ),
+    *("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window", "empty_permuted"),
+}
+
+
+def named(call: ast.Call, kinds: dict[str, set[str]]) -> set[str]:
+    """The keywords of a call, with those of `**name` where name is a dict written out in the same file."""
+    found = {keyword.arg for keyword in call.keywords if keyword.arg}
+    for keyword in call.keywords:
+        if keyword.arg is None and isinstance(keyword.value, ast.Name):
+            found |= kinds.get(keyword.value.id, set())
+    return found
+
+
+def made_by_default(text: str) -> list[str]:
+    """Calls that make a tensor whose dtype or device torch's defaults would choose."""
+    tree = ast.parse(text)
+    kinds: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and isinstance(node.targets[0], ast.Name):
+            keys = {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+            name = node.targets[0].id
+            kinds[name] = kinds[name] & keys if name in kinds else keys
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if not isinstance(node.func.value, ast.Name) or node.func.value.id != "torch":
+            continue
+        if node.func.attr in MAKERS and not {"dtype", "device"} <= named(node, kinds):
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+        if node.func.attr == "where" and len(node.args) == 3 and all(_is_number(x) for x in node.args[1:]):
+            found.append(f"line {node.lineno}: {ast.unparse(node)}: a choice of two floats takes the default dtype")
+    return found
+
+
+def _is_number(node: ast.expr) -> bool:
+    """Whether an expression is a Python float by its looks."""
+    if any(isinstance(part, ast.Attribute | ast.Call | ast.Name) for part in ast.walk(node)):
+        return ast.unparse(node) in ("torch.inf", "torch.nan", "-torch.inf", "math.inf", "math.nan")
+    return any(isinstance(part, ast.Constant) and isinstance(part.value, float) for part in ast.walk(node))
+
+
+def test_no_tensor_is_made_by_default():
+    found = {path.relative_to(SOURCE): made_by_default(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    found = [f"{path}, {line}" for path, lines in found.items() for line in lines]
+    assert not found, "name dtype and device:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.zeros(3)",
+        "torch.zeros(3, dtype=torch.float32)",
+        "torch.arange(3, device=x.device)",
+        "torch.tensor(1)",
+        "torch.where(x, 0.0, -torch.inf)",
+        "kind = {'dtype': 1}\ntorch.rand(2, **kind)",
+    ],
+)
+def test_the_search_finds_what_it_is_for(text):
+    assert made_by_default(text)
+
+
+def test_the_search_lets_named_ones_pass():
+    assert not made_by_default("kind = {'dtype': 1, 'device': 'cpu'}\ntorch.rand(2, **kind)\ntorch.where(x, 1, 2)")
