@@ -40,7 +40,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CODECS = {
     "default": None,
     "bf16": torch.bfloat16,
-    "bf16-stochastic": hu.optim.State(torch.bfloat16, "stochastic"),
+    "bf16-nearest": hu.optim.State(torch.bfloat16, "nearest"),
     "fp32": torch.float32,
     "bf16x2": hu.Components(2),
     "8bit": "8bit",

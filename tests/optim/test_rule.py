@@ -118,3 +118,21 @@ def test_every_rule_against_float64(seed, rule):
     scale = expected.abs() + start.abs() + moved
     assert (error <= 200 * 2**-24 * scale).all()
     assert not math.isclose(float(moved), 0)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-10, -6), (15, 20)], ids=["of the size of eps", "whose squares overflow"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_matches_its_definition_for_gradients(seed, rule, low, high):
+    """From weights of zero and by gradients of one sign, so that no sum cancels and a missing eps or term shows."""
+    kind, options = RULES[rule]
+    options = {**options, "weight_decay": 0.0, "lr": 2.0**-7}
+    size = 10 ** torch.empty(200).uniform_(low, high) * (torch.randint(0, 2, (200,)) * 2 - 1)
+    grads = [size * torch.empty(200).uniform_(0.5, 2) for _ in range(5)]
+    parameter = torch.nn.Parameter(torch.zeros(200))
+    optimizer = build(rule, "exact", [parameter], "fp32", **{k: options[k] for k in ("weight_decay", "lr")})
+    for gradient in grads:
+        parameter.grad = gradient
+        optimizer.step()
+    start, wide = torch.zeros(200, dtype=torch.float64), [gradient.double() for gradient in grads]
+    oracle = (lambda *a: _adam(*a, decoupled="adamw" in rule)) if "adam" in rule else ORACLES[kind.__name__]
+    torch.testing.assert_close(parameter.detach().double(), oracle(start, wide, options), rtol=3e-6, atol=0)

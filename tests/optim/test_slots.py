@@ -148,7 +148,7 @@ def test_index_maps_with_steps_draw_as_the_whole(seed):
     optimizer = build("adamw", "stochastic", [parameter])
     optimizer.bytes_per_parameter()
     slot = optimizer._slots[parameter]
-    c, keys = tuple(0.1 * (k + 1) for k in range(len(slot.kind.rule.constants))), [12345]
+    c, keys = tuple(0.1 * (k + 1) for k in range(len(slot.kind.rule.constants))), [12345, 67890]
     whole = [start.clone(), *(torch.zeros_like(start) for _ in range(2))]
     reference_step(
         slot.kind, whole[:1], gradient, [[whole[1]], [whole[2]]], c, keys, IndexMap.whole(tuple(start.shape))

@@ -8,8 +8,8 @@ from math import sqrt
 from ..kernels import divide, larger, root
 from ._rule import StateSlot, UpdateRule
 
-_MOMENTS = (StateSlot("exp_avg", 1, ("betas", 0)), StateSlot("exp_avg_sq", 2, ("betas", 1)))
-_MAXIMUM = (*_MOMENTS, StateSlot("max_exp_avg_sq", 2, ("betas", 1)))
+_MOMENTS = (StateSlot("exp_avg", 1), StateSlot("exp_avg_sq", 2))
+_MAXIMUM = (*_MOMENTS, StateSlot("max_exp_avg_sq", 2))
 _CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "unbias", "eps", "step", "debt")
 
 
@@ -17,7 +17,8 @@ def adamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, de
     """u = -lr wd w - lr/(1-b1^t) m / (sqrt(v)/sqrt(1-b2^t) + eps)."""
     g = sign * g
     m = m + take_m * (g - m)
-    v = keep_v * v + take_v * (g * g)
+    # (1-b2) g first: g g alone overflows at gradients of 2e19, whose v float32 still holds.
+    v = keep_v * v + take_v * g * g
     return -(decay * w) - step * divide(m, root(v) * unbias + eps), m, v
 
 
@@ -25,7 +26,7 @@ def adam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, deb
     """As `adamw`, with the decay added to the gradient: g + wd w."""
     g = sign * g + decay * w
     m = m + take_m * (g - m)
-    v = keep_v * v + take_v * (g * g)
+    v = keep_v * v + take_v * g * g
     return -(step * divide(m, root(v) * unbias + eps)), m, v
 
 
@@ -33,7 +34,7 @@ def adamw_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, 
     """As `adamw`, divided by the largest v so far (Reddi et al., arXiv 1904.09237)."""
     g = sign * g
     m = m + take_m * (g - m)
-    v = keep_v * v + take_v * (g * g)
+    v = keep_v * v + take_v * g * g
     top = larger(top, v)
     return -(decay * w) - step * divide(m, root(top) * unbias + eps), m, v, top
 
@@ -42,7 +43,7 @@ def adam_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, e
     """As `adam`, divided by the largest v so far."""
     g = sign * g + decay * w
     m = m + take_m * (g - m)
-    v = keep_v * v + take_v * (g * g)
+    v = keep_v * v + take_v * g * g
     top = larger(top, v)
     return -(step * divide(m, root(top) * unbias + eps)), m, v, top
 

@@ -24,7 +24,7 @@ def _values(group: Mapping, step: int) -> tuple[float, ...]:
 LION = UpdateRule(
     "lion",
     lion,
-    (StateSlot("exp_avg", 1, ("betas", 1)),),
+    (StateSlot("exp_avg", 1),),
     ("sign", "decay", "keep", "take", "keep_m", "take_m", "lr"),
     _values,
 )

@@ -13,15 +13,10 @@ class StateSlot:
     Attributes:
         name: its key in the optimizer's state, torch.optim's where torch has it.
         degree: 1 where the state grows as the gradient does, 2 where it grows as its square.
-        memory: the group option (name, index) whose value is the share kept from step to step; a state that keeps
-            more than 0.95 of itself stalls under nearest rounding and is rounded stochastically.
-        stalls: whether nearest rounding would lose what this state is to gather, however little it keeps.
     """
 
     name: str
     degree: int
-    memory: tuple[str, int | None]
-    stalls: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ._rule import StateSlot, UpdateRule
 
-_BUFFER = (StateSlot("momentum_buffer", 1, ("momentum", None)),)
+_BUFFER = (StateSlot("momentum_buffer", 1),)
 _CONSTANTS = ("sign", "decay", "keep", "take", "lr", "debt")
 
 

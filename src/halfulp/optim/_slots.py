@@ -209,13 +209,11 @@ def codecs_for(
     rule: UpdateRule, update: WeightUpdate, group: Mapping, parameter: torch.Tensor, store: Store, name: str
 ) -> tuple[Codec, ...]:
     """The codecs of a parameter's states; bfloat16 beside 16-bit parameters unless chosen otherwise."""
-    default, slots = torch.bfloat16 if store.dtype in NARROW else torch.float32, rule.states
+    default = torch.bfloat16 if store.dtype in NARROW else torch.float32
     is_scaled = isinstance(parameter, ScaledTensor)
     if is_scaled and store.dtype != torch.float32:
         default = torch.float16
-    if update.feeds_back:
-        slots = (replace(slots[0], stalls=True), *slots[1:])
-    codecs = resolve_codecs(group["state_dtype"], slots, default, group, parameter.shape)
+    codecs = resolve_codecs(group["state_dtype"], rule.states, default, parameter.shape)
     if not is_scaled and any(isinstance(codec, Scaled) for codec in codecs):
         raise ValueError(
             f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "

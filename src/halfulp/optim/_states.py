@@ -16,7 +16,6 @@ from ._rule import StateSlot
 from ._scaled_states import Scaled
 from ._stores import BF16, F32, Store
 
-STALLS_ABOVE = 0.95
 PAIR = "bfloat16x2"
 SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -29,8 +28,8 @@ class State:
         dtype: torch.float32, torch.bfloat16, "8bit", or two bfloat16: "bfloat16x2" or Components(2); for scaled
             parameters also torch.float16, torch.float8_e4m3fn (alias "fp8") or torch.float8_e5m2, under a scale per
             tensor.
-        rounding: "nearest" or "stochastic"; by default stochastic wherever nearest would stall (second moments, and
-            first moments that keep more than 0.95 of themselves; always for 8 bits).
+        rounding: "nearest" or "stochastic", the default: rounded to nearest a bfloat16 moment stalls under steady
+            gradients, as does a float16 one that forgets slowly, and a choice by beta would change under a scheduler.
         block: elements that share one bfloat16 scale, for "8bit": a power of two from 16 to 1024.
 
     >>> State("8bit", block=64)
@@ -190,7 +189,7 @@ StateChoice = torch.dtype | str | Components | State | Mapping | None
 
 
 def resolve_codecs(
-    given: StateChoice, slots: tuple[StateSlot, ...], default: torch.dtype, group: Mapping, shape: torch.Size
+    given: StateChoice, slots: tuple[StateSlot, ...], default: torch.dtype, shape: torch.Size
 ) -> tuple[Codec, ...]:
     """The codec of every state of one parameter.
 
@@ -198,7 +197,6 @@ def resolve_codecs(
         given: `state_dtype=` of the group.
         slots: the rule's states.
         default: dtype where none was chosen.
-        group: the options, for what a state keeps from step to step.
         shape: the parameter's global shape: 8-bit blocks never depend on how it is sharded.
     """
     chosen = given.values() if isinstance(given, Mapping) else [given]
@@ -210,8 +208,8 @@ def resolve_codecs(
         if unknown:
             names = [slot.name for slot in slots]
             raise ValueError(f"state_dtype names {sorted(unknown)}, which this rule does not keep: it keeps {names}")
-        return tuple(_codec(as_state(given.get(slot.name), default), slot, group, shape) for slot in slots)
-    return tuple(_codec(as_state(given, default), slot, group, shape) for slot in slots)
+        return tuple(_codec(as_state(given.get(slot.name), default), slot, shape) for slot in slots)
+    return tuple(_codec(as_state(given, default), slot, shape) for slot in slots)
 
 
 def as_state(given: torch.dtype | str | Components | State | None, default: torch.dtype) -> State:
@@ -229,7 +227,7 @@ def holds_blocks(shape: torch.Size, block: int) -> bool:
     return row > 0 and row % block == 0
 
 
-def _codec(state: State, slot: StateSlot, group: Mapping, shape: torch.Size) -> Codec:
+def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
     if state.dtype == "8bit" and holds_blocks(shape, state.block):
         return Blocks(state.block, slot.degree == 2)
     if state.dtype == PAIR:
@@ -237,8 +235,5 @@ def _codec(state: State, slot: StateSlot, group: Mapping, shape: torch.Size) -> 
     store = BF16 if state.dtype == "8bit" else PAYLOADS[state.dtype]
     if store is F32:
         return Plain(F32, False)
-    option, index = slot.memory
-    keeps = float(group[option] if index is None else group[option][index])
-    stalls = slot.stalls or slot.degree == 2 or keeps > STALLS_ABOVE or state.dtype in SCALED[1:]
-    stochastic = stalls if state.rounding is None else state.rounding == "stochastic"
+    stochastic = state.rounding != "nearest"
     return Scaled(store, slot.degree == 2, stochastic) if state.dtype in SCALED else Plain(store, stochastic)
