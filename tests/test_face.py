@@ -2,6 +2,9 @@
 
 import ast
 import importlib
+import subprocess
+import sys
+import textwrap
 import typing
 from pathlib import Path
 
@@ -35,16 +38,22 @@ FACE = {
 }
 
 
+LAZY = ("halfulp", "halfulp.recipes", "halfulp.trials", "halfulp.trials.tasks")
+
+
 def _exported(package: str) -> set[str]:
-    """The names that a package's __init__ hands on, each by `from ._x import y as y`."""
-    tree = ast.parse(Path(importlib.import_module(package).__file__).read_text())
-    found = set()
+    """The names that a package hands on, each by `from ._x import y as y` in its __init__ or, if it is lazy, stub."""
+    path = Path(importlib.import_module(package).__file__)
+    stub = path.with_suffix(".pyi")
+    tree = ast.parse((stub if stub.exists() else path).read_text())
+    found = []
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.level:
             for alias in node.names:
                 assert alias.asname == alias.name, f"{alias.name} is not re-exported as itself"
-                found.add(alias.name)
-    return found
+                found.append(alias.name)
+    assert len(found) == len(set(found)), "a name stands there twice"
+    return set(found)
 
 
 @pytest.mark.parametrize("package", FACE)
@@ -73,3 +82,70 @@ def test_what_changes_a_model_returns_the_type_it_was_given(name):
     assert isinstance(hints["model"], typing.TypeVar)
     assert hints["return"] is hints["model"]
     assert isinstance(torch.nn.Linear(1, 1), hints["model"].__bound__)
+
+
+def test_packages_with_a_stub_are_the_lazy_ones():
+    root = Path(hu.__file__).parent
+    found = {".".join(("halfulp", *path.parent.relative_to(root).parts)) for path in root.rglob("__init__.pyi")}
+    assert found == set(LAZY)
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_a_stub_is_the_face(package):
+    module = importlib.import_module(package)
+    names = _exported(package)
+    assert set(dir(module)) == set(module.__all__) == names
+    for name in names:
+        found = getattr(module, name)
+        assert found is getattr(module, name)
+        owner = sys.modules[package]
+        assert vars(owner)[name] is found, "a name that was used is looked up at once"
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        module.nothing_of_the_kind  # noqa: B018
+
+
+def test_a_lazy_package_does_nothing_but_attach_its_stub():
+    for package in LAZY[1:]:
+        tree = ast.parse(Path(importlib.import_module(package).__file__).read_text())
+        assert [type(node).__name__ for node in tree.body] == ["Expr", "Import", "Assign"], package
+
+
+def in_a_fresh_process(code: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_without_tensors_need_no_torch():
+    in_a_fresh_process("""
+        import sys
+        import halfulp as hu
+        import halfulp.trials, halfulp.recipes
+        assert hu.formats.get("bf16").bits == 16 and hu.formats.rows() and hu.formats.block_rows()
+        assert hu.Recipe is hu.recipes.Recipe and hu.Format is hu.formats.Format
+        assert hu.recipes.get("bf16-kahan") and hu.trials.tasks.names() and halfulp.trials.DEFAULT_RECIPES
+        assert dir(hu) and hu.__version__
+        heavy = {"torch", "numpy", "numba", "matplotlib", "typer"} & set(sys.modules)
+        assert not heavy, heavy
+    """)
+
+
+def test_emulate_is_the_function_though_a_package_has_its_name():
+    in_a_fresh_process("""
+        import halfulp.emulate as by_import
+        from halfulp.emulate import Emulation, region
+        import halfulp as hu
+        assert by_import is hu.emulate and callable(hu.emulate) and not isinstance(hu.emulate, type(hu))
+        names = {}
+        exec("from halfulp import *", names)
+        assert names["emulate"] is hu.emulate and set(hu.__all__) <= set(names)
+    """)
+
+
+def test_the_face_may_be_first_used_in_a_compiled_function():
+    in_a_fresh_process("""
+        import torch
+        import halfulp as hu
+        compiled = torch.compile(lambda x: hu.quantize(x, hu.formats.e4m3fn), backend="eager", fullgraph=True)
+        assert compiled(torch.tensor([1.06])).item() == 1.0
+    """)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from halfulp.trials._plan import DEFAULT_RECIPES, DEFAULT_TASKS, plan
+from halfulp.trials._defaults import DEFAULT_RECIPES, DEFAULT_TASKS
+from halfulp.trials._plan import plan
 
 
 def test_every_combination_once_in_order() -> None:

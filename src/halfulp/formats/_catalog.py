@@ -1,11 +1,15 @@
 """The formats that have a name, and the way from a name or a dtype to a format."""
 
+from __future__ import annotations
+
 import difflib
 import re
-
-import torch
+from typing import TYPE_CHECKING
 
 from ._format import Format
+
+if TYPE_CHECKING:
+    import torch
 
 fp64 = Format("fp64", 11, 52)
 fp32 = Format("fp32", 8, 23)
@@ -48,7 +52,7 @@ _ALIASES = {
     **{f"float{format.bits}_{format.name}": format for format in CATALOG.values() if format.bits <= 8},
     "float8_e8m0fnu": e8m0,
 }
-_DTYPES = {format.torch_dtype: format for format in CATALOG.values() if format.torch_dtype is not None}
+_DTYPES = {format.torch_dtype_name: format for format in CATALOG.values() if format.torch_dtype_name is not None}
 _PATTERN = re.compile(r"e(\d+)m(\d+)(?:(?:b(\d+))?(fnuz))?")
 
 
@@ -61,7 +65,7 @@ def names() -> list[str]:
     return list(CATALOG)
 
 
-def get(format: "Format | str | torch.dtype") -> Format:
+def get(format: Format | str | torch.dtype) -> Format:
     """The format that a name, a torch dtype or a format stands for.
 
     A name is one of `names()`, a dtype's name (``"bfloat16"``, ``"float8_e4m3fn"``), or ``eXmY`` with any X
@@ -80,9 +84,11 @@ def get(format: "Format | str | torch.dtype") -> Format:
     """
     if isinstance(format, Format):
         return format
-    if isinstance(format, torch.dtype):
-        return _from_dtype(format)
     if not isinstance(format, str):
+        import torch
+
+        if isinstance(format, torch.dtype):
+            return _from_dtype(str(format).removeprefix("torch."))
         raise TypeError(f"a format is a hu.Format, a name such as 'bf16' or a torch.dtype; got {type(format).__name__}")
     key = format.strip().lower().removeprefix("torch.").replace("-", "_")
     found = CATALOG.get(key) or _ALIASES.get(key) or parse(key)
@@ -111,14 +117,13 @@ def parse(name: str) -> Format | None:
     return next((known for known in CATALOG.values() if known.layout == made.layout), made)
 
 
-def _from_dtype(dtype: torch.dtype) -> Format:
-    """The format of a torch dtype; the packed float4 stands for its element."""
-    if dtype is torch.float4_e2m1fn_x2:
+def _from_dtype(name: str) -> Format:
+    """The format of a torch dtype's name; the packed float4 stands for its element."""
+    if name == "float4_e2m1fn_x2":
         return e2m1fn
-    if dtype not in _DTYPES:
-        allowed = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
-        raise ValueError(f"{dtype} is no floating-point format; torch's dtypes that are: {allowed}")
-    return _DTYPES[dtype]
+    if name not in _DTYPES:
+        raise ValueError(f"torch.{name} is no floating-point format; torch's dtypes that are: {', '.join(_DTYPES)}")
+    return _DTYPES[name]
 
 
 def _unknown(given: str, key: str) -> str:

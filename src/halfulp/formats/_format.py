@@ -1,12 +1,15 @@
 """A floating-point format as data, with the properties of torch.finfo derived from it."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
-
-import torch
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ._native import ML_DTYPES, TORCH
+
+if TYPE_CHECKING:
+    import torch
 
 NaN = Literal["ieee", "all_ones", "negative_zero"]
 Overflow = Literal["inf", "nan", "saturate"]
@@ -146,6 +149,16 @@ class Format:
     @property
     def torch_dtype(self) -> torch.dtype | None:
         """torch's dtype of this layout, or None."""
+        name = self.torch_dtype_name
+        if name is None:
+            return None
+        import torch
+
+        return getattr(torch, name)
+
+    @property
+    def torch_dtype_name(self) -> str | None:
+        """Name of this layout in torch, or None; known without torch."""
         return TORCH.get(self.layout)
 
     @property
@@ -153,7 +166,7 @@ class Format:
         """Name of this layout in ml_dtypes, or None."""
         return ML_DTYPES.get(self.layout)
 
-    def holds(self, other: "Format") -> bool:
+    def holds(self, other: Format) -> bool:
         """Whether every finite number of ``other`` is one of this format's (-0 and NaN left aside).
 
         A format with a single normal number is judged as if it had a whole binade of them.

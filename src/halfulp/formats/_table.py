@@ -17,7 +17,7 @@ def rows() -> list[dict]:
     return [
         {field: getattr(format, field) for field in fields}
         | {
-            "torch_dtype": str(format.torch_dtype).removeprefix("torch.") if format.torch_dtype else None,
+            "torch_dtype": format.torch_dtype_name,
             "ml_dtypes_name": format.ml_dtypes_name,
         }
         for format in CATALOG.values()

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from .._torch_import import defining_operators
+
 _library = torch.library.Library("halfulp", "DEF")
 
 
@@ -29,7 +31,8 @@ def define_operator(
     tags = [torch.Tag.pt2_compliant_tag]
     tags += [torch.Tag.nondeterministic_seeded] if random else []
     tags += [torch.Tag.cudagraph_unsafe] if random or host else []
-    _library.define(schema, tags=tuple(tags))
+    with defining_operators():
+        _library.define(schema, tags=tuple(tags))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfulp::{name}", fake, lib=_library)
     return getattr(torch.ops.halfulp, name).default

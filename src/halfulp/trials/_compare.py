@@ -8,8 +8,9 @@ from typing import Any
 
 from ..recipes import Recipe
 from . import _page, _pool
+from ._defaults import DEFAULT_RECIPES
 from ._evidence import Evidence
-from ._plan import DEFAULT_RECIPES, Trial, plan
+from ._plan import Trial, plan
 from ._store import Store, write
 from .tasks import Task
 

@@ -12,8 +12,6 @@ from ..recipes import Recipe
 from . import tasks as registry
 from .tasks import Task
 
-DEFAULT_TASKS = ("digits", "text")
-DEFAULT_RECIPES = ("fp32", "fp32-twin", "bf16", "bf16-stochastic", "bf16-kahan", "bf16-split", "bf16-split8")
 REFERENCE = "fp32"
 TWIN = "fp32-twin"
 

@@ -1,9 +1,5 @@
 """The jobs that recipes are compared on, one file each."""
 
-from ._registry import get as get
-from ._registry import kind_of as kind_of
-from ._registry import names as names
-from ._task import Batch as Batch
-from ._task import Data as Data
-from ._task import Task as Task
-from ._task import warm_cosine as warm_cosine
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,24 +1,30 @@
-"""Tasks by name."""
+"""Tasks by name, each imported when it is asked for: the names need no torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 from ...recipes import unknown
-from ._cifar10 import Cifar10
-from ._cifar10_resnet import Cifar10ResNet
-from ._digits import Digits
-from ._digits_fpu import DigitsFPU
-from ._full_batch import CancerLogistic, CancerMLP, LinearRegression, Logistic
-from ._gpt_scaled import ScaledGPT
-from ._mammals import Mammals
-from ._task import Task
-from ._text import Text
-from ._tinyshakespeare import TinyShakespeare
-from ._two_heads import TwoHeads
 
-_TASKS: dict[str, type[Task]] = {
-    task.name: task
-    for task in (
-        *(Digits, DigitsFPU, Text, TinyShakespeare, ScaledGPT, Cifar10, Cifar10ResNet, TwoHeads, Mammals),
-        *(LinearRegression, Logistic, CancerLogistic, CancerMLP),
-    )
+if TYPE_CHECKING:
+    from ._task import Task
+
+# Name: file and class.
+_TASKS = {
+    "digits": "_digits.Digits",
+    "digits-fpu": "_digits_fpu.DigitsFPU",
+    "text": "_text.Text",
+    "tinyshakespeare": "_tinyshakespeare.TinyShakespeare",
+    "gpt-scaled": "_gpt_scaled.ScaledGPT",
+    "cifar10": "_cifar10.Cifar10",
+    "cifar10-resnet": "_cifar10_resnet.Cifar10ResNet",
+    "two-heads": "_two_heads.TwoHeads",
+    "mammals": "_mammals.Mammals",
+    "linear-regression": "_full_batch.LinearRegression",
+    "logistic": "_full_batch.Logistic",
+    "cancer-logistic": "_full_batch.CancerLogistic",
+    "cancer-mlp": "_full_batch.CancerMLP",
 }
 
 
@@ -41,14 +47,23 @@ def get(task: str | Task, data: str | None = None) -> Task:
     Raises:
         ValueError: no task has that name, or it needs files that are not in ``data``.
     """
+    from ._task import Task
+
     if isinstance(task, Task):
         return task
     if task not in _TASKS:
         raise ValueError(unknown("task", task, _TASKS))
-    kind = _TASKS[task]
+    kind = _class(task)
     return kind(data=data) if "data" in getattr(kind, "__dataclass_fields__", {}) else kind()
 
 
 def kind_of(name: str) -> type[Task]:
     """The class of the task of that name; of a task that is not one of these, their base."""
-    return _TASKS.get(name, Task)
+    from ._task import Task
+
+    return _class(name) if name in _TASKS else Task
+
+
+def _class(name: str) -> type[Task]:
+    file, kind = _TASKS[name].split(".")
+    return getattr(importlib.import_module(f".{file}", __package__), kind)

@@ -1,0 +1,32 @@
+"""The oldest torch that halfulp runs on, and the sentence for an older one."""
+
+import re
+import sys
+
+FLOOR = "2.12"
+
+
+def check() -> None:
+    """Raise if the torch that this process has imported is too old; say nothing where none is imported.
+
+    Raises:
+        ImportError: torch is older than FLOOR.
+    """
+    found = getattr(sys.modules.get("torch"), "__version__", None)
+    if found is not None and is_older(found):
+        raise ImportError(
+            f"halfulp needs torch {FLOOR} or newer and found torch {found}: run pip install --upgrade 'torch>={FLOOR}'"
+        )
+
+
+def is_older(version: str, floor: str = FLOOR) -> bool:
+    """Whether a version of torch lies below the floor, by major and minor number.
+
+    >>> is_older("2.5.1+cu124", "2.12"), is_older("2.12.1", "2.12"), is_older("2.15.0a0+git1f2e", "2.12")
+    (True, False, False)
+    """
+    return _numbers(version) < _numbers(floor)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", str(version))[:2])

@@ -1,0 +1,106 @@
+"""What torch is told about halfulp as soon as both are imported, in either order."""
+
+import contextlib
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from ._torch_floor import is_older
+
+# The functions that files of torch.save name, under the names that the files hold.
+SAVED_FUNCTIONS = ("halfulp.tensors._saving.rebuild_mctensor", "halfulp.scaled._saving.rebuild_scaled_tensor")
+# The packages that define operators, halfulp::name, when they are imported.
+OPERATOR_PACKAGES = ("rounding", "arithmetic", "tensors", "scaled", "gradients")
+_here = threading.local()
+
+
+def register_with_torch() -> None:
+    """Let torch.load read halfulp's tensors and torch.ops.halfulp find its operators: now, or when torch is imported.
+
+    Neither imports a layer of halfulp before a file or a graph asks for it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        sys.meta_path.insert(0, _TorchFinder)
+    else:
+        _register(torch)
+
+
+class _TorchFinder:
+    """Finds torch where the other finders do, and registers once it has been executed."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        others = [finder for finder in sys.meta_path if finder is not cls and hasattr(finder, "find_spec")]
+        spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            cls._call_after(spec.loader)
+        return spec
+
+    @classmethod
+    def _call_after(cls, loader: Any) -> None:
+        """The loader stays what it is: only this one call of its method is replaced."""
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            if cls in sys.meta_path:
+                sys.meta_path.remove(cls)
+                _register(module)
+
+        loader.exec_module = exec_module
+
+
+def _register(torch: ModuleType) -> None:
+    """Of a torch that is too old halfulp's own import speaks; a program that only imports both goes on."""
+    if is_older(torch.__version__):
+        return
+    torch.serialization.add_safe_globals([(_imported_when_called(name), name) for name in SAVED_FUNCTIONS])
+    torch.ops.halfulp = _operators(torch)
+
+
+def _imported_when_called(name: str) -> Callable:
+    """The function of that full name, whose module is imported when it is called."""
+
+    def call(*arguments: Any) -> Any:
+        module, _, function = name.rpartition(".")
+        return getattr(importlib.import_module(module), function)(*arguments)
+
+    return call
+
+
+@contextlib.contextmanager
+def defining_operators() -> Iterator[None]:
+    """While an operator is defined torch asks for its name, which nobody is to import anything for."""
+    _here.defining = True
+    try:
+        yield
+    finally:
+        _here.defining = False
+
+
+def _operators(torch: ModuleType) -> Any:
+    """The namespace torch.ops.halfulp, which imports the packages that define operators when it lacks one.
+
+    A saved graph (torch.export) names its operators by their namespace alone.
+    """
+
+    class Operators(torch._ops._OpNamespace):
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if getattr(_here, "defining", False):
+                    raise
+                for package in OPERATOR_PACKAGES:
+                    importlib.import_module(f"halfulp.{package}")
+                return super().__getattr__(name)
+
+    return Operators("halfulp")

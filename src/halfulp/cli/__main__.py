@@ -1,0 +1,5 @@
+"""`python -m halfulp.cli`, the same as `halfulp`."""
+
+from . import main
+
+main()

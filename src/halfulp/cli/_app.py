@@ -1,0 +1,73 @@
+"""The application of all commands, and how it starts and ends."""
+
+import sys
+from typing import Annotated, Any, NoReturn
+
+from ._errors import fail
+
+# What typer makes of a KeyboardInterrupt; older ones raise Abort.
+_INTERRUPTED = 130
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit; a mistake of the user, or Ctrl-C, is one line on stderr and exit code 2."""
+    try:
+        sys.exit(_run(arguments))
+    except KeyboardInterrupt:
+        fail("interrupted")
+
+
+def _run(arguments: list[str] | None) -> int:
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ImportError as error:
+        fail(f"the command line needs {error.name}: pip install 'halfulp[cli]'")
+    try:
+        code = application()(arguments, prog_name="halfulp", standalone_mode=False)
+    except (ValueError, NotImplementedError) as error:
+        fail(error)
+    except Exception as error:
+        if type(error).__name__ == "Abort":
+            raise KeyboardInterrupt from None
+        if not hasattr(error, "format_message"):
+            raise
+        fail(f"{error.format_message().rstrip('.')}; see halfulp --help")
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt
+    return code if isinstance(code, int) else 0
+
+
+def application() -> Any:
+    """The typer application, made when it is needed, so that this module imports without typer.
+
+    A command imports what is slow (torch, matplotlib) where it runs, so that its help does not.
+    """
+    import typer
+
+    from ._compare import compare
+    from ._formats import formats
+    from ._recipes import recipes
+    from ._tasks import tasks
+    from ._verify import verify
+
+    app = typer.Typer(
+        help="Train in 16, 8 and fewer bits with 32-bit accuracy, and see why it works.",
+        pretty_exceptions_enable=False,
+    )
+
+    @app.callback(invoke_without_command=True)
+    def root(
+        context: typer.Context,
+        version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    ) -> None:
+        if version:
+            from .. import __version__
+
+            print(f"halfulp {__version__}")
+        elif context.invoked_subcommand is None:
+            print(context.get_help())
+
+    for command in (compare, verify, formats, recipes, tasks):
+        app.command()(command)
+    return app

@@ -1,0 +1,89 @@
+"""halfulp compare: tasks trained under several recipes, and the evidence."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
+from ._errors import fail
+from ._names import complete, recipe_names, several, split, task_names
+from ._output import Json, console, plain_table, print_json
+
+
+def compare(
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help=several("Tasks", DEFAULT_TASKS), autocompletion=complete(task_names)),
+    ] = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(help=several("Recipes", DEFAULT_RECIPES), autocompletion=complete(recipe_names)),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="How many seeds; a verdict needs 3.")] = 2,
+    steps: Annotated[int | None, typer.Option(help="Steps per trial; default: the task's own.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
+    out: Annotated[str, typer.Option(help="Folder for compare.json and compare.html.")] = "halfulp-compare",
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one per core, at most 8.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted comparison.")] = False,
+    json: Json = False,
+) -> None:
+    """Train tasks under several recipes, and show which keep float32's accuracy, at what memory and speed."""
+    tasks, recipes = split(task, DEFAULT_TASKS), split(recipe, DEFAULT_RECIPES)
+    options = {"seeds": seeds, "steps": steps, "data": data, "workers": workers, "resume": resume}
+    evidence = _run(tasks, recipes, out, options)
+    if json:
+        print_json(evidence.to_dict())
+        return
+    _print_tables(evidence)
+    print(f"\n{Path(out, 'compare.html')} shows the curves; {Path(out, 'compare.json')} holds the numbers.")
+
+
+def _run(tasks: list[str], recipes: list[str], out: str, options: dict[str, Any]) -> Any:
+    """The evidence; progress goes to stderr."""
+    from ..trials import TrialError, compare
+    from ..trials._progress import Progress
+
+    with Progress() as progress:
+        try:
+            return compare(tasks, recipes, out=out, listen=progress, **options)
+        except KeyboardInterrupt:
+            progress.bars.stop()
+            fail(f"interrupted; {_kept(progress, out)}")
+        except TrialError as error:
+            progress.bars.stop()
+            if error.details:
+                Path(out, "error.log").write_text(error.details, encoding="utf-8")
+                error = f"{error} (more in {Path(out, 'error.log')})"
+            fail(f"{error}; {_kept(progress, out)}")
+
+
+def _kept(progress: Any, out: str) -> str:
+    return f"{progress.finished} of {progress.total} trials are kept in {out}, --resume continues"
+
+
+def _print_tables(evidence: Any) -> None:
+    from rich.text import Text
+
+    from ..trials._table import cells, notes
+
+    shown = console()
+    for task in evidence.tasks():
+        rows = evidence.rows(task)
+        lines = [cells(evidence, row) for row in rows]
+        headers = list(lines[0])
+        widths = (2 + max(len(header), *(len(line[header]) for line in lines)) for header in headers)
+        parts = [headers] if shown.width >= sum(widths) else [headers[:4], ["recipe", *headers[4:]]]
+        shown.print(f"\n[bold]{task}[/bold]")
+        for part in parts:
+            shown.print(_table(part, rows, lines))
+        for note in notes(evidence, task):
+            shown.print(Text(note, style="dim"))
+
+
+def _table(headers: list[str], rows: list[Any], lines: list[dict[str, str]]) -> Any:
+    styles = {"worse": "red", "diverged": "red", "unclear": "yellow", "no difference": "green", "better": "green"}
+    table = plain_table(headers, right=[header for header in headers if header not in ("recipe", "verdict")])
+    for row, line in zip(rows, lines):
+        table.add_row(*(line[header] for header in headers), style=styles.get(row.verdict or "", ""))
+    return table

@@ -1,0 +1,52 @@
+"""What a command prints: a table for a person, or with --json one JSON document on standard output."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program in place of tables.")]
+
+
+def print_json(content: Any) -> None:
+    """One document on standard output; what it holds is plain data without NaN."""
+    print(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def console() -> Any:
+    """A console as wide as the terminal, and wide enough for every column where there is none."""
+    from rich.console import Console
+
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=200)
+
+
+def plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int = 2, fold: Sequence[str] = ()) -> Any:
+    """A table without lines, to which `add_row` adds.
+
+    Args:
+        headers: One per column.
+        right: The headers of the columns that hold numbers.
+        gap: How many spaces stand between columns.
+        fold: The headers of columns whose text may go on in a next line.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
+    for header in headers:
+        table.add_column(header, justify="right" if header in right else "left", no_wrap=header not in fold)
+    return table
+
+
+def cell(value: Any) -> str:
+    """A value as a table shows it.
+
+    >>> cell(True), cell(1 / 3), cell(None), cell("bf16")
+    ('yes', '0.3333', '–', 'bf16')
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "–" if value is None else str(value)
