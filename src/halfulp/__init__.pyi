@@ -27,6 +27,9 @@ from .optim import Master as Master
 from .optim import Split as Split
 from .optim import float32_gradients as float32_gradients
 from .recipes import Recipe as Recipe
+from .recipes import convert as convert
+from .recipes import explain as explain
+from .recipes import revert as revert
 from .recipes import verify as verify
 from .rounding import Down as Down
 from .rounding import Nearest as Nearest

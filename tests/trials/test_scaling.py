@@ -30,7 +30,8 @@ def distance(found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def start(recipe: Recipe) -> tuple[nn.Module, torch.optim.Optimizer]:
-    return recipes.apply(recipe, nn.Linear(6, 5, bias=False), "SGD", lr=1e-3)
+    model = recipes.convert(nn.Linear(6, 5, bias=False), recipe)
+    return model, recipes.optimizer(model, "SGD", lr=1e-3)
 
 
 def test_underflow_is_what_float16_makes_zero(seed: int) -> None:
@@ -69,7 +70,7 @@ def test_a_sample_draws_the_same_random_numbers_and_leaves_no_trace(seed: int) -
     for sampled in (True, False):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(6, 40), nn.Dropout(0.5), nn.Linear(40, 3))
-        model, optimizer = recipes.apply(recipe, model, "SGD", lr=0.1)
+        optimizer = recipes.optimizer(recipes.convert(model, recipe), "SGD", lr=0.1)
         with scaling(recipe, model, optimizer, 3) as scaled:
             for step in range(3):
                 place = step if sampled else 1 + step

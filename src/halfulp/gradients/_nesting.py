@@ -41,22 +41,22 @@ def once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return changed
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nesting with every gradient-carrying tensor changed; the same object where none changes."""
+def mapped(value: Any, change: Callable[[Tensor], Tensor], carriers: bool = True) -> Any:
+    """The same nesting with every (gradient-carrying) tensor changed; the same object where none changes."""
     if type(value) in _NO_TENSORS:
         return value
     if isinstance(value, Tensor):
-        return change(value) if value.requires_grad else value
+        return change(value) if value.requires_grad or not carriers else value
     if isinstance(value, dict):
-        found = {key: mapped(item, change) for key, item in value.items()}
+        found = {key: mapped(item, change, carriers) for key, item in value.items()}
         return value if all(found[key] is item for key, item in value.items()) else _like_dict(value, found)
     if isinstance(value, list | tuple):
-        items = [mapped(item, change) for item in reversed(value)][::-1]
+        items = [mapped(item, change, carriers) for item in reversed(value)][::-1]
         if all(a is b for a, b in zip(items, value)):
             return value
         return _like_sequence(value, items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _like_dataclass(value, change)
+        return _like_dataclass(value, change, carriers)
     return value
 
 
@@ -77,9 +77,9 @@ def _like_sequence(value: list | tuple, items: list) -> list | tuple:
     return type(value)(items)
 
 
-def _like_dataclass(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _like_dataclass(value: Any, change: Callable[[Tensor], Tensor], carriers: bool) -> Any:
     found = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    changed = {name: mapped(item, change) for name, item in found.items()}
+    changed = {name: mapped(item, change, carriers) for name, item in found.items()}
     if all(changed[name] is found[name] for name in found):
         return value
     made = copy.copy(value)

@@ -14,6 +14,7 @@ from ._eight_bits import PAYLOADS
 from ._format_store import format_store
 from ._identity import assign_identities
 from ._meter import LostUpdateReport, lost_update_report, warn_if_mostly_lost
+from ._narrowing import is_kept, take_float32
 from ._options import check_group, check_numbers
 from ._program import Kind
 from ._rule import UpdateRule
@@ -110,24 +111,29 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         except (ValueError, TypeError):
             del self.param_groups[before:]
             raise
-        if group["param_dtype"] is not None:
-            self._narrow(group)
+        self._narrow(group)
 
     def _narrow(self, group: dict) -> None:
-        """Make the group's float32 parameters narrow in place, the low bits kept in the companions."""
+        """Make the group's float32 parameters narrow in place if so asked, the low bits kept in the companions.
+
+        So are the low bits of parameters that were narrowed before there was an optimizer (`halfulp.convert`).
+        """
+        dtype = group["param_dtype"]
         for position, parameter in enumerate(group["params"]):
-            if parameter.dtype != torch.float32:
-                continue
-            value, narrow = parameter.detach(), torch.empty_like(parameter.detach(), dtype=group["param_dtype"])
-            parameter.data = narrow
-            parameter.grad = None
-            slot = self._prepare(group, position, STORES[group["param_dtype"]])
-            slot.kind.update.fill(slot.kind.store, slot.parts, local(value).contiguous())
+            if dtype is not None and parameter.dtype == torch.float32 and not is_kept(parameter):
+                value = parameter.detach()
+                parameter.data = torch.empty_like(value, dtype=dtype)
+                parameter.grad = None
+            else:
+                value = take_float32(parameter)
+            if value is not None:
+                slot = self._prepare(group, position, STORES[parameter.dtype])
+                slot.kind.update.fill(slot.kind.store, slot.parts, local(value).contiguous())
 
     def _kind(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> Kind:
         """What a step of a parameter consists of; without `gradient`, as it will be once narrowed."""
         scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
-        narrows = group["param_dtype"] is not None and dtype == torch.float32
+        narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
         store = store_of(group["param_dtype"] if narrows else dtype, format_store(group["format"]), name, scaled)
         update, rule = self._weight_update(group, store, scaled), self.rule(group)
         refuse_unscalable(group, parameter, update, name)

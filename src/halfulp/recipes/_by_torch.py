@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from ..optim._meter import LostUpdateReport, lost_update_report
 from ..tensors import MCTensor
-from ..tensors._model import multicomponent
 from ..tensors._state_dict import plain_state_dict
 from ._near import unknown
 from ._recipe import Recipe
@@ -49,23 +48,15 @@ class AdamW(_Readings, torch.optim.AdamW):
 _KINDS = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 
 
-def check_rule(recipe: Recipe, rule: str) -> None:
-    """Raise unless torch.optim has the rule."""
+def optimizer(recipe: Recipe, model: nn.Module, rule: str, **hyper: Any) -> torch.optim.Optimizer:
+    """torch.optim's optimizer of a converted model.
+
+    Raises:
+        ValueError: torch.optim has no such rule.
+    """
     if rule not in _KINDS:
         raise ValueError(f"recipe {recipe.name!r} steps by torch.optim: {unknown('rule', rule, _KINDS)}")
-
-
-def apply(recipe: Recipe, model: nn.Module, rule: str, **hyper: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model with its parameters in the recipe's form, in place, and its optimizer.
-
-    Gradients have all components too: a float16 gradient alone underflows without loss scaling.
-    """
-    dtype = getattr(torch, recipe.param_dtype)
-    if recipe.components:
-        multicomponent(model, recipe.components, dtype, gradients="components")
-    else:
-        model.to(dtype)
-    return model, _KINDS[rule](model.parameters(), **hyper)
+    return _KINDS[rule](model.parameters(), **hyper)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -64,7 +64,7 @@ _RECIPES = (
     _bf16("-split8", "bfloat16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit"),
     _bf16("-feedback", "bfloat16, the lost part goes into the first moment", weight_update="feedback"),
     _bf16("-master", "bfloat16 with a float32 master copy", weight_update="master"),
-    _bf16("-mixed", "Kahan on embeddings and norms, stochastic elsewhere", weight_update=_MIX),
+    _bf16("-mixed", "Kahan on embeddings and norms, stochastic elsewhere", weight_update=_MIX, float32=()),
     _bf16(
         "-mc2",
         "Collage: weights and second moment as two bfloat16 each",

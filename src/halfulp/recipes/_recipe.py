@@ -30,6 +30,9 @@ GRADIENT_SCALES = (
     *("constant", "measured", "dynamic", "rising-floor"),
 )
 
+# BatchNorm, LayerNorm, GroupNorm, InstanceNorm, RMSNorm of torch, and what other libraries call so.
+NORMS = ("*Norm*",)
+
 GRADIENT_ROUNDINGS = ("nearest", "stochastic")
 
 _UPDATE_WORDS = {
@@ -91,6 +94,9 @@ class Recipe:
             ``"underflow-bound"``, ``"element-wise"``, ``"abs-range"``, ``"measured"``, ``"dynamic"``,
             ``"rising-floor"``, ``"constant"``.
         gradient_rounding: With ``gradient_format``: ``"nearest"``, or ``"stochastic"``, right on average.
+        float32: With ``param_dtype`` of 16 bits: which modules keep float32 parameters and compute in float32, as globs
+            over their qualified names (with all that is inside) and over the names of their classes and base classes
+            (of modules that hold no others). By default every norm; ``()`` for none.
         perturb: Each starting weight is multiplied by 1 + perturb * N(0, 1): the control that shows how far two
             float32 runs drift apart by themselves.
 
@@ -111,6 +117,7 @@ class Recipe:
     state_dtype: str | None = None
     format: str | None = None
     emulate: str | None = None
+    float32: tuple[str, ...] = NORMS
     perturb: float = 0.0
     gradient_format: str | None = None
     gradient_scale: str | float | None = None
@@ -123,6 +130,7 @@ class Recipe:
             object.__setattr__(self, "weight_update", tuple(self.weight_update.items()))
         elif isinstance(self.weight_update, list):
             object.__setattr__(self, "weight_update", tuple((str(a), str(b)) for a, b in self.weight_update))
+        object.__setattr__(self, "float32", _globs(self.float32))
         if isinstance(self.gradient_scale, int) and not isinstance(self.gradient_scale, bool):
             object.__setattr__(self, "gradient_scale", float(self.gradient_scale))
         self._check()
@@ -151,6 +159,11 @@ class Recipe:
         self._check_gradients()
         if not isinstance(self.perturb, int | float) or not math.isfinite(self.perturb) or self.perturb < 0:
             raise ValueError(f"perturb is a finite number >= 0, got {self.perturb!r}")
+
+    @property
+    def narrow(self) -> bool:
+        """Whether parameters become plain tensors of 16 bits."""
+        return self.param_dtype in ("bfloat16", "float16") and self.components is None
 
     @property
     def by_torch(self) -> bool:
@@ -229,7 +242,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that JSON can hold; ``Recipe.from_dict`` is its inverse."""
-        data = dataclasses.asdict(self)
+        data = {**dataclasses.asdict(self), "float32": list(self.float32)}
         if isinstance(self.weight_update, tuple):
             data["weight_update"] = [list(pair) for pair in self.weight_update]
         return data
@@ -267,8 +280,8 @@ class Recipe:
 
         >>> import halfulp.recipes
         >>> print(halfulp.recipes.get("bf16-kahan").explain())
-        bf16-kahan: Weights are bfloat16. Each is updated with a second 16-bit number per weight that keeps what
-        rounding dropped. Forward and backward run in bfloat16.
+        bf16-kahan: Weights are bfloat16, float32 in modules that match '*Norm*'. Each is updated with a second 16-bit
+        number per weight that keeps what rounding dropped. Forward and backward run in bfloat16.
         """
         said = [*_storage_words(self), *_update_words(self)]
         if self.state_dtype:
@@ -285,6 +298,16 @@ def _plain_name(value: Any) -> Any:
         return value
     name = getattr(value, "name", None)
     return name if isinstance(name, str) else str(value).removeprefix("torch.")
+
+
+def _globs(given: object) -> tuple[str, ...]:
+    if (
+        isinstance(given, str)
+        or not isinstance(given, list | tuple)
+        or not all(isinstance(x, str) and x for x in given)
+    ):
+        raise ValueError(f"float32={given!r}: give a list of globs over names of modules and classes, () for none")
+    return tuple(given)
 
 
 def _check_among(kind: str, given: object, allowed: tuple[str, ...]) -> None:
@@ -332,7 +355,8 @@ def _storage_words(recipe: Recipe) -> list[str]:
     if recipe.by_torch:
         return [f"Weights are {recipe.param_dtype}, updated by torch.optim."]
     if recipe.param_dtype:
-        return [f"Weights are {recipe.param_dtype}."]
+        kept = " or ".join(map(repr, recipe.float32))
+        return [f"Weights are {recipe.param_dtype}" + (f", float32 in modules that match {kept}." if kept else ".")]
     if recipe.payload:
         return [f"Weights are {recipe.payload} payloads, each tensor with a power-of-two scale."]
     if recipe.format:

@@ -42,7 +42,8 @@ def run(task: Task, recipe: Recipe, seed: int, steps: int, data: Data, report: R
     model = task.model(data, seed)
     blank = copy.deepcopy(model)
     report_interval = max(1, min(50, steps // 12))
-    model, optimizer = recipes.apply(recipe, model, task.rule, seed=seed, report_interval=report_interval, **task.hyper)
+    recipes.convert(model, recipe, seed=seed)
+    optimizer = recipes.optimizer(model, task.rule, seed=seed, report_interval=report_interval, **task.hyper)
     with _arithmetic(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
         with scaling(recipe, model, optimizer, steps) as scaled:

@@ -70,9 +70,8 @@ class FullBatch(Task):
         torch.manual_seed(seed)
         start = self.model(data, seed)
         report_interval = max(1, min(50, steps // 12))
-        model, optimizer = recipes.apply(
-            recipe, copy.deepcopy(start), self.rule, seed=seed, report_interval=report_interval, **self.hyper
-        )
+        model = recipes.convert(copy.deepcopy(start), recipe, seed=seed)
+        optimizer = recipes.optimizer(model, self.rule, seed=seed, report_interval=report_interval, **self.hyper)
         train, validation = self.whole()
         course = self._course(model, optimizer, [held(recipe, x) for x in train], steps, report)
         failed = course["diverged_at"] is not None

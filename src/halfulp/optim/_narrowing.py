@@ -1,0 +1,75 @@
+"""Narrowing a float32 parameter before there is an optimizer: the bits that fall off wait for the first one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._split import Split16
+from ._stores import STORES
+
+_HELD, _KEPT = "_halfulp_low_bits", "_halfulp_float32"
+_SPLIT = Split16()
+
+
+class _Held(NamedTuple):
+    """What a parameter lost: bfloat16's low 16 bits, or for float16 the float32 values; and when it was so."""
+
+    tensor: Tensor
+    address: int
+    version: int
+
+
+def narrow(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Make a float32 parameter bfloat16 or float16 in place, rounded to nearest (in bfloat16 ties away from zero).
+
+    The parameter stays the same object, its gradient is narrowed too. What rounding dropped is held beside it, 2 bytes
+    per element for bfloat16 and 4 for float16, until an optimizer takes it: `take_float32`.
+    """
+    value, gradient = parameter.detach(), parameter.grad
+    if dtype == torch.bfloat16:
+        payload = torch.empty_like(value, dtype=dtype)
+        low = torch.empty_like(value, dtype=torch.int16)
+        _SPLIT.fill(STORES[dtype], [payload, low], value)
+    else:
+        payload, low = value.to(dtype), value.clone()
+    parameter.grad = None
+    parameter.data = payload
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
+    if not parameter.is_meta:
+        setattr(parameter, _HELD, _Held(low, parameter.data_ptr(), parameter._version))
+
+
+def take_float32(parameter: Tensor) -> Tensor | None:
+    """The float32 values that `narrow` was given, once; None if they are taken, or the parameter written since."""
+    held = getattr(parameter, "__dict__", {}).pop(_HELD, None)
+    if held is None or (held.address, held.version) != (parameter.data_ptr(), parameter._version):
+        return None
+    if parameter.dtype == torch.bfloat16 and held.tensor.dtype == torch.int16:
+        return _SPLIT.read(STORES[torch.bfloat16], [parameter.detach(), held.tensor])
+    return held.tensor if parameter.dtype == torch.float16 else None
+
+
+def widen(parameter: Tensor) -> None:
+    """Make a narrow parameter float32 in place, with the bits that are still held for it."""
+    value, gradient = take_float32(parameter), parameter.grad
+    parameter.grad = None
+    parameter.data = parameter.detach().float() if value is None else value.view_as(parameter)
+    if gradient is not None:
+        parameter.grad = gradient.float()
+
+
+def keep_float32(parameter: Tensor, kept: bool = True) -> None:
+    """Mark a parameter that no ``param_dtype=`` narrows, or take the mark away."""
+    if kept:
+        setattr(parameter, _KEPT, True)
+    else:
+        parameter.__dict__.pop(_KEPT, None)
+
+
+def is_kept(parameter: Tensor) -> bool:
+    """Whether the parameter is marked to stay float32."""
+    return getattr(parameter, _KEPT, False)

@@ -1,0 +1,109 @@
+"""Casts round a narrow model's modules, as hooks: inputs to the dtype of the weights, float32 where that is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..gradients._nesting import mapped
+
+_PLAIN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Measured on the CPU, and as torch.autocast has it: with float32 weights these take narrow inputs and compute in
+# float32; without weights they keep narrow means. layer_norm sums its weight's gradient in the narrow dtype.
+_MIXED = (nn.modules.batchnorm._NormBase,)
+
+
+class _Cast:
+    """A hook that casts floating tensors; a class of its own, so that it is found again, copied and pickled."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def inputs(self, args: tuple, kwargs: dict, dtype: torch.dtype) -> tuple[tuple, dict] | None:
+        """Both cast; None where nothing changes."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            return None if args[0].dtype == dtype else ((cast(args[0], dtype),), kwargs)
+        return mapped(args, lambda x: cast(x, dtype), False), mapped(kwargs, lambda x: cast(x, dtype), False)
+
+
+class CastInputs(_Cast):
+    """Before a module: its inputs to the dtype of its own parameters."""
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """A forward pre-hook."""
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.dtype in _PLAIN:
+                return self.inputs(args, kwargs, parameter.dtype)
+        return self.inputs(args, kwargs, self.dtype)
+
+
+class WidenInputs(_Cast):
+    """Before a module that is kept in float32: its inputs to float32."""
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """A forward pre-hook."""
+        return self.inputs(args, kwargs, self.dtype)
+
+
+class CastOutputs(_Cast):
+    """After a module: its outputs, nested ones too."""
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """A forward hook."""
+        return mapped(output, lambda x: cast(x, self.dtype), False)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A plain floating tensor in another dtype; any other tensor as it is."""
+    return x.to(dtype) if x.dtype in _PLAIN and x.dtype != dtype else x
+
+
+def install(model: nn.Module, islands: set[str], dtype: torch.dtype) -> None:
+    """Cast what the model's modules are given, and give float32 back.
+
+    Args:
+        model: whose parameters are narrow, but for those inside islands.
+        islands: qualified names of modules that compute in float32, no one inside another.
+        dtype: of what islands hand on.
+    """
+    for name, module in model.named_modules():
+        if name in islands:
+            if not isinstance(module, _MIXED) or module.weight is None:
+                module.register_forward_pre_hook(WidenInputs(torch.float32), with_kwargs=True)
+            if module is not model:
+                module.register_forward_hook(CastOutputs(dtype))
+        elif not inside(name, islands) and _has_weights(module):
+            module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+    model.register_forward_hook(CastOutputs(torch.float32))
+
+
+def install_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what the model's modules with parameters are given, and nothing else."""
+    for module in model.modules():
+        if _has_weights(module):
+            module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+
+
+def remove(model: nn.Module) -> None:
+    """Take away every hook of this file."""
+    for module in model.modules():
+        for hooks, options in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_with_kwargs),
+        ):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Cast)]:
+                del hooks[key]
+                options.pop(key, None)
+
+
+def inside(name: str, islands: set[str]) -> bool:
+    """Whether a module lies in one of the islands, or is one."""
+    parts = name.split(".") if name else []
+    return any(".".join(parts[:k]) in islands for k in range(len(parts) + 1))
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Whether it holds parameters itself, or computes its weights from parameters that other modules hold."""
+    return any(x is not None for x in module._parameters.values()) or hasattr(module, "parametrizations")

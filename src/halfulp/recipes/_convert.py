@@ -1,0 +1,238 @@
+"""Moving a float32 model to a recipe's formats, in place, and back."""
+
+from __future__ import annotations
+
+import gc
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from ..optim._narrowing import keep_float32, narrow, widen
+from ..scaled import scalify, unscalify
+from ..scaled._scalify import _holders
+from ..tensors import multicomponent
+from ..tensors._model import single_component
+from . import _casts, _catalog
+from ._plan import assign, check, check_range, islands, kept_parameters
+from ._recipe import Recipe
+
+M = TypeVar("M", bound=nn.Module)
+
+_RECORD = "_halfulp_conversion"
+
+
+class _Record(NamedTuple):
+    """What `convert` did to a model: the recipe, and the buffers whose dtype it changed."""
+
+    recipe: Recipe
+    buffers: tuple[str, ...]
+
+
+def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
+    """Move a float32 model to a recipe's formats, in place, like ``nn.Module.to``; `revert` undoes it.
+
+    Parameters become what the recipe says and stay the same objects, tied ones tied, frozen ones frozen. Under a
+    recipe with ``param_dtype`` of 16 bits norms (``recipe.float32``) keep float32 weights and statistics and compute
+    in float32, and every tensor is cast where it meets weights: the inputs of a module that holds parameters to their
+    dtype, those of a norm to float32 and its output back, and what the model returns to float32, so that a loss has
+    all digits. Integers, buffers and what meets no weight (masks, positions) stay as they are.
+
+    Afterwards make the optimizer, by `halfulp.recipes.optimizer` (the recipe's own weight updates and states) or by
+    hand (``hu.optim.AdamW(model.named_parameters(), weight_update="kahan")``; leave ``param_dtype=`` out). The low
+    bits of the float32 start wait beside the parameters, at 2 bytes per parameter (4 under float16), until the first
+    optimizer of ``halfulp.optim`` takes them. A copy of the model, another device and every write before that leave
+    them behind: the weights then start as the narrow ones show them.
+
+    Order: move the model to its device, convert, then wrap it (DistributedDataParallel, fully_shard), compile it and
+    make optimizers.
+
+    Args:
+        model: any module with float32 parameters.
+        recipe: a Recipe or the name of one: `halfulp.recipes.names`.
+        seed: of the recipe's perturbation of the start.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: an unknown recipe, a model that is converted already, wrapped, or held by an optimizer, a glob that
+            matches nothing, or values beyond float16. The model is as it was.
+        TypeError: no module, or parameters that are not float32.
+
+    >>> model = convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), "bf16-kahan")
+    >>> [str(parameter.dtype) for parameter in model.parameters()]
+    ['torch.bfloat16', 'torch.bfloat16', 'torch.float32', 'torch.float32']
+    >>> model(torch.randn(2, 3, 8, 8)).dtype
+    torch.float32
+    >>> revert(model)[0].weight.dtype
+    torch.float32
+    """
+    recipe = _catalog.get(recipe)
+    _refuse_wrapped(model)
+    for record in _records(model):
+        raise ValueError(
+            f"the model is converted already, by recipe {record.recipe.name!r}: halfulp.revert(model) first"
+        )
+    check(model, recipe)
+    kept = islands(model, recipe)
+    assign(recipe, model)
+    if recipe.narrow:
+        check_range(model, recipe, kept_parameters(model, kept))
+        _refuse_optimizers(model, "convert")
+    _perturb(model, recipe.perturb, seed)
+    buffers: tuple[str, ...] = ()
+    if recipe.components:
+        # All components of gradients too: a float16 gradient alone underflows without loss scaling.
+        multicomponent(model, recipe.components, getattr(torch, recipe.param_dtype), gradients="components")
+    elif recipe.payload:
+        scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul)
+    elif recipe.param_dtype == "float64":
+        buffers = _to_float64(model)
+    elif recipe.narrow:
+        buffers = _to_narrow(model, kept, getattr(torch, recipe.param_dtype))
+    model.__dict__[_RECORD] = _Record(recipe, buffers)
+    return model
+
+
+def revert(model: M) -> M:
+    """Make a converted model float32 again, its weights as trained, in place: the way back from `convert`.
+
+    Hooks, casts and marks are taken away; parameters stay the same objects where `convert` kept them. Low bits that
+    an optimizer holds are the optimizer's to give:
+
+        weights = opt.float32_state_dict(model)
+        del opt
+        hu.revert(model).load_state_dict(weights)
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: a model that is not converted, or whose parameters an optimizer holds. The model is as it was.
+
+    >>> model = nn.Linear(3, 2)
+    >>> start = model.weight.detach().clone()
+    >>> torch.equal(revert(convert(model, "bf16-split")).weight, start)
+    True
+    """
+    if not isinstance(model, nn.Module) or _RECORD not in model.__dict__:
+        raise ValueError("the model is not converted: revert takes the module that halfulp.convert was given")
+    record = model.__dict__[_RECORD]
+    recipe = record.recipe
+    _refuse_optimizers(model, "revert")
+    if recipe.components:
+        single_component(model)
+    elif recipe.payload:
+        unscalify(model)
+    elif recipe.narrow or recipe.param_dtype == "float64":
+        for parameter in model.parameters():
+            if parameter.dtype == getattr(torch, recipe.param_dtype):
+                widen(parameter)
+            keep_float32(parameter, False)
+        for name in record.buffers:
+            owner, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            owner._buffers[key] = owner._buffers[key].float()
+    _casts.remove(model)
+    del model.__dict__[_RECORD]
+    return model
+
+
+def recipe_of(model: nn.Module) -> Recipe:
+    """The recipe of a converted model, or of the one inside a wrapper.
+
+    Raises:
+        ValueError: it is not converted, or its parts are by several recipes.
+    """
+    found = {record.recipe for record in _records(model)}
+    if len(found) != 1:
+        said = f"is converted by several recipes ({', '.join(sorted(x.name for x in found))})" if found else "is not"
+        raise ValueError(
+            f"the model {said}{'' if found else ' converted'}: call halfulp.convert(model, recipe) once, then make its "
+            "optimizer"
+        )
+    return found.pop()
+
+
+def _records(model: nn.Module) -> list[_Record]:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [module.__dict__[_RECORD] for module in modules if _RECORD in module.__dict__]
+
+
+def _to_narrow(model: nn.Module, kept: set[str], dtype: torch.dtype) -> tuple[str, ...]:
+    """Parameters narrow but for the kept ones, and casts between the two."""
+    keeps = kept_parameters(model, kept)
+    for parameter in model.parameters():
+        if id(parameter) in keeps:
+            keep_float32(parameter)
+        else:
+            narrow(parameter, dtype)
+    # torch's kernel wants statistics of the dtype of the weights, or inputs narrower than both.
+    norms = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+    outside = [(name, m) for name, m in norms if not _casts.inside(name, kept)]
+    changed = [
+        f"{name}.{key}" if name else key
+        for name, module in outside
+        for key, buffer in module._buffers.items()
+        if buffer is not None and buffer.dtype == torch.float32
+    ]
+    _cast_buffers(model, changed, dtype)
+    _casts.install(model, kept, dtype)
+    return tuple(changed)
+
+
+def _to_float64(model: nn.Module) -> tuple[str, ...]:
+    for parameter in model.parameters():
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = parameter.detach().double()
+        if gradient is not None:
+            parameter.grad = gradient.double()
+    changed = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
+    _cast_buffers(model, changed, torch.float64)
+    _casts.install_inputs(model, torch.float64)
+    return tuple(changed)
+
+
+def _cast_buffers(model: nn.Module, names: list[str], dtype: torch.dtype) -> None:
+    for name in names:
+        owner, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        owner._buffers[key] = owner._buffers[key].to(dtype)
+
+
+def _perturb(model: nn.Module, size: float, seed: int) -> None:
+    if not size:
+        return
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+            parameter.mul_(1 + size * noise.to(parameter.device))
+
+
+def _refuse_optimizers(model: nn.Module, function: str) -> None:
+    """Raise if an optimizer holds one of the parameters, whose states and low bits belong to the dtype they have."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    if not _holders(names):
+        return
+    gc.collect()  # one that nobody has any more may still lie about
+    for optimizer, name in _holders(names):
+        raise ValueError(
+            f"{optimizer} holds parameter {name!r}, whose dtype changes: take opt.float32_state_dict(model) if you "
+            f"want the low bits that it keeps, delete it, and make the optimizer after halfulp.{function}"
+        )
+
+
+def _refuse_wrapped(model: object) -> None:
+    """Raise for a wrapper that has read the parameters already."""
+    if not isinstance(model, nn.Module):
+        return
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    for kind, call in (
+        ("DistributedDataParallel", "DistributedDataParallel(model)"),
+        ("FullyShardedDataParallel", "FullyShardedDataParallel(model)"),
+        ("FSDPModule", "fully_shard(model)"),
+        ("OptimizedModule", "torch.compile(model)"),
+        ("ScriptModule", "torch.jit.script(model)"),
+    ):
+        if kind in kinds:
+            raise ValueError(f"the model is a {kind}, which holds its parameters as they were: convert before {call}")

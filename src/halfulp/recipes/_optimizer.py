@@ -1,0 +1,146 @@
+"""The optimizer and the scaler that go with a converted model's recipe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import _by_torch
+from ._convert import recipe_of
+from ._few_bit_states import hold_states
+from ._near import unknown
+from ._plan import named, update_of
+from ._recipe import Recipe
+
+if TYPE_CHECKING:
+    from ..gradients import AdaptiveGradScaler
+
+RULES = ("SGD", "Adam", "AdamW", "Lion")
+
+
+def optimizer(
+    model: nn.Module, rule: str = "AdamW", *, seed: int = 0, report_interval: int = 50, **hyper: Any
+) -> torch.optim.Optimizer:
+    """The optimizer that goes with a converted model: its weight updates and states are the recipe's.
+
+    The first optimizer of a converted model takes over the low bits of the float32 start, wherever the weight update
+    has room for them; parameters that stay float32 are stepped in float32.
+
+    Args:
+        model: converted by `halfulp.convert`, or a wrapper round one (DistributedDataParallel, a compiled model, a
+            LightningModule).
+        rule: ``"SGD"``, ``"Adam"``, ``"AdamW"`` or ``"Lion"``: a class of ``halfulp.optim``.
+        seed: governs the recipe's stochastic rounding.
+        report_interval: how often the lost-update meter samples, in steps.
+        **hyper: the rule's own hyper-parameters, ``lr=`` and so on.
+
+    Returns:
+        The optimizer. Of a recipe with a ``gradient_format`` it steps only while the model has a scaler, as `scaler`
+        makes it.
+
+    Raises:
+        ValueError: a model that is not converted, an unknown rule, a rule that the recipe does not go with, or a
+            parameter that no glob of the recipe's weight update matches.
+
+    >>> import halfulp as hu
+    >>> model = hu.convert(nn.Linear(3, 2), "bf16-kahan")
+    >>> type(hu.recipes.optimizer(model, "AdamW", lr=1e-3)).__name__
+    'AdamW'
+    """
+    if rule not in RULES:
+        raise ValueError(unknown("rule", rule, RULES))
+    recipe = recipe_of(model)
+    from .. import optim
+
+    if recipe.by_torch:
+        return _by_torch.optimizer(recipe, model, rule, **hyper)
+    choices = {"state_dtype": _state(recipe, rule, hyper), "format": recipe.format}
+    if isinstance(recipe.weight_update, str) and not _all_float32(recipe, model):
+        choices["weight_update"] = _object(recipe.weight_update)
+    options = {key: value for key, value in choices.items() if value is not None}
+    made = getattr(optim, rule)(_groups(recipe, model), seed=seed, report_interval=report_interval, **options, **hyper)
+    if recipe.format and recipe.state_dtype == recipe.format:
+        hold_states(made, recipe.format, seed)
+    if recipe.gradient_format:
+        made.register_step_pre_hook(lambda *_: _check_scaled(recipe, model))
+    return made
+
+
+def scaler(recipe: Recipe, model: nn.Module) -> AdaptiveGradScaler | None:
+    """The scaler that rounds a model's gradients and scales them as the recipe says; None where it does not.
+
+    Train with it in place of ``loss.backward()`` and ``optimizer.step()``: see `halfulp.AdaptiveGradScaler`. A policy
+    starts at a scale of 2^16, as torch's scaler does.
+
+    >>> import halfulp as hu
+    >>> recipe = hu.recipes.get("fp16-adaptive")
+    >>> model = hu.convert(nn.Linear(4, 2), recipe)
+    >>> sgd = optimizer(model, "SGD", lr=0.1)
+    >>> scaled = scaler(recipe, model)
+    >>> scaled.scale(model(torch.ones(3, 4)).square().mean()).backward()
+    >>> scaled.step(sgd); scaled.update()
+    """
+    if recipe.gradient_format is None:
+        return None
+    from ..gradients import AdaptiveGradScaler
+
+    return AdaptiveGradScaler(model, **_scaler_options(recipe))
+
+
+def _scaler_options(recipe: Recipe) -> dict[str, Any]:
+    options = {"format": recipe.gradient_format, "rounding": recipe.gradient_rounding}
+    if isinstance(recipe.gradient_scale, str):
+        return {"policy": recipe.gradient_scale, **options}
+    # Without a scale too, what is not finite must not reach a weight.
+    return {"policy": "constant", "init_scale": recipe.gradient_scale or 1.0, **options}
+
+
+def _check_scaled(recipe: Recipe, model: nn.Module) -> None:
+    if "forward" not in vars(model):
+        options = ", ".join(f"{key}={value!r}" for key, value in _scaler_options(recipe).items())
+        raise RuntimeError(
+            f"recipe {recipe.name!r} rounds gradients, and these were not rounded: make scaler = "
+            f"halfulp.AdaptiveGradScaler(model, {options}) and train by scaler.scale(loss).backward(), "
+            "scaler.step(optimizer), scaler.update()"
+        )
+
+
+def _all_float32(recipe: Recipe, model: nn.Module) -> bool:
+    return recipe.narrow and all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def _groups(recipe: Recipe, model: nn.Module) -> list[Any]:
+    """Named parameters; for a mix, one group per weight update, in the recipe's order."""
+    if recipe.weight_update is None or isinstance(recipe.weight_update, str):
+        return [(name, parameter) for name, _, parameter in named(model)]
+    groups: dict[str | None, list[tuple[str, nn.Parameter]]] = {}
+    for name, module, parameter in named(model):
+        update = update_of(recipe, name, module)
+        if recipe.narrow and parameter.dtype == torch.float32:
+            update = None
+        groups.setdefault(update, []).append((name, parameter))
+    return [
+        {"params": members} if update is None else {"params": members, "weight_update": _object(update)}
+        for update, members in groups.items()
+    ]
+
+
+def _state(recipe: Recipe, rule: str, hyper: dict[str, Any]) -> object:
+    """The optimizer's ``state_dtype``; values of a format live in float32 states."""
+    if recipe.state_dtype == "bfloat16x2":
+        second = ["exp_avg_sq"] if rule in ("Adam", "AdamW") else []
+        second += ["max_exp_avg_sq"] if second and hyper.get("amsgrad") else []
+        return dict.fromkeys(second, recipe.state_dtype) or None
+    if recipe.state_dtype in (None, "8bit", "fp8"):
+        return recipe.state_dtype
+    return torch.float32 if recipe.state_dtype == recipe.format else getattr(torch, recipe.state_dtype)
+
+
+def _object(update: str) -> object:
+    """The optimizer's ``weight_update``."""
+    from .. import optim
+
+    special = {"kahan-literal": optim.Kahan(literal=True), "components-3": optim.Components(3)}
+    return special.get(update, update)
