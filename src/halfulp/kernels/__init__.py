@@ -25,6 +25,9 @@ from ._scalar import root as root
 from ._scalar import sign_of as sign_of
 from ._threads import SERIAL_BELOW as SERIAL_BELOW
 from ._threads import run_chunks as run_chunks
+from ._torch_operators import absent_operators as absent_operators
+from ._torch_operators import present as present
+from ._torch_operators import torch_operators as torch_operators
 from ._trace import Trace as Trace
 from ._trace import Traced as Traced
 from ._trace import exponent as exponent

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import torch_operators
 from . import _powers
 from ._constants import constants_under, together
 from ._degrees import by_degree, held_under, joining, under
@@ -29,7 +30,7 @@ from ._form import (
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 # What is added to keep a divisor from 0 is no larger.
 _LARGEST_EPS = 1e-3
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import torch_operators
 from . import _powers
 from ._bilinear import over, product_storage, root_of_count
 from ._families import measured, result, value_of
@@ -16,7 +17,7 @@ from ._form import first_scaled, logical_of, narrowed, operand, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 _INPUTS = ("query", "key", "value")
 _BIAS = ("attn_mask", "attn_bias")

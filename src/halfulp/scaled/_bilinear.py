@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import torch_operators
 from . import _powers
 from ._derivation import on_values
 from ._eight_bits import eight_bit_product, is_eight_bit_product
@@ -30,7 +31,7 @@ from ._powers import power_of
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 def root_of_count(count: int) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._ops import OpOverload
 
+from ..kernels import torch_operators
 from . import _powers
 from ._bilinear import root_of_count
 from ._form import EIGHT_BITS, first_scaled, narrowed, operand, widened
@@ -205,7 +206,7 @@ def _refuse(operator: OpOverload) -> Callable:
 
 
 def _register() -> None:
-    c10d = torch.ops.c10d
+    c10d = torch_operators("c10d")
     rules = {
         "allreduce_": allreduce_,
         "allreduce_coalesced_": allreduce_coalesced_,

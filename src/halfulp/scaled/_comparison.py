@@ -1,10 +1,9 @@
 """Rules of comparisons and tests: of values, with plain truth values as results."""
 
-import torch
-
+from ..kernels import torch_operators
 from ._families import on_plain, overloads
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 on_plain(
     *overloads(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.equal, aten.isin, aten.allclose),

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from . import _powers
 from ._bilinear import over, product_storage, root_of_count
 from ._families import result
 from ._form import first_scaled, logical_of, made_to_fit, multiplicand, operand, widened
 from ._registry import implements
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 @implements(aten.convolution.default, family="bilinear")

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import torch_operators
 from . import _powers
 from ._form import LOGICALS
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 def constant(x: ScaledTensor, plain: Tensor, value: float) -> Tensor:

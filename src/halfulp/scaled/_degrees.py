@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..kernels import present
 from . import _powers
 from ._constants import together
 from ._families import one, result, value_of
@@ -27,7 +28,7 @@ def by_degree(*operators: OpOverload, family: str, terms: Callable | None = None
         terms: of the operator's arguments: a power of two that payloads are divided by, and the scale multiplied.
         degrees: by the name of the argument; the results have the storage and dtype of those of another degree than 0.
     """
-    for operator in operators:
+    for operator in present(operators):
         implements(operator, family=family)(_of_degrees(operator, degrees, terms))
 
 
@@ -93,7 +94,7 @@ def keeping(*operators: OpOverload, family: str, least: bool = False, keep: str 
         least: results do not vanish where arguments do, so that their scale is at least 1: softplus.
         keep: the name of the argument.
     """
-    for operator in operators:
+    for operator in present(operators):
         implements(operator, family=family)(_keeping(operator, keep, least))
 
 
@@ -123,7 +124,7 @@ def joining(*operators: OpOverload, family: str) -> None:
 
     Numbers and plain tensors without dimensions are constants: see `together`.
     """
-    for operator in operators:
+    for operator in present(operators):
         implements(operator, family=family)(_joining(operator))
 
 

@@ -12,12 +12,13 @@ from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..kernels import torch_operators
 from ..tensors import functional_form, is_written, note_fallback
 from ._form import decoded, encoded, logical_of, plain, storage_of
 from ._scaled_tensor import ScaledTensor
 from ._writing import write
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 _RESIZE = ("resize_", "resize_as_", "set_")
 # Decompositions that do not give what the operator's own backward wants, or draw random numbers in another way.
 _NOT_DECOMPOSED = ("_scaled_dot_product", "native_dropout", "bernoulli", "rrelu", "uniform", "normal", "rand")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_map
 
+from ..kernels import present, torch_operators
 from . import _powers
 from ._form import (
     EIGHT_BITS,
@@ -36,7 +37,7 @@ def moving(*operators: OpOverload) -> None:
 
     op(p * s) = op(p) * s, with no rounding. A view shares the scale with what it is a view of.
     """
-    for operator in operators:
+    for operator in present(operators):
         implements(operator, family="pass-through")(_mover(operator, operator.is_view))
 
 
@@ -64,7 +65,8 @@ def moved(operator: OpOverload, payload: Tensor, *arguments: Any, **options: Any
 
 
 # Whose results are elements of the argument, or their negatives: exact in every storage.
-_PICKING = {torch.ops.aten.relu.default, torch.ops.aten.neg.default, torch.ops.aten.abs.default}
+aten = torch_operators("aten")
+_PICKING = {aten.relu.default, aten.neg.default, aten.abs.default}
 
 
 def linear(*operators: OpOverload) -> None:
@@ -73,13 +75,13 @@ def linear(*operators: OpOverload) -> None:
     op(p * s) = op(p) * s: relu, abs, neg, amax; computed in float32 and rounded once. Results that are no floats
     (indices, masks) are what they are.
     """
-    for operator in operators:
+    for operator in present(operators):
         implements(operator, family="pass-through")(_of_degree(operator, 1))
 
 
 def of_degree(degree: int, *operators: OpOverload) -> None:
     """Register operators with op(p * s) = op(p) * s^degree: square, reciprocal."""
-    for operator in operators:
+    for operator in present(operators):
         implements(operator, family="power law")(_of_degree(operator, degree))
 
 
@@ -126,7 +128,7 @@ def bounded(*operators: OpOverload, family: str = "unit output") -> None:
 
     exp, tanh, sigmoid, softmax: op(p * s) computed on decoded values in float32.
     """
-    for operator in operators:
+    for operator in present(operators):
         implements(operator, family=family)(_on_decoded(operator, unit=True))
 
 
@@ -135,7 +137,7 @@ def measured(*operators: OpOverload, family: str = "measured") -> None:
 
     The scale is a power of two next to the root mean square of the results.
     """
-    for operator in operators:
+    for operator in present(operators):
         implements(operator, family=family)(_on_decoded(operator, unit=False))
 
 
@@ -152,7 +154,7 @@ def _on_decoded(operator: OpOverload, unit: bool) -> Callable:
 
 def on_plain(*operators: OpOverload, family: str) -> None:
     """Register operators of values whose results are left plain: truth values, indices, complex numbers."""
-    for operator in operators:
+    for operator in present(operators):
         implements(operator, family=family)(_plain(operator))
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import torch_operators
 from ._form import plain
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 # Names under which one tensor's operator differs, and what it takes.
 _SINGLE = {
     "norm": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype),
@@ -31,7 +32,7 @@ _SINGLE = {
 
 def _each(operator: OpOverload, name: str) -> None:
     """Register a loop: lists by element, all else as it is; a tensor of scalars for an overload that has one."""
-    single = _SINGLE.get(name) or getattr(aten, name)
+    single = _SINGLE.get(name) or getattr(torch.ops.aten, name)
     places = [(a.name, str(a.type)) for a in operator._schema.arguments]
     lists = {place for place, kind in places if kind.startswith("List[") or kind.endswith("[]")}
     of_scalars = next((p for p, kind in places if kind == "Tensor" and p == "scalars"), None)
@@ -64,8 +65,8 @@ def _register() -> None:
         if not name.startswith("aten::_foreach_") or overload.endswith("out"):
             continue
         single = packet.removeprefix("_foreach_")
-        if single in _SINGLE or hasattr(aten, single):
-            _each(getattr(getattr(aten, packet), overload or "default"), single)
+        if single in _SINGLE or hasattr(torch.ops.aten, single):
+            _each(getattr(getattr(torch.ops.aten, packet), overload or "default"), single)
 
 
 _register()

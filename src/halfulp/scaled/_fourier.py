@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from ._families import on_plain, value_of
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 on_plain(aten._fft_r2c.default, aten.complex.default, aten.polar.default, family="complex")
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from ..kernels import torch_operators
 from ._collectives import on_the_wire, wire_scales, wire_storage
 from ._form import made
 from ._registry import implements
@@ -70,11 +71,10 @@ def wait_tensor(x: ScaledTensor) -> ScaledTensor:
 
 
 if dist.is_available():
-    _functional = torch.ops._c10d_functional
+    _functional = torch_operators("_c10d_functional")
     implements(_functional.all_reduce.default, family="collectives")(all_reduce)
     implements(_functional.reduce_scatter_tensor.default, family="collectives")(reduce_scatter)
     implements(_functional.all_gather_into_tensor.default, family="collectives")(all_gather)
     implements(_functional.broadcast.default, family="collectives")(broadcast)
     implements(_functional.wait_tensor.default, family="collectives")(wait_tensor)
-    if hasattr(_functional, "_wrap_tensor_autograd"):
-        implements(_functional._wrap_tensor_autograd.default, family="collectives")(wait_tensor)
+    implements(_functional._wrap_tensor_autograd.default, family="collectives")(wait_tensor)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from ._constants import constants_under
 from ._degrees import by_degree, held_under, keeping, under
 from ._families import bounded, linear, value_of
@@ -16,7 +17,7 @@ from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 from ._writing import write
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 keeping(
     *(aten.gelu.default, aten.silu.default, aten.mish.default, aten.hardswish.default, aten.elu.default),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import torch_operators
 from ._alignment import multiplied
 from ._constants import is_constant, together
 from ._degrees import by_degree, measured_like, under
@@ -18,7 +19,7 @@ from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 from ._writing import write
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 def written(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:

@@ -6,15 +6,15 @@ factorisation packs into one matrix, as LU does, has no single degree in the ope
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import torch_operators
 from ._degrees import measured_like
 from ._families import measured, overloads, value_of
 from ._registry import implements
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 measured(
     *overloads(aten.linalg_inv_ex, aten.linalg_solve_triangular, aten.triangular_solve),

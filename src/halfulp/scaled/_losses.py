@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import present, torch_operators
 from ._bilinear import root_of_count
 from ._degrees import by_degree, under
 from ._families import aligned, measured, value_of
@@ -16,7 +18,7 @@ from ._reductions import squared
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 MEAN, SUM = 1, 2
 
 
@@ -82,8 +84,13 @@ def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Ten
     return under(y, [g._scale, scale], [_holder(gradient, like)], _share(a.numel(), reduction))
 
 
-def _backward_on_values(operator: OpOverload) -> None:
-    """The gradient linear in the incoming one, the rest by value: under gs / n."""
+def _backward_on_values(*operators: OpOverload) -> None:
+    """Register operators whose result is linear in the incoming gradient, the rest by value: under gs / n."""
+    for operator in present(operators):
+        implements(operator, family="loss")(_of_values(operator))
+
+
+def _of_values(operator: OpOverload) -> Callable:
     names = [argument.name for argument in operator._schema.arguments]
     at = names.index("reduction")
 
@@ -95,15 +102,14 @@ def _backward_on_values(operator: OpOverload) -> None:
         reduction = arguments[at - 1] if len(arguments) >= at else options.get("reduction", MEAN)
         return under(y, [g._scale], [_holder(gradient, like)], _share(arguments[0].numel(), reduction))
 
-    implements(operator, family="loss")(backward)
+    return backward
 
 
-for _operator in (
+_backward_on_values(
     *(aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default, aten.soft_margin_loss_backward.default),
     *(aten.binary_cross_entropy_backward.default, aten.multi_margin_loss_backward.default),
     aten.multilabel_margin_loss_backward.default,
-):
-    _backward_on_values(_operator)
+)
 
 
 measured(

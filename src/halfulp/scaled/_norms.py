@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from . import _powers
 from ._bilinear import root_of_count
 from ._degrees import under
@@ -19,7 +20,7 @@ from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 from ._writing import write
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 # Beyond it eps / s^2 leaves float32 where squares are added to it.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from . import _powers
 from ._families import linear, measured, on_plain, one, overloads, value_of
 from ._form import made
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 linear(
     *overloads(aten.sort, aten.topk, aten._unique2, aten._unique, aten.unique_dim, aten.unique_consecutive),

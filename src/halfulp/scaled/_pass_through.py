@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from ._families import linear, moving
 from ._form import LOGICALS, decoded
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 moving(
     *(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default, aten.transpose.int),

@@ -1,11 +1,10 @@
 """Rules of pooling, resampling and folding: they pick, or average with weights that sum to 1, and the scale stays."""
 
-import torch
-
+from ..kernels import torch_operators
 from ._degrees import by_degree
 from ._families import linear
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 linear(
     *(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, aten.adaptive_max_pool2d.default),
@@ -29,6 +28,5 @@ _KINDS = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicu
 _EXACT = ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
 _SMOOTH = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa")
 for _name in (*(f"upsample_{kind}" for kind in _KINDS), *_EXACT, *_SMOOTH):
-    if hasattr(aten, _name):  # the last is new in torch 2.13
-        linear(getattr(aten, _name).default)
-        by_degree(getattr(aten, f"{_name}_backward").default, family="pooling", grad_output=1)
+    linear(getattr(aten, _name).default)
+    by_degree(getattr(aten, f"{_name}_backward").default, family="pooling", grad_output=1)

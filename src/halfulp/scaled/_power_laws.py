@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from . import _powers
 from ._derivation import on_values
 from ._families import measured, of_degree, power, result
@@ -14,7 +15,7 @@ from ._form import made, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 # Exponents of which torch has kernels that commute with powers of two bit for bit; others it takes by logarithms.
 _EXACT_DEGREES = (1, 2, 3, -1, -2)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import torch_operators
 from ._degrees import measured_like
 from ._families import bounded, linear, measured
 from ._form import LOGICALS, encoded, made, widened
@@ -15,7 +16,7 @@ from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 from ._writing import write
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 linear(aten.native_dropout.default)
 bounded(aten.bernoulli.default, aten.bernoulli.Tensor, aten.bernoulli.p, family="random")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..kernels import torch_operators
 from . import _powers
 from ._attention import arguments_by_name, call_by_name
 from ._eight_bits import unit_scale
@@ -17,7 +18,7 @@ from ._form import logical_of, made, operand, storage_of, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 def _layer(operator: OpOverload, states: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import torch_operators
 from . import _powers
 from ._bilinear import root_of_count
 from ._degrees import by_degree, held_under, keeping, measured_like, under
@@ -18,7 +19,7 @@ from ._form import LOGICALS, decoded, encoded, measured_scale, storage_of, widen
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 def terms_of(x: Tensor, dims: Sequence[int] | int | None) -> int:

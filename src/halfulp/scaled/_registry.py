@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch._ops import OpOverload
 
+from ..kernels import present
 from ..tensors import RuleTable
 
 
@@ -52,7 +53,7 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Callabl
     register = _table.implements(*operators)
 
     def with_family(rule: Callable) -> Callable:
-        FAMILIES.update(dict.fromkeys(operators, family))
+        FAMILIES.update(dict.fromkeys(present(operators), family))
         return register(rule)
 
     return with_family

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from ._families import measured, on_plain, overloads, value_of
 from ._form import encoded, logical_of, storage_of
 from ._registry import implements
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 measured(
     *overloads(aten.lgamma, aten.digamma, aten.polygamma, aten.mvlgamma, aten.xlogy, aten.special_xlog1py),

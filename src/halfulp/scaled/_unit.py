@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import present, torch_operators
 from . import _powers
 from ._degrees import by_degree
 from ._families import bounded, one, value_of
@@ -16,7 +17,7 @@ from ._form import made, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 def fitting(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
@@ -34,7 +35,7 @@ def odd(*operators: OpOverload) -> None:
     op(p s) computed on values in float32. Its scale is s where that is below 1, as f(x) is about x there and would
     vanish under the scale 1; else 1, or what the largest result needs.
     """
-    for operator in operators:
+    for operator in present(operators):
         implements(operator, family="unit output")(_odd(operator))
 
 
@@ -54,7 +55,7 @@ def growing(*operators: OpOverload) -> None:
 
     op(p s) computed on values in float32, under the scale 1 or what the largest finite result needs.
     """
-    for operator in operators:
+    for operator in present(operators):
         implements(operator, family="unit output")(_growing(operator))
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from . import _powers
 from ._families import power, result
 from ._form import first_scaled, logical_of, operand, storage_of, widened
 from ._registry import implements
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 @implements(aten._weight_norm_interface_backward.default, family="norm")

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from . import _powers
 from ._form import narrowed, operand, plain, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
 
-@implements(torch.ops.aten.copy_.default, family="writing")
+@implements(torch_operators("aten").copy_.default, family="writing")
 def copy_(x: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy a tensor of any kind into x."""
     return write(x, value)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from ._derivation import beyond_exact, beyond_float64
 from ._moves import moved
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 def added_at(into: Any, index: Tensor, values: Any) -> Tensor:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from ._derivation import beyond_float64
 from ._powers import PI, constant
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 _CUBE = 0.044715
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..kernels import torch_operators
 from ._derivation import beyond_float64, in_float64, in_steps
 from ._form import form_of
 from ._registry import implements
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 def _scores(query: Any, key: Any, causal: bool, mask: Any, scale: float | None) -> Any:

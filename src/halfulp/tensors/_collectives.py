@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import torch_operators
 from ._mctensor import MCTensor
 from ._registry import implements
 
@@ -43,8 +44,8 @@ def _refuse(operator: OpOverload) -> Callable:
 
 
 if torch.distributed.is_available():
-    implements(torch.ops.c10d.broadcast_.default)(broadcast_)
+    _c10d = torch_operators("c10d")
+    implements(_c10d.broadcast_.default)(broadcast_)
     for _name in _REFUSED:
-        if hasattr(torch.ops.c10d, _name):
-            _operator = getattr(torch.ops.c10d, _name).default
-            implements(_operator)(_refuse(_operator))
+        _operator = getattr(_c10d, _name).default
+        implements(_operator)(_refuse(_operator))

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..arithmetic import Parts, compare, pointwise
+from ..kernels import torch_operators
 from ._backward import COMPONENTS, rounds
 from ._form import Form, aligned, evaluate, form_of, kept, made, parts_of
 from ._mctensor import MCTensor, wrap
 from ._registry import implements
 from ._scale import decoded, plain
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 def order_of(a: Any, b: Any) -> Tensor:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from ._derivation import beyond_float64
 from ._windows import folded, windows
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 def _each(value: Sequence[int], count: int) -> list[int]:

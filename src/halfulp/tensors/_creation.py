@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..arithmetic import PRECISION
+from ..kernels import torch_operators
 from ._backward import rounds, stored_plain
 from ._form import Form, made, parts_of
 from ._mctensor import MCTensor, wrap
@@ -17,7 +18,7 @@ from ._registry import implements
 from ._scale import decoded, magnitude, plain, scale_for, scaled
 from ._writing import integral, write_value
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 _BEYOND = 2.0**132  # what float16 components under no scale of ours hold: it becomes infinite, the others keep theirs
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..kernels import torch_operators
 from . import _fallback
 from ._backward import rounds, whole_results
 from ._form import Form, form_of, made
@@ -20,10 +21,11 @@ from ._registry import implements
 from ._scale import decoded
 from ._writing import write_value
 
+aten = torch_operators("aten")
 _RESIZE = (
-    *(torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default, torch.ops.aten.set_.default),
-    *(torch.ops.aten.set_.source_Tensor, torch.ops.aten.set_.source_Storage_storage_offset),
-    *(torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Tensor_storage_offset),
+    *(aten.resize_.default, aten.resize_as_.default, aten.set_.default),
+    *(aten.set_.source_Tensor, aten.set_.source_Storage_storage_offset),
+    *(aten.set_.source_Storage, aten.set_.source_Tensor_storage_offset),
 )
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from .. import arithmetic
+from ..kernels import torch_operators
 from ._backward import COMPONENTS, rounds
 from ._form import Form, form_of, kept, made, parts_of, wide_count
 from ._mctensor import MCTensor
 from ._registry import implements
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 def _solved(function: Callable, operands: tuple, form: Form) -> Any:

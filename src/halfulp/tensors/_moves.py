@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import torch_operators
 from ._backward import rounds
 from ._comparison import each, rounded
 from ._form import aligned, form_of
 from ._mctensor import MCTensor, wrap
 from ._registry import implements
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 # The value is the first argument; what they fill in is 0, in every component.
 _FROM_ONE = (

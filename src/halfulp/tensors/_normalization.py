@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from ._form import evaluate, form_of
 from ._mctensor import MCTensor
 from ._registry import implements
 from ._writing import write_value
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 @implements(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)

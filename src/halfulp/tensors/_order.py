@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import torch_operators
 from ._comparison import each
 from ._mctensor import MCTensor
 from ._registry import implements
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 def permutation(x: MCTensor, dim: int, descending: bool) -> Tensor:

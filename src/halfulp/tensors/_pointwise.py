@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import pointwise
+from ..kernels import torch_operators
 from ._backward import COMPONENTS
 from ._form import evaluate, form_of, operand_parts
 from ._mctensor import MCTensor
 from ._registry import implements
 from ._writing import computing_form, write, write_value, writes_directly
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 UNARY = {
     "sqrt": aten.sqrt.default,

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..kernels import torch_operators
 from ._accumulation import added_at
 from ._derivation import beyond_float64, counted
 from ._windows import folded, windows
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 @beyond_float64(aten.max_pool2d_with_indices_backward.default)

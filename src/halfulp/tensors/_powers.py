@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import MOST
+from ..kernels import torch_operators
 from ._comparison import chosen, is_nan, order_of
 from ._derivation import beyond_exact, beyond_float64, in_float64
 from ._form import Form, evaluate, form_of, made, parts_of
@@ -16,7 +17,7 @@ from ._mctensor import MCTensor
 from ._numbers import number_terms
 from ._registry import implements
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 PI = "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803"
 _LN2 = "0.69314718055994530941723212145817656807550013436025525412068000949339362196969471560586"

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from .. import arithmetic
 from ..arithmetic import Parts
-from ..kernels import define_operator
+from ..kernels import define_operator, torch_operators
 from ._backward import COMPONENTS, rounds
 from ._form import Form, are_alike, evaluate, form_of, made, parts_of
 from ._mctensor import MCTensor, wrap
 from ._registry import implements
 from ._scale import HEADROOM, TOP, magnitude, scale_for, scaled
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 # float32 carries a product to two float16 components; more need float64.
 _SINGLE_COMPONENTS = 2

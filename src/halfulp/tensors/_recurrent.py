@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..kernels import torch_operators
 from ._derivation import in_steps
 from ._form import form_of
 from ._registry import implements
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 _LSTM = 2
 
 

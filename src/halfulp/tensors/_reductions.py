@@ -11,13 +11,14 @@ from torch import Tensor
 
 from .. import arithmetic
 from ..arithmetic import PRECISION, Parts
+from ..kernels import torch_operators
 from ._backward import rounds
 from ._derivation import beyond_float64
 from ._form import Form, form_of, made, parts_of, wide_count
 from ._mctensor import MCTensor
 from ._registry import implements
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 
 def dimensions(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from torch._ops import OpOverload
 
+from ..kernels import present
+
 
 class RuleTable:
     """The rules of a tensor subclass: registered ones, and those that were derived when first met."""
@@ -23,12 +25,13 @@ class RuleTable:
         return rule
 
     def implements(self, *operators: OpOverload) -> Callable[[Callable], Callable]:
-        """A decorator that registers a function as the rule of operators.
+        """A decorator that registers a function as the rule of operators, of which torch may lack some.
 
         Raises:
             TypeError: an argument is not one overload of an operator.
             ValueError: an operator has a rule already.
         """
+        operators = present(operators)
         for operator in operators:
             if not isinstance(operator, OpOverload):
                 raise TypeError(f"{operator!r} is not one overload of an operator: give torch.ops.aten.add.Tensor, say")

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
+from ..kernels import torch_operators
 from ._backward import rounds_view, stored_plain
 from ._mctensor import MCTensor, wrap
 from ._registry import implements
 from ._scale import plain
 
-aten = torch.ops.aten
+aten = torch_operators("aten")
 
 _ONE = (
     *(aten.alias.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default),

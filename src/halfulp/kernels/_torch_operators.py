@@ -1,0 +1,93 @@
+"""torch's operators by name: one that the installed torch lacks is absent, which registries skip, and no error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+
+_absent: set[str] = set()
+
+
+def torch_operators(namespace: str) -> Operators:
+    """The operators of a namespace, such as "aten", to be used as torch.ops.aten is.
+
+    >>> aten = torch_operators("aten")
+    >>> aten.add.Tensor is torch.ops.aten.add.Tensor, aten.gone_since.default
+    (True, <aten::gone_since.default, which torch ... lacks>)
+    >>> present([aten.neg.default, aten.gone_since.default])
+    [<OpOverload(op='aten.neg', overload='default')>]
+    """
+    return Operators(namespace)
+
+
+def present(operators: Iterable[Any]) -> list[Any]:
+    """Those of some operators that the installed torch has."""
+    return [operator for operator in operators if not isinstance(operator, AbsentOperator)]
+
+
+def absent_operators() -> list[str]:
+    """The operators that were looked up by now and that the installed torch lacks."""
+    return sorted(_absent)
+
+
+class AbsentOperator:
+    """An overload that the installed torch lacks; nothing can be called by it, and no rule is registered for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, which torch {torch.__version__} lacks>"
+
+    def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
+        raise NotImplementedError(f"torch {torch.__version__} has no operator {self.name}: install another torch")
+
+
+class _Lookup:
+    """Attributes found by name, once each."""
+
+    def __getattr__(self, name: str) -> Any:
+        # What tools ask of any object, such as __wrapped__, is no operator; torch has aten.__and__.
+        found = self._find(name)
+        if found is None and name.startswith("__"):
+            raise AttributeError(name)
+        vars(self)[name] = found = self._made(name, found)
+        return found
+
+
+class Operators(_Lookup):
+    """A namespace of torch.ops; its attributes are operators, present or not."""
+
+    def __init__(self, namespace: str) -> None:
+        self._name = namespace
+
+    def _find(self, name: str) -> Any:
+        return getattr(getattr(torch.ops, self._name), name, None)
+
+    def _made(self, name: str, found: Any) -> OperatorPacket:
+        return OperatorPacket(f"{self._name}::{name}", found)
+
+
+class OperatorPacket(_Lookup):
+    """The overloads of one operator; none where the installed torch lacks it."""
+
+    def __init__(self, name: str, packet: Any) -> None:
+        self._name, self._packet = name, packet
+
+    def _find(self, name: str) -> Any:
+        return getattr(self._packet, name, None)
+
+    def _made(self, name: str, found: Any) -> Any:
+        if found is None:
+            _absent.add(f"{self._name}.{name}")
+            return AbsentOperator(f"{self._name}.{name}")
+        return found
+
+    def overloads(self) -> list[str]:
+        """Their names."""
+        if self._packet is None:
+            _absent.add(self._name)
+            return []
+        return self._packet.overloads()

@@ -1,0 +1,90 @@
+"""Operators by name: what torch lacks is absent and skipped, and nothing is looked up in another way."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.kernels import absent_operators, present, torch_operators
+from halfulp.tensors import RuleTable
+
+ROOT = Path(hu.__file__).parent
+# Of the operators that halfulp has rules for, those that a torch from the floor on lacks, with that torch. A name that
+# is spelt wrongly would be absent everywhere.
+LACKING = {
+    "_c10d_functional::_wrap_tensor_autograd.default": "2.12 to 2.14",
+    "aten::cholesky": "2.14",
+    "aten::cholesky.default": "2.14",
+    "aten::_upsample_lanczos2d_aa.default": "2.12",
+    "aten::_upsample_lanczos2d_aa_backward.default": "2.12",
+}
+aten = torch_operators("aten")
+
+
+def test_what_is_there_is_torchs_own():
+    assert aten.add.Tensor is torch.ops.aten.add.Tensor
+    assert aten.__and__.Tensor is torch.ops.aten.__and__.Tensor
+    assert aten.add.overloads() == torch.ops.aten.add.overloads()
+    assert not hasattr(aten, "__wrapped__")
+    assert not hasattr(aten.add, "__wrapped__")
+
+
+def test_what_is_not_there_is_skipped_and_refuses_to_run():
+    gone = aten.no_such_operator.default
+    overload = aten.add.no_such_overload
+    assert present([gone, aten.neg.default, overload]) == [aten.neg.default]
+    assert aten.no_such_operator.overloads() == []
+    table = RuleTable(lambda operator: None)
+    rule = table.implements(gone, aten.neg.default, overload)(abs)
+    assert (rule, table.rules) == (abs, {aten.neg.default: abs})
+    with pytest.raises(NotImplementedError, match="has no operator aten::no_such_operator"):
+        gone(torch.ones(2, dtype=torch.float32))
+
+
+def test_every_name_is_an_operator_of_some_torch():
+    import halfulp.gradients
+    import halfulp.scaled
+    import halfulp.tensors  # noqa: F401
+
+    made_here = ("no_such", "gone_since")
+    assert {name for name in absent_operators() if not any(word in name for word in made_here)} <= set(LACKING)
+
+
+def test_nothing_that_is_imported_needs_an_operator():
+    """As if torch lacked every operator that a rule is for."""
+    code = """
+import halfulp.kernels._torch_operators as operators
+operators.Operators._find = lambda self, name: None
+import halfulp as hu
+for name in hu.__all__:
+    getattr(hu, name)
+assert len(operators.absent_operators()) > 500
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def _looked_up_on_import(tree: ast.AST) -> list[str]:
+    """torch.ops.<namespace> outside of functions."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.Lambda | ast.AsyncFunctionDef):
+            for part in (*node.decorator_list, node.args) if not isinstance(node, ast.Lambda) else ():
+                found += _looked_up_on_import(part)
+            continue
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.ops."):
+            found.append(ast.unparse(node))
+        found += _looked_up_on_import(node)
+    return found
+
+
+def test_nothing_is_looked_up_in_torch_ops_when_it_is_imported():
+    for path in ROOT.rglob("*.py"):
+        assert not _looked_up_on_import(ast.parse(path.read_text())), path
+    seen = "@implements(torch.ops.aten.add.Tensor)\ndef f(x):\n    return torch.ops.aten.neg(x)\n"
+    assert _looked_up_on_import(ast.parse(seen))
+    assert not _looked_up_on_import(ast.parse("def f(x):\n    return torch.ops.aten.neg(x)\n"))
