@@ -130,6 +130,8 @@ E4M3 = Store(
     32,
     _decode,
     _encode_e4m3,
+    3,
+    -6,
 )
 E5M2 = Store(
     "e5m2",
@@ -142,6 +144,8 @@ E5M2 = Store(
     32,
     _decode,
     _encode_e5m2,
+    2,
+    -14,
 )
 # What payloads of scaled tensors are stored in.
 PAYLOADS = {**STORES, E4M3.dtype: E4M3, E5M2.dtype: E5M2}

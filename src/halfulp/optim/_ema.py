@@ -39,7 +39,7 @@ def decay_at(group: Mapping, step: int) -> float:
     return min(decay, (1 + step) / (10 + step)) if group["warmup"] else decay
 
 
-AVERAGE = UpdateRule("average", average, (), ("take",), lambda group, step: (1 - decay_at(group, step),))
+AVERAGE = UpdateRule("average", average, (), ("take",), lambda group, step: (1 - decay_at(group, step),), decays=False)
 
 
 class Averages(GivenOptimizer):

@@ -119,7 +119,8 @@ def _spaced_store(fmt: Format) -> Store:
 def _store(fmt: Format, pieces, constants: dict[str, int], encode) -> Store:
     bound = tuple((name, np.uint32(value)) for name, value in constants.items())
     nearest, stochastic = pieces
-    return Store(fmt.name, torch.float32, load32, store32, f32_real, nearest, stochastic, 32, _decode, encode, bound)
+    pieces = (load32, store32, f32_real, nearest, stochastic)
+    return Store(fmt.name, torch.float32, *pieces, 32, _decode, encode, fmt.mantissa_bits, fmt.emin, bound)
 
 
 def _decode(x: torch.Tensor) -> torch.Tensor:

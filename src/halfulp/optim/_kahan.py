@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from ..kernels._scalar import sub, word
 from ._bound import residual_round, weight_load, weight_nearest, weight_real, weight_round, weight_save
+from ._companion_fit import fit_bindings, fitting, fitting_tensor, ulp_of_one
 from ._stores import Store
 from ._weight_update import Parts, WeightUpdate, register, rounding_name, store_bindings
+
+ZERO, NEGATIVE_ZERO = np.float32(0.0), np.float32(-0.0)
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,8 @@ class Kahan(WeightUpdate):
 
     The weight is p + c. Sums are taken in float32 registers and rounded where they are stored. A residual rounded to
     nearest stalls below |u|/|w| = 2^-16 (it kept 19% of a drift at 2^-21); rounded stochastically it keeps all of it.
+    An update of exactly 0 changes nothing. A residual that is larger than this equation leaves beside a parameter was
+    left by an earlier one: somebody else has written the parameter since, and it counts as 0.
 
     Args:
         weight: rounding of the parameter, "nearest" or "stochastic", or the rounding object.
@@ -63,20 +69,33 @@ class Kahan(WeightUpdate):
         write = write_literal if self.literal else write_kahan_second if both else write_kahan
         residual = {"residual_round": store.stochastic if stochastic else store.nearest}
         pieces = {"read_weight": read_kahan, "write_weight": write}
-        return pieces | residual | store_bindings(store, self.weight == "stochastic")
+        bound = residual | fit_bindings(store, self._ulps(store)) | store_bindings(store, self.weight == "stochastic")
+        return pieces | bound
+
+    def _ulps(self, store: Store) -> float:
+        """What a residual can come to, its own last place included, in units in the last place of the parameter."""
+        rest = 1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5
+        return rest * (1 + ulp_of_one(store))
+
+    def _held(self, store: Store, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+        """The parameter, and its residual where it fits."""
+        p = store.decode(parts[0])
+        return p, fitting_tensor(store, self._ulps(store), p, store.decode(parts[1]))
 
     def read(self, store: Store, parts: Parts) -> torch.Tensor:
         """p + c."""
-        return store.decode(parts[0]) + store.decode(parts[1])
+        p, c = self._held(store, parts)
+        return p + c
 
     def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts) -> torch.Tensor:
         """The equation of the class."""
-        p, c = store.decode(parts[0]), store.decode(parts[1])
+        p, c = self._held(store, parts)
         draws = list(draws)
         if self.literal:
             return self._write_literal(store, parts, p, c, u)
         y = u + c
-        code = store.encode(p + y, draws.pop(0) if self.weight == "stochastic" else None)
+        taken = torch.where(u == 0, -0.0, y)
+        code = store.encode(p + taken, draws.pop(0) if self.weight == "stochastic" else None)
         s = store.decode(code)
         rest = torch.where((s - s) == 0, (p - s) + y, 0.0)
         parts[0].copy_(code)
@@ -88,7 +107,7 @@ class Kahan(WeightUpdate):
             return store.decode(store.encode(x, None))
 
         y = rounded(rounded(u) + c)
-        s = rounded(p + y)
+        s = rounded(p + torch.where(u == 0, -0.0, y))
         rest = rounded(rounded(p - s) + y)
         parts[0].copy_(store.encode(s, None))
         parts[1].copy_(store.encode(torch.where((s - s) == 0, rest, 0.0), None))
@@ -104,7 +123,7 @@ class Kahan(WeightUpdate):
 def read_kahan(a0, a1, a2, a3, i):
     """Piece: p + c, and both."""
     p = weight_real(weight_load(a0, i))
-    c = weight_real(weight_load(a1, i))
+    c = fitting(p, weight_real(weight_load(a1, i)))
     return p + c, p, c, c
 
 
@@ -121,7 +140,7 @@ def write_kahan_second(a0, a1, a2, a3, i, w, p, c, h2, u, r0, r1):
 def write_compensated(a0, a1, i, p, c, u, random_weight, random_residual):
     """Piece: both roundings; a weight that became infinite or NaN keeps no residual."""
     y = u + c
-    code = weight_round(p + y, random_weight)
+    code = weight_round(p + (NEGATIVE_ZERO if u == ZERO else y), random_weight)
     s = weight_real(code)
     none = s - s
     rest = (p - s) + y
@@ -135,7 +154,7 @@ def write_compensated(a0, a1, i, p, c, u, random_weight, random_residual):
 def write_literal(a0, a1, a2, a3, i, w, p, c, h2, u, r0, r1):
     """Piece: the paper's algorithm, every intermediate rounded."""
     y = weight_real(weight_nearest(weight_real(weight_nearest(u, r0)) + c, r0))
-    code = weight_nearest(p + y, r0)
+    code = weight_nearest(p + (NEGATIVE_ZERO if u == ZERO else y), r0)
     s = weight_real(code)
     none = s - s
     left = weight_nearest(weight_real(weight_nearest(p - s, r0)) + y, r0)

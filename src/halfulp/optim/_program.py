@@ -207,7 +207,8 @@ def _rule_call(kind: Kind, gradient: str, values: Sequence[str], scaled: bool = 
     inner = kind.rule.homogeneous or () if scaled else ()
     constants = [f"{name} * shrink" if name in inner else name for name in kind.rule.constants]
     target = f"u{results}" if results else "u,"
-    return f"{target} = update_rule({', '.join(['w', gradient, *values, *constants])})"
+    weight = "w if w - w == ZERO else ZERO" if kind.rule.decays else "w"
+    return f"{target} = update_rule({', '.join([weight, gradient, *values, *constants])})"
 
 
 def _weight_write(kind: Kind, draws: Sequence[Draw], scaled: bool = False) -> list[str]:

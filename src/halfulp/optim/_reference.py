@@ -101,6 +101,7 @@ def _run_rule(kind: Kind, w, g, states, c):
     """The rule on the states' values; blocked kinds of a homogeneous rule shrink elements too large to square."""
     rule = kind.rule
     update = on_tensors(rule.update)
+    w = torch.where((w - w) == 0, w, 0.0) if rule.decays else w
     roots = [
         codec.decode_roots(s) if isinstance(codec, Blocks) else codec.decode(s) for codec, s in zip(kind.codecs, states)
     ]

@@ -36,6 +36,8 @@ class UpdateRule:
         repay: `repay(lost, *states, *constants) -> first state`: puts a lost part of the weight into the
             first state so that later updates return it; None where the rule takes a sign or keeps no such state.
         assigns: the gradient's place holds the new weight, and u is what it differs by.
+        decays: the weight enters u by its decay alone. One that is infinite or NaN then has none and stays as it is,
+            where inf - wd inf, or 0 inf without decay, would be NaN.
     """
 
     name: str
@@ -46,3 +48,4 @@ class UpdateRule:
     homogeneous: tuple[str, ...] | None = None
     repay: Callable | None = None
     assigns: bool = False
+    decays: bool = True

@@ -70,7 +70,7 @@ class Split16(WeightUpdate):
     def read(self, store: Store, parts: Parts) -> torch.Tensor:
         """The float32 word put together."""
         high = parts[0].contiguous().view(torch.int16).to(torch.int64)
-        return words_float((high << 16) + parts[1].to(torch.int64))
+        return _finite_or(words_float((high << 16) + parts[1].to(torch.int64)), store.decode(parts[0]))
 
     def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
         """Cut."""
@@ -120,7 +120,7 @@ class Split8(WeightUpdate):
         """The parameter plus its low bits."""
         if store.name == "bf16":
             high = parts[0].contiguous().view(torch.int16).to(torch.int64)
-            return words_float((high << 16) + (parts[1].to(torch.int64) << 8))
+            return _finite_or(words_float((high << 16) + (parts[1].to(torch.int64) << 8)), store.decode(parts[0]))
         p = store.decode(parts[0])
         return p + parts[1].float() * _fp16_unit(p)
 
@@ -153,6 +153,10 @@ class Split8(WeightUpdate):
         parts[1].copy_(torch.where(low > 127, below, low).to(torch.int8))
 
 
+def _finite_or(w: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
+    return torch.where((w - w) == 0, w, shown)
+
+
 def _bf16(high: torch.Tensor) -> torch.Tensor:
     return (((high & 0xFFFF) ^ 0x8000) - 0x8000).to(torch.int16).view(torch.bfloat16)
 
@@ -165,9 +169,17 @@ def _fp16_unit(p: torch.Tensor) -> torch.Tensor:
 
 def read_split(a0, a1, a2, a3, i):
     """Piece: (p << 16) + c as a float32."""
-    low = bit_xor(load16(a1, i), SIGN_16)
-    w = real(sub(add(shl(weight_load(a0, i), S16), low), SIGN_16))
+    shown = shl(weight_load(a0, i), S16)
+    w = finite_or(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_16)), SIGN_16)), real(shown))
     return w, w, w, w
+
+
+def finite_or(w, shown):
+    """Piece: a weight; what the parameter shows where its low bits, which another writer left, make it infinite or NaN.
+
+    Beside a zero negative low bits would be a NaN's; beside an infinity positive ones; beside a NaN they may carry.
+    """
+    return w if w - w == ZERO_F else shown
 
 
 def write_split(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
@@ -182,7 +194,8 @@ def write_split(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
 def read_split8(a0, a1, a2, a3, i):
     """Piece: (p << 16) + (c << 8) as a float32."""
     low = sub(bit_xor(load8(a1, i), SIGN_8), SIGN_8)
-    w = real(add(shl(weight_load(a0, i), S16), shl(low, S8)))
+    shown = shl(weight_load(a0, i), S16)
+    w = finite_or(real(add(shown, shl(low, S8))), real(shown))
     return w, w, w, w
 
 

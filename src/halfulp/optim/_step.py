@@ -202,7 +202,7 @@ def _run_numba(kernel, table, pointers, constants, keys) -> np.ndarray:
 
 
 def _trial(kind: Kind, run: Callable | None = None, device: torch.device | str = "cpu") -> list[torch.Tensor]:
-    """Two steps on fixed elements, tiny and NaN ones among them; returns all that was written.
+    """Two steps on fixed elements, tiny, NaN and overwritten ones among them; returns all that was written.
 
     Args:
         kind: of step.
@@ -219,6 +219,7 @@ def _trial(kind: Kind, run: Callable | None = None, device: torch.device | str =
     parts = [torch.zeros(shape, dtype=kind.store.dtype, device="cpu")]
     parts += [torch.zeros(shape, dtype=dtype, device="cpu") for _, dtype in kind.update.companions(kind.store)]
     kind.update.fill(kind.store, parts, value)
+    parts[0][11], parts[0][12:14], parts[0][14] = torch.inf, 0.0, parts[0][30]  # as somebody else may have written them
     parts, gradient = [part.to(device) for part in parts], gradient.to(kind.gradient.dtype).to(device)
     states = [
         [torch.zeros(size, dtype=dtype, device=device) for size, dtype in codec.tensors("state", shape).values()]

@@ -55,6 +55,8 @@ class Store:
         random_bits: how many low bits of that word `stochastic` uses: 16 or 32.
         decode: reference, tensor of `dtype` -> float32 tensor.
         encode: reference, (float32 tensor, int64 random words or None for nearest) -> tensor of `dtype`.
+        mantissa_bits: stored bits of the significand: the last place of 1 is 2^-mantissa_bits.
+        emin: exponent of the smallest normal number.
         constants: names and values that the pieces find bound.
     """
 
@@ -68,6 +70,8 @@ class Store:
     random_bits: int
     decode: Callable[[torch.Tensor], torch.Tensor]
     encode: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    mantissa_bits: int
+    emin: int
     constants: tuple[tuple[str, object], ...] = ()
 
 
@@ -202,6 +206,8 @@ BF16 = Store(
     16,
     _decode_bf16,
     _encode_bf16,
+    7,
+    -126,
 )
 FP16 = Store(
     "fp16",
@@ -214,6 +220,10 @@ FP16 = Store(
     32,
     _decode_fp16,
     _encode_fp16,
+    10,
+    -14,
 )
-F32 = Store("fp32", torch.float32, load32, store32, f32_real, f32_exact, f32_exact, 0, _decode_f32, _encode_f32)
+F32 = Store(
+    "fp32", torch.float32, load32, store32, f32_real, f32_exact, f32_exact, 0, _decode_f32, _encode_f32, 23, -126
+)
 STORES = {store.dtype: store for store in (BF16, FP16, F32)}

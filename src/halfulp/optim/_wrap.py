@@ -27,7 +27,7 @@ def assignment(w, g):
     return (g - w,)
 
 
-ASSIGNMENT = UpdateRule("assignment", assignment, (), (), lambda group, step: (), assigns=True)
+ASSIGNMENT = UpdateRule("assignment", assignment, (), (), lambda group, step: (), assigns=True, decays=False)
 
 
 def wrap(

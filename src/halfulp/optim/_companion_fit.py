@@ -1,0 +1,50 @@
+"""Whether a companion still belongs to the parameter beside it, which anybody may have written since."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..kernels._scalar import bit_and, real, word
+from ._stores import EXPONENT, Store, float_words, words_float
+
+NONE = np.float32(0.0)
+
+# Bound per store and weight update.
+LEAST_BINADE, COMPANION_SHARE, COMPANION_LEAST = np.uint32(0), np.float32(0.0), np.float32(0.0)
+
+
+def fitting(p, c):
+    """Piece: a companion, or 0 where it is larger than its weight update ever leaves beside p, or p + c overflows."""
+    binade = bit_and(word(p), EXPONENT)
+    binade = binade if binade > LEAST_BINADE else LEAST_BINADE
+    w = p + c
+    fits = abs(c) <= real(binade) * COMPANION_SHARE + COMPANION_LEAST and w - w == NONE
+    return c if fits else NONE
+
+
+def fitting_tensor(store: Store, ulps: float, p: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """`fitting` on tensors."""
+    bound = fit_bindings(store, ulps)
+    binade = (float_words(p) & 0x7F800000).clamp(min=int(bound["LEAST_BINADE"]))
+    limit = words_float(binade) * float(bound["COMPANION_SHARE"]) + float(bound["COMPANION_LEAST"])
+    w = p + c
+    return torch.where((c.abs() <= limit) & ((w - w) == 0), c, 0.0)
+
+
+def fit_bindings(store: Store, ulps: float) -> dict[str, object]:
+    """What `fitting` finds bound, for companions of at most `ulps` units in the last place of p.
+
+    A companion's own last place is at least the store's least number. Beside float32's exponents that is added as a
+    binade, for a subnormal operand in every sum may cost.
+    """
+    wide = store.emin == -126
+    least = np.float32(0.0 if wide else 2.0**store.emin * ulp_of_one(store))
+    share = np.float32(ulps * ulp_of_one(store))
+    binade = np.uint32(store.emin + 127 + (wide and ulps < 1) << 23)
+    return {"LEAST_BINADE": binade, "COMPANION_SHARE": share, "COMPANION_LEAST": least}
+
+
+def ulp_of_one(store: Store) -> float:
+    """The unit in the last place of 1."""
+    return 2.0**-store.mantissa_bits
