@@ -16,11 +16,25 @@ LEAST_BINADE, COMPANION_SHARE, COMPANION_LEAST = np.uint32(0), np.float32(0.0), 
 
 def fitting(p, c):
     """Piece: a companion, or 0 where it is larger than its weight update ever leaves beside p, or p + c overflows."""
-    binade = bit_and(word(p), EXPONENT)
-    binade = binade if binade > LEAST_BINADE else LEAST_BINADE
+    raise AssertionError("bound when a kernel is built")
+
+
+def fitting_wide(p, c):
+    """Piece: `fitting` for stores of float32's exponents; half an ulp more than the largest number is finite."""
+    return c if abs(c) <= real(binade_of(p)) * COMPANION_SHARE else NONE
+
+
+def fitting_any(p, c):
+    """Piece: `fitting` for any store and bound."""
     w = p + c
-    fits = abs(c) <= real(binade) * COMPANION_SHARE + COMPANION_LEAST and w - w == NONE
+    fits = abs(c) <= real(binade_of(p)) * COMPANION_SHARE + COMPANION_LEAST and w - w == NONE
     return c if fits else NONE
+
+
+def binade_of(p):
+    """Piece: the word of the power of two at or below |p|, at least the store's."""
+    binade = bit_and(word(p), EXPONENT)
+    return binade if binade > LEAST_BINADE else LEAST_BINADE
 
 
 def fitting_tensor(store: Store, ulps: float, p: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -42,7 +56,8 @@ def fit_bindings(store: Store, ulps: float) -> dict[str, object]:
     least = np.float32(0.0 if wide else 2.0**store.emin * ulp_of_one(store))
     share = np.float32(ulps * ulp_of_one(store))
     binade = np.uint32(store.emin + 127 + (wide and ulps < 1) << 23)
-    return {"LEAST_BINADE": binade, "COMPANION_SHARE": share, "COMPANION_LEAST": least}
+    piece = fitting_wide if wide and ulps < 1 else fitting_any
+    return {"fitting": piece, "LEAST_BINADE": binade, "COMPANION_SHARE": share, "COMPANION_LEAST": least}
 
 
 def ulp_of_one(store: Store) -> float:
