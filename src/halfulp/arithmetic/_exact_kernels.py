@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..kernels import check_bits, chosen, compile_kernel, run_chunks
+from ..kernels import address, check_bits, chosen, compile_kernel, run_chunks
 from . import _exact_pieces as p
 from ._exact_blocks import compile_blocks
 from ._exact_reference import round_words, words_of
@@ -72,9 +72,9 @@ def _run_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None
     item_share, item_lengths = _shares(rows * pieces, per_item * size)
     rounding = dtype is not None and pieces == 1
     bytes_each = a.element_size()
-    words = [a.data_ptr(), 0, a.stride(0) * bytes_each, 0, columns, per_row, size, rows * per_row, share]
+    words = [address(a), 0, a.stride(0) * bytes_each, 0, columns, per_row, size, rows * per_row, share]
     if b is not None:
-        words[p.B], words[p.B_STEP] = b.data_ptr(), b.stride(0) * bytes_each
+        words[p.B], words[p.B_STEP] = address(b), b.stride(0) * bytes_each
     words += [rows * pieces, per_item, pieces, item_share, rounding, *_given(a.dtype), *_asked(dtype or a.dtype)]
     setup = np.array(words, np.int64)
 

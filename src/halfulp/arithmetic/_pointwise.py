@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..kernels import LANES, SERIAL_BELOW, chosen, compile_trace, define_operator, record, run_chunks
+from ..kernels import LANES, SERIAL_BELOW, address, chosen, compile_trace, define_operator, plain, record, run_chunks
 from ._angles import within_reach
 from ._functions import FUNCTIONS
 from ._lowering import lifted, lowered
@@ -177,13 +177,14 @@ def fill(kernel: Callable, flat: Sequence[torch.Tensor], written: Parts) -> None
     row = count if count < _ROW else _ROW
     words, _alive = [row, count], flat
     for part in flat:
-        if part.shape != shape or not part.is_contiguous():
+        at = part.data_ptr()
+        if not at or part.is_neg() or part.shape != shape or not part.is_contiguous():
             words, _alive = _spread_all(flat, shape, count)
             row = words[0]
             break
-        words += (part.data_ptr(), row, 1)
+        words += (at, row, 1)
     for part in written:
-        words += (part.data_ptr(), row, 1)
+        words += (part.data_ptr() or address(part), row, 1)
     table = array.array("q", words)
     rows = -(-count // row)
     if count < SERIAL_BELOW or rows == 1 or torch.get_num_threads() == 1:
@@ -200,13 +201,13 @@ def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> 
             row = shape[-1]
             break
     words, alive = [row, count], []
-    for part in flat:
+    for part in map(plain, flat):
         if part.shape != shape:
             part, words_of = _spread(part, shape, row)
             words += words_of
         else:
             part = part.contiguous()
-            words += (part.data_ptr(), row, 1)
+            words += (address(part), row, 1)
         alive.append(part)
     return words, alive
 
@@ -218,15 +219,15 @@ def _spread(part: torch.Tensor, shape: torch.Size, row: int) -> tuple[torch.Tens
             copies = array.array(_CODES[part.dtype], (part.item(),)) * LANES
             return copies, (copies.buffer_info()[0], 0, 0)
         part = part.reshape(1).expand(LANES).contiguous()
-        return part, (part.data_ptr(), 0, 0)
+        return part, (address(part), 0, 0)
     if part.dim() == 1 and part.shape[-1] == row:
         part = part.contiguous()
-        return part, (part.data_ptr(), 0, 1)
+        return part, (address(part), 0, 1)
     if part.shape[-1] == 1:
         part = part.expand(*shape[:-1], 1).reshape(-1, 1).expand(-1, LANES).contiguous()
-        return part, (part.data_ptr(), LANES, 0)
+        return part, (address(part), LANES, 0)
     part = part.expand(shape).contiguous()
-    return part, (part.data_ptr(), row, 1)
+    return part, (address(part), row, 1)
 
 
 def _implementation(name: str, parts: list, counts: list, components: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..kernels import ACROSS, BLOCK, SERIAL_BELOW, Fold, chosen, compile_fold, define_operator, run_chunks
+from ..kernels import ACROSS, BLOCK, SERIAL_BELOW, Fold, address, chosen, compile_fold, define_operator, run_chunks
 from ._lowering import lowered
 from ._networks import added, gathered, multiplied, quotient
 from ._pointwise import PRECISION, Parts, pointwise
@@ -80,9 +80,14 @@ def running(parts: Parts, dim: int, components: int) -> Parts:
 
 def _reduced(kind: str, parts: Parts, dim, components: int, keepdim: bool) -> Parts:
     dims = _dimensions(parts[0].dim(), dim)
-    if torch.compiler.is_compiling() or any(type(part) is not torch.Tensor for part in parts):
+    if torch.compiler.is_compiling() or not all(map(_at_hand, parts)):
         return tuple(_operator(kind, list(parts), dims, components, keepdim))
     return _reduce(kind, parts, dims, components, keepdim)
+
+
+def _at_hand(part: torch.Tensor) -> bool:
+    """Whether a kernel may read a part as it is; torch resolves lazy signs and zeros for operators."""
+    return type(part) is torch.Tensor and not part.is_neg() and not part._is_zerotensor()
 
 
 def _dimensions(rank: int, dim) -> list[int]:
@@ -282,7 +287,7 @@ def _fold(pieces: _Pieces, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Par
         return made
     words = [rows, columns, length, segments, several, many * rows * columns, divisor]
     for part in (*parts, *made):
-        words.append(part.data_ptr())
+        words.append(address(part))
     table = array.array("q", words)
     kernel = _kernel(pieces, "line" if columns == 1 else "narrow" if columns < ACROSS else "wide")
     if count == 1 or many * rows * columns < SERIAL_BELOW or torch.get_num_threads() == 1:

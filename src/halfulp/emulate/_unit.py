@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..formats import BlockFormat, Format, block_names, get, get_block
+from ..kernels import plain
 from ..rounding import Rounding, Stochastic, get_rounding, mix64
 from ..rounding._kernels import run as run_kernel
 from ..rounding._modes import drawn_key
@@ -69,6 +70,11 @@ class Unit:
         """
         if not (x.is_floating_point() or x.is_complex()) or x.is_meta:
             return 0
+        if x._is_zerotensor():  # zeros that torch has not written out, which every format has
+            return 1
+        if x.is_neg() or x.is_conj():  # its memory holds other numbers: torch writes through the bit
+            x.detach().copy_(self.rounded(x, source))
+            return 1
         real = self._real(x, source)
         target = self._target(real.dtype, source)
         if target is not None:
@@ -107,13 +113,14 @@ class Unit:
         return mix64(drawn_key(), 0) if self.rounding.seed is None else mix64(self.rounding.seed, next(self._draws))
 
     def _real(self, x: Tensor, source: str) -> Tensor:
-        """x as a plain tensor of real numbers."""
+        """x as a plain tensor of real numbers, in x's memory unless a bit or nothing stands for them there."""
         if type(x) not in _PLAIN or x.layout is not torch.strided:
             kind = type(x).__name__ if type(x) not in _PLAIN else f"{x.layout} tensor"
             raise NotImplementedError(
                 f"emulate cannot round what {source} gives, a {kind}: it rounds dense plain tensors only"
             )
-        return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+        x = plain(x, f"what {source} gives")
+        return torch.view_as_real(x) if x.is_complex() else x
 
     def _target(self, dtype: torch.dtype, source: str) -> Target | None:
         if dtype in CONTAINERS:

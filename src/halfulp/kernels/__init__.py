@@ -3,6 +3,7 @@
 from ._canary import KernelMismatchError as KernelMismatchError
 from ._canary import check_bits as check_bits
 from ._canary import same_bits as same_bits
+from ._canary import undisturbed as undisturbed
 from ._compile import compile_kernel as compile_kernel
 from ._compile import digest as digest
 from ._compile import on_tensors as on_tensors
@@ -19,6 +20,11 @@ from ._index_map import CHUNK as CHUNK
 from ._index_map import IndexMap as IndexMap
 from ._index_map import chunks as chunks
 from ._operator import define_operator as define_operator
+from ._plain_memory import address as address
+from ._plain_memory import has_own_memory as has_own_memory
+from ._plain_memory import overlaps_itself as overlaps_itself
+from ._plain_memory import plain as plain
+from ._plain_memory import resolved as resolved
 from ._scalar import divide as divide
 from ._scalar import larger as larger
 from ._scalar import root as root

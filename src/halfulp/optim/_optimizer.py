@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ..formats import Format
+from ..kernels import plain
 from ..scaled import ScaledTensor
 from ._checkpoint import CheckpointMixin
 from ._eight_bits import PAYLOADS
 from ._format_store import format_store
 from ._identity import assign_identities
+from ._memory import check_memory, check_parameter, gradient_memory
 from ._meter import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from ._narrowing import is_kept, take_float32
 from ._options import check_group, check_numbers
@@ -132,6 +134,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
 
     def _kind(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> Kind:
         """What a step of a parameter consists of; without `gradient`, as it will be once narrowed."""
+        check_parameter(parameter, memory(parameter), name)
         scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
         narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
         store = store_of(group["param_dtype"] if narrows else dtype, format_store(group["format"]), name, scaled)
@@ -260,10 +263,11 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
                 continue
             slot = known[position]
             scale = 1.0
-            if slot is None or not slot.plain:
-                gradient, scale = _payload(local(gradient), parameter)
+            if slot is None or not slot.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
+                gradient, scale = gradient_memory(local(gradient), parameter, _name(group, position))
             if slot is None or not _holds(slot, gradient, rule, states[parameter]):
                 slot = self._prepare(group, position, _gradient_store(gradient, parameter, _name(group, position)))
+                check_memory(slot, gradient)
                 known = self._in_order(number, group)
             if gradient.shape != slot.shape:
                 raise ValueError(
@@ -275,7 +279,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             slot.gradient_scale = scale
             slot.gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
             if not slot.parts[0].is_contiguous():
-                slot.copied = slot.parts[0].contiguous()
+                slot.copied = plain(slot.parts[0]).contiguous()
             key = (id(slot.kind), bool(interval) and step % interval == 0)
             if key in batches:
                 batches[key].append(slot)
@@ -328,15 +332,6 @@ def _holds(slot: Slot, gradient: torch.Tensor, rule: UpdateRule, state: dict) ->
 def _name(group: dict, position: int) -> str:
     names = group.get("param_names")
     return names[position] if names else f"#{position}"
-
-
-def _payload(gradient: torch.Tensor, parameter: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """What a gradient is stored as, and its scale, which only a scaled parameter's step takes."""
-    if not isinstance(gradient, ScaledTensor):
-        return gradient, 1.0
-    if not isinstance(parameter, ScaledTensor):
-        return gradient.detach().decode(), 1.0
-    return gradient.detach().payload, gradient.scale.item()
 
 
 def _gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from ..kernels import IndexMap, check_bits, chosen, chunks, compile_kernel, run_chunks
+from ..kernels import IndexMap, address, check_bits, chosen, chunks, compile_kernel, run_chunks, undisturbed
 from ..kernels._scalar import store32, word
 from ._bound import read_weight
 from ._slots import Slot
@@ -93,7 +93,7 @@ def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], o
 
 
 def _run(kernel: Callable, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> list[torch.Tensor]:
-    pointers = [[*(t.data_ptr() for t in own), *[0] * (4 - len(own)), new.data_ptr()] for own, new in zip(parts, out)]
+    pointers = [[*map(address, own), *[0] * (4 - len(own)), address(new)] for own, new in zip(parts, out)]
     table = _table(tuple(new.numel() for new in out))
     run_chunks(kernel, table[:, 2], table, np.array(pointers, np.int64))
     return out
@@ -105,6 +105,7 @@ def _table(counts: tuple[int, ...]) -> np.ndarray:
 
 
 @functools.cache
+@undisturbed()
 def checked_read(update: WeightUpdate, store: Store) -> Callable:
     """The kernel of one weight update and store, compared with its reference before its first use in a process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..kernels import CHUNK, IndexMap, check_bits, chosen, chunks, note, run_chunks
+from ..kernels import CHUNK, IndexMap, address, check_bits, chosen, chunks, note, plain, run_chunks
 from ..rounding._random import mix64_many
 from ._program import Kind, compiled, draws_of, pointer_count
 from ._reference import reference_peaks, reference_step
@@ -165,10 +165,15 @@ def _run_triton(kind: Kind, slots: list[Slot], tables: Tables) -> bool:
 
 
 def _point_at_gradients(table: Table, slots: list[Slot]) -> None:
-    table.pointers[:, GRADIENT] = [slot.gradient.data_ptr() for slot in slots]
+    pointers = table.pointers
+    pointers[:, GRADIENT] = [slot.gradient.data_ptr() for slot in slots]
+    if not pointers[:, GRADIENT].all():  # empty ones, and those that torch has not written out
+        for row in np.flatnonzero(pointers[:, GRADIENT] == 0):
+            slots[row].gradient = plain(slots[row].gradient, f"the gradient of {slots[row].name}")
+            pointers[row, GRADIENT] = address(slots[row].gradient)
     for row, slot in enumerate(slots):
         if slot.copied is not None:
-            table.pointers[row, 0] = slot.copied.data_ptr()
+            pointers[row, 0] = address(slot.copied)
 
 
 def _count(meter: np.ndarray, chunk_table: np.ndarray, slots: list[Slot]) -> None:
@@ -231,8 +236,8 @@ def _trial(kind: Kind, run: Callable | None = None, device: torch.device | str =
     if kind.scaled:
         constants += (0.125, 8.0, 4.0, *(0.0625, 16.0) * len(kind.scaled_states))
     keys = mix64_many(*(np.full((1, 1), value, np.uint64) for value in (1, 2, 3)), np.arange(draws_of(kind)[2])[None])
-    pointers = [part.data_ptr() for part in parts] + [0] * (4 - len(parts)) + [gradient.data_ptr()]
-    pointers += [tensor.data_ptr() for state in states for tensor in state]
+    pointers = [*map(address, parts), *[0] * (4 - len(parts)), address(gradient)]
+    pointers += [address(tensor) for state in states for tensor in state]
     assert len(pointers) == pointer_count(kind)
     for _ in range(2):
         if kind.peaks:

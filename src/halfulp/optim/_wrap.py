@@ -11,6 +11,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..formats import Format
 from ._given import GivenOptimizer
+from ._memory import gradient_memory
 from ._optimizer import Optimizer
 from ._read import TOGETHER, Room, read_weights, room_for, together
 from ._rule import UpdateRule
@@ -337,7 +338,11 @@ def _in_place(slot: Slot) -> bool:
 
 def _float32(gradient: torch.Tensor | None, room: Room) -> torch.Tensor | None:
     """A gradient as it is or converted; one that is not strided keeps its layout."""
-    if gradient is None or gradient.dtype == torch.float32:
+    if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
+        return gradient
+    if local(gradient) is gradient:
+        gradient, _ = gradient_memory(gradient, gradient, "a wrapped parameter")
+    if gradient.dtype == torch.float32:
         return gradient
     part = local(gradient.detach())
     if part.layout is not torch.strided:

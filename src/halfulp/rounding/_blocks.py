@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..formats import BlockFormat
-from ..kernels import check_bits, compile_kernel, define_operator, note, run_chunks
+from ..kernels import address, check_bits, compile_kernel, define_operator, note, run_chunks
 from ..kernels._scalar import load32, load64, store32, store64
 from . import _block_pieces as b
 from ._block_reference import blocks_by_reference, tensor_scale
@@ -70,9 +70,7 @@ def _into(x: torch.Tensor, flat: list[int], seed: int, counter: int, out: torch.
     single = layout is WORD32 and (not target.powers or target.choice == CLOSEST)
     work = torch.float64 if layout is WORD64 else torch.float32 if single else x.dtype
     source = x.to(work).contiguous()
-    direct = (
-        work == x.dtype and out.is_contiguous() and not collide(source, out) and source.data_ptr() != out.data_ptr()
-    )
+    direct = work == x.dtype and out.is_contiguous() and not collide(source, out) and address(source) != address(out)
     result = out if direct else torch.empty_like(source)
     _run(source, target, layout, key, result)
     if not direct:
@@ -103,12 +101,12 @@ def _call(kernel, measure, x: torch.Tensor, target: BlockTarget, layout: Layout,
     scales = np.empty(count, elements.dtype)
     tensor, unit = 1.0, target.element.max
     if not target.powers:
-        run_chunks(measure, sizes, table, x.data_ptr(), scales.ctypes.data, elements)
+        run_chunks(measure, sizes, table, address(x), scales.ctypes.data, elements)
         finite = scales[scales < layout.power(layout.bias + 1)]
         tensor, unit = tensor_scale(float(finite.max().view(np.float32)) if finite.size else 0.0, target)
     words = _block_words(target, layout, tensor, unit)
     low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
-    addresses = (x.data_ptr(), out.data_ptr(), scales.ctypes.data)
+    addresses = (address(x), address(out), scales.ctypes.data)
     run_chunks(kernel, sizes, table, *addresses, elements, of_scale, words, low, high)
 
 

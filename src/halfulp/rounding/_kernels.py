@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 import numpy as np
 import torch
 
-from ..kernels import IndexMap, check_bits, chosen, chunks, compile_kernel, run_chunks
+from ..kernels import IndexMap, address, check_bits, chosen, chunks, compile_kernel, run_chunks
 from ..kernels._scalar import load32, load64, store32, store64
 from . import _pieces as p
 from ._constants import WORD32, WORD64, Layout, constants, layout_for
@@ -65,7 +65,7 @@ def _run_compiled(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) 
         return
     layout = WORD64 if x.dtype == torch.float64 else WORD32
     known = constants(target, layout)
-    in_place = x.data_ptr() == out.data_ptr()
+    in_place = address(x) == address(out)
     kernel = _kernel(x.dtype, target.mode, known[:3], in_place)
     check_kernel(kernel, x.dtype, target, known.path, in_place)
     _call(kernel, x, target, layout, key, out)
@@ -75,12 +75,12 @@ def _call(kernel, x: torch.Tensor, target: Target, layout: Layout, key: int, out
     table, lengths = _table(x.numel())
     words = constants(target, layout).words
     low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
-    run_chunks(kernel, lengths, table, x.data_ptr(), out.data_ptr(), words, low, high)
+    run_chunks(kernel, lengths, table, address(x), address(out), words, low, high)
 
 
 def collide(x: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether x and out lie partly over each other."""
-    a, b = x.data_ptr(), out.data_ptr()
+    a, b = address(x), address(out)
     return a != b and a < b + out.numel() * out.element_size() and b < a + x.numel() * x.element_size()
 
 

@@ -8,6 +8,7 @@ import torch
 
 from ..formats import BlockFormat, Format, get, get_block
 from ..kernels import define_operator
+from ..kernels._plain_memory import refuse
 from ._block_target import make_block_target
 from ._blocks import quantize_block_format
 from ._kernels import collide, run
@@ -117,6 +118,8 @@ def check_tensor(x: torch.Tensor) -> None:
     """Raise unless x is a tensor that can be rounded."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
+    if x.layout is not torch.strided or x.is_nested:
+        refuse(x, "x")
     if x.dtype not in DTYPES:
         if x.dtype.is_complex:
             remedy = "round the parts: torch.view_as_real(x)"

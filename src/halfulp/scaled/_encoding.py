@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..tensors import MCTensor
 from . import _powers
 from ._form import LOGICALS, check_storage, common_storage, decoded, made, measured_scale, narrowed, plain, widened
 from ._scaled_tensor import ScaledTensor, wrap
@@ -24,8 +25,8 @@ def encode(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None, rounding
         raise ValueError(f"x is {x.dtype}: allowed are {', '.join(map(str, LOGICALS))}; integers carry no scale")
     if x.layout != torch.strided:
         raise ValueError(f"x has layout {x.layout}: a scaled tensor is dense, x.to_dense()")
-    if isinstance(x, ScaledTensor):
-        x = x.decode()
+    if isinstance(x, (ScaledTensor, MCTensor)):
+        x = x.decode(x.dtype)
     given = None if scale is None else _powers.as_scale(scale, x.device)
     return _Encode.apply(x, dtype, given, rounding)
 

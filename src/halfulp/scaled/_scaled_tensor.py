@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import resolved
 from ..tensors import graph_key
 from . import _powers, _saving
 from ._powers import PowerRounding
@@ -61,7 +62,7 @@ class ScaledTensor(torch.Tensor):
             raise TypeError(f"a payload is a plain tensor, got {type(payload).__name__}: use ScaledTensor.encode(x)")
         check_storage(payload.dtype)
         _check_logical(dtype)
-        return wrap(payload.detach(), _powers.as_scale(scale, payload.device), dtype)
+        return wrap(resolved(payload.detach(), "a payload"), _powers.as_scale(scale, payload.device), dtype)
 
     @classmethod
     def __torch_dispatch__(cls, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:

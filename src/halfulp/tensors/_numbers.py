@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import MOST, PRECISION, Parts, pointwise, renormalize
+from ..kernels import resolved
 from ._scale import magnitude, power_of_two, scale_for, scaled, widened
 
 _FLOAT32 = struct.Struct("f")
@@ -48,7 +49,7 @@ def from_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
     kinds = {part.dtype for part in tensors}
     if len(kinds) > 1:
         raise ValueError(f"components of several dtypes, {_listed(kinds)}: convert them to one")
-    tensors = torch.broadcast_tensors(*(part.detach() for part in tensors))
+    tensors = torch.broadcast_tensors(*(resolved(part.detach(), "a component") for part in tensors))
     parts: Parts = tensors[:1]
     for part in tensors[1:]:
         parts = pointwise("add", parts, (part,), components=MOST, dtype=part.dtype)
@@ -155,7 +156,9 @@ def _as_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
     x = x if device is None else x.to(device)
     if hasattr(x, "_parts"):
         return (x._parts if x._scale is None else widened(x._parts, x._scale)), x.dtype
-    return (x.detach(),), check_dtype(x.dtype)
+    if hasattr(x, "decode"):
+        x = x.decode()
+    return (resolved(x.detach(), "x"),), check_dtype(x.dtype)
 
 
 def _from_python(x: Any, device: Any) -> tuple[Parts, torch.dtype]:

@@ -1,0 +1,110 @@
+"""Plain memory: the numbers of a tensor where its pointer says, as kernels read them, or a refusal by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_TRACED = frozenset(("FakeTensor", "FunctionalTensor"))
+
+
+def address(x: Tensor) -> int:
+    """Where the elements of a plain strided tensor lie; kernels get their pointers here.
+
+    Raises:
+        TypeError: its memory does not hold its values, see `plain`.
+    """
+    at = 0 if type(x).__name__ in _TRACED else x.data_ptr()
+    if (at == 0 and x.numel()) or x.is_neg():
+        refuse(x, "a tensor")
+    return at
+
+
+def plain(x: Tensor, what: str = "a tensor") -> Tensor:
+    """A tensor's values in strided memory of their own: itself, or a copy where a bit or nothing stands for them.
+
+    Negative and conjugate bits are resolved and zeros that torch keeps without memory are written out. Subclasses that
+    only mark memory of their own (`as_subclass`) are taken by it. Strides stay.
+
+    Args:
+        x: of any kind; without gradient.
+        what: names it in messages.
+
+    Raises:
+        TypeError: there is no such memory: a wrapper subclass, a FakeTensor, one of torch.func's wrappers, a tensor on
+            the meta device, or one that is sparse, quantized, nested or freed.
+
+    >>> turned = torch.complex(torch.zeros(2), torch.ones(2)).conj().imag
+    >>> turned.is_neg(), plain(turned).is_neg()
+    (True, False)
+    """
+    if type(x) in _PLAIN and x.layout is torch.strided:
+        if x._is_zerotensor():
+            return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        if x.is_neg() or x.is_conj():
+            x = x.resolve_conj().resolve_neg()
+    elif has_own_memory(x):
+        with torch._C.DisableTorchFunctionSubclass():
+            return plain(x.detach().as_subclass(Tensor), what)
+    if not has_own_memory(x):
+        refuse(x, what)
+    return x
+
+
+def resolved(x: Tensor, what: str = "a tensor") -> Tensor:
+    """`plain`, but what a compiler traces and what lies on the meta device stays: it has no numbers to be wrong."""
+    if x.is_meta or torch.compiler.is_compiling() or type(x).__name__ in _TRACED:
+        return x
+    return plain(x, what)
+
+
+def has_own_memory(x: Tensor) -> bool:
+    """Whether a tensor's pointer leads to strided numbers of its dtype."""
+    if x.layout is not torch.strided or x.is_quantized or x.is_nested or x.is_meta:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x) or type(x).__name__ in _TRACED:
+        return False
+    return x.data_ptr() != 0 or x.numel() == 0
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """Whether two elements of a strided tensor may lie in one place, so that it cannot be written."""
+    if not x.numel():
+        return False
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def refuse(x: Tensor, what: str, otherwise: str = "give a plain tensor of its values") -> None:
+    """Say why a tensor has no plain memory, and what to do; `otherwise` with a class that nothing here knows.
+
+    Raises:
+        TypeError: always.
+    """
+    if x.layout is not torch.strided:
+        kind, remedy = f"a {str(x.layout).removeprefix('torch.')} tensor", "give x.to_dense()"
+    elif x.is_nested:
+        kind, remedy = "a nested tensor", "give its padded form, or its parts"
+    elif x.is_quantized:
+        kind, remedy = f"a quantized tensor ({x.dtype})", "give x.dequantize()"
+    elif torch._C._functorch.is_functorch_wrapped_tensor(x):
+        kind, remedy = "a tensor inside a transform of torch.func", "call it outside grad, vmap and functionalize"
+    elif type(x).__name__ == "FakeTensor":
+        kind, remedy = "a FakeTensor, which has a shape and no numbers", "leave FakeTensorMode first"
+    elif x.is_meta:
+        kind, remedy = "on the meta device, which holds no numbers", "give it memory first: model.to_empty(device=...)"
+    elif x._is_zerotensor():
+        kind, remedy = "a tensor of zeros that torch has not written out", "make it by torch.zeros(shape)"
+    elif x.is_neg():
+        kind, remedy = "a view whose memory holds the values with the other sign", "give x.resolve_neg()"
+    elif type(x) not in _PLAIN:
+        kind = f"a {type(x).__name__}, a tensor class whose numbers lie in other tensors"
+        remedy = otherwise
+    else:
+        kind, remedy = "a tensor whose memory was freed", "call it where its storage is allocated"
+    raise TypeError(f"{what} is {kind}: {remedy}")
