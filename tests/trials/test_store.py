@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfulp.trials._plan import plan
+from halfulp.trials._plan import Trial, plan
 from halfulp.trials._store import Store, write
 
 
@@ -37,15 +37,41 @@ def test_a_broken_file_is_refused(tmp_path: Path, trials) -> None:
         store.begin(trials, resume=True)
 
 
-def test_an_interrupted_run_is_not_overwritten(tmp_path: Path, trials) -> None:
+def test_any_version_change_refuses_reuse(tmp_path: Path, trials, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "out")
     store.keep(trials[0], {})
-    with pytest.raises(ValueError, match="--resume"):
-        store.begin(trials, resume=False)
-    store.report.write_text("{}")
-    assert store.begin(trials, resume=False) == {}
-    assert not list(store.trials.iterdir())
-    assert not store.report.exists()
+    settings = trials[0].settings()
+    assert {"halfulp", "torch", "numpy", "numba", "python"} <= set(settings["versions"])
+    for name in settings["versions"]:
+        other = {**settings, "versions": {**settings["versions"], name: "0.0.1"}}
+        monkeypatch.setattr(Trial, "settings", lambda self, other=other: other)
+        with pytest.raises(ValueError, match=rf"versions\.{name} = .*, this run has '0\.0\.1'"):
+            store.begin(trials[:1], resume=True)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_comparison_is_deleted_only_on_request(tmp_path: Path, trials, complete: bool) -> None:
+    store = Store(tmp_path / "out")
+    store.keep(trials[0], {})
+    if complete:
+        store.report.write_text("{}")
+    before = {path: path.read_bytes() for path in store.root.rglob("*.json")}
+    other = plan("digits", ["bf16"], 2, 7, None)
+    with pytest.raises(ValueError, match=r"--resume .* --overwrite .* --out"):
+        store.begin(other, resume=False)
+    with pytest.raises(ValueError, match="give one"):
+        store.begin(other, resume=True, overwrite=True)
+    assert {path: path.read_bytes() for path in store.root.rglob("*.json")} == before
+    assert store.begin(other, resume=False, overwrite=True) == {}
+    assert not list(store.root.rglob("*.json"))
+
+
+def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
+    first, second = Store(tmp_path), Store(tmp_path)
+    with first.alone(), pytest.raises(ValueError, match="another comparison is writing"), second.alone():
+        raise AssertionError("both hold the lock")
+    with second.alone():
+        pass
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

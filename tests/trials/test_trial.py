@@ -1,6 +1,7 @@
 """One trial in this process."""
 
 import json
+import random
 
 import pytest
 import torch
@@ -93,3 +94,39 @@ def test_a_loss_that_is_not_finite_ends_a_scaled_trial(tiny) -> None:
     result = _trial.run(task, recipes.get("fp16-adaptive"), 0, 50, task.load())
     assert result["diverged_at"] == 0
     json.dumps(result, allow_nan=False)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16-split8", "fp16-adaptive"])
+def test_step_k_trains_at_rate_k(tiny, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    used: list[float] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        # Measuring the gradients of a scaled recipe clears them through an optimizer of rate 0.
+        used.extend([rate] if (rate := optimizer.param_groups[0]["lr"]) else [])
+
+    hook = register_optimizer_step_pre_hook(note)
+    task = tiny.Tiny()
+    monkeypatch.setattr(type(task), "rate", lambda self, step, steps: (step + 1) / (steps + 1))
+    try:
+        _trial.run(task, recipes.get(recipe), 0, 6, task.load())
+    finally:
+        hook.remove()
+    assert used == pytest.approx([0.1 * (k + 1) / 7 for k in range(6)])
+
+
+@pytest.mark.parametrize("recipe", ["fp32-twin", "bf16-stochastic", "e8m3-kahan", "e5m2-adaptive-stochastic"])
+def test_a_result_depends_on_the_seed_alone(tiny, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """Whatever the process drew before, also where the model draws at its start and in every forward pass."""
+    task = tiny.Tiny()
+    drawing = torch.nn.Sequential
+    monkeypatch.setattr(type(task), "model", lambda *_: drawing(torch.nn.Linear(1, 2), torch.nn.Dropout(0.5)))
+    results = []
+    for draws, seed in ((0, 5), (3, 5), (3, 6)):
+        torch.rand(draws)
+        random.random()
+        found = _trial.run(task, recipes.get(recipe), seed, 6, task.load())
+        results.append({key: value for key, value in found.items() if key != "step_ms"})
+    assert results[0] == results[1]
+    assert results[0]["curve"] != results[2]["curve"]

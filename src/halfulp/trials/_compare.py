@@ -26,6 +26,7 @@ def compare(
     out: str | os.PathLike[str] | None = None,
     workers: int | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     listen: Listener | None = None,
 ) -> Evidence:
     """Train each task under each recipe from each seed, with the same data order and hyper-parameters.
@@ -39,30 +40,44 @@ def compare(
         seeds: How many (0, 1, ...), or which.
         steps: Optimizer steps of every trial; None is each task's own.
         data: The folder for tasks that read files.
-        out: A folder for compare.json and compare.html; finished trials are kept there while it runs.
+        out: A folder for compare.json and compare.html; finished trials are kept there while it runs. One that holds
+            a comparison is refused without ``resume`` or ``overwrite``, and one that another process writes into always.
         workers: How many processes; None is one per core, at most 8.
         resume: Take over the finished trials that ``out`` holds.
+        overwrite: Delete the comparison that ``out`` holds.
         listen: Called with ("plan", None, trials), ("reused" | "start" | "progress" | "done", trial, content).
 
     Returns:
         The Evidence; ``print`` it for a table.
 
     Raises:
-        ValueError: an unknown name, missing data, an output folder that cannot be written, or settings that differ
-            from those of the trials to resume.
+        ValueError: an unknown name, missing data, an output folder that cannot be written or holds another comparison,
+            or settings that differ from those of the trials to resume.
         TrialError: a trial crashed or its worker was killed. What had finished is kept in ``out``.
     """
     trials = plan(task, recipes, seeds, steps, data)
-    if resume and out is None:
-        raise ValueError("resume=True needs the folder of the interrupted comparison: give out=")
+    for name, given in (("resume", resume), ("overwrite", overwrite)):
+        if given and out is None:
+            raise ValueError(f"{name}=True needs the folder of an earlier comparison: give out=")
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     workers = min(workers or min(_pool.cores(), 8), len(trials))
-    if out is not None:
-        _page.require()
-    store = None if out is None else Store(out)
-    results = {} if store is None else store.begin(trials, resume)
     listen = listen or _nobody
+    if out is None:
+        return _train(trials, {}, workers, listen, None)
+    _page.require()
+    store = Store(out)
+    with store.alone():
+        evidence = _train(trials, store.begin(trials, resume, overwrite), workers, listen, store)
+        evidence.to_html(store.page)
+        write(store.report, evidence.to_json())
+    return evidence
+
+
+def _train(
+    trials: Sequence[Trial], results: dict[str, dict[str, Any]], workers: int, listen: Listener, store: Store | None
+) -> Evidence:
+    """Train what has no result yet, and keep each result in the store."""
     listen("plan", None, trials)
     for trial in trials:
         if trial.key in results:
@@ -78,13 +93,7 @@ def compare(
             listen(kind, trial, content)
     records = [{"settings": trial.settings(), "result": results[trial.key]} for trial in trials]
     run = {"workers": workers, "cores": _pool.cores(), "seconds": round(time.monotonic() - start, 1)}
-    evidence = Evidence(
-        trials=tuple(records), run=run | {"trained": len(missing), "reused": len(trials) - len(missing)}
-    )
-    if store is not None:
-        evidence.to_html(store.page)
-        write(store.report, evidence.to_json())
-    return evidence
+    return Evidence(trials=tuple(records), run=run | {"trained": len(missing), "reused": len(trials) - len(missing)})
 
 
 def _nobody(kind: str, trial: Trial | None, content: Any) -> None:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ._evidence import Evidence
-from ._plan import REFERENCE, TWIN
+from ._line_style import COLOURS, LineStyle, line_styles
+from ._plan import REFERENCE
 
 # Stand-ins that matplotlib writes and that become var(--name) afterwards.
 _INK, _FAINT = "#010101", "#020202"
-# As many as the style sheet has: --c0 to --c15. Beyond them colours come again, from --c2, in dotted lines.
-COLOURS = 16
 _SERIES = [f"#0a00{index:02x}" for index in range(COLOURS)]
 
 
@@ -21,7 +20,8 @@ def svg(evidence: Evidence, task: str, width: float, height: float) -> str:
     recipes stay much closer to it than others, theirs alone, magnified.
 
     All are means over seeds; the difference is paired, step by step and seed by seed, and shaded from the smallest
-    to the largest seed. ``width`` and ``height`` are in CSS pixels.
+    to the largest seed. ``width`` and ``height`` are in CSS pixels. Recipes are told apart by markers and dashes as well
+    as by colour.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -34,8 +34,9 @@ def svg(evidence: Evidence, task: str, width: float, height: float) -> str:
         figure.patch.set_alpha(0)
         near = _near(curves)
         panels = figure.subplots(3 if near else 2, 1, sharex=True)
+        styles = line_styles(list(curves))
         for index, (recipe, seeds) in enumerate(curves.items()):
-            look = _look(recipe, index)
+            look = _look(styles[recipe], index)
             _draw_loss(panels[0], seeds, look)
             for axes in panels[1:2] if recipe not in near else panels[1:]:
                 _draw_gap(axes, recipe, seeds, curves[REFERENCE], look, shade=axes is panels[1])
@@ -43,15 +44,6 @@ def svg(evidence: Evidence, task: str, width: float, height: float) -> str:
         target = io.StringIO()
         figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
     return _themed(target.getvalue(), f"{task}-{int(width)}")
-
-
-def colour_of(index: int) -> int:
-    """Which colour the recipe of that place has.
-
-    >>> [colour_of(index) for index in (0, 15, 16, 30)]
-    [0, 15, 2, 2]
-    """
-    return index if index < COLOURS else 2 + (index - COLOURS) % (COLOURS - 2)
 
 
 def _curves(evidence: Evidence, task: str) -> dict[str, dict[int, dict[int, float]]]:
@@ -106,13 +98,16 @@ def _common(curves: Sequence[dict[int, float]]) -> list[int]:
     return sorted(set.intersection(*(set(points) for points in curves))) if curves else []
 
 
-def _look(recipe: str, index: int) -> dict[str, Any]:
-    colour = _SERIES[colour_of(index)]
-    if recipe == REFERENCE:
+def _look(style: LineStyle, index: int) -> dict[str, Any]:
+    """What matplotlib's plot takes: markers stand at places of their own, so that lines on one another still show."""
+    if style.colour == 0:
         return {"color": _INK, "linewidth": 3.6, "zorder": 2}
-    if recipe == TWIN:
-        return {"color": colour, "linewidth": 1.2, "linestyle": (0, (3, 2)), "zorder": 3}
-    return {"color": colour, "linewidth": 1.3, "zorder": 4, "linestyle": "-" if index < COLOURS else ":"}
+    look = {"color": _SERIES[style.colour], "linewidth": 1.3, "zorder": 4}
+    look["linestyle"] = "-" if style.dash is None else (0, style.dash)
+    if style.marker is None:
+        return {**look, "linewidth": 1.2, "zorder": 3}
+    places = (0.03 + 0.021 * (index % 6), 0.13)
+    return {**look, "marker": style.marker.name, "markersize": 4.2, "markeredgewidth": 0, "markevery": places}
 
 
 def _dress(panels: Sequence[Any], curves: dict[str, dict[int, dict[int, float]]]) -> None:

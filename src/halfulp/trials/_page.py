@@ -2,13 +2,15 @@
 
 import datetime
 import importlib.resources
+from collections.abc import Sequence
 from typing import Any
 
-from ._curves import COLOURS, colour_of, svg
+from ._curves import svg
 from ._evidence import Evidence
 from ._headline import headline, is_indication, losers
+from ._line_style import LineStyle, line_styles
 from ._row import Row, judged
-from ._table import DASH, cells, loss_name, notes, rounds_gradients, stored_bytes
+from ._table import DASH, cells, loss_name, notes, number, rounds_gradients, stored_bytes
 
 _WIDE, _NARROW = (820, 560), (340, 560)
 
@@ -46,6 +48,7 @@ def _task(evidence: Evidence, task: str) -> dict[str, Any]:
     rows = evidence.rows(task)
     settings = evidence.of_task(task)[0]["settings"]
     most = max((stored_bytes(row) or 0.0 for row in rows), default=0.0)
+    styles = line_styles([row.recipe for row in rows])
     reach = max((abs(gap) for row in rows for gap in _gaps(evidence, row)), default=0.0) or 1.0
     return {
         "name": task,
@@ -53,21 +56,22 @@ def _task(evidence: Evidence, task: str) -> dict[str, Any]:
         "loss_name": loss_name(evidence, task),
         "rounds_gradients": rounds_gradients(evidence, task),
         "notes": notes(evidence, task),
+        "curves_in_words": _curves_in_words(evidence, rows),
         "wide": svg(evidence, task, *_WIDE),
         "narrow": svg(evidence, task, *_NARROW),
-        "rows": [_line(evidence, row, index, most, reach) for index, row in enumerate(rows)],
+        "rows": [_line(evidence, row, styles[row.recipe], most, reach) for row in rows],
         "settings": _settings(settings),
         "recipes": [record["settings"]["recipe"] for record in _one_per_recipe(evidence, task)],
     }
 
 
-def _line(evidence: Evidence, row: Row, index: int, most: float, reach: float) -> dict[str, Any]:
+def _line(evidence: Evidence, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
     """One row for the template: the table's words, and lengths of bars in per cent."""
     words = cells(evidence, row)
     return {
         "row": row,
-        "again": index >= COLOURS,
-        "colour": "var(--ink)" if row.verdict == "reference" else f"var(--c{colour_of(index)})",
+        "style": style,
+        "colour": f"var(--c{style.colour})",
         "loss": words[loss_name(evidence, row.task)],
         "gap": words["gap to fp32"],
         "published": words.get("gap in the paper", DASH),
@@ -85,6 +89,14 @@ def _line(evidence: Evidence, row: Row, index: int, most: float, reach: float) -
         "dots": [50 + 46 * gap / reach for gap in _gaps(evidence, row)],
         "band": min(46 * row.noise / reach, 50) if row.noise else None,
     }
+
+
+def _curves_in_words(evidence: Evidence, rows: Sequence[Row]) -> str:
+    """What the curves show, for who cannot see them."""
+    steps = evidence.of_task(rows[0].task)[0]["settings"]["steps"]
+    ends = (f"{row.recipe} ends at {number(row.loss)}" for row in rows if row.loss is not None)
+    said = "; ".join([f"Training loss over {steps} steps, and its difference to fp32", *ends])
+    return f"{said}. The table has the same numbers."
 
 
 def _gaps(evidence: Evidence, row: Row) -> list[float]:

@@ -37,17 +37,21 @@ class Trial:
         """All that decides the result, as plain data; a finished trial is reused only if they are the same."""
         import torch
 
+        packages = {name: _version(name) for name in ("halfulp", "numpy", "numba")}
         return {
             "task": self.task.settings(),
             "recipe": self.recipe.to_dict(),
             "seed": self.seed,
             "steps": self.steps,
-            "versions": {
-                "halfulp": importlib.metadata.version("halfulp"),
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": {**packages, "torch": torch.__version__, "python": platform.python_version()},
         }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def plan(

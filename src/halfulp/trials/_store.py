@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import filelock
 
 from ._plan import Trial
 
@@ -23,6 +25,7 @@ class Store:
         self.trials = self.root / "trials"
         self.report = self.root / "compare.json"
         self.page = self.root / "compare.html"
+        self._lock = filelock.FileLock(self.root / ".lock")
         try:
             self.trials.mkdir(parents=True, exist_ok=True)
             for folder in (self.root, self.trials):
@@ -33,24 +36,50 @@ class Store:
                 f"cannot write into the output folder {self.root}: {error.strerror or error}; give another with --out"
             ) from None
 
-    def begin(self, trials: Sequence[Trial], resume: bool) -> dict[str, dict[str, Any]]:
-        """The results that are there already, by key: none for a fresh start, which removes what an earlier,
-        complete run left.
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other comparisons, of any process, out of the folder; the lock goes with the process that holds it.
 
         Raises:
-            ValueError: without ``resume``, an unfinished run is there; with it, a finished trial was trained under
-                other settings.
+            ValueError: another comparison is writing into the folder.
         """
-        found = sorted(self.trials.glob("*.json"))
+        try:
+            self._lock.acquire(blocking=False)
+        except filelock.Timeout:
+            raise ValueError(
+                f"another comparison is writing into {self.root}: wait for it, or give another folder with --out"
+            ) from None
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def begin(self, trials: Sequence[Trial], resume: bool, overwrite: bool = False) -> dict[str, dict[str, Any]]:
+        """The results that are there already, by key: none for a fresh start.
+
+        Args:
+            trials: of this comparison.
+            resume: take over the finished trials of the folder.
+            overwrite: delete the comparison that the folder holds.
+
+        Raises:
+            ValueError: the folder holds a comparison and neither was asked for, or both were; or a trial to resume was
+                trained under other settings.
+        """
+        if resume and overwrite:
+            raise ValueError("--resume keeps the finished trials of a folder and --overwrite deletes them: give one")
         if resume:
             return self._finished(trials)
-        if found and not self.report.exists():
+        found = [path for path in (self.report, self.page, *sorted(self.trials.glob("*.json"))) if path.exists()]
+        if found and not overwrite:
+            count = sum(path.parent == self.trials for path in found)
+            state = "a comparison" if self.report.exists() else "an interrupted comparison"
             raise ValueError(
-                f"{self.root} holds {len(found)} finished trials of an interrupted comparison; continue it with "
-                "--resume, give another folder with --out, or delete it"
+                f"{self.root} holds {state} of {count} finished trials: --resume takes over those of the same "
+                "settings and trains what is missing, --overwrite deletes them, --out names another folder"
             )
-        for path in (self.report, self.page, *found):
-            path.unlink(missing_ok=True)
+        for path in found:
+            path.unlink()
         return {}
 
     def _finished(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
