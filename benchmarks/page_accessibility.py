@@ -1,7 +1,7 @@
 """The page that `halfulp compare` writes, checked for people who do not see it as its author does.
 
-axe-core looks for missing labels, roles and contrast in headless Chromium, on a wide and a narrow screen, in light, dark
-and print; colorspacious tells how far the curves' colours stay apart under each kind of colour blindness. Needs Debian's
+axe-core looks for missing labels, roles and contrast in headless Chromium, on a wide and a narrow screen, in light,
+dark and print; colorspacious tells how far the curves' colours stay apart under each kind of colour blindness. Needs a
 chromium, and in an environment of its own: pip install playwright axe-playwright-python colorspacious.
 """
 

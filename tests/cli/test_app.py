@@ -103,7 +103,7 @@ def test_compare_writes_everything_and_resumes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "training loss" in done.stdout
     out = tmp_path / "halfulp-compare"
-    assert {path.name for path in out.iterdir()} == {"trials", "compare.json", "compare.html"}
+    assert {path.name for path in out.iterdir()} == {".lock", "trials", "compare.json", "compare.html"}
     before = {path.name: path.stat().st_mtime_ns for path in (out / "trials").iterdir()}
     again = halfulp(*COMPARE, "--resume", cwd=tmp_path)
     assert again.returncode == 0, again.stderr

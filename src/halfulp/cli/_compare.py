@@ -20,17 +20,21 @@ def compare(
         list[str] | None,
         typer.Option(help=several("Recipes", DEFAULT_RECIPES), autocompletion=complete(recipe_names)),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="How many seeds; a verdict needs 3.")] = 2,
+    seeds: Annotated[int, typer.Option(help="How many seeds; a verdict needs 3.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Steps per trial; default: the task's own.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
     out: Annotated[str, typer.Option(help="Folder for compare.json and compare.html.")] = "halfulp-compare",
     workers: Annotated[int | None, typer.Option(help="Processes; default: one per core, at most 8.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted comparison.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Take over finished trials of the same settings.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the comparison that the folder holds.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train tasks under several recipes, and show which keep float32's accuracy, at what memory and speed."""
     tasks, recipes = split(task, DEFAULT_TASKS), split(recipe, DEFAULT_RECIPES)
-    options = {"seeds": seeds, "steps": steps, "data": data, "workers": workers, "resume": resume}
+    options = {"seeds": seeds, "steps": steps, "data": data, "workers": workers}
+    options |= {"resume": resume, "overwrite": overwrite}
     evidence = _run(tasks, recipes, out, options)
     if json:
         print_json(evidence.to_dict())

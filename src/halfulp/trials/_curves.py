@@ -20,8 +20,7 @@ def svg(evidence: Evidence, task: str, width: float, height: float) -> str:
     recipes stay much closer to it than others, theirs alone, magnified.
 
     All are means over seeds; the difference is paired, step by step and seed by seed, and shaded from the smallest
-    to the largest seed. ``width`` and ``height`` are in CSS pixels. Recipes are told apart by markers and dashes as well
-    as by colour.
+    to the largest seed. ``width`` and ``height`` are in CSS pixels. Recipes are told apart by markers and dashes too.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG

@@ -141,10 +141,10 @@ def placed(images: Tensor, labels: Tensor, generator: torch.Generator) -> Batch:
     images, labels = images.repeat(_COPIES, 1), labels.repeat(_COPIES)
     count, page = len(images), SIDE * STRIDE
     draw = {"generator": generator, "device": "cpu"}
-    sizes = torch.randint(8 * STRIDE, 16 * STRIDE + 1, (count, 2), dtype=torch.int64, **draw).float()
-    middles = (sizes / 2 + torch.rand(count, 2, dtype=torch.float32, **draw) * (page - sizes)).round().long()
+    sizes = torch.randint(8 * STRIDE, 16 * STRIDE + 1, (count, 2), dtype=torch.int64, **draw)
+    middles = (sizes.float() / 2 + torch.rand(count, 2, dtype=torch.float32, **draw) * (page - sizes)).round().long()
     # From places on the page to places in the digit, both in [-1, 1].
-    zoom = page / sizes
+    zoom = page / sizes.float()
     maps = torch.cat([torch.diag_embed(zoom), (zoom * (1 - 2 * middles / page))[:, :, None]], 2)
     grid = F.affine_grid(maps, [count, 1, SIDE, SIDE], align_corners=False)
     pages = F.grid_sample(images.view(count, 1, 8, 8), grid, align_corners=False)
