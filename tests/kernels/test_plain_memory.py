@@ -223,6 +223,7 @@ def test_overlapping_elements_are_seen(x, overlaps):
 LOOKED_AT = {
     "kernels/_plain_memory.py": {"address", "has_own_memory"},
     "arithmetic/_pointwise.py": {"fill"},
+    "optim/_narrowing.py": {"narrow", "take_float32"},
     "optim/_optimizer.py": {"_prepare"},
     "optim/_slots.py": {"__post_init__", "still_true", "addresses"},
     "optim/_step.py": {"_point_at_gradients"},
