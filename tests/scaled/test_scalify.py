@@ -55,7 +55,7 @@ def test_a_copy_and_a_pickle_train_as_the_model(seed):
     wanted = gradients(copy.deepcopy(model), x, y)
     for twin in twins:
         assert all(map(torch.equal, gradients(twin, x, y), wanted))
-        assert list(twin.state_dict())[:2] == ["0.weight.payload", "0.weight.scale"]
+        assert list(twin.state_dict())[:2] == ["0.weight", "0.weight.payload_scale"]
     assert twins[0][0].weight is not model[0].weight
 
 

@@ -47,11 +47,25 @@ def test_payloads_and_scales_come_back(dtype, through, seed):
     assert same(model, other)
 
 
-def test_entries_share_memory_and_keep_vars_gives_the_parameter(seed):
+def by_layout_1(state: dict) -> dict:
+    """The same parameters as files of the first layout held them."""
+    old = {}
+    for name, value in state.items():
+        if name.endswith(".payload_scale"):
+            old[name.replace("payload_scale", "scale")] = value
+        elif f"{name}.payload_scale" in state:
+            old[f"{name}.payload"] = (value / state[f"{name}.payload_scale"]).half()
+        else:
+            old[name] = value
+    return old
+
+
+def test_values_under_the_name_scales_beside_and_keep_vars_gives_the_parameter(seed):
     layer = hu.scalify(nn.Linear(2, 2))
-    names = [f"a.{name}.{part}" for name in ("weight", "bias") for part in ("payload", "scale")]
+    names = ["a.weight", "a.weight.payload_scale", "a.bias", "a.bias.payload_scale"]
     assert list(layer.state_dict(prefix="a.")) == names
-    assert layer.state_dict()["weight.payload"].data_ptr() == layer.weight.payload.data_ptr()
+    assert torch.equal(layer.state_dict()["weight"], layer.weight.decode())
+    assert layer.state_dict()["weight.payload_scale"].data_ptr() == layer.weight.scale.data_ptr()
     assert layer.state_dict(keep_vars=True)["weight"] is layer.weight
 
 
@@ -91,19 +105,22 @@ def test_assigning_and_missing_entries(seed):
         model.load_state_dict(lacking)
     assert model.load_state_dict(lacking, strict=False).missing_keys == ["0.bias"]
     with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict(other.state_dict() | {"0.weight.payload": torch.zeros(9, 9, dtype=torch.float16)})
+        model.load_state_dict(other.state_dict() | {"0.weight": torch.zeros(9, 9)})
 
 
 def test_damaged_files_change_nothing(seed):
     model = hu.scalify(net())
     start = copy.deepcopy(model)
     state = hu.scalify(net()).state_dict()
-    without = [{name: x for name, x in state.items() if name != f"2.0.weight.{part}"} for part in ("payload", "scale")]
+    old = by_layout_1(state)
+    without = [{name: x for name, x in old.items() if name != f"2.0.weight.{part}"} for part in ("payload", "scale")]
     for damaged, message in (
-        (state | {"2.0.weight.scale": torch.tensor(3.0)}, "no power|damaged"),
+        (state | {"2.0.weight.payload_scale": torch.tensor(3.0)}, "no power|damaged"),
         (state | {"2.0.weight.component_1": torch.zeros(1)}, "another layout"),
-        (state | {"2.0.weight.payload": torch.zeros(2, 3, dtype=torch.int64)}, "int64"),
-        (state | {"2.0.weight": torch.zeros(2, 3)}, r"\['2.0.weight', '2.0.weight.payload', '2.0.weight.scale'\]"),
+        (state | {"2.0.weight": torch.zeros(2, 3, dtype=torch.int64)}, "int64"),
+        ({name: x for name, x in state.items() if name != "2.0.weight"}, r"has \['2.0.weight.payload_scale'\]"),
+        (old | {"2.0.weight.payload": torch.zeros(2, 3, dtype=torch.int64)}, "int64"),
+        (old | {"2.0.weight": torch.zeros(2, 3)}, r"\['2.0.weight', '2.0.weight.payload', '2.0.weight.scale'\]"),
         (without[0], r"has \['2.0.weight.scale'\]: it is damaged"),
         (without[1], r"has \['2.0.weight.payload'\]: it is damaged"),
         (without[0] | {"2.0.weight": torch.zeros(2, 3)}, r"has \['2.0.weight', '2.0.weight.scale'\]"),
@@ -114,10 +131,10 @@ def test_damaged_files_change_nothing(seed):
         assert same(model, start)
     for metadata in state._metadata.values():
         if "halfulp_scaled" in metadata:
-            metadata["halfulp_scaled"] = 2
-    with pytest.raises(ValueError, match="layout 2"):
+            metadata["halfulp_scaled"] = 3
+    with pytest.raises(ValueError, match="layout 3"):
         model.load_state_dict(state)
-    with pytest.raises(ValueError, match="layout 2"):
+    with pytest.raises(ValueError, match="layout 3"):
         plain_state_dict(state)
 
 
@@ -144,14 +161,53 @@ def test_parameters_of_both_kinds_in_one_model(kind, seed):
 
 
 @pytest.mark.parametrize("through", [dict, by_torch, by_safetensors])
-def test_a_plain_model_never_takes_a_payload_for_a_weight(through, seed):
-    state, plain = through(hu.scalify(net()).state_dict()), net()
-    start = copy.deepcopy(plain.state_dict())
-    found = plain.load_state_dict(state, strict=False)
-    names = [name for name, _ in plain.named_parameters()]
-    assert found.missing_keys == names
-    assert set(found.unexpected_keys) == {f"{name}.{part}" for name in names for part in ("payload", "scale")}
-    assert all(torch.equal(plain.state_dict()[name], start[name]) for name in names)
+def test_any_plain_loader_takes_the_values(through, seed):
+    model, plain = hu.scalify(net()), net()
+    found = plain.load_state_dict(through(model.state_dict()), strict=False)
+    assert not found.missing_keys
+    assert set(found.unexpected_keys) == {f"{name}.payload_scale" for name, _ in plain.named_parameters()}
+    for mine, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, other.decode())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("power", [-126, -60, 0, 60, 110, 127])
+def test_values_and_scales_are_exact_at_both_ends_of_the_range(dtype, power, seed):
+    """Subnormal, zero, negative zero, largest, infinite and NaN payloads under every scale."""
+    top = torch.finfo(dtype).max
+    special = [0.0, -0.0, 1.0, -1.5, top, -top, torch.finfo(dtype).smallest_normal, torch.finfo(dtype).tiny / 2]
+    special += [] if dtype == torch.float8_e4m3fn else [torch.inf, -torch.inf]
+    payload = torch.tensor([*special, torch.nan]).to(dtype)
+    model, other = (hu.scalify(nn.LayerNorm(len(payload), bias=False), dtype) for _ in range(2))
+    with torch.no_grad():
+        model.weight._payload.copy_(payload)
+        model.weight._scale.fill_(2.0**power)
+    state = by_safetensors(model.state_dict())
+    wanted = payload.double() * 2.0**power
+    finite = wanted.isfinite() & (wanted.abs() < 2.0**128)
+    assert torch.equal(state["weight"].double()[finite], wanted[finite])
+    other.load_state_dict(state)
+    assert torch.equal(other.weight.scale, model.weight.scale)
+    ours, theirs = model.weight.payload.float(), other.weight.payload.float()
+    assert torch.equal(ours.nan_to_num(7.0).view(torch.int32), theirs.nan_to_num(7.0).view(torch.int32))
+    assert torch.equal(ours.isnan(), theirs.isnan())
+
+
+def test_files_of_the_first_layout_load(seed):
+    model, other, plain = hu.scalify(net()), hu.scalify(net()), net()
+    old = by_layout_1(model.state_dict())
+    assert str(other.load_state_dict(old)) == "<All keys matched successfully>"
+    assert same(model, other)
+    plain.load_state_dict(plain_state_dict(old))
+    assert torch.equal(plain[0].weight, model[0].weight.decode())
+
+
+def test_values_that_somebody_changed_are_encoded_anew(seed):
+    model = hu.scalify(net())
+    state = model.state_dict()
+    state["0.weight"] = state["0.weight"] * 1.2345e6
+    model.load_state_dict(state)
+    torch.testing.assert_close(model[0].weight.decode(), state["0.weight"], rtol=2**-10, atol=0)
 
 
 class Named(nn.Module):
@@ -166,7 +222,7 @@ class Named(nn.Module):
 def test_parameters_may_be_called_payload_and_scale(seed):
     model, plain = hu.scalify(nn.Sequential(Named())), nn.Sequential(Named())
     state = by_safetensors(model.state_dict())
-    assert set(state) == {f"0.{name}.{part}" for name in ("payload", "scale") for part in ("payload", "scale")}
+    assert set(state) == {f"0.{name}{part}" for name in ("payload", "scale") for part in ("", ".payload_scale")}
     plain.load_state_dict(plain_state_dict(state))
     assert torch.equal(plain[0].payload, model[0].payload.decode())
     other = hu.scalify(nn.Sequential(Named()))
@@ -177,7 +233,6 @@ def test_parameters_may_be_called_payload_and_scale(seed):
 def test_the_plain_state_keeps_names_order_and_what_is_no_tensor(seed):
     model = hu.scalify(net())
     state = {**model.state_dict(), "note": "text", "0.scale": torch.tensor(3.0)}
-    assert "0.weight" not in state
     plain = plain_state_dict(state)
     assert list(plain) == [*net().state_dict(), "note", "0.scale"]
     assert plain["note"] == "text"
@@ -194,7 +249,8 @@ def test_tied_parameters_save_and_load(seed):
 
     model, other, plain = tied(), tied(), nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
     state = by_torch(model.state_dict())
-    assert list(state) == [f"{i}.weight.{part}" for i in (0, 1) for part in ("payload", "scale")]
+    assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr()
+    assert list(state) == [f"{i}.weight{part}" for i in (0, 1) for part in ("", ".payload_scale")]
     other.load_state_dict(state)
     assert same(model, other)
     assert other[0].weight is other[1].weight
@@ -210,8 +266,7 @@ def test_optimizers_read_the_weights_of_a_scaled_model(seed):
     weights = optimizer.float32_state_dict(model)
     state = model.state_dict()
     plain = plain_state_dict(state)
-    assert not weights.keys() & {name for name in state if name.endswith((".payload", ".scale"))}
-    assert not state.keys() & dict(model[0].named_parameters(prefix="0")).keys()
+    assert not weights.keys() & {name for name in state if name.endswith(".payload_scale")}
     assert list(weights) == list(plain) == list(net().state_dict())
     assert all(torch.equal(weights[name], plain[name].float()) for name in weights)
     with torch.no_grad():
@@ -220,17 +275,28 @@ def test_optimizers_read_the_weights_of_a_scaled_model(seed):
     assert torch.equal(model[0].weight.decode(), weights["0.weight"])
 
 
-def test_transformers_reads_plain_weights_and_reports_scaled_ones_as_missing(tmp_path, seed):
+@pytest.mark.parametrize("convert", [hu.scalify, lambda m: hu.multicomponent(m, 2, torch.float16)])
+@pytest.mark.parametrize("size", ["1GB", "2KB"])
+def test_save_pretrained_writes_weights_that_from_pretrained_takes(convert, size, tmp_path, seed):
+    """Whole and sharded: no weight is missing, each has the value of the parameter, and it comes back exactly."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=8)
-    model = hu.scalify(transformers.GPT2LMHeadModel(config).eval())
-    model.save_pretrained(tmp_path, state_dict=plain_state_dict(model.state_dict()))
+    model = convert(transformers.GPT2LMHeadModel(config).eval())
+    with torch.no_grad():
+        # Scales of their own, that no measurement would choose.
+        for parameter in model.parameters():
+            if isinstance(parameter, hu.ScaledTensor):
+                parameter._payload.mul_(0.25)
+    model.save_pretrained(tmp_path, max_shard_size=size)
     again, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
     for name, parameter in model.named_parameters():
-        assert torch.equal(again.get_parameter(name), parameter.decode())
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").unlink()
-    _, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
-    assert "transformer.wte.weight" in report["missing_keys"]
+        value = parameter.detach().decode(torch.float64)
+        torch.testing.assert_close(again.get_parameter(name).double(), value, rtol=2**-11, atol=2**-20)
+    files = [load_safetensors(path.read_bytes()) for path in tmp_path.glob("*.safetensors")]
+    other = convert(transformers.GPT2LMHeadModel(config).eval())
+    other.load_state_dict({name: value for file in files for name, value in file.items()}, strict=False)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.detach().decode(torch.float64), theirs.detach().decode(torch.float64))
+        assert torch.equal(mine.scale, theirs.scale)

@@ -1,3 +1,5 @@
+"""Recipes: named, serializable choices that turn a float32 training into one in fewer bits."""
+
 from ._catalog import get as get
 from ._catalog import names as names
 from ._convert import convert as convert

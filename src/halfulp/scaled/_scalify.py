@@ -46,8 +46,9 @@ def scalify(
     Buffers stay as they are. Running statistics are moving averages, which in a narrow payload stop moving, and
     constants such as rotary frequencies keep their digits; neither widens the payloads of what it meets.
 
-    `state_dict` holds plain tensors, `weight.payload` and `weight.scale`, and no `weight`:
-    `halfulp.scaled.plain_state_dict` makes one for other tools. Files of plain models are encoded as they are loaded.
+    `state_dict` holds plain tensors: `weight`, the values in float32, which any loader may take, and beside it
+    `weight.payload_scale`, by which loading gives back the same payload and scale. Loaders that refuse entries they do
+    not know take `halfulp.scaled.plain_state_dict(state_dict)`. Files of plain models are encoded as they are loaded.
 
     A function instead of a model: see `scalify_function`, which this then returns.
 
@@ -73,7 +74,7 @@ def scalify(
 
     >>> layer = scalify(torch.nn.Linear(3, 2))
     >>> list(layer.state_dict())
-    ['weight.payload', 'weight.scale', 'bias.payload', 'bias.scale']
+    ['weight', 'weight.payload_scale', 'bias', 'bias.payload_scale']
     >>> loss = torch.nn.functional.mse_loss(layer(torch.ones(4, 3)), torch.zeros(4, 2))
     >>> loss.backward()
     >>> layer.weight.grad.payload.dtype

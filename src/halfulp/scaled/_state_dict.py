@@ -1,4 +1,4 @@
-"""Scaled parameters in a state_dict: payload and scale as plain tensors beside each other, and back."""
+"""Scaled parameters in a state_dict: their values as plain tensors, the scales of their payloads beside, and back."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from . import _powers
 from ._form import LOGICALS, STORAGES, decoded, encoded
 from ._scaled_tensor import ScaledTensor, wrap
 
-# Layout of the entries below; a file of another layout is refused.
-VERSION = 1
-_PAYLOAD, _SCALE = ".payload", ".scale"
+# Layout of the entries below; a file of a later layout is refused. Layout 1 held `weight.payload` and `weight.scale`.
+VERSION = 2
+_SCALE = ".payload_scale"
+_OLD = (".payload", ".scale")
 
 
 def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A scaled model's state_dict for a plain model and other tools: every payload times its scale, rounded once.
+    """A scaled model's state_dict for loaders that take no entry that they do not know: values alone, rounded once.
 
     Args:
         state_dict: from `state_dict()`, torch.load or safetensors.
-        dtype: of what was payload and scale; entries that were none stay as they are.
+        dtype: of the values of scaled tensors; entries that were none stay as they are.
 
     Returns:
-        `weight` for every `weight.payload` with `weight.scale`, and the other entries, in the same order.
+        `weight` for every `weight` with `weight.payload_scale` (of layout 1: `weight.payload` with `weight.scale`), and
+        the other entries, in the same order.
 
     Raises:
         ValueError: a scale that is no power of two, a payload of another dtype, a plain entry of the same name, or
@@ -40,14 +42,19 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     """
     for metadata in getattr(state_dict, "_metadata", {}).values():
         check_version(metadata)
-    bases = {base for base in _stems(state_dict, _PAYLOAD) & _stems(state_dict, _SCALE) if _is_pair(state_dict, base)}
+    new = {name for name in _stems(state_dict, _SCALE) if _is_valued(state_dict, name)}
+    bases = {base for base in _stems(state_dict, _OLD[0]) & _stems(state_dict, _OLD[1]) if _is_pair(state_dict, base)}
     plain = {}
     for name, value in state_dict.items():
-        base = name.removesuffix(_PAYLOAD)
+        base = name.removesuffix(_OLD[0])
         if base != name and base in bases:
-            plain[base] = decoded(_gathered(state_dict, base, torch.float32), dtype)
-        elif name.removesuffix(_SCALE) not in bases:
-            plain[name] = decoded(value, dtype) if isinstance(value, ScaledTensor) else value
+            plain[base] = decoded(_paired(state_dict, base, torch.float32), dtype)
+        elif isinstance(value, ScaledTensor):
+            plain[name] = decoded(value, dtype)
+        elif name in new:
+            plain[name] = value.to(dtype, copy=True)
+        elif name.removesuffix(_OLD[1]) not in bases and name.removesuffix(_SCALE) not in new:
+            plain[name] = value
     return plain
 
 
@@ -55,30 +62,52 @@ def _stems(state_dict: Mapping, suffix: str) -> set[str]:
     return {name.removesuffix(suffix) for name in state_dict if name.endswith(suffix)}
 
 
+def _is_valued(state_dict: Mapping, name: str) -> bool:
+    """Whether two entries are a tensor and the scale of its payload; parameters of a module may be called so, too."""
+    value, scale = state_dict.get(name), state_dict[name + _SCALE]
+    if not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in (value, scale)):
+        return False
+    return value.is_floating_point() and _is_scale(scale)
+
+
 def _is_pair(state_dict: Mapping, name: str) -> bool:
-    """Whether two entries are a payload and its scale; parameters of one module may be called so, too."""
-    pair = state_dict[name + _PAYLOAD], state_dict[name + _SCALE]
+    """The same of layout 1: a payload and its scale."""
+    pair = tuple(state_dict[name + part] for part in _OLD)
     if not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in pair):
         return False
-    payload, scale = pair
-    return payload.dtype in STORAGES and not scale.dim() and scale.dtype == torch.float32 and _is_power(scale)
+    return pair[0].dtype in STORAGES and _is_scale(pair[1])
 
 
-def _is_power(scale: Tensor) -> bool:
+def _is_scale(scale: Tensor) -> bool:
+    if scale.dim() or scale.dtype != torch.float32:
+        return False
     return scale.is_meta or bool(scale == _powers.round_to_power(scale))
 
 
 def _entries(name: str, value: ScaledTensor) -> dict[str, Tensor]:
-    """Nothing under the name itself, where a plain loader would take a payload for the weight."""
-    return {name + _PAYLOAD: value._payload, name + _SCALE: value._scale}
+    """The values under the name itself, for every loader, and the scale that makes them payloads again."""
+    return {name: _exact_values(value), name + _SCALE: value._scale}
+
+
+def _exact_values(x: ScaledTensor) -> Tensor:
+    """payload x scale in float32; in float64 where that is its dtype, or float32 would lose something."""
+    if x.dtype == torch.float64:
+        return decoded(x, torch.float64)
+    values = decoded(x, torch.float32)
+    if values.is_meta:
+        return values
+    wide = x._payload.double() * x._scale.double()
+    # What float32's largest numbers are rounded to is no loss: it is read as these numbers again.
+    lost = (values.double() != wide) & ~wide.isnan() & (wide.abs() != 2.0**128)
+    return wide if bool(lost.any()) else values
 
 
 def _fitting(state_dict: Mapping, name: str, parameter: ScaledTensor) -> ScaledTensor | None:
     """A parameter's entries in its own storage; a plain tensor is encoded; None where the file has none."""
-    value = _gathered(state_dict, name, parameter.dtype)
+    storage = parameter._payload.dtype
+    value = _gathered(state_dict, name, parameter.dtype, storage)
     if not isinstance(value, Tensor):
         return None
-    storage = parameter._payload.dtype
     if isinstance(value, ScaledTensor) and value._payload.dtype == storage:
         return value
     try:
@@ -90,24 +119,46 @@ def _fitting(state_dict: Mapping, name: str, parameter: ScaledTensor) -> ScaledT
         raise ValueError(f"{name!r}: {error}") from None
 
 
-def _gathered(state_dict: Mapping, name: str, dtype: torch.dtype) -> Any:
-    """Both entries of one parameter as a tensor; else the plain entry of its name, or None."""
-    names = [name, name + _PAYLOAD, name + _SCALE]
+def _gathered(state_dict: Mapping, name: str, dtype: torch.dtype, storage: torch.dtype) -> Any:
+    """One parameter's entries as a tensor; the plain entry where it has no scale or its values are no such payload."""
+    names = [name, name + _SCALE, *(name + part for part in _OLD)]
     found = [entry for entry in names if state_dict.get(entry) is not None]
-    if found in ([], [name]):
+    if found in ([], names[:1]):
         return state_dict.get(name)
-    payload, scale = (state_dict.get(entry) for entry in names[1:])
-    if found != names[1:] or not isinstance(payload, Tensor) or not isinstance(scale, Tensor):
+    if found == names[2:]:
+        return _paired(state_dict, name, dtype)
+    if found != names[:2]:
         raise ValueError(
-            f"of {name!r} the file has {found}: it is damaged; a scaled parameter is both {names[1]!r} and "
-            f"{names[2]!r}, or a plain {name!r}"
+            f"of {name!r} the file has {found}: it is damaged; a scaled parameter is both {name!r} and {names[1]!r} "
+            f"(in older files {names[2]!r} and {names[3]!r}), or a plain {name!r}"
         )
-    if payload.dtype not in STORAGES:
-        raise ValueError(f"{names[1]!r} is {payload.dtype} in the file: payloads are {', '.join(map(str, STORAGES))}")
+    values, scale = state_dict[name], _scale_of(state_dict, names[1])
+    if isinstance(values, ScaledTensor) or not isinstance(values, Tensor) or values.dtype not in LOGICALS:
+        return values
+    payload = (values.detach().double() / scale.double()).to(storage)
+    back = payload.double() * scale.double()
+    if values.is_meta or bool(((back == values) | (back.isnan() & values.isnan())).all()):
+        return wrap(payload, scale, dtype)
+    return values
+
+
+def _paired(state_dict: Mapping, name: str, dtype: torch.dtype) -> ScaledTensor:
+    """What layout 1 held: a payload and its scale."""
+    payload = state_dict[name + _OLD[0]]
+    if not isinstance(payload, Tensor) or payload.dtype not in STORAGES:
+        said = payload.dtype if isinstance(payload, Tensor) else type(payload).__name__
+        raise ValueError(f"{name + _OLD[0]!r} is {said} in the file: payloads are {', '.join(map(str, STORAGES))}")
+    return wrap(payload.detach(), _scale_of(state_dict, name + _OLD[1]).to(payload.device), dtype)
+
+
+def _scale_of(state_dict: Mapping, entry: str) -> Tensor:
+    scale = state_dict[entry]
     try:
-        return wrap(payload.detach(), _powers.as_scale(scale.detach(), payload.device), dtype)
+        if not isinstance(scale, Tensor):
+            raise ValueError(f"it is a {type(scale).__name__}")
+        return _powers.as_scale(scale.detach(), scale.device)
     except ValueError as error:
-        raise ValueError(f"{names[2]!r}: {error}; the file is damaged") from None
+        raise ValueError(f"{entry!r}: {error}; the file is damaged") from None
 
 
 def _copy(parameter: ScaledTensor, value: ScaledTensor) -> None:
@@ -124,7 +175,8 @@ register(
         version=VERSION,
         what="scaled tensors",
         plain="plain_state_dict",
-        suffix=re.compile(r"\.(payload|scale)$"),
+        suffix=re.compile(r"\.(payload_scale|payload|scale)$"),
+        older=(1,),
         entries=_entries,
         fitting=_fitting,
         copy=_copy,

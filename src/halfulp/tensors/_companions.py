@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 _LOADED = "_halfulp_loaded"
+# What stands under a parameter's own name in the newest state_dict, and when it was made.
+_values: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = {}
 
 
 class Layout(NamedTuple):
@@ -16,7 +19,8 @@ class Layout(NamedTuple):
 
     Attributes:
         kind: the class.
-        key, version: the entry of the metadata, and what stands there; a file of another version is refused.
+        key, version: the entry of the metadata, and what stands there.
+        older: versions that are read too; a file of any other is refused.
         what, plain: words for messages: what is stored, and the function that makes a plain state_dict.
         suffix: of the entries of companions.
         entries: all entries of a tensor, by its name.
@@ -27,6 +31,7 @@ class Layout(NamedTuple):
     kind: type[Tensor]
     key: str
     version: int
+    older: tuple[int, ...]
     what: str
     plain: str
     suffix: re.Pattern
@@ -73,7 +78,7 @@ def check_version(metadata: Mapping) -> None:
     """Raise for a file of another layout."""
     for layout in _layouts.values():
         version = metadata.get(layout.key, layout.version)
-        if version != layout.version:
+        if version != layout.version and version not in layout.older:
             raise ValueError(
                 f"this file holds {layout.what} in layout {version}, and this version of halfulp reads layout "
                 f"{layout.version}: load it with the version that wrote it, and save its {layout.plain}"
@@ -96,7 +101,27 @@ def _save(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, 
     for name, value in reversed(last):
         parameter, layout = own.get(name, (value, None))
         whole = value is not parameter and isinstance(value, layout.kind)
-        state_dict.update(layout.entries(name, value) if whole else {name: value})
+        state_dict.update(_tied(layout.entries(name, value), name, parameter, state_dict) if whole else {name: value})
+
+
+def _tied(entries: dict[str, Tensor], name: str, parameter: Tensor, state_dict: Mapping) -> dict[str, Tensor]:
+    """The entries, in the memory that the parameter has under its other names.
+
+    Savers that write shared memory once (transformers) would else write the values of a tied parameter under both names
+    and what stands beside them under one, and the values alone would be loaded last.
+    """
+    key, made = id(parameter), (id(state_dict), parameter._version)
+    held, made_then = _values.get(key, (lambda: None, ()))
+    known = held()
+    if known is not None and made_then == (*made, known._version):
+        return {**entries, name: known}
+
+    def forget(dead: weakref.ref) -> None:
+        if _values.get(key, (None,))[0] is dead:
+            del _values[key]
+
+    _values[key] = weakref.ref(entries[name], forget), (*made, entries[name]._version)
+    return entries
 
 
 def _check_all(module: nn.Module, state_dict: Mapping, prefix: str, local_metadata: dict, *rest: Any) -> None:

@@ -38,7 +38,8 @@ def multicomponent(
     saved: those are constants (rotary frequencies, positions) that models cast to the parameters' dtype, and are given
     as many components of their own dtype, so that such a cast keeps their digits.
 
-    `state_dict` holds plain tensors: `weight`, `weight.component_1`, ..., and `weight.scale` where there is one.
+    `state_dict` holds plain tensors: `weight`, the leading component, which any loader may take for the weight, beside
+    it `weight.component_1`, ..., and where components have a scale `weight.component_scale`.
     DistributedDataParallel averages gradients as plain tensors.
 
     Args:

@@ -14,9 +14,10 @@ from ._companions import Layout, check_version, register
 from ._mctensor import MCTensor, wrap
 from ._scale import decoded
 
-# Layout of the entries below; a file of another layout is refused.
-VERSION = 1
-_SUFFIX = re.compile(r"\.(component_[1-3]|scale)$")
+# Layout of the entries below; a file of a later layout is refused. In layout 1 `weight` was without `weight.scale`.
+VERSION = 2
+_SUFFIX = re.compile(r"\.(component_[1-3]|component_scale|scale)$")
+_SCALE = "component_scale"
 
 
 def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     for metadata in getattr(state_dict, "_metadata", {}).values():
         check_version(metadata)
     bases = {_SUFFIX.sub("", name) for name in state_dict if _SUFFIX.search(name)}
-    bases = {base for base in bases if f"{base}.payload" not in state_dict}  # the scale is a scaled tensor's
+    bases = {base for base in bases if f"{base}.payload" not in state_dict}  # the scale is an older scaled tensor's
     plain = {}
     for name, value in state_dict.items():
         base = _SUFFIX.sub("", name)
@@ -53,9 +54,21 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
 
 
 def _entries(name: str, value: MCTensor) -> dict[str, Tensor]:
-    entries = {name: value._parts[0]}
+    """The leading component under the name itself, with its scale, so that every loader takes a good value."""
+    entries = {name: _leading(value)}
     entries |= {f"{name}.component_{i}": part for i, part in enumerate(value._parts) if i}
-    return entries if value._scale is None else entries | {f"{name}.scale": value._scale}
+    return entries if value._scale is None else entries | {f"{name}.{_SCALE}": value._scale}
+
+
+def _leading(x: MCTensor) -> Tensor:
+    """The leading component; times a scale in float32, or in float64 where float32 would lose something."""
+    first = x._parts[0]
+    if x._scale is None:
+        return first
+    wide = first.double() * x._scale.double()
+    values = wide.float()
+    exact = first.dtype != torch.float64 and (first.is_meta or bool(((values == wide) | wide.isnan()).all()))
+    return values if exact else wide
 
 
 def _copy(parameter: MCTensor, value: MCTensor) -> None:
@@ -73,7 +86,7 @@ def _fitting(state_dict: Mapping, name: str, parameter: MCTensor) -> MCTensor | 
     Raises:
         ValueError: they hold more digits than the parameter, or are of another layout.
     """
-    value = _gathered(state_dict, name)
+    value = _gathered(state_dict, name, parameter.dtype)
     if value is None:
         return None
     count, own = len(value._parts), len(parameter._parts)
@@ -97,8 +110,8 @@ def _alone(part: Tensor) -> Tensor:
     return part if part.untyped_storage().nbytes() == part.numel() * part.element_size() else part.clone()
 
 
-def _gathered(state_dict: Mapping, name: str) -> MCTensor | None:
-    """All entries of one parameter as a tensor."""
+def _gathered(state_dict: Mapping, name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
+    """All entries of one parameter as a tensor; the dtype is that of a component that stands alone beside its scale."""
     beside = {_SUFFIX.search(e)[1]: v for e, v in state_dict.items() if _SUFFIX.sub("", e) == name != e}
     first = state_dict.get(name)
     if first is None:
@@ -107,14 +120,32 @@ def _gathered(state_dict: Mapping, name: str) -> MCTensor | None:
         return None
     if isinstance(first, MCTensor):
         return first.detach()
-    names = [f"component_{i}" for i in range(1, 1 + sum(part.startswith("component_") for part in beside))]
-    parts = (first, *(beside.get(part) for part in names))
+    names = [f"component_{i}" for i in range(1, 1 + sum(bool(re.match(r"component_\d", part)) for part in beside))]
+    rest = [beside.get(part) for part in names]
+    scale = beside.get("scale")
+    if _SCALE in beside:
+        first, scale = _unscaled(name, first, beside[_SCALE], rest[0].dtype if rest and rest[0] is not None else dtype)
+    parts = (first, *rest)
     shapes = {(tuple(part.shape), part.dtype) for part in parts if isinstance(part, Tensor)}
     if len(shapes) != 1 or not all(isinstance(part, Tensor) for part in parts):
         raise ValueError(f"the components of {name!r} are not all there, or of several shapes: the file is damaged")
     if parts[0].dtype not in PRECISION:
         raise ValueError(f"{name!r} is {parts[0].dtype} in the file: components are floating point")
-    return wrap(tuple(part.detach() for part in parts), beside.get("scale"), "first")
+    return wrap(tuple(part.detach() for part in parts), scale, "first")
+
+
+def _unscaled(name: str, first: Tensor, scale: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """The leading component without its scale; as it stands if it is a plain tensor that somebody wrote alone."""
+    if dtype is None:
+        return first, None
+    part = (first.detach().double() / scale.double()).to(dtype)
+    back = part.double() * scale.double()
+    if first.is_meta or bool(((back == first) | (back.isnan() & first.isnan())).all()):
+        return part, scale
+    raise ValueError(
+        f"{name!r} is no {dtype} times {name}.{_SCALE}: it was written without the entries beside it; take these away "
+        "to load it as a plain tensor"
+    )
 
 
 register(
@@ -125,6 +156,7 @@ register(
         what="components",
         plain="plain_state_dict",
         suffix=_SUFFIX,
+        older=(1,),
         entries=_entries,
         fitting=_fitting,
         copy=_copy,
