@@ -26,6 +26,7 @@ NAMES = (
     "gradient_exactness",
     "gradient_overhead",
     "gradient_safety",
+    "suite",
 )
 
 
