@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from halfulp.kernels import compile_kernel, digest
+from halfulp.kernels._compile import _pieces
 from halfulp.kernels._scalar import add, bit_xor, load32, mul, store32
 
 THREE = np.uint32(3)
@@ -36,6 +37,25 @@ def test_bound_names(cache):
     assert run(compile_kernel(apply, SIGNATURE, {"change": twice}), x).tolist() == [2, 14, 0]
     assert run(compile_kernel(apply, SIGNATURE, {"change": thrice}), x).tolist() == [3, 21, 2**31]
     assert len(list(cache.iterdir())) == 2
+
+
+def moved(x):
+    return add(twice(x), THREE)
+
+
+def test_kernels_share_the_pieces_that_are_the_same_and_no_others(cache, monkeypatch):
+    x = np.array([1, 7, 2**31], np.uint32)
+    _pieces.clear()
+    assert run(compile_kernel(apply, SIGNATURE, {"change": moved}), x).tolist() == [5, 17, 3]
+    assert {piece.__name__ for piece, _ in _pieces} == {"moved", "twice"}
+    assert run(compile_kernel(apply, SIGNATURE, {"change": twice}), x).tolist() == [2, 14, 0]
+    assert len(_pieces) == 2
+    monkeypatch.setitem(moved.__globals__, "THREE", np.uint32(4))
+    assert run(compile_kernel(apply, SIGNATURE, {"change": moved}), x).tolist() == [6, 18, 4]
+    # A piece is another where what it is bound to is.
+    monkeypatch.setitem(moved.__globals__, "twice", thrice)
+    assert run(compile_kernel(apply, SIGNATURE, {"change": moved}), x).tolist() == [8, 32, 4]
+    assert [piece.__name__ for piece, _ in _pieces] == ["twice", "moved", "moved", "thrice", "moved"]
 
 
 def test_pieces_of_one_name_are_never_linked_to_each_other(cache, python, tmp_path):

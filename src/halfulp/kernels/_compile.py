@@ -41,7 +41,7 @@ def compile_kernel(function: Callable, signature: str, bind: Bindings | None = N
 
     bound = dict(bind or {})
     rebuilt = _rebuild(function, bound, {})
-    dispatcher = numba.njit(nogil=True, error_model="numpy")(rebuilt)
+    dispatcher = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(rebuilt)
     dispatcher._cache = MachineCodeCache(function.__name__, digest(function, bound) + signature)
     dispatcher.compile(signature)
     dispatcher.disable_compile()
@@ -69,6 +69,11 @@ _TENSOR_OPERATIONS = {
 }
 
 
+# Pieces by what their machine code depends on: most kernels share most of theirs. Nobody but a kernel calls one, so
+# that it needs no way in from Python or C; those took longer to compile than the pieces, and more memory.
+_pieces: dict[tuple[Callable, str], object] = {}
+
+
 def _rebuild(function: Callable, bind: dict, done: dict) -> types.FunctionType:
     """The function over a namespace of its own, in which every name is compiled or constant."""
     namespace = {"__builtins__": __builtins__, "__name__": function.__module__}
@@ -92,7 +97,11 @@ def _compiled(value: object, bind: dict, done: dict) -> object:
 
         return INTRINSICS[value.__name__]
     if value not in done:
-        done[value] = numba.njit(nogil=True, error_model="numpy")(_rebuild(value, bind, done))
+        key = value, digest(value, bind)
+        if key not in _pieces:
+            piece = numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+            _pieces.setdefault(key, piece(_rebuild(value, bind, done)))
+        done[value] = _pieces[key]
     return done[value]
 
 
