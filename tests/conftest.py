@@ -1,5 +1,6 @@
 """Shared fixtures: one thread everywhere, and a fresh seed that every failure prints."""
 
+import gc
 import os
 import random
 import subprocess
@@ -13,10 +14,34 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """One seed for the whole run, given by HALFULP_TEST_SEED or fresh; workers and hypothesis take the same."""
+    value = int(os.environ.setdefault("HALFULP_TEST_SEED", str(random.SystemRandom().randrange(2**31))))
+    if config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = value
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The seed is said once at the start, however quiet the run is; workers have no terminal."""
+    if terminal := session.config.pluginmanager.get_plugin("terminalreporter"):
+        terminal.write_line(f"HALFULP_TEST_SEED={os.environ['HALFULP_TEST_SEED']}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_nothing() -> Iterator[None]:
+    """What a module's tests compiled goes with them; what stays is not looked through again by gc and `scalify`."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """A fresh seed, fixed by HALFULP_TEST_SEED and printed with the test's output."""
-    value = int(os.environ.get("HALFULP_TEST_SEED", random.SystemRandom().randrange(2**31)))
+def seed() -> int:
+    """The run's seed, printed with the test's output."""
+    value = int(os.environ["HALFULP_TEST_SEED"])
     print(f"HALFULP_TEST_SEED={value}")
     torch.manual_seed(value)
     random.seed(value)
