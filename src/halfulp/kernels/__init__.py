@@ -18,6 +18,7 @@ from ._fold import Fold as Fold
 from ._fold import compile_fold as compile_fold
 from ._index_map import CHUNK as CHUNK
 from ._index_map import IndexMap as IndexMap
+from ._index_map import chunk_table as chunk_table
 from ._index_map import chunks as chunks
 from ._operator import define_operator as define_operator
 from ._plain_memory import address as address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -111,3 +112,16 @@ def chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
         cuts = np.concatenate([[0], np.arange(first, length, CHUNK), [length]])
         rows.append(np.stack([np.full(len(cuts) - 1, tensor), local + cuts[:-1], np.diff(cuts), start + cuts[:-1]], 1))
     return np.concatenate(rows).astype(np.int64)
+
+
+def chunk_table(index_maps: Sequence[IndexMap]) -> np.ndarray:
+    """The chunks of several tensors, each in the row of its place in the sequence; equal maps are cut once.
+
+    Returns:
+        int64 array of shape (pieces, 4), as `chunks`.
+    """
+    cut = {index_map: chunks(index_map, 0) for index_map in dict.fromkeys(index_maps)}
+    pieces = [cut[index_map] for index_map in index_maps]
+    table = np.concatenate([np.empty((0, 4), np.int64), *pieces])
+    table[:, 0] = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
+    return table

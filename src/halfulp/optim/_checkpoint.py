@@ -12,7 +12,7 @@ from ..scaled import ScaledTensor
 from ._saved import checked_groups, checked_state, whole_step
 from ._scaled_states import peak
 from ._scaled_step import weight_scale
-from ._slots import Slot, local, memory, placed_like, state_tensor_names
+from ._slots import Slot, local, memory, placed_like
 from ._states import as_state
 from ._weight_update import WeightUpdate
 
@@ -22,11 +22,13 @@ class CheckpointMixin:
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's, in plain data: loads with weights_only, every state in the dtype in which it is kept."""
+        self._settle_groups()
         saved = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, state in saved["state"].items():
             parameter = parameters[number]
-            block = self._slots[parameter].kind.block if parameter in self._slots else None
+            slot = self._slots.get(parameter)
+            block = None if slot is None else slot.kind.block
             saved["state"][number] = {name: _as_held(value, parameter, block) for name, value in state.items()}
         saved["param_groups"] = [_plain_group(group) for group in saved["param_groups"]]
         return saved
@@ -64,7 +66,7 @@ class CheckpointMixin:
             parameter = group["params"][position]
             if not state:
                 self.state.pop(parameter, None)
-                self._forget(parameter)
+                self._slots.pop(parameter)
                 continue
             held = self.state[parameter]
             for name, tensor in tensors.items():
@@ -79,7 +81,7 @@ class CheckpointMixin:
         whole_step(state, slot.name)
         fitted: dict[str, torch.Tensor] = {}
         used = {"step"}
-        for codec, rule_state, names in zip(slot.kind.codecs, slot.kind.rule.states, state_tensor_names(slot.kind)):
+        for codec, rule_state, names in zip(slot.kind.codecs, slot.kind.rule.states, slot.kind.state_tensors):
             used |= {rule_state.name, f"{rule_state.name}_scale", f"{rule_state.name}_residual"}
             fitted |= _fit_state(slot, codec, rule_state, names, state)
         for name, _ in slot.kind.update.companions(slot.kind.store):
@@ -159,7 +161,13 @@ class CheckpointMixin:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: what is derived is left out, and made again."""
-        return {**super().__getstate__(), "_slots": {}, "_aligned": {}, "_kinds": {}, "_tables": type(self._tables)()}
+        self._settle_groups()
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The counterpart."""
+        super().__setstate__(state)
+        self._start_caches()
 
 
 def _contiguous_parts(slot: Slot) -> list[torch.Tensor]:
@@ -208,7 +216,7 @@ def _is_ours(state: Mapping) -> bool:
     return isinstance(state.get("step"), int)
 
 
-def _fit_state(slot: Slot, codec, rule_state, names: list[str], state: Mapping) -> dict[str, torch.Tensor]:
+def _fit_state(slot: Slot, codec, rule_state, names: tuple[str, ...], state: Mapping) -> dict[str, torch.Tensor]:
     """One state of the rule from what was saved, bit for bit where the dtypes agree, through float32 else."""
     if rule_state.name not in state:
         raise ValueError(

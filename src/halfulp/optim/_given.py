@@ -10,7 +10,7 @@ import torch
 from ..scaled import ScaledTensor
 from ._optimizer import Optimizer, _holds
 from ._program import Kind
-from ._slots import Slot
+from ._slots import Slot, options_of
 from ._stores import Store
 
 
@@ -50,7 +50,9 @@ class GivenOptimizer(Optimizer):
         parameter = group["params"][position]
         slot = self._slots.get(parameter)
         like = torch.empty(0, dtype=given.dtype, device="cpu")
-        if slot is None or not _holds(slot, like, self.rule(group), self.state[parameter]):
+        if slot is None or not _holds(
+            slot, parameter, like, self.rule(group), options_of(group), self.state[parameter]
+        ):
             slot = self._prepare(group, position, given)
         return slot
 

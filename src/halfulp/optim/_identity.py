@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import hashlib
 
+from ._tensor_map import TensorMap
+
+# A parameter's name, where names were given, and the number that keys its random bits.
+Identity = tuple[str | None, int]
+
 
 def name_identity(name: str) -> int:
     """63 bits of a hash of a name.
@@ -21,3 +26,43 @@ def assign_identities(group: dict, earlier: list[dict]) -> None:
     names, start = group.get("param_names"), sum(len(other["params"]) for other in earlier)
     count = len(group["params"])
     group["identities"] = [name_identity(n) for n in names] if names else list(range(start, start + count))
+
+
+def note_identities(group: dict, known: TensorMap[Identity]) -> None:
+    """Remember name and number of every parameter of a group, so that they stay with the parameter."""
+    names = group.get("param_names") or [None] * len(group["params"])
+    for parameter, name, number in zip(group["params"], names, group["identities"], strict=True):
+        known[parameter] = name, number
+
+
+def follow_parameters(group: dict, groups: list[dict], known: TensorMap[Identity]) -> None:
+    """Let a group's names and identities be those of its parameters, after somebody has changed the list of them.
+
+    A parameter that stands in another's place takes over its name and identity; one that was added without a name
+    gets the next free number.
+
+    Raises:
+        ValueError: a parameter without a name was added to a group of named ones.
+    """
+    parameters, numbers, names = group["params"], group["identities"], group.get("param_names")
+    held = [known.get(parameter, (None, None)) for parameter in parameters]
+    if [number for _, number in held] == numbers:
+        return
+    taken = {number for _, number in held}
+    free = 1 + max((number for other in groups for number in other["identities"]), default=-1)
+    for position, (_, number) in enumerate(held):
+        if number is not None:
+            continue
+        if len(numbers) == len(parameters) and numbers[position] not in taken:
+            held[position] = names[position] if names else None, numbers[position]
+        elif names:
+            raise ValueError(
+                f"parameter {position} of shape {tuple(parameters[position].shape)} was put into a param group of "
+                "named parameters without a name: use add_param_group({'params': [(name, parameter)]})"
+            )
+        else:
+            held[position], free = (None, free), free + 1
+    group["identities"] = [number for _, number in held]
+    if names:
+        group["param_names"] = [name for name, _ in held]
+    note_identities(group, known)

@@ -65,7 +65,7 @@ class LostUpdateReport:
 
 def lost_update_report(slots: Iterable[Slot]) -> LostUpdateReport:
     """The report over some parameters."""
-    counted = [slot for slot in slots if slot.lost.samples]
+    counted = [slot for slot in slots if slot.lost is not None]
     rows = [
         LostUpdateRow(
             slot.name,

@@ -13,7 +13,7 @@ from ..scaled import ScaledTensor
 from ._checkpoint import CheckpointMixin
 from ._eight_bits import PAYLOADS
 from ._format_store import format_store
-from ._identity import assign_identities
+from ._identity import Identity, assign_identities, follow_parameters, note_identities
 from ._memory import check_memory, check_parameter, gradient_memory
 from ._meter import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from ._narrowing import is_kept, take_float32
@@ -28,7 +28,9 @@ from ._slots import (
     index_map_of,
     local,
     memory,
+    options_of,
     refuse_feedback,
+    refuse_other_dtype,
     refuse_other_states,
     refuse_unscalable,
     still_true,
@@ -36,8 +38,9 @@ from ._slots import (
     wanted_tensors,
 )
 from ._states import StateChoice
-from ._step import Tables, make_ready, run_step
+from ._step import make_ready, run_step
 from ._stores import STORES, Store
+from ._tensor_map import TensorMap
 from ._weight_update import REGISTRY, WeightUpdate, weight_update
 
 
@@ -76,14 +79,21 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
-        self._slots: dict[torch.Tensor, Slot] = {}
-        self._aligned: dict[int, list[Slot | None]] = {}
-        self._kinds: dict[tuple[Kind, torch.device], Kind] = {}
-        self._tables = Tables()
+        self._start_caches()
         own = {"weight_update": weight_update, "state_dtype": state_dtype, "param_dtype": param_dtype}
         super().__init__(
             params, {**defaults, **own, "format": format, "seed": seed, "report_interval": report_interval}
         )
+
+    def _start_caches(self) -> None:
+        """What is derived from groups and states, and made again after a copy or a load."""
+        self._slots: TensorMap[Slot] = TensorMap()
+        self._set_aside: TensorMap[dict] = TensorMap()
+        self._identities: TensorMap[Identity] = TensorMap()
+        self._kinds: dict[tuple[Kind, torch.device], Kind] = {}
+        self._plain_kinds: dict[tuple, tuple[Kind, tuple]] = {}
+        for group in getattr(self, "param_groups", ()):
+            note_identities(group, self._identities)
 
     def rule(self, group: dict) -> UpdateRule:
         """The update rule of a param group."""
@@ -113,6 +123,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         except (ValueError, TypeError):
             del self.param_groups[before:]
             raise
+        note_identities(group, self._identities)
         self._narrow(group)
 
     def _narrow(self, group: dict) -> None:
@@ -134,7 +145,20 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
 
     def _kind(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> Kind:
         """What a step of a parameter consists of; without `gradient`, as it will be once narrowed."""
-        check_parameter(parameter, memory(parameter), name)
+        part = memory(parameter)
+        check_parameter(parameter, part, name)
+        if part is not parameter:
+            return self._new_kind(group, parameter, gradient, name)
+        rule = self.rule(group)
+        given = rule, group["weight_update"], group["state_dtype"], group["format"], group["param_dtype"], gradient
+        key = (*map(id, given), is_kept(parameter), parameter.dtype, parameter.shape, parameter.device)
+        found = self._plain_kinds.get(key)
+        if found is None:  # with what its key holds by id
+            found = self._plain_kinds[key] = self._new_kind(group, parameter, gradient, name), given
+        return found[0]
+
+    def _new_kind(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> Kind:
+        """The same, by all that decides it."""
         scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
         narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
         store = store_of(group["param_dtype"] if narrows else dtype, format_store(group["format"]), name, scaled)
@@ -153,45 +177,60 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         default = "stochastic" if scaled else "split8" if store.dtype in NARROW else "kahan"
         return weight_update(default if group["weight_update"] is None else group["weight_update"])
 
+    def _settle_groups(self) -> None:
+        """Follow what somebody has done to the groups' lists of parameters: names, identities and states go along.
+
+        The states of parameters that are in no group wait beside the optimizer's, as long as their parameters live.
+        """
+        for group in self.param_groups:
+            follow_parameters(group, self.param_groups, self._identities)
+        members = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        for parameter in [key for key in self.state if isinstance(key, torch.Tensor) and id(key) not in members]:
+            self._set_aside[parameter] = self.state.pop(parameter)
+
     def _prepare(self, group: dict, position: int, gradient: Store) -> Slot:
         """Look at a parameter once, and make the state it lacks."""
-        parameter, name = group["params"][position], _name(group, position)
+        parameter = group["params"][position]
+        if parameter not in self._identities:
+            self._settle_groups()
+        (_, identity), name = self._identities[parameter], _name(group, position)
         kind = self._kind(group, parameter, gradient, name)
+        refuse_other_dtype(parameter, kind, name)
+        if parameter in self._set_aside:
+            self.state[parameter] = self._set_aside.pop(parameter)
         state, shape = self.state[parameter], local(parameter).shape
         wanted = wanted_tensors(kind, shape)
         refuse_other_states(state, wanted, name)
         missing = {key: value for key, value in wanted.items() if key not in state}
         state |= allocate(missing, parameter)
         state.setdefault("step", 0)
+        part, known = memory(parameter), self._slots.get(parameter)
+        index_map, plain = index_map_of(parameter), part is parameter
         slot = Slot(
-            parameter,
+            self._slots.reference(parameter),
             group,
+            options_of(group),
             name,
-            group["identities"][position],
+            identity,
             kind,
-            index_map_of(parameter),
-            {key: local(state[key]) for key in wanted},
-            memory(parameter).data_ptr(),
+            index_map,
             state,
+            tuple(local(state[key]) for key in kind.tensors),
+            part.data_ptr(),
+            index_map.shape,
+            part.stride(),
+            part.is_contiguous(),
+            plain,
+            None if known is None else known.lost,
         )
-        known = self._slots.get(parameter)
-        slot.lost = slot.lost if known is None else known.lost
         self._slots[parameter] = slot
-        self._aligned.clear()
         return slot
-
-    def _in_order(self, number: int, group: dict) -> list[Slot | None]:
-        """What is known of a group's parameters, in their order."""
-        known = self._aligned.get(number)
-        if known is None or len(known) != len(group["params"]):
-            known = self._aligned[number] = [self._slots.get(parameter) for parameter in group["params"]]
-        return known
 
     def _known(self, group: dict, position: int) -> Slot:
         """What is known of a parameter, looked at anew if it is no longer so."""
         parameter = group["params"][position]
         slot = self._slots.get(parameter)
-        if slot is None or not still_true(slot, self.rule(group), self.state[parameter]):
+        if slot is None or not still_true(slot, parameter, self.rule(group), options_of(group), self.state[parameter]):
             slot = self._prepare(group, position, PAYLOADS[memory(parameter).dtype])
         return slot
 
@@ -199,11 +238,6 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         """Hold nothing that is known for true; the meters go on."""
         for slot in self._slots.values():
             slot.address = -1
-
-    def _forget(self, parameter: torch.Tensor) -> None:
-        """Look at a parameter anew when it next steps."""
-        self._slots.pop(parameter, None)
-        self._aligned.clear()
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     @torch.no_grad()
@@ -226,22 +260,30 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
 
     def _take_step(self) -> None:
         """Let every parameter that has a gradient make its step."""
+        if len(self.state) > sum(len(group["params"]) for group in self.param_groups):
+            self._settle_groups()
         batches: dict[tuple[int, bool], list[Slot]] = {}
-        for number, group in enumerate(self.param_groups):
-            self._collect(number, group, batches)
-        kinds = [slots[0].metered_kind if metered else slots[0].kind for (_, metered), slots in batches.items()]
-        for kind, slots in zip(kinds, batches.values()):
-            make_ready(kind, slots[0].gradient.device.type)
-        for kind, slots in zip(kinds, batches.values()):
-            run_step(kind, slots, self._tables)
-            torch.autograd.graph.increment_version([s.parameter if kind.scaled else s.parts[0] for s in slots])
-            for slot in slots:
-                slot.state["step"], slot.gradient = slot.step, None
-                if slot.copied is not None:
-                    slot.parts[0].copy_(slot.copied)
-                    slot.copied = None
-            if kind.metered:
-                warn_if_mostly_lost(slots)
+        try:
+            for group in self.param_groups:
+                self._collect(group, batches)
+            kinds = [
+                slots[0].kind.metered_twin if metered else slots[0].kind for (_, metered), slots in batches.items()
+            ]
+            for kind, slots in zip(kinds, batches.values()):
+                make_ready(kind, slots[0].gradient.device.type)
+            for kind, slots in zip(kinds, batches.values()):
+                run_step(kind, slots)
+                torch.autograd.graph.increment_version([slot.stepping for slot in slots])
+                for slot in slots:
+                    slot.state["step"] = slot.step
+                    if slot.copied is not None:
+                        slot.parts[0].copy_(slot.copied)
+                if kind.metered:
+                    warn_if_mostly_lost(slots)
+        finally:
+            for slots in batches.values():
+                for slot in slots:
+                    slot.stepping = slot.gradient = slot.copied = None
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What a parameter steps by."""
@@ -251,24 +293,26 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         """Check what a scheduler may write; raises ValueError."""
         check_numbers(group)
 
-    def _collect(self, number: int, group: dict, batches: dict[tuple[int, bool], list[Slot]]) -> None:
+    def _collect(self, group: dict, batches: dict[tuple[int, bool], list[Slot]]) -> None:
         """Sort a group's parameters with gradients into batches of one kind."""
         rule, constants, interval, states = self.rule(group), {}, group["report_interval"], self.state
+        options = options_of(group)
         self._check_numbers(group)
         self._guard_feedback(group)
-        known = self._in_order(number, group)
+        if len(group["identities"]) != len(group["params"]):
+            self._settle_groups()
+        known = self._slots.by_id
         for position, parameter in enumerate(group["params"]):
             gradient = self._gradient(parameter)
             if gradient is None:
                 continue
-            slot = known[position]
+            slot = known.get(id(parameter))
             scale = 1.0
             if slot is None or not slot.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
                 gradient, scale = gradient_memory(local(gradient), parameter, _name(group, position))
-            if slot is None or not _holds(slot, gradient, rule, states[parameter]):
+            if slot is None or not _holds(slot, parameter, gradient, rule, options, states[parameter]):
                 slot = self._prepare(group, position, _gradient_store(gradient, parameter, _name(group, position)))
                 check_memory(slot, gradient)
-                known = self._in_order(number, group)
             if gradient.shape != slot.shape:
                 raise ValueError(
                     f"the gradient of {slot.name} has shape {tuple(gradient.shape)}, the parameter "
@@ -278,7 +322,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             slot.constants = constants.get(step) or constants.setdefault(step, tuple(rule.values(group, step)))
             slot.gradient_scale = scale
             slot.gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
-            if not slot.parts[0].is_contiguous():
+            slot.stepping = parameter if slot.plain or slot.kind.scaled else local(parameter)
+            if not slot.contiguous:
                 slot.copied = plain(slot.parts[0]).contiguous()
             key = (id(slot.kind), bool(interval) and step % interval == 0)
             if key in batches:
@@ -323,10 +368,12 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         return f"{super().__repr__()}\n{self.report()}"
 
 
-def _holds(slot: Slot, gradient: torch.Tensor, rule: UpdateRule, state: dict) -> bool:
+def _holds(
+    slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor, rule: UpdateRule, options: tuple, state: dict
+) -> bool:
     """Whether a parameter can step by a gradient as it is known."""
-    fits = gradient.dtype is slot.gradient_dtype and gradient.layout is torch.strided
-    return fits and still_true(slot, rule, state)
+    fits = gradient.dtype is slot.kind.gradient.dtype and gradient.layout is torch.strided
+    return fits and still_true(slot, parameter, rule, options, state)
 
 
 def _name(group: dict, position: int) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from ..kernels import compile_kernel
 from ..kernels._scalar import add, bit_and, load8, load16, load32, real, root, shr, store8, store16, store32, word
@@ -86,6 +88,28 @@ class Kind:
     def assigns(self) -> bool:
         """Whether the new weight itself is written, which no sum of the old one and a difference always equals."""
         return self.rule.assigns and not self.update.compensates
+
+    @functools.cached_property
+    def metered_twin(self) -> Kind:
+        """The same, metered."""
+        return dataclasses.replace(self, metered=True)
+
+    @functools.cached_property
+    def companions(self) -> tuple[str, ...]:
+        """The names of the tensors beside the parameter."""
+        return tuple(name for name, _ in self.update.companions(self.store))
+
+    @functools.cached_property
+    def state_tensors(self) -> tuple[tuple[str, ...], ...]:
+        """Per state of the rule, the names of its tensors."""
+        return tuple(
+            tuple(codec.tensors(slot.name, torch.Size([1]))) for codec, slot in zip(self.codecs, self.rule.states)
+        )
+
+    @functools.cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of all tensors that a parameter's state holds: companions, then states."""
+        return tuple(itertools.chain(self.companions, *self.state_tensors))
 
     @property
     def name(self) -> str:

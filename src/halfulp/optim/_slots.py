@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,7 +22,7 @@ from ._weight_update import WeightUpdate
 NARROW = (torch.bfloat16, torch.float16)
 
 
-@dataclass
+@dataclass(slots=True)
 class LostUpdates:
     """Counts of one parameter's metered steps."""
 
@@ -39,55 +41,94 @@ class LostUpdates:
         self.mostly_lost += cancelled > 0.5 * seen
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Slot:
-    """One parameter as the step sees it.
+    """One parameter as the step sees it; few objects, as there may be 100,000 of them.
 
     Attributes:
-        parameter: the user's.
+        reference: to the user's parameter, which a slot does not keep alive, nor its memory.
         group: its param group.
+        options: of the group, as far as the kind of step follows from them.
         name: qualified where names were given, else its position.
         identity: what keys its random bits.
         kind: of step, unmetered.
         index_map: the local tensor's place in the whole.
-        tensors: companions and state tensors, local, with their names in the optimizer's state.
-        address: of the parameter when it was prepared.
-        lost: the meter.
         state: the parameter's entry in the optimizer's state.
-        parts: parameter and companions, local.
-        states: the tensors of each state, local.
-        addresses: one row of the pointer table; that of the gradient is filled in at each step.
-        shape, stride: of the local parameter.
-        options: of the group, as far as the kind of step follows from them.
-        gradient, gradient_scale, step, constants, copied: of the step being made; `copied` is a contiguous copy of a
-            parameter that is not, whose values go back when the step is done.
+        held: its companions, then the tensors of its states, local.
+        address, shape, stride, contiguous: of the local parameter when it was looked at.
+        plain: neither a DTensor nor scaled.
+        lost: the meter, None before the first count.
+        tables: of the batches that begin with this parameter.
+        stepping, gradient, gradient_scale, step, constants, copied: of the step being made; `stepping` is whose version
+            the step counts up, `copied` a contiguous copy of a parameter that is not, whose values go back when the
+            step is done.
     """
 
-    parameter: torch.Tensor
+    reference: weakref.ref
     group: dict
+    options: tuple
     name: str
     identity: int
     kind: Kind
     index_map: IndexMap
-    tensors: dict[str, torch.Tensor]
-    address: int
     state: dict
-    lost: LostUpdates = field(default_factory=LostUpdates)
+    held: tuple[torch.Tensor, ...]
+    address: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    contiguous: bool
+    plain: bool
+    lost: LostUpdates | None = None
+    tables: dict[bool, object] | None = None
+    stepping: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    gradient_scale: float = 1.0
+    step: int = 0
+    constants: tuple[float, ...] = ()
+    copied: torch.Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self.metered_kind = replace(self.kind, metered=True)
-        companions = [name for name, _ in self.kind.update.companions(self.kind.store)]
-        self.parts = [memory(self.parameter).detach(), *(self.tensors[name] for name in companions)]
-        self.states = [[self.tensors[name] for name in names] for names in state_tensor_names(self.kind)]
-        self.addresses = [part.data_ptr() for part in self.parts] + [0] * (4 - len(self.parts)) + [0]
-        self.addresses += [tensor.data_ptr() for state in self.states for tensor in state]
-        self.held = tuple(self.tensors.items())
-        self.plain = not hasattr(self.parameter, "_local_tensor") and not self.kind.scaled
-        self.gradient_scale = 1.0
-        self.shape, self.stride = self.parts[0].shape, self.parts[0].stride()
-        self.options = options_of(self.group)
-        self.dtype, self.gradient_dtype = self.kind.store.dtype, self.kind.gradient.dtype
-        self.gradient, self.step, self.constants, self.copied = self.parts[0], 0, (), None
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The user's parameter."""
+        parameter = self.reference()
+        assert parameter is not None, "a slot is used only while its parameter is at hand"
+        if hasattr(parameter, "_fix_weakref"):
+            parameter._fix_weakref()
+        return parameter
+
+    @property
+    def companions(self) -> tuple[torch.Tensor, ...]:
+        """The tensors beside the parameter, local."""
+        return self.held[: len(self.kind.companions)]
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """Parameter and companions, local."""
+        return [memory(self.parameter).detach(), *self.companions]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Companions and state tensors, local, with their names in the optimizer's state."""
+        return dict(zip(self.kind.tensors, self.held))
+
+    @property
+    def states(self) -> list[list[torch.Tensor]]:
+        """The tensors of each state, local."""
+        tensors = self.tensors
+        return [[tensors[name] for name in names] for names in self.kind.state_tensors]
+
+    @property
+    def addresses(self) -> list[int]:
+        """One row of the pointer table; that of the gradient is filled in at each step."""
+        pointers = [tensor.data_ptr() for tensor in self.held]
+        beside = len(self.kind.companions)
+        return [self.address, *pointers[:beside], *[0] * (3 - beside), 0, *pointers[beside:]]
+
+    def count(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
+        """Count the updates of one metered step."""
+        if self.lost is None:
+            self.lost = LostUpdates()
+        self.lost.add(seen, cancelled, wanted, kept)
 
 
 def options_of(group: Mapping) -> tuple:
@@ -95,30 +136,24 @@ def options_of(group: Mapping) -> tuple:
     return group["weight_update"], group["state_dtype"], group["format"], group["seed"]
 
 
-def still_true(slot: Slot, rule: UpdateRule, state: dict) -> bool:
+def still_true(slot: Slot, parameter: torch.Tensor, rule: UpdateRule, options: tuple, state: dict) -> bool:
     """Whether what is known of a parameter is still so: its memory, its group's options, its state."""
-    part = slot.parameter if slot.plain else memory(slot.parameter)
+    part, kind = parameter if slot.plain else memory(parameter), slot.kind
     if not (
         part.data_ptr() == slot.address
-        and part.dtype is slot.dtype
+        and part.dtype is kind.store.dtype
         and part.shape == slot.shape
         and part.stride() == slot.stride
-        and rule is slot.kind.rule
+        and rule is kind.rule
         and state is slot.state
-        and options_of(slot.group) == slot.options
+        and options == slot.options
     ):
         return False
-    for key, tensor in slot.held:
+    for key, tensor in zip(kind.tensors, slot.held):
         kept = state.get(key)
         if kept is not tensor and local(kept) is not tensor:
             return False
     return True
-
-
-def state_tensor_names(kind: Kind) -> list[list[str]]:
-    """Per state of a kind's rule, the names of its tensors."""
-    shape = torch.Size([1])
-    return [list(codec.tensors(slot.name, shape)) for codec, slot in zip(kind.codecs, kind.rule.states)]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,7 +184,7 @@ def index_map_of(parameter: torch.Tensor) -> IndexMap:
         NotImplementedError: a strided shard that does not lie on a grid.
     """
     if not hasattr(parameter, "_local_tensor"):
-        return IndexMap.whole(tuple(parameter.shape))
+        return _whole(parameter.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(placement.is_partial() for placement in parameter.placements):
@@ -159,6 +194,11 @@ def index_map_of(parameter: torch.Tensor) -> IndexMap:
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     offset = tuple(o if n else 0 for o, n in zip(offset, shape))
     return IndexMap(tuple(shape), tuple(parameter.shape), offset, (1,) * len(shape))
+
+
+@functools.lru_cache(256)
+def _whole(shape: torch.Size) -> IndexMap:
+    return IndexMap.whole(tuple(shape))
 
 
 def _strided_map(parameter: torch.Tensor) -> IndexMap:
@@ -247,6 +287,19 @@ def refuse_other_states(state: Mapping, wanted: Mapping, name: str) -> None:
                 f"state {key!r} of parameter {name} is {held.dtype} of shape {tuple(held.shape)}, but {dtype} of shape "
                 f"{tuple(shape)} is needed: convert a model before its optimizer is made, or make a new optimizer"
             )
+
+
+def refuse_other_dtype(parameter: torch.Tensor, kind: Kind, name: str) -> None:
+    """A parameter that came into a group, or was converted, without the optimizer's doing.
+
+    Raises:
+        ValueError: it does not have the dtype of its group's parameters.
+    """
+    if memory(parameter).dtype != kind.store.dtype:
+        raise ValueError(
+            f"parameter {name} is {memory(parameter).dtype}, but its group holds {kind.store.dtype}: add parameters by "
+            "add_param_group, which narrows them, and do not convert a model after its optimizer is made"
+        )
 
 
 def allocate(tensors: dict, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

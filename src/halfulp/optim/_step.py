@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..kernels import CHUNK, IndexMap, address, check_bits, chosen, chunks, note, plain, run_chunks
+from ..kernels import CHUNK, IndexMap, address, check_bits, chosen, chunk_table, chunks, note, plain, run_chunks
 from ..rounding._random import mix64_many
 from ._program import Kind, compiled, draws_of, pointer_count
 from ._reference import reference_peaks, reference_step
@@ -39,24 +39,20 @@ class Table:
     held: object = None
 
 
-class Tables:
-    """The tables of an optimizer's batches."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int, bool], Table] = {}
-
-    def of(self, kind: Kind, slots: list[Slot]) -> Table:
-        """The table of a batch."""
-        key = (slots[0].identity, id(slots[0].kind), kind.metered)
-        known = self._known.get(key)
-        if known is None or known.slots != slots:
-            known = self._known[key] = Table(
-                list(slots),
-                np.concatenate([chunks(slot.index_map, row) for row, slot in enumerate(slots)]),
-                np.array([slot.addresses for slot in slots], np.int64),
-                np.array([[slot.group["seed"] for slot in slots], [slot.identity for slot in slots]], np.uint64),
-            )
-        return known
+def table_of(kind: Kind, slots: list[Slot]) -> Table:
+    """The table of a batch, which lives with its first slot."""
+    tables = slots[0].tables
+    if tables is None:
+        tables = slots[0].tables = {}
+    known = tables.get(kind.metered)
+    if known is None or known.slots != slots:
+        known = tables[kind.metered] = Table(
+            list(slots),
+            chunk_table([slot.index_map for slot in slots]),
+            np.array([slot.addresses for slot in slots], np.int64),
+            np.array([[slot.group["seed"] for slot in slots], [slot.identity for slot in slots]], np.uint64),
+        )
+    return known
 
 
 def make_ready(kind: Kind, device: str) -> None:
@@ -66,16 +62,16 @@ def make_ready(kind: Kind, device: str) -> None:
             checked(one)
 
 
-def run_step(kind: Kind, slots: list[Slot], tables: Tables) -> None:
+def run_step(kind: Kind, slots: list[Slot]) -> None:
     """Step every parameter of a batch, and count what was lost where the kind is metered."""
     if not kind.scaled:
-        _write(kind, slots, tables)
+        _write(kind, slots)
         return
     for slot in slots:
         slot.constants = with_present_scales(kind, slot)
-    for slot, peaks in zip(slots, _find_peaks(peaks_of(kind), slots, tables), strict=True):
+    for slot, peaks in zip(slots, _find_peaks(peaks_of(kind), slots), strict=True):
         choose_scales(kind, slot, peaks)
-    _write(kind, slots, tables)
+    _write(kind, slots)
     for slot in slots:
         keep_scales(kind, slot)
 
@@ -86,11 +82,11 @@ def peaks_of(kind: Kind) -> Kind:
     return dataclasses.replace(kind, metered=False, peaks=True)
 
 
-def _find_peaks(kind: Kind, slots: list[Slot], tables: Tables) -> list[list[float]]:
+def _find_peaks(kind: Kind, slots: list[Slot]) -> list[list[float]]:
     count = 1 + len(kind.scaled_states)
     if chosen(slots[0].gradient.device.type) != "numba":
         return [reference_peaks(kind, _parts(s), s.gradient, s.states, s.constants) for s in slots]
-    meter, table = _run_compiled(kind, slots, tables)
+    meter, table = _run_compiled(kind, slots)
     found = np.zeros((len(slots), METER_COLUMNS))
     np.maximum.at(found, table.chunks[:, 0], meter)
     return found[:, :count].tolist()
@@ -100,13 +96,13 @@ def _parts(slot: Slot) -> list[torch.Tensor]:
     return slot.parts if slot.copied is None else [slot.copied, *slot.parts[1:]]
 
 
-def _write(kind: Kind, slots: list[Slot], tables: Tables) -> None:
+def _write(kind: Kind, slots: list[Slot]) -> None:
     device = slots[0].gradient.device.type
     engine = chosen(device)
     if engine == "numba":
-        _run_compiled(kind, slots, tables)
+        _run_compiled(kind, slots)
         return
-    if engine == "triton" and not kind.scaled and _run_triton(kind, slots, tables):
+    if engine == "triton" and not kind.scaled and _run_triton(kind, slots):
         return
     if device != "cpu":
         note("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
@@ -122,11 +118,11 @@ def _write(kind: Kind, slots: list[Slot], tables: Tables) -> None:
             slot.index_map,
         )
         if lost is not None:
-            slot.lost.add(*lost)
+            slot.count(*lost)
 
 
-def _run_compiled(kind: Kind, slots: list[Slot], tables: Tables) -> tuple[np.ndarray, Table]:
-    kernel, table = checked(kind), tables.of(kind, slots)
+def _run_compiled(kind: Kind, slots: list[Slot]) -> tuple[np.ndarray, Table]:
+    kernel, table = checked(kind), table_of(kind, slots)
     _point_at_gradients(table, slots)
     rows = {id(slot.constants): slot.constants for slot in slots}
     numbers = {key: row for row, key in enumerate(rows)}
@@ -146,7 +142,7 @@ def _run_compiled(kind: Kind, slots: list[Slot], tables: Tables) -> tuple[np.nda
     return meter, table
 
 
-def _run_triton(kind: Kind, slots: list[Slot], tables: Tables) -> bool:
+def _run_triton(kind: Kind, slots: list[Slot]) -> bool:
     """The same on an accelerator; False where the kind's kernel cannot be used."""
     from ._triton import launch, ready
 
@@ -154,7 +150,7 @@ def _run_triton(kind: Kind, slots: list[Slot], tables: Tables) -> bool:
     kernel = ready(kind, device, _trial)
     if kernel is None:
         return False
-    table = tables.of(kind, slots)
+    table = table_of(kind, slots)
     _point_at_gradients(table, slots)
     constants = np.array([slot.constants for slot in slots], np.float32).reshape(len(slots), -1)
     keys = _keys(kind, slots, table.keyed)
@@ -176,9 +172,11 @@ def _point_at_gradients(table: Table, slots: list[Slot]) -> None:
             pointers[row, 0] = address(slot.copied)
 
 
-def _count(meter: np.ndarray, chunk_table: np.ndarray, slots: list[Slot]) -> None:
-    for row, slot in enumerate(slots):
-        slot.lost.add(*meter[chunk_table[:, 0] == row].sum(0))
+def _count(meter: np.ndarray, chunk_rows: np.ndarray, slots: list[Slot]) -> None:
+    sums = np.zeros((len(slots), METER_COLUMNS))
+    np.add.at(sums, chunk_rows[:, 0], meter)
+    for slot, row in zip(slots, sums.tolist()):
+        slot.count(*row)
 
 
 def _keys(kind: Kind, slots: list[Slot], keyed: np.ndarray) -> np.ndarray:
