@@ -42,6 +42,7 @@ class CheckpointMixin:
         Raises:
             ValueError: other groups, parameters, shapes, state names or another weight update; nothing is changed.
         """
+        self._settle_groups()
         options = checked_groups(self.param_groups, state_dict, self._check_numbers)
         loaded = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):

@@ -238,6 +238,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         """Hold nothing that is known for true; the meters go on."""
         for slot in self._slots.values():
             slot.address = -1
+        for group in self.param_groups:
+            note_identities(group, self._identities)
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     @torch.no_grad()
