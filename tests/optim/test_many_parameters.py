@@ -98,12 +98,10 @@ def test_surgery_keeps_bits_names_and_files(maker, named, surgery):
     elif surgery == "replaced":
         params[0] = torch.nn.Parameter(ours[0].detach().clone())
     else:
-        params.append(params.pop(0)) if surgery != "deleted and put back" else None
         kept = params.pop(1)
+        ours_by.zero_grad(), theirs_by.zero_grad()
         _step(ours_by, params, 2), _step(theirs_by, [p for p in theirs if len(p) != len(kept)], 2)
         params.insert(1, kept)
-        ours_by.zero_grad()
-        theirs_by.zero_grad()
     saved = copy.deepcopy(ours_by.state_dict())
     if named:
         numbers = {len(p): int(n[1:]) for p, n in zip(params, ours_by.param_groups[0]["param_names"])}

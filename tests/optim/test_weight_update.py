@@ -71,7 +71,7 @@ def test_fill_makes_the_nearest_parameter_and_reads_back(seed, update, store):
         bits = (KEEPS if store == "bf16" else KEEPS_FP16)[update]
         assert ((held.weight - values).abs() <= values.abs() * 2.0 ** -min(bits, 24) + 2.0**-25).all()
     elif update != "exact":
-        assert torch.equal(held.parameter.detach(), hu.quantize(values, held.slot.group["format"]))
+        assert torch.equal(held.parameter.detach(), hu.quantize(values, held.optimizer.param_groups[0]["format"]))
 
 
 @pytest.mark.parametrize(("update", "store"), stored_updates("sgd"))
@@ -79,9 +79,9 @@ def test_the_parameter_holds_values_of_its_store(seed, update, store):
     held = Adder(update, torch.randn(1024), store, seed)
     for _ in range(3):
         held.add(torch.randn(1024) * 0.01)
-    if "format" in held.slot.group and held.slot.group["format"] is not None:
+    if "format" in held.optimizer.param_groups[0] and held.optimizer.param_groups[0]["format"] is not None:
         value = held.parameter.detach()
-        assert torch.equal(value, hu.quantize(value, held.slot.group["format"]))
+        assert torch.equal(value, hu.quantize(value, held.optimizer.param_groups[0]["format"]))
 
 
 @pytest.mark.parametrize(("update", "store"), [*stored_updates("sgd"), ("exact", "fp32")])

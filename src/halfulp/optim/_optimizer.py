@@ -187,17 +187,19 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         members = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         for parameter in [key for key in self.state if isinstance(key, torch.Tensor) and id(key) not in members]:
             self._set_aside[parameter] = self.state.pop(parameter)
+        for group in self.param_groups if len(self._set_aside) else ():
+            for parameter in group["params"]:
+                if parameter in self._set_aside:
+                    self.state[parameter] = self._set_aside.pop(parameter)
 
     def _prepare(self, group: dict, position: int, gradient: Store) -> Slot:
         """Look at a parameter once, and make the state it lacks."""
         parameter = group["params"][position]
-        if parameter not in self._identities:
+        if parameter not in self._identities or parameter in self._set_aside:
             self._settle_groups()
         (_, identity), name = self._identities[parameter], _name(group, position)
         kind = self._kind(group, parameter, gradient, name)
         refuse_other_dtype(parameter, kind, name)
-        if parameter in self._set_aside:
-            self.state[parameter] = self._set_aside.pop(parameter)
         state, shape = self.state[parameter], local(parameter).shape
         wanted = wanted_tensors(kind, shape)
         refuse_other_states(state, wanted, name)
@@ -208,7 +210,6 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         index_map, plain = index_map_of(parameter), part is parameter
         slot = Slot(
             self._slots.reference(parameter),
-            group,
             options_of(group),
             name,
             identity,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -47,8 +47,7 @@ class Slot:
 
     Attributes:
         reference: to the user's parameter, which a slot does not keep alive, nor its memory.
-        group: its param group.
-        options: of the group, as far as the kind of step follows from them.
+        options: of its group, as far as the kind of step and the random bits follow from them.
         name: qualified where names were given, else its position.
         identity: what keys its random bits.
         kind: of step, unmetered.
@@ -65,7 +64,6 @@ class Slot:
     """
 
     reference: weakref.ref
-    group: dict
     options: tuple
     name: str
     identity: int
@@ -95,6 +93,11 @@ class Slot:
         if hasattr(parameter, "_fix_weakref"):
             parameter._fix_weakref()
         return parameter
+
+    @property
+    def seed(self) -> int:
+        """Of the random bits."""
+        return self.options[3]
 
     @property
     def companions(self) -> tuple[torch.Tensor, ...]:

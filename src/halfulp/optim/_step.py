@@ -50,7 +50,7 @@ def table_of(kind: Kind, slots: list[Slot]) -> Table:
             list(slots),
             chunk_table([slot.index_map for slot in slots]),
             np.array([slot.addresses for slot in slots], np.int64),
-            np.array([[slot.group["seed"] for slot in slots], [slot.identity for slot in slots]], np.uint64),
+            np.array([[slot.seed for slot in slots], [slot.identity for slot in slots]], np.uint64),
         )
     return known
 
@@ -107,7 +107,7 @@ def _write(kind: Kind, slots: list[Slot]) -> None:
     if device != "cpu":
         note("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
     for slot in slots:
-        keyed = np.array([[slot.group["seed"]], [slot.identity]], np.uint64)
+        keyed = np.array([[slot.seed], [slot.identity]], np.uint64)
         lost = reference_step(
             kind,
             _parts(slot),
