@@ -154,7 +154,8 @@ def test_a_hook_on_every_optimizer_sees_one_step_of_the_wrapped_one(seed, monkey
         feed([(ours, narrow)], 1)
     finally:
         handle.remove()
-    assert seen == [ours.base, ours]
+    assert len(seen) == 1
+    assert seen[0] is ours
 
 
 def test_shadows_hold_no_memory_between_steps(seed):

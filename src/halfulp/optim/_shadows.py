@@ -40,7 +40,7 @@ def shadow_group(group: Mapping, shadows: dict) -> tuple[dict, dict]:
         parameter = member[1] if isinstance(member, tuple) else member
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
-        shadow = shadows.setdefault(parameter, _shadow(parameter))
+        shadow = shadows.setdefault(parameter, shadow_of(parameter))
         inner.append((member[0], shadow) if isinstance(member, tuple) else shadow)
     rest = {name: value for name, value in group.items() if name not in (*OWN, "params")}
     return {**rest, "params": inner}, {**group, "params": members}
@@ -54,7 +54,7 @@ def joined(outer: Mapping, inner: Mapping) -> dict:
 
 def taken_over(instance: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, list[dict], dict]:
     """An optimizer like a live one over shadows of its parameters, with its state, its groups, and the shadows."""
-    shadows = {p: _shadow(p) for group in instance.param_groups for p in group["params"]}
+    shadows = {p: shadow_of(p) for group in instance.param_groups for p in group["params"]}
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return shadows.get(tensor, tensor)
@@ -86,7 +86,8 @@ def empty_like(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
-def _shadow(parameter: torch.Tensor) -> torch.Tensor:
+def shadow_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What the wrapped optimizer steps in a parameter's place."""
     return torch.nn.Parameter(placed_like(empty_like(parameter), parameter), requires_grad=parameter.requires_grad)
 
 

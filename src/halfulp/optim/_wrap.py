@@ -7,20 +7,35 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..formats import Format
+from ._base_step import plain_step
 from ._given import GivenOptimizer
 from ._memory import gradient_memory
 from ._optimizer import Optimizer
 from ._read import TOGETHER, Room, read_weights, room_for, together
 from ._rule import UpdateRule
-from ._shadows import OWN, empty_like, fields_of, joined, made_over, mapped, point, rebuilt, shadow_group, taken_over
+from ._shadows import (
+    OWN,
+    empty_like,
+    fields_of,
+    joined,
+    made_over,
+    mapped,
+    point,
+    rebuilt,
+    shadow_group,
+    shadow_of,
+    taken_over,
+)
 from ._slots import Slot, local, placed_like
 from ._stores import F32
+from ._tensor_map import TensorMap
 from ._weight_update import WeightUpdate
 
 _BASE = "base."
+# What the groups of the two optimizers do not share.
+_APART = (*OWN, "params", "param_names")
 
 
 def assignment(w, g):
@@ -125,9 +140,12 @@ class Wrapped(GivenOptimizer):
             )
         if any(group.get("differentiable") for group in base.param_groups):
             raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
-        self.base, self._shadows, self._complete = base, shadows, False
+        self.base, self._complete = base, False
+        self._shadows: TensorMap[torch.Tensor] = TensorMap(shadows.items())
+        self._base_aside: TensorMap[dict] = TensorMap()
         super().__init__(groups, dict(base.defaults), **narrow)
         self._complete = True
+        self._pair_groups()
 
     def rule(self, group: dict) -> UpdateRule:
         """The new weight, as it comes."""
@@ -146,7 +164,44 @@ class Wrapped(GivenOptimizer):
         except (ValueError, TypeError):
             del self.base.param_groups[-1]
             raise
-        self._shadows |= shadows
+        for parameter, shadow in shadows.items():
+            self._shadows[parameter] = shadow
+        self._pair_groups()
+
+    def _pair_groups(self) -> None:
+        self._pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
+
+    def _settle_groups(self) -> None:
+        """The same for the wrapped optimizer: its groups hold the shadows of what the groups here hold."""
+        super()._settle_groups()
+        if not self._complete:
+            return
+        inner_of = {id(own): inner for own, inner in self._pairs}
+        self.base.param_groups[:] = [inner_of[id(own)] for own in self.param_groups]
+        self._pair_groups()
+        members: set[int] = set()
+        for own, inner in self._pairs:
+            for parameter in own["params"]:
+                if parameter not in self._shadows:
+                    self._shadows[parameter] = shadow_of(parameter)
+            # The list itself stays: LBFGS holds it.
+            inner["params"][:] = [self._shadows[parameter] for parameter in own["params"]]
+            members |= set(map(id, inner["params"]))
+            for shadow in inner["params"]:
+                if shadow in self._base_aside:
+                    self.base.state[shadow] = self._base_aside.pop(shadow)
+        for shadow in [key for key in self.base.state if isinstance(key, torch.Tensor) and id(key) not in members]:
+            self._base_aside[shadow] = self.base.state.pop(shadow)
+
+    def _groups_changed(self) -> bool:
+        if [id(own) for own, _ in self._pairs] != [id(own) for own in self.param_groups]:
+            return True
+        known = self._shadows.by_id
+        for own, inner in self._pairs:
+            wanted = [id(known.get(id(parameter))) for parameter in own["params"]]
+            if wanted != [id(shadow) for shadow in inner["params"]]:
+                return True
+        return False
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     @torch.no_grad()
@@ -162,6 +217,8 @@ class Wrapped(GivenOptimizer):
         """
         for group in self.param_groups:
             self._check_numbers(group)
+        if self._groups_changed():
+            self._settle_groups()
         if self._asks_for_closure():
             return self._step_with(closure)
         loss = None
@@ -240,15 +297,19 @@ class Wrapped(GivenOptimizer):
 
     def _step_base(self, closure: Callable[[], torch.Tensor] | None = None) -> Any:
         """A step of the wrapped optimizer, under the options of the groups, which get what it writes into its own."""
-        pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
-        for own, inner in pairs:
-            inner.update({name: own[name] for name in _shared(own, inner)})
-        result = self.base.step() if closure is None else self.base.step(closure)
-        for own, inner in pairs:
-            own.update({name: inner[name] for name in _shared(own, inner)})
+        for own, inner in self._pairs:
+            inner.update({name: own[name] for name in own if name not in _APART})
+        result = plain_step(self.base, *(() if closure is None else (closure,)))
+        for own, inner in self._pairs:
+            claimed = sorted(set(OWN) & inner.keys())
+            if claimed:
+                raise ValueError(f"{type(self.base).__name__} writes {claimed} into its groups, which wrap uses itself")
+            own.update({name: inner[name] for name in inner if name not in _APART})
         return result
 
     def _write(self, slots: list[Slot]) -> None:
+        # A float32 parameter's shadow has its memory, but a version counter of its own.
+        torch.autograd.graph.increment_version([local(slot.parameter) for slot in slots if _in_place(slot)])
         self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in slots if not _in_place(s)})
 
     def _release(self, slots: list[Slot]) -> None:
@@ -311,14 +372,18 @@ class Wrapped(GivenOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: the wrapped optimizer by its class and fields, hooks left out as torch does."""
-        fields = {"_shadows": self._shadows, "_complete": True, "base": None}
-        return {**super().__getstate__(), **fields, "_inner": (type(self.base), fields_of(self.base))}
+        own = super().__getstate__()
+        shadows = [(p, self._shadows[p]) for group in self.param_groups for p in group["params"]]
+        return {**own, "_shadows": shadows, "base": None, "_inner": (type(self.base), fields_of(self.base))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The counterpart."""
         kind, fields = state.pop("_inner")
+        self._complete = False
         super().__setstate__(state)
-        self.base = rebuilt(kind, fields)
+        self._shadows, self._base_aside = TensorMap(self._shadows), TensorMap()
+        self.base, self._complete = rebuilt(kind, fields), True
+        self._pair_groups()
 
     def __repr__(self) -> str:
         """The wrapped class, then as Optimizer."""
@@ -327,8 +392,7 @@ class Wrapped(GivenOptimizer):
 
 def _hooked(optimizer: torch.optim.Optimizer) -> bool:
     """Someone watches the wrapped optimizer's steps, and is to see one."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+    return any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks))
 
 
 def _in_place(slot: Slot) -> bool:
@@ -348,10 +412,6 @@ def _float32(gradient: torch.Tensor | None, room: Room) -> torch.Tensor | None:
     if part.layout is not torch.strided:
         return gradient.detach().to(torch.float32)
     return placed_like(room.take(part).copy_(part), gradient)
-
-
-def _shared(own: Mapping, inner: Mapping) -> list[str]:
-    return [name for name in inner if name in own and name not in ("params", "param_names")]
 
 
 def _placed(value: Any, device: torch.device | None) -> Any:
