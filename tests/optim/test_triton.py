@@ -26,7 +26,7 @@ def _kind(rule, update, store, codec, gradient, metered=False):
     parameter = torch.nn.Parameter(fit(special_pairs(0)[0], store))
     optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])
     slot = optimizer._prepare(optimizer.param_groups[0], 0, STORES[gradient])
-    return slot.metered_kind if metered else slot.kind
+    return slot.kind.metered_twin if metered else slot.kind
 
 
 @pytest.mark.parametrize("metered", [False, True])
