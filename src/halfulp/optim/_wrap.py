@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..formats import Format
+from ._base_state import BASE, compare_shapes, parted, placed
 from ._base_step import plain_step
 from ._given import GivenOptimizer
 from ._memory import gradient_memory
@@ -33,7 +34,6 @@ from ._stores import F32
 from ._tensor_map import TensorMap
 from ._weight_update import WeightUpdate
 
-_BASE = "base."
 # What the groups of the two optimizers do not share.
 _APART = (*OWN, "params", "param_names")
 
@@ -326,7 +326,7 @@ class Wrapped(GivenOptimizer):
             for parameter, number in zip(group["params"], packed["params"]):
                 held = inner.pop(self._shadows[parameter], None)
                 if held:
-                    named = {f"{_BASE}{name}": value for name, value in held.items()}
+                    named = {f"{BASE}{name}": value for name, value in held.items()}
                     state[number] = {**state.get(number, {}), **named}
         state |= inner
         return saved
@@ -339,7 +339,7 @@ class Wrapped(GivenOptimizer):
         Raises:
             ValueError: other groups, parameters, shapes, state names or another weight update; nothing is changed.
         """
-        own, inner = _parted(state_dict)
+        own, inner = parted(state_dict)
         inner = self._fitting_base(own, inner)
         super().load_state_dict(own)
         self.base.state.clear()
@@ -352,10 +352,8 @@ class Wrapped(GivenOptimizer):
             for parameter, number in zip(group["params"], packed["params"]):
                 state, shadow = inner.get(number), self._shadows[parameter]
                 if state:
-                    _compare_shapes(state, self.base.state.get(shadow, {}), number)
-                    fitted[shadow] = {
-                        k: _placed(v, None if k == "step" else parameter.device) for k, v in state.items()
-                    }
+                    compare_shapes(state, self.base.state.get(shadow, {}), number)
+                    fitted[shadow] = {k: placed(v, None if k == "step" else parameter.device) for k, v in state.items()}
         return fitted
 
     def bytes_per_parameter(self) -> float:
@@ -412,35 +410,3 @@ def _float32(gradient: torch.Tensor | None, room: Room) -> torch.Tensor | None:
     if part.layout is not torch.strided:
         return gradient.detach().to(torch.float32)
     return placed_like(room.take(part).copy_(part), gradient)
-
-
-def _placed(value: Any, device: torch.device | None) -> Any:
-    """A copy of a state on a device, or where it is."""
-    return mapped(value, lambda tensor: tensor.clone() if device is None else tensor.to(device, copy=True))
-
-
-def _parted(state_dict: Mapping[str, Any]) -> tuple[dict, dict]:
-    """A state_dict without the wrapped optimizer's states, and those by parameter number."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
-    states, wrapped = state_dict["state"], all("identities" in group for group in state_dict["param_groups"])
-    numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
-    own, inner = {}, {key: value for key, value in states.items() if key not in numbers}
-    for number in numbers & states.keys():
-        state = states[number]
-        if wrapped:
-            own[number] = {k: v for k, v in state.items() if not k.startswith(_BASE)}
-            inner[number] = {k.removeprefix(_BASE): v for k, v in state.items() if k.startswith(_BASE)}
-        else:
-            own[number] = {"step": torch.as_tensor(float(state.get("step", 0)), dtype=torch.float32, device="cpu")}
-            inner[number] = mapped(state, lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t)
-    return {**state_dict, "state": own}, inner
-
-
-def _compare_shapes(state: Mapping, held: Mapping, number: int) -> None:
-    for name, value in state.items():
-        known = held.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor) and value.shape != known.shape:
-            raise ValueError(
-                f"state {name!r} of parameter {number} has shape {tuple(value.shape)}, {tuple(known.shape)} is needed"
-            )
