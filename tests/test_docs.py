@@ -1,5 +1,6 @@
 """The pages: their code runs and prints what they say, links lead somewhere, names exist, figures are in step."""
 
+import ast
 import contextlib
 import doctest
 import functools
@@ -8,6 +9,7 @@ import io
 import re
 import runpy
 import shlex
+import sys
 import warnings
 from pathlib import Path
 
@@ -156,10 +158,30 @@ def test_the_readme_starts_with_its_two_commands():
     assert tuple(line for line in lines if line.startswith("    pip install")) == COMMANDS
 
 
+# What an example needs beside what it imports itself.
+ALSO = {"hf_trainer.py": {"accelerate"}}
+
+
+def imports_of(script: Path) -> set[str]:
+    """The packages that a script imports."""
+    found = set()
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
 def test_examples_run(example, tmp_path, monkeypatch):
+    for package in sorted(imports_of(example) | ALSO.get(example.name, set())):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{example.name} needs {package}, which is not installed")
     monkeypatch.chdir(tmp_path)
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(said), warnings.catch_warnings():
+        if not imports_of(example) <= {"halfulp", "torch", *sys.stdlib_module_names}:
+            warnings.simplefilter("ignore")  # those of other libraries about each other
         runpy.run_path(str(example), run_name="__main__")
     assert said.getvalue().strip()
