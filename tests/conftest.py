@@ -20,6 +20,9 @@ def pytest_configure(config: pytest.Config) -> None:
     value = int(os.environ.setdefault("HALFULP_TEST_SEED", str(random.SystemRandom().randrange(2**31))))
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = value
+    # Each worker begins with a part of its own, so that a file's kernels are in one worker, and both end together.
+    if getattr(config.option, "dist", "no") == "load":
+        config.option.dist = "worksteal"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
