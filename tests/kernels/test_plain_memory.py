@@ -52,7 +52,7 @@ KINDS = {
     "ZeroTensor": (lambda: torch._efficientzerotensor(3), [0.0] * 3),
     "marked": (lambda: torch.tensor(VALUES).as_subclass(Marked), VALUES),
     "ScaledTensor": (lambda: hu.ScaledTensor.encode(torch.tensor(VALUES)), VALUES),
-    "MCTensor": (lambda: hu.MCTensor.encode(torch.tensor(VALUES)), VALUES),
+    "MCTensor": (lambda: hu.MCTensor.encode(torch.tensor(VALUES), 2, torch.bfloat16), VALUES),
     "wrapper subclass": (lambda: TwoTensor(torch.tensor(VALUES), torch.tensor(VALUES)), None),
     "FakeTensor": (_fake, None),
     "sparse": (lambda: torch.tensor(VALUES).to_sparse(), None),
@@ -110,7 +110,7 @@ def _first_gradient(x):
 def _parameter(x):
     p = torch.nn.Parameter(x.detach())
     optimizer = hu.optim.SGD([p], lr=0.25)
-    p.grad = torch.ones(3)
+    p.grad = torch.ones(3, dtype=p.dtype)
     optimizer.step()
     return (p.decode() if hasattr(p, "decode") else p).detach().float() + 0.25
 
@@ -137,7 +137,7 @@ PLACES = {
     "gradient of a narrow parameter": (lambda x: _gradient(x, param_dtype=torch.bfloat16), (), ("mkldnn", "nested")),
     "first gradient": (_first_gradient, (), ("mkldnn", "nested")),
     "gradient under wrap": (_wrapped, (), ("mkldnn", "nested")),
-    "parameter": (_parameter, ("expanded", "ZeroTensor", "negative bit, contiguous", "MCTensor"), ("mkldnn", "nested")),
+    "parameter": (_parameter, ("expanded", "ZeroTensor", "negative bit, contiguous"), ("mkldnn", "nested")),
 }
 
 READ_BY_TORCH = (
@@ -225,7 +225,8 @@ LOOKED_AT = {
     "arithmetic/_pointwise.py": {"fill"},
     "optim/_narrowing.py": {"narrow", "take_float32"},
     "optim/_optimizer.py": {"_prepare"},
-    "optim/_slots.py": {"__post_init__", "still_true", "addresses"},
+    "optim/_checkpoint.py": {"load_float32_state_dict"},
+    "optim/_slots.py": {"still_true", "addresses"},
     "optim/_step.py": {"_point_at_gradients"},
 }
 

@@ -9,10 +9,11 @@ import torch
 
 from ..formats import Format
 from ..scaled import ScaledTensor
+from ..tensors import MCTensor
 from ._saved import checked_groups, checked_state, whole_step
 from ._scaled_states import peak
 from ._scaled_step import weight_scale
-from ._slots import Slot, local, memory, placed_like
+from ._slots import Slot, local, placed_like
 from ._states import as_state
 from ._weight_update import WeightUpdate
 
@@ -85,7 +86,7 @@ class CheckpointMixin:
         for codec, rule_state, names in zip(slot.kind.codecs, slot.kind.rule.states, slot.kind.state_tensors):
             used |= {rule_state.name, f"{rule_state.name}_scale", f"{rule_state.name}_residual"}
             fitted |= _fit_state(slot, codec, rule_state, names, state)
-        for name, _ in slot.kind.update.companions(slot.kind.store):
+        for name in slot.kind.companions:
             used.add(name)
             if name in state:
                 fitted[name] = _same_shape(slot, name, state[name], slot.tensors[name], exact=True)
@@ -115,7 +116,7 @@ class CheckpointMixin:
                 decoded = slot.kind.update.read(slot.kind.store, _contiguous_parts(slot))
                 decoded = decoded * tensor.scale if slot.kind.scaled else decoded.clone()
                 found[name] = placed_like(decoded, value)
-            elif isinstance(value, ScaledTensor):
+            elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)
             elif isinstance(value, torch.Tensor) and value.is_floating_point():
                 found[name] = value.to(torch.float32, copy=True)
@@ -150,8 +151,9 @@ class CheckpointMixin:
                     own[name].scale.fill_(scale)
                     value = value / scale
                 slot.kind.update.fill(slot.kind.store, parts, value)
-                if parts[0] is not slot.parts[0]:
-                    slot.parts[0].copy_(parts[0])
+                for part, filled in zip(slot.parts, parts):
+                    if part.data_ptr() != filled.data_ptr():
+                        part.copy_(filled)
 
     def _slot_of(self, tensor: object) -> Slot | None:
         for group in self.param_groups:
@@ -172,7 +174,7 @@ class CheckpointMixin:
 
 
 def _contiguous_parts(slot: Slot) -> list[torch.Tensor]:
-    return [memory(slot.parameter).detach().contiguous(), *slot.parts[1:]]
+    return [part.contiguous() for part in slot.parts]
 
 
 def _as_held(value: object, parameter: torch.Tensor, block: int | None) -> object:
@@ -224,7 +226,7 @@ def _fit_state(slot: Slot, codec, rule_state, names: tuple[str, ...], state: Map
             f"state of parameter {slot.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
         )
     given = state[rule_state.name]
-    if isinstance(given, ScaledTensor):
+    if isinstance(given, (ScaledTensor, MCTensor)):
         state = {**state, rule_state.name: (given := given.decode(torch.float32))}
     if given is None and rule_state.name == "momentum_buffer":
         return {name: torch.zeros_like(slot.tensors[name]) for name in names}

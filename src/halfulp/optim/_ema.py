@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..formats import Format
+from ..tensors import MCTensor
 from ._given import GivenOptimizer
 from ._meter import LostUpdateReport
 from ._optimizer import Optimizer
@@ -137,7 +138,7 @@ class EMA:
         for weights in self._live_weights(self._tensors()[0]):
             for name, weight in weights.items():
                 slot = slots[self._averages[name]]
-                slot.kind.update.fill(slot.kind.store, slot.parts, local(weight).float().contiguous())
+                slot.kind.update.fill(slot.kind.store, slot.parts, _float32_of(weight))
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -302,3 +303,8 @@ def _companions(optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -
                 if slot.kind.update.companions(slot.kind.store):
                     found[names[parameter]] = slot
     return found
+
+
+def _float32_of(weight: torch.Tensor) -> torch.Tensor:
+    """A weight's local float32 values without gaps."""
+    return (weight.decode(torch.float32) if isinstance(weight, MCTensor) else local(weight).float()).contiguous()

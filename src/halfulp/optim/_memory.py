@@ -45,7 +45,8 @@ def check_memory(slot: Slot, gradient: torch.Tensor) -> None:
         TypeError: a parameter or state without plain memory: fake, on the meta device, freed.
         ValueError: a parameter whose elements share memory, a state with gaps, or tensors on several devices.
     """
-    named = [(f"parameter {slot.name}", slot.parts[0])]
+    own = len(slot.parts) - len(slot.companions)
+    named = [(f"parameter {slot.name}", part) for part in slot.parts[:own]]
     named += [(f"state {key!r} of parameter {slot.name}", tensor) for key, tensor in slot.tensors.items()]
     for what, tensor in named:
         if not has_own_memory(tensor) or (tensor.is_neg() and tensor.is_contiguous()):
@@ -55,7 +56,7 @@ def check_memory(slot: Slot, gradient: torch.Tensor) -> None:
                 f"{what} is on {tensor.device} and the gradient on {gradient.device}: move them to one device, and "
                 "make the optimizer after moving the model"
             )
-    for what, tensor in named[1:]:
+    for what, tensor in named[own:]:
         if not tensor.is_contiguous():
             raise ValueError(f"{what} is a view with gaps or of another order: store state.contiguous()")
     if overlaps_itself(named[0][1]):

@@ -10,12 +10,14 @@ import torch
 from ..formats import Format
 from ..kernels import plain
 from ..scaled import ScaledTensor
+from ..tensors import MCTensor
 from ._checkpoint import CheckpointMixin
 from ._eight_bits import PAYLOADS
 from ._format_store import format_store
 from ._identity import Identity, assign_identities, follow_parameters, note_identities
 from ._memory import check_memory, check_parameter, gradient_memory
 from ._meter import LostUpdateReport, lost_update_report, warn_if_mostly_lost
+from ._multicomponent import update_of_components
 from ._narrowing import is_kept, take_float32
 from ._options import check_group, check_numbers
 from ._program import Kind
@@ -29,6 +31,7 @@ from ._slots import (
     local,
     memory,
     options_of,
+    own_parts,
     refuse_feedback,
     refuse_other_dtype,
     refuse_other_states,
@@ -159,15 +162,16 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
 
     def _new_kind(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> Kind:
         """The same, by all that decides it."""
+        own = update_of_components(group, parameter, name) if isinstance(parameter, MCTensor) else None
         scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
         narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
         store = store_of(group["param_dtype"] if narrows else dtype, format_store(group["format"]), name, scaled)
-        update, rule = self._weight_update(group, store, scaled), self.rule(group)
+        update, rule = own or self._weight_update(group, store, scaled), self.rule(group)
         refuse_unscalable(group, parameter, update, name)
         update.check(store)
         refuse_feedback(rule, update)
         codecs = codecs_for(rule, update, group, parameter, store, name)
-        kind = Kind(rule, update, store, gradient or store, codecs, scaled=scaled)
+        kind = Kind(rule, update, store, gradient or store, codecs, scaled=scaled, inside=own is not None)
         return self._kinds.setdefault((kind, local(parameter).device), kind)
 
     @staticmethod
@@ -221,6 +225,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             index_map.shape,
             part.stride(),
             part.is_contiguous(),
+            tuple(other.data_ptr() for other in own_parts(parameter)[1:]),
             plain,
             None if known is None else known.lost,
         )
@@ -279,8 +284,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
                 torch.autograd.graph.increment_version([slot.stepping for slot in slots])
                 for slot in slots:
                     slot.state["step"] = slot.step
-                    if slot.copied is not None:
-                        slot.parts[0].copy_(slot.copied)
+                    for part, copy in zip(slot.parts, slot.copied or ()):
+                        part.copy_(copy)
                 if kind.metered:
                     warn_if_mostly_lost(slots)
         finally:
@@ -327,7 +332,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             slot.gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
             slot.stepping = parameter if slot.plain or slot.kind.scaled else local(parameter)
             if not slot.contiguous:
-                slot.copied = plain(slot.parts[0]).contiguous()
+                slot.copied = tuple(plain(part.detach()).contiguous() for part in own_parts(parameter))
             key = (id(slot.kind), bool(interval) and step % interval == 0)
             if key in batches:
                 batches[key].append(slot)
@@ -359,7 +364,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 slot = self._known(group, position)
-                held = [memory(parameter), *slot.tensors.values()]
+                held = [*own_parts(parameter), *slot.tensors.values()]
                 held += [parameter.scale] if slot.kind.scaled else []
                 total += sum(tensor.numel() * tensor.element_size() for tensor in held)
                 total += local(parameter).numel() * slot.kind.gradient.dtype.itemsize

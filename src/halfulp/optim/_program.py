@@ -49,6 +49,7 @@ class Kind:
         metered: whether lost updates are counted.
         scaled: whether the parameter is a payload with a scale; scales are then further constants.
         peaks: nothing is written, and the largest finite magnitudes that would be are found.
+        inside: the weight update's companions are components of the parameter itself; its kernel is the same.
     """
 
     rule: UpdateRule
@@ -59,6 +60,7 @@ class Kind:
     metered: bool = False
     scaled: bool = False
     peaks: bool = False
+    inside: bool = False
 
     @property
     def constants(self) -> tuple[str, ...]:
@@ -97,7 +99,7 @@ class Kind:
     @functools.cached_property
     def companions(self) -> tuple[str, ...]:
         """The names of the tensors beside the parameter."""
-        return tuple(name for name, _ in self.update.companions(self.store))
+        return () if self.inside else tuple(name for name, _ in self.update.companions(self.store))
 
     @functools.cached_property
     def state_tensors(self) -> tuple[tuple[str, ...], ...]:
@@ -161,6 +163,8 @@ def pointer_count(kind: Kind) -> int:
 @functools.cache
 def compiled(kind: Kind) -> Callable:
     """The kernel `step(first, last, chunks, pointers, rows, constants, keys, meter)` of one kind."""
+    if kind.inside:
+        return compiled(dataclasses.replace(kind, inside=False))
     namespace: dict = {}
     exec(compile(source(kind), f"<halfulp step {kind.name}>", "exec"), namespace)
     function = namespace["step"]

@@ -59,7 +59,7 @@ def read_weights(slots: Sequence[Slot], room: Room | None = None) -> list[torch.
     out = [room.take(slot.parts[0]) for slot in slots]
     for update, store in {(slot.kind.update, slot.kind.store) for slot in slots}:
         mine = [k for k, slot in enumerate(slots) if (slot.kind.update, slot.kind.store) == (update, store)]
-        parts = [[slots[k].parts[0].contiguous(), *slots[k].parts[1:]] for k in mine]
+        parts = [[part.contiguous() for part in slots[k].parts] for k in mine]
         _read(update, store, parts, [out[k] for k in mine])
     return out
 

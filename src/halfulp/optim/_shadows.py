@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..tensors import MCTensor
 from ._slots import local, placed_like
 
 OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
@@ -60,6 +61,8 @@ def taken_over(instance: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, 
         return shadows.get(tensor, tensor)
 
     def widened(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, MCTensor):
+            return tensor.decode(torch.float32)
         return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
     fields = {k: mapped(v, moved) for k, v in fields_of(instance).items() if k != "state"}

@@ -11,6 +11,7 @@ import torch
 
 from ..kernels import IndexMap
 from ..scaled import ScaledTensor
+from ..tensors import MCTensor
 from ._eight_bits import PAYLOADS
 from ._program import Kind
 from ._rule import UpdateRule
@@ -55,12 +56,13 @@ class Slot:
         state: the parameter's entry in the optimizer's state.
         held: its companions, then the tensors of its states, local.
         address, shape, stride, contiguous: of the local parameter when it was looked at.
-        plain: neither a DTensor nor scaled.
+        others: addresses of the components behind the first, where the parameter holds several.
+        plain: neither a DTensor nor a tensor class of ours.
         lost: the meter, None before the first count.
         tables: of the batches that begin with this parameter.
         stepping, gradient, gradient_scale, step, constants, copied: of the step being made; `stepping` is whose version
-            the step counts up, `copied` a contiguous copy of a parameter that is not, whose values go back when the
-            step is done.
+            the step counts up, `copied` contiguous copies of a parameter's tensors that are not, whose values go
+            back when the step is done.
     """
 
     reference: weakref.ref
@@ -75,6 +77,7 @@ class Slot:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     contiguous: bool
+    others: tuple[int, ...]
     plain: bool
     lost: LostUpdates | None = None
     tables: dict[bool, object] | None = None
@@ -83,7 +86,7 @@ class Slot:
     gradient_scale: float = 1.0
     step: int = 0
     constants: tuple[float, ...] = ()
-    copied: torch.Tensor | None = None
+    copied: tuple[torch.Tensor, ...] | None = None
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -107,7 +110,7 @@ class Slot:
     @property
     def parts(self) -> list[torch.Tensor]:
         """Parameter and companions, local."""
-        return [memory(self.parameter).detach(), *self.companions]
+        return [*(part.detach() for part in own_parts(self.parameter)), *self.companions]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -124,8 +127,9 @@ class Slot:
     def addresses(self) -> list[int]:
         """One row of the pointer table; that of the gradient is filled in at each step."""
         pointers = [tensor.data_ptr() for tensor in self.held]
-        beside = len(self.kind.companions)
-        return [self.address, *pointers[:beside], *[0] * (3 - beside), 0, *pointers[beside:]]
+        beside, inside = len(self.kind.companions), len(self.others)
+        weight = [self.address, *self.others, *pointers[:beside], *[0] * (3 - beside - inside)]
+        return [*weight, 0, *pointers[beside:]]
 
     def count(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
         """Count the updates of one metered step."""
@@ -152,6 +156,8 @@ def still_true(slot: Slot, parameter: torch.Tensor, rule: UpdateRule, options: t
         and options == slot.options
     ):
         return False
+    if kind.inside and tuple([other.data_ptr() for other in own_parts(parameter)[1:]]) != slot.others:
+        return False
     for key, tensor in zip(kind.tensors, slot.held):
         kept = state.get(key)
         if kept is not tensor and local(kept) is not tensor:
@@ -165,8 +171,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor in which a parameter's numbers lie: a scaled one's payload, a DTensor's shard, else itself."""
+    """The tensor in which a parameter's numbers lie: a payload, a first component, a DTensor's shard, else itself."""
+    if isinstance(parameter, MCTensor):
+        return parameter.components[0]
     return parameter.payload if isinstance(parameter, ScaledTensor) else local(parameter)
+
+
+def own_parts(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors in which a parameter's own numbers lie: the components of an MCTensor, else `memory`."""
+    return parameter.components if isinstance(parameter, MCTensor) else (memory(parameter),)
 
 
 def placed_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -313,7 +326,8 @@ def allocate(tensors: dict, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def wanted_tensors(kind: Kind, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Every tensor that a parameter's state holds: companions, then states."""
-    wanted = {name: (shape, dtype) for name, dtype in kind.update.companions(kind.store)}
+    companions = () if kind.inside else kind.update.companions(kind.store)
+    wanted = {name: (shape, dtype) for name, dtype in companions}
     for codec, slot in zip(kind.codecs, kind.rule.states):
         wanted |= codec.tensors(slot.name, shape)
     return wanted

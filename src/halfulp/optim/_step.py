@@ -93,7 +93,7 @@ def _find_peaks(kind: Kind, slots: list[Slot]) -> list[list[float]]:
 
 
 def _parts(slot: Slot) -> list[torch.Tensor]:
-    return slot.parts if slot.copied is None else [slot.copied, *slot.parts[1:]]
+    return slot.parts if slot.copied is None else [*slot.copied, *slot.companions]
 
 
 def _write(kind: Kind, slots: list[Slot]) -> None:
@@ -168,8 +168,8 @@ def _point_at_gradients(table: Table, slots: list[Slot]) -> None:
             slots[row].gradient = plain(slots[row].gradient, f"the gradient of {slots[row].name}")
             pointers[row, GRADIENT] = address(slots[row].gradient)
     for row, slot in enumerate(slots):
-        if slot.copied is not None:
-            pointers[row, 0] = address(slot.copied)
+        for column, part in enumerate(slot.copied or ()):
+            pointers[row, column] = address(part)
 
 
 def _count(meter: np.ndarray, chunk_rows: np.ndarray, slots: list[Slot]) -> None:
@@ -192,6 +192,7 @@ _checked: set[Kind] = set()
 def checked(kind: Kind):
     """A kind's compiled kernel, compared with its reference before its first use in a process."""
     kernel = compiled(kind)
+    kind = dataclasses.replace(kind, inside=False) if kind.inside else kind
     if kind not in _checked:
         check_bits(kind.name, lambda: _trial(kind, functools.partial(_run_numba, kernel)), lambda: _trial(kind))
         _checked.add(kind)

@@ -29,7 +29,7 @@ from ._shadows import (
     shadow_of,
     taken_over,
 )
-from ._slots import Slot, local, placed_like
+from ._slots import Slot, local, own_parts, placed_like
 from ._stores import F32
 from ._tensor_map import TensorMap
 from ._weight_update import WeightUpdate
@@ -241,7 +241,8 @@ class Wrapped(GivenOptimizer):
         if closure is None:
             raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
         slots, nowhere = list(self._all_slots()), Room(0)
-        before = [(slot.parts[0], slot.parts[0].clone()) for slot in slots if not _in_place(slot)]
+        own = [part.detach() for slot in slots if not _in_place(slot) for part in own_parts(slot.parameter)]
+        before = [(part, part.clone()) for part in own]
 
         def evaluate() -> torch.Tensor:
             with torch.no_grad():
@@ -249,6 +250,8 @@ class Wrapped(GivenOptimizer):
                     part, shadow = slot.parts[0], local(self._shadows[slot.parameter])
                     if not _in_place(slot):
                         part.copy_(slot.kind.store.encode(shadow, None))
+                        for other in own_parts(slot.parameter)[1:]:
+                            other.detach().zero_()
             loss = closure()
             for slot in slots:
                 self._shadows[slot.parameter].grad = _float32(slot.parameter.grad, nowhere)
