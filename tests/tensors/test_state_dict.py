@@ -201,3 +201,31 @@ def test_assigned_components_get_memory_of_their_own(seed):
     assert torch.allclose(after[1], before[1], rtol=2**-18, atol=lost)
     assert torch.allclose(after[0], before[0] * 2**20, rtol=2**-18, atol=lost)
     assert torch.equal(block[2], other)
+
+
+@pytest.mark.parametrize("kind", [(torch.float16, 1), (torch.float16, 2), (torch.float16, 3)], ids=str)
+def test_what_stands_under_the_name_is_a_good_value(kind, seed):
+    """The leading component with its scale, in a dtype that holds it; the whole comes back under the same scale."""
+    model, plain = fresh(kind), net().double()
+    with torch.no_grad():
+        model[0].weight.mul_(2.0**40)
+    state = by_safetensors(model.state_dict())
+    found = plain.load_state_dict(state, strict=False)
+    assert not found.missing_keys
+    wanted = model[0].weight.detach().decode()
+    torch.testing.assert_close(plain[0].weight.detach(), wanted, rtol=2**-11, atol=float(wanted.abs().max()) * 2**-24)
+    other = fresh(kind)
+    other.load_state_dict(state)
+    assert same(model, other)
+    with pytest.raises(ValueError, match="written without the entries beside it"):
+        other.load_state_dict(state | {"0.weight": torch.full((3, 4), 1 + 2**-20)})
+
+
+def test_files_of_the_first_layout_load(seed):
+    model, other = fresh((torch.float16, 2)), fresh((torch.float16, 2))
+    old = {}
+    for name, value in model.state_dict().items():
+        scale = model.state_dict().get(f"{name}.component_scale")
+        old[name.replace("component_scale", "scale")] = value if scale is None else (value / scale).half()
+    other.load_state_dict(old)
+    assert same(model, other)
