@@ -185,20 +185,27 @@ def test_infinities_and_nans_follow_the_plain_product(seed, dtype, size):
     ("left", "right"), [((3, 5, 4), (4, 6)), ((2, 1, 5, 4), (3, 4, 6)), ((5, 4), (2, 4, 3)), ((7, 1, 4), (4, 1))]
 )
 def test_stacks_are_their_matrices(seed, dtype, left, right):
+    """Within the bounds of both: the plain products choose their order of additions by shape and processor."""
     a = split(torch.randn(left, dtype=F64), dtype, 2)
     b = split(torch.randn(right, dtype=F64), dtype, 2)
-    c = matmul(a, b, 2, dtype)
-    plain = torch.matmul(sum(p.double() for p in a), sum(p.double() for p in b))
-    assert c[0].shape == plain.shape
-    assert torch.allclose(
-        c[0].double(), plain, rtol=2.0 ** (2 - PRECISION[dtype]), atol=1e-2 if dtype == BF16 else 1e-6
-    )
-    batch = plain.shape[:-2]
-    each = [part.expand(*batch, *part.shape[-2:]).reshape(-1, *part.shape[-2:]) for part in (*a, *b)]
+    c, bound = matmul(a, b, 2, dtype, error=True)
+    assert all(same_bits(part, other) for part, other in zip(c, matmul(a, b, 2, dtype), strict=True))
+    batch = torch.broadcast_shapes(left[:-2], right[:-2])
+    assert c[0].shape == bound.shape == (*batch, left[-2], right[-1])
+    stack = [part.expand(*batch, *part.shape[-2:]).reshape(-1, *part.shape[-2:]) for part in (*a, *b)]
+    whole = [part.reshape(-1, *bound.shape[-2:]) for part in (*c, bound)]
     for k in range(batch.numel()):
-        one = matmul(tuple(p[k] for p in each[:2]), tuple(p[k] for p in each[2:]), 2, dtype)
-        for part, whole in zip(one, c, strict=True):
-            assert torch.equal(part, whole.reshape(-1, *plain.shape[-2:])[k])
+        one = [part[k] for part in stack]
+        alone, apart = matmul(tuple(one[:2]), tuple(one[2:]), 2, dtype, error=True)
+        assert (apart <= 2.0 ** -(2 * PRECISION[dtype] - 12) * (one[0].abs() @ one[2].abs()).double() + 1e-300).all()
+        for i, j in itertools.product(range(left[-2]), range(right[-1])):
+            values = [
+                sum(Fraction(float(part[i, j])) for part in parts) for parts in ([p[k] for p in whole[:2]], alone)
+            ]
+            bounds = [Fraction(float(whole[2][k, i, j])), Fraction(float(apart[i, j]))]
+            exact = sum(x * y for x, y in zip(_exact(one[:2], i), _exact(one[2:], slice(None), j), strict=True))
+            for value, most in zip(values, bounds):
+                assert abs(value - exact) <= most
 
 
 def test_larger_stacks_go_by_slices_too(seed):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ..kernels import vector_bits
 from ._exact_words import LAYOUTS
 
 _PLACES = 3  # where sums begin in a block's record
@@ -85,9 +86,7 @@ def _intrinsic(emit: Callable, count: int) -> Callable:
 
 def _lanes() -> int:
     """Elements per turn: four vectors of float64 side by side, so that no addition waits for the one before."""
-    from llvmlite import binding
-
-    return 32 if binding.get_host_cpu_features().get("avx512f") else 16
+    return 4 * vector_bits() // 64
 
 
 class _Block:

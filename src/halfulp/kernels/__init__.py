@@ -26,6 +26,7 @@ from ._plain_memory import has_own_memory as has_own_memory
 from ._plain_memory import overlaps_itself as overlaps_itself
 from ._plain_memory import plain as plain
 from ._plain_memory import resolved as resolved
+from ._processor import vector_bits as vector_bits
 from ._scalar import divide as divide
 from ._scalar import larger as larger
 from ._scalar import root as root

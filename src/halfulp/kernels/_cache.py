@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from ._engines import note
+from ._processor import processor
 
 _TAG = b"halfulp-kernel-1"
 
@@ -79,7 +80,7 @@ class MachineCodeCache:
         import numba
 
         folder = cache_folder()
-        machine = (numba.__version__, llvmlite.__version__, target.codegen().magic_tuple(), _machinery())
+        machine = (numba.__version__, llvmlite.__version__, processor(), _machinery())
         key = hashlib.sha256(repr((self._key, machine)).encode()).hexdigest()[:32]
         return None if folder is None else folder / f"{self._name}-{key}.kernel"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ._cache import MachineCodeCache
+from ._processor import has_fused_vectors, vector_bits
 from ._trace import Trace
 from ._vector_instructions import Instructions, hidden_one, size_of
 
@@ -78,10 +79,7 @@ def _intrinsic_of(loop: Callable) -> Callable:
 
 
 def _native_lanes(dtype: torch.dtype) -> int:
-    from llvmlite import binding
-
-    bits = 512 if binding.get_host_cpu_features().get("avx512f") else 256
-    return bits // (64 if dtype == torch.float64 else 32)
+    return vector_bits() // (64 if dtype == torch.float64 else 32)
 
 
 class Loop:
@@ -144,12 +142,10 @@ class Loop:
 
     def hide_ones(self, lanes: int) -> None:
         """A hidden 1 for a vector width that has fused operations."""
-        from llvmlite import binding
-
         self.ones: dict = {}
         kind = self.ir.VectorType(self.real, lanes)
         bits = lanes * (64 if self.wide else 32)
-        if binding.get_host_cpu_features().get({256: "avx2", 512: "avx512f"}.get(bits)):
+        if has_fused_vectors(bits):
             self.ones[lanes] = hidden_one(self.b, kind)
 
     def loop(self, low, high, step):

@@ -1,0 +1,27 @@
+"""The processor that kernels are compiled for: this machine's, or what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say."""
+
+from __future__ import annotations
+
+
+def processor() -> tuple[str, str, str]:
+    """Its LLVM triple, name and features (``"+avx2,-avx512f"``) as Numba takes them; part of every cache key."""
+    from numba.core.registry import cpu_target
+
+    return cpu_target.target_context.codegen().magic_tuple()
+
+
+def has_features(*features: str) -> bool:
+    """Whether machine code may use all of some features, named as LLVM names them: "avx2", "avx512f", "fma"."""
+    allowed = set(processor()[2].split(","))
+    return all(f"+{feature}" in allowed for feature in features)
+
+
+def vector_bits() -> int:
+    """Width of the vectors that kernels work on; where a processor has less, LLVM works on parts of them."""
+    return 512 if has_features("avx512f") else 256
+
+
+def has_fused_vectors(bits: int) -> bool:
+    """Whether vectors of that width can be multiplied and added with one rounding."""
+    wanted = {256: ("avx2", "fma"), 512: ("avx512f",)}.get(bits)
+    return wanted is not None and has_features(*wanted)

@@ -1,0 +1,41 @@
+"""What a processor has decides how kernels are compiled, under which name they are cached, and no bit of a result."""
+
+from halfulp.kernels import _processor, vector_bits
+
+# As Numba reads it: any 64-bit processor. benchmarks/bench_processors.py runs the suite so.
+RESTRICTED = {"NUMBA_CPU_NAME": "generic"}
+RESULTS = """
+    import hashlib, torch
+    import halfulp as hu
+    from halfulp.kernels import vector_bits
+    sink = hashlib.sha256()
+    def tell(*tensors):
+        for x in tensors:
+            sink.update(x.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    x = torch.arange(-700, 701, dtype=torch.float64) / 97
+    tell(hu.quantize(x.float(), "e4m3fn", hu.Stochastic(seed=3)))
+    a = hu.MCTensor.encode(x, components=2, dtype=torch.float64)
+    for y in (a * a, a.reshape(-1, 3).sum(0)):
+        tell(*y.components)
+    tell(hu.exact_sum(x / 3))
+    assert not hu.kernels.report(), hu.kernels.report()
+    print(vector_bits(), sink.hexdigest())
+"""
+
+
+def test_features_are_those_of_the_machine_codes_target(monkeypatch):
+    monkeypatch.setattr(_processor, "processor", lambda: ("x86_64", "any", "+avx2,-avx512f,+fma"))
+    assert (_processor.has_features("avx2", "fma"), _processor.has_features("avx512f")) == (True, False)
+    assert (vector_bits(), _processor.has_fused_vectors(256), _processor.has_fused_vectors(512)) == (256, True, False)
+    monkeypatch.setattr(_processor, "processor", lambda: ("x86_64", "generic", ""))
+    assert (vector_bits(), _processor.has_fused_vectors(256)) == (256, False)
+
+
+def test_a_lesser_processor_gives_the_same_bits_from_entries_of_its_own(cache, python):
+    bits, here = python(RESULTS).split()
+    count = len(set(cache.iterdir()))
+    assert count
+    restricted, there = python(RESULTS, **RESTRICTED).split()
+    assert int(restricted) == 256 <= int(bits)
+    assert there == here
+    assert len(set(cache.iterdir())) == 2 * count
