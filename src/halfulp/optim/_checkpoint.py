@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,11 +23,28 @@ class CheckpointMixin:
     """state_dict, load_state_dict and their float32 counterparts, for Optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's, in plain data: loads with weights_only, every state in the dtype in which it is kept."""
+        """As torch.optim's, in plain data: loads with weights_only, every state in the dtype in which it is kept.
+
+        Hooks run as torch.optim's do: those before may change the state, those after see and may replace what is saved.
+        """
+        saved = self._packed()
+        for hook in tuple(self._optimizer_state_dict_post_hooks.values()):
+            changed = hook(self, saved)
+            saved = saved if changed is None else changed
+        return saved
+
+    def _packed(self) -> dict[str, Any]:
+        """The state_dict, before the hooks that come after it."""
         self._settle_groups()
-        saved = super().state_dict()
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
+        try:
+            saved = super().state_dict()
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, state in saved["state"].items():
+            if not isinstance(number, int):  # what a hook, or the user, keeps for no parameter
+                continue
             parameter = parameters[number]
             slot = self._slots.get(parameter)
             block = None if slot is None else slot.kind.block
@@ -38,13 +56,26 @@ class CheckpointMixin:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
 
         States are kept in this optimizer's dtypes: equal ones are copied bit for bit, others go through float32.
-        Hyper-parameters come from the saved groups; how states are stored stays as this optimizer was made.
+        Hyper-parameters come from the saved groups, and so does what a scheduler or the user has put into them; how
+        states are stored stays as this optimizer was made. Hooks run as torch.optim's do: those before may change or
+        replace a shallow copy of what is loaded.
 
         Raises:
             ValueError: other groups, parameters, shapes, state names or another weight update; nothing is changed.
         """
+        if isinstance(state_dict, Mapping):
+            state_dict = dict(state_dict)
+            for hook in tuple(self._optimizer_load_state_dict_pre_hooks.values()):
+                changed = hook(self, state_dict)
+                state_dict = state_dict if changed is None else changed
+        self._restore(state_dict)
+        for hook in tuple(self._optimizer_load_state_dict_post_hooks.values()):
+            hook(self)
+
+    def _restore(self, state_dict: Mapping[str, Any]) -> None:
+        """Load, between the hooks."""
         self._settle_groups()
-        options = checked_groups(self.param_groups, state_dict, self._check_numbers)
+        options = checked_groups(self.param_groups, state_dict, self._check_numbers, self.defaults)
         loaded = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             for position, number in enumerate(saved["params"]):
@@ -73,14 +104,18 @@ class CheckpointMixin:
             held = self.state[parameter]
             for name, tensor in tensors.items():
                 local(held[name]).copy_(local(tensor))
-            held["step"] = whole_step(state, "")
+            held["step"] = _steps_made(state, "")
+        for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
+            del self.state[key]
+        numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
+        self.state.update({key: value for key, value in state_dict["state"].items() if key not in numbers})
 
     def _fitting(self, group: dict, position: int, state: Mapping) -> dict[str, torch.Tensor]:
         """The saved tensors in the dtypes and layouts of this optimizer."""
         if not state:
             return {}
         slot = self._known(group, position)
-        whole_step(state, slot.name)
+        _steps_made(state, slot.name)
         fitted: dict[str, torch.Tensor] = {}
         used = {"step"}
         for codec, rule_state, names in zip(slot.kind.codecs, slot.kind.rule.states, slot.kind.state_tensors):
@@ -213,6 +248,13 @@ def _plain_state(given: object) -> object:
     state = as_state(given, torch.float32)
     dtype = state.dtype if isinstance(state.dtype, str) else str(state.dtype).removeprefix("torch.")
     return {"dtype": dtype, "rounding": state.rounding, "block": state.block}
+
+
+def _steps_made(state: Mapping, name: str) -> int:
+    """The saved step number; torch's SGD counts none, but a momentum buffer that it has begun has made a step."""
+    if "step" not in state and isinstance(state.get("momentum_buffer"), torch.Tensor):
+        return 1
+    return whole_step(state, name)
 
 
 def _is_ours(state: Mapping) -> bool:

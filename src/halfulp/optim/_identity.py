@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 from ._tensor_map import TensorMap
 
@@ -19,13 +20,32 @@ def name_identity(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
 
 
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def plain_names(names: Iterable[str]) -> list[str]:
+    """The names that the parameters of a plain model have, from those of a compiled, wrapped or DDP model.
+
+    Compiled and checkpointed modules may stand anywhere; DistributedDataParallel's "module." stands before all.
+
+    >>> plain_names(["module._orig_mod.0.weight", "module._orig_mod.1._orig_mod.bias"])
+    ['0.weight', '1.bias']
+    """
+    plain = list(names)
+    for wrapper in _WRAPPERS:
+        plain = [name.replace(f".{wrapper}", ".").removeprefix(wrapper) for name in plain]
+    if plain and all(name.startswith("module.") for name in plain):
+        plain = [name.removeprefix("module.") for name in plain]
+    return plain
+
+
 def assign_identities(group: dict, earlier: list[dict]) -> None:
     """Give every parameter of a group its identity, unless it came with them."""
     if "identities" in group and len(group["identities"]) == len(group["params"]):
         return
     names, start = group.get("param_names"), sum(len(other["params"]) for other in earlier)
     count = len(group["params"])
-    group["identities"] = [name_identity(n) for n in names] if names else list(range(start, start + count))
+    group["identities"] = [name_identity(n) for n in plain_names(names)] if names else list(range(start, start + count))
 
 
 def note_identities(group: dict, known: TensorMap[Identity]) -> None:

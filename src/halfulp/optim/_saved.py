@@ -5,22 +5,33 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 
+from ._identity import plain_names
 from ._options import check_group
 from ._weight_update import weight_update
 
-_TORCH_ONLY = {"foreach", "capturable", "fused", "differentiable", "decoupled_weight_decay", "maximize", "amsgrad"}
-_ADDED = {"initial_lr", "last_lr", "param_names"}
+# Options that torch.optim's groups got later than others, and what older files that lack them mean.
+_LATER = {
+    **dict.fromkeys(("maximize", "nesterov", "amsgrad", "decoupled_weight_decay"), False),
+    **dict.fromkeys(("capturable", "differentiable"), False),
+    **dict.fromkeys(("foreach", "fused")),
+}
+# Options by which the file of another rule is known.
+_OF_RULES = {"lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "centered", "rho", "etas", "lambd"}
+_OF_RULES |= {"lr_decay", "momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size"}
 _OURS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities"}
 _KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval")
 
 
-def checked_groups(groups: list[dict], state_dict: object, check_numbers: Callable[[dict], None]) -> list[dict]:
+def checked_groups(
+    groups: list[dict], state_dict: object, check_numbers: Callable[[dict], None], defaults: Mapping
+) -> list[dict]:
     """The options that each group takes from a state_dict, if it can belong to these groups.
 
     Args:
         groups: of the optimizer that loads.
         state_dict: what was given to it.
         check_numbers: the optimizer's own check of a group's hyper-parameters.
+        defaults: the optimizer's.
 
     Raises:
         ValueError: it cannot, with the reason.
@@ -35,10 +46,11 @@ def checked_groups(groups: list[dict], state_dict: object, check_numbers: Callab
     if sizes != own:
         raise ValueError(f"the state_dict has groups of {sizes} parameters, this optimizer groups of {own}")
     numbers = [number for group in saved for number in group["params"]]
-    if not isinstance(state_dict["state"], Mapping) or not state_dict["state"].keys() <= set(numbers):
+    states = state_dict["state"]
+    if not isinstance(states, Mapping) or any(isinstance(key, int) for key in states.keys() - set(numbers)):
         raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
     for mine, theirs in zip(groups, saved):
-        _check_names(mine, theirs)
+        _check_names(mine, theirs, defaults)
         _check_updates(mine, theirs)
     return [_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
 
@@ -71,14 +83,16 @@ def whole_step(state: Mapping, name: str) -> int:
     return int(value)
 
 
-def _check_names(mine: dict, theirs: Mapping) -> None:
-    unknown = sorted(theirs.keys() - mine.keys() - _TORCH_ONLY - _ADDED)
-    lacking = sorted(mine.keys() - theirs.keys() - _OURS - _ADDED - {"decoupled_weight_decay"})
+def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
+    unknown = sorted(_OF_RULES & theirs.keys() - mine.keys())
+    lacking = sorted((defaults.keys() | _OF_RULES) & mine.keys() - theirs.keys() - _OURS - _LATER.keys())
     if unknown or lacking:
         raise ValueError(f"the state_dict is another optimizer's: its groups have {unknown} and lack {lacking}")
     names, other = mine.get("param_names"), theirs.get("param_names")
-    if names and other and list(names) != list(other):
-        differing = [f"{a} / {b}" for a, b in zip(names, other) if a != b]
+    if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
+        raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
+    if names and other and plain_names(names) != plain_names(other):
+        differing = [f"{a} / {b}" for a, b in zip(plain_names(names), plain_names(other)) if a != b]
         raise ValueError(f"the state_dict names other parameters, in order: {differing[:3]}")
 
 
@@ -95,7 +109,10 @@ def _check_updates(mine: dict, theirs: Mapping) -> None:
 
 def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[dict], None]) -> dict:
     """A group's options as they will be, checked as those of a new group are."""
-    taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key in mine and key not in _KEPT}
+    taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _KEPT}
+    taken = {**{key: value for key, value in _LATER.items() if key in mine}, **taken}
+    if mine.get("param_names") and "param_names" in taken:
+        taken["param_names"] = mine["param_names"]
     trial = {**mine, **taken}
     try:
         check_group(trial)

@@ -14,6 +14,7 @@ from ._base_step import plain_step
 from ._given import GivenOptimizer
 from ._memory import gradient_memory
 from ._optimizer import Optimizer
+from ._outside_state import checked_outside_state, marks_of, outside_state, restore_outside_state
 from ._read import TOGETHER, Room, read_weights, room_for, together
 from ._rule import UpdateRule
 from ._shadows import (
@@ -146,6 +147,7 @@ class Wrapped(GivenOptimizer):
         super().__init__(groups, dict(base.defaults), **narrow)
         self._complete = True
         self._pair_groups()
+        self._marks = marks_of(base)
 
     def rule(self, group: dict) -> UpdateRule:
         """The new weight, as it comes."""
@@ -321,9 +323,9 @@ class Wrapped(GivenOptimizer):
             shadow.grad = None
             point(shadow, empty_like(slot.parameter))
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's; the wrapped optimizer's states, in their dtypes, are "base.<name>" beside companions."""
-        saved = super().state_dict()
+    def _packed(self) -> dict[str, Any]:
+        """The wrapped optimizer's states, in their dtypes, are "base.<name>" beside companions."""
+        saved = super()._packed()
         state, inner = saved["state"], dict(self.base.state)
         for group, packed in zip(self.param_groups, saved["param_groups"]):
             for parameter, number in zip(group["params"], packed["params"]):
@@ -332,21 +334,29 @@ class Wrapped(GivenOptimizer):
                     named = {f"{BASE}{name}": value for name, value in held.items()}
                     state[number] = {**state.get(number, {}), **named}
         state |= inner
-        return saved
+        beside = outside_state(self.base, self._marks)
+        return {**saved, "base": beside} if beside else saved
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def _restore(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this optimizer, or of the wrapped class itself, returned.
 
         The latter's 16-bit states become float32, and the companions stay as they are.
-
-        Raises:
-            ValueError: other groups, parameters, shapes, state names or another weight update; nothing is changed.
         """
         own, inner = parted(state_dict)
+        self._settle_groups()
         inner = self._fitting_base(own, inner)
-        super().load_state_dict(own)
+        beside = checked_outside_state(self.base, state_dict.get("base", {}))
+        super()._restore(own)
+        for (group, base_group), saved in zip(self._pairs, own["param_groups"]):
+            # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
+            for name in group.keys() - saved.keys() - self.defaults.keys() - {*_APART}:
+                del group[name]
+            for name in base_group.keys() - group.keys() - {*_APART}:
+                del base_group[name]
+            base_group.update({name: group[name] for name in group if name not in _APART})
         self.base.state.clear()
         self.base.state.update(inner)
+        restore_outside_state(self.base, beside)
 
     def _fitting_base(self, own: Mapping, inner: Mapping) -> dict:
         """The wrapped optimizer's states by shadow, on the parameters' devices."""
@@ -375,7 +385,8 @@ class Wrapped(GivenOptimizer):
         """For copy and pickle: the wrapped optimizer by its class and fields, hooks left out as torch does."""
         own = super().__getstate__()
         shadows = [(p, self._shadows[p]) for group in self.param_groups for p in group["params"]]
-        return {**own, "_shadows": shadows, "base": None, "_inner": (type(self.base), fields_of(self.base))}
+        own |= {"_shadows": shadows, "base": None, "_marks": self._marks}
+        return {**own, "_inner": (type(self.base), fields_of(self.base))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The counterpart."""
