@@ -23,7 +23,12 @@ def parted(state_dict: Mapping[str, Any]) -> tuple[dict, dict]:
         raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
     states, wrapped = state_dict["state"], all("identities" in group for group in state_dict["param_groups"])
     numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
-    own, inner = {}, {key: value for key, value in states.items() if key not in numbers}
+    others = {key: value for key, value in states.items() if key not in numbers}
+    theirs = {key: str(key).startswith(BASE) or not wrapped for key in others}
+    own = {key: value for key, value in others.items() if not theirs[key]}
+    inner = {
+        key.removeprefix(BASE) if isinstance(key, str) else key: value for key, value in others.items() if theirs[key]
+    }
     for number in numbers & states.keys():
         state = states[number]
         if wrapped:

@@ -36,3 +36,8 @@ def plain_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
     for hook in tuple(optimizer._optimizer_step_post_hooks.values()):
         hook(optimizer, (optimizer, *arguments), options)
     return result
+
+
+def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether someone watches an optimizer's steps, and is to see one."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

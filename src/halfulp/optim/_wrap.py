@@ -10,7 +10,7 @@ import torch
 
 from ..formats import Format
 from ._base_state import BASE, compare_shapes, parted, placed
-from ._base_step import plain_step
+from ._base_step import is_hooked, plain_step
 from ._given import GivenOptimizer
 from ._memory import gradient_memory
 from ._optimizer import Optimizer
@@ -277,7 +277,7 @@ class Wrapped(GivenOptimizer):
 
     def _runs(self, slots: list[Slot]) -> list[list[Slot]]:
         """What goes through the wrapped optimizer at a time: all, unless its parameters are known to be independent."""
-        if not type(self.base).__module__.startswith("torch.optim.") or _hooked(self.base):
+        if not type(self.base).__module__.startswith("torch.optim.") or is_hooked(self.base):
             return [slots]
         whole = [slot for slot in slots if _in_place(slot)]
         apart = [slot for slot in slots if not _in_place(slot)]
@@ -333,7 +333,7 @@ class Wrapped(GivenOptimizer):
                 if held:
                     named = {f"{BASE}{name}": value for name, value in held.items()}
                     state[number] = {**state.get(number, {}), **named}
-        state |= inner
+        state |= {f"{BASE}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
         beside = outside_state(self.base, self._marks)
         return {**saved, "base": beside} if beside else saved
 
@@ -400,11 +400,6 @@ class Wrapped(GivenOptimizer):
     def __repr__(self) -> str:
         """The wrapped class, then as Optimizer."""
         return super().__repr__().replace("Wrapped (", f"wrap({type(self.base).__name__}) (", 1)
-
-
-def _hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Someone watches the wrapped optimizer's steps, and is to see one."""
-    return any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks))
 
 
 def _in_place(slot: Slot) -> bool:

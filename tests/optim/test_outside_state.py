@@ -1,0 +1,252 @@
+"""Whatever a wrapped optimizer keeps, and wherever, a saved run goes on with the bits of one that was not saved."""
+
+import copy
+import io
+import random
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.kernels import same_bits
+
+
+class _Counting(torch.optim.Optimizer):
+    """A step of lr / number, the number kept somewhere."""
+
+    def __init__(self, params, lr=0.5):
+        super().__init__(params, {"lr": lr})
+        self.start()
+
+    def start(self):
+        pass
+
+    def number(self, group, parameter):
+        raise NotImplementedError
+
+    def begin(self, group):
+        pass
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            self.begin(group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * (group["lr"] / self.number(group, parameter)))
+
+
+class InGroup(_Counting):
+    def begin(self, group):
+        group["step"] = group.get("step", 0) + 1
+
+    def number(self, group, parameter):
+        return group["step"]
+
+
+class TensorInGroup(_Counting):
+    def begin(self, group):
+        group.setdefault("steps", torch.zeros(())).add_(1)
+
+    def number(self, group, parameter):
+        return group["steps"].item()
+
+
+class InAttribute(_Counting):
+    def start(self):
+        self.made, self.history = 0, []
+
+    def begin(self, group):
+        self.made += 1
+        self.history.append(self.made)
+
+    def number(self, group, parameter):
+        return len(self.history)
+
+
+class InNumberOfState(_Counting):
+    def number(self, group, parameter):
+        self.state[parameter]["n"] = self.state[parameter].get("n", 0) + 1
+        return self.state[parameter]["n"]
+
+
+class InNestedState(_Counting):
+    def number(self, group, parameter):
+        held = self.state[parameter].setdefault("held", {"parts": [torch.zeros(3)]})
+        held["parts"][0].add_(1)
+        return held["parts"][0][0].item()
+
+
+class InGlobalState(_Counting):
+    def begin(self, group):
+        self.state["all"] = {"n": self.state.get("all", {"n": 0})["n"] + 1}
+
+    def number(self, group, parameter):
+        return self.state["all"]["n"]
+
+
+class InOwnStateDict(_Counting):
+    """Saves a counter of its own, out of an object that is no plain data."""
+
+    def start(self):
+        self._made = 0
+
+    def begin(self, group):
+        self._made += 1
+
+    def number(self, group, parameter):
+        return self._made
+
+    def state_dict(self):
+        return {**super().state_dict(), "made": self._made}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self._made = state_dict["made"]
+
+
+class InClosure(_Counting):
+    def start(self):
+        made = 0
+
+        def count():
+            nonlocal made
+            made += 1
+            return made
+
+        self.count = count
+
+    def number(self, group, parameter):
+        return self.count()
+
+
+class InGenerator(_Counting):
+    def start(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def number(self, group, parameter):
+        return 1 + torch.rand((), generator=self.generator).item()
+
+
+class InRandom(_Counting):
+    def start(self):
+        self.random = random.Random(0)
+
+    def number(self, group, parameter):
+        return 1 + self.random.random()
+
+
+class InObject(_Counting):
+    def start(self):
+        self.counter = type("Counter", (), {})()
+        self.counter.made = 0
+
+    def number(self, group, parameter):
+        self.counter.made += 1
+        return self.counter.made
+
+
+RESUMED = [InGroup, TensorInGroup, InAttribute, InNumberOfState, InNestedState, InGlobalState, InOwnStateDict]
+REFUSED = [InClosure, InGenerator, InRandom, InObject]
+OPTIONS = {"SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}}
+# Dense, in any shape, and without a closure: the others have tests of their own.
+TORCHS = [
+    kind
+    for name, kind in sorted(vars(torch.optim).items())
+    if isinstance(kind, type) and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
+]
+UPDATES = ["split", "stochastic"]
+
+
+def _parameters(start=None):
+    if start is not None:
+        return [torch.nn.Parameter(parameter.detach().clone()) for parameter in start]
+    return [torch.nn.Parameter(torch.linspace(-1, 1, n).reshape(-1, 2).bfloat16()) for n in (6, 10)]
+
+
+def _steps(optimizer, parameters, first, count):
+    for step in range(first, first + count):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+        optimizer.step()
+
+
+def _through_a_file(state_dict):
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("kind", [*RESUMED, *TORCHS], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(kind, update, stepped):
+    options = OPTIONS.get(kind.__name__, {})
+    parameters = _parameters()
+    optimizer = hu.optim.wrap(kind, parameters, weight_update=update, **options)
+    _steps(optimizer, parameters, 0, 3)
+    saved = _through_a_file(optimizer.state_dict())
+    others = _parameters(parameters)
+    resumed = hu.optim.wrap(kind, others, weight_update=update, **options)
+    if stepped:
+        _steps(resumed, others, 50, 2)
+        with torch.no_grad():
+            for other, parameter in zip(others, parameters):
+                other.copy_(parameter)
+    resumed.load_state_dict(saved)
+    _steps(optimizer, parameters, 3, 3), _steps(resumed, others, 3, 3)
+    for one, two in zip(parameters, others):
+        assert same_bits(one.detach(), two.detach())
+
+
+@pytest.mark.parametrize("kind", [InGroup, InAttribute], ids=lambda kind: kind.__name__)
+def test_a_file_from_before_the_first_step_starts_anew(kind):
+    parameters = _parameters()
+    optimizer = hu.optim.wrap(kind, parameters, weight_update="split")
+    fresh = copy.deepcopy(optimizer.state_dict())
+    before = [parameter.detach().clone() for parameter in parameters]
+    _steps(optimizer, parameters, 0, 3)
+    first = hu.optim.wrap(kind, others := _parameters(), weight_update="split")
+    _steps(first, others, 7, 1)
+    optimizer.load_state_dict(fresh)
+    with torch.no_grad():
+        for parameter, value in zip(parameters, before):
+            parameter.copy_(value)
+    _steps(optimizer, parameters, 7, 1)
+    for one, two in zip(parameters, others):
+        assert same_bits(one.detach(), two.detach())
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_what_no_file_can_hold_is_refused_when_it_is_saved(kind):
+    parameters = _parameters()
+    optimizer = hu.optim.wrap(kind, parameters)
+    optimizer.state_dict()  # nothing has changed yet
+    _steps(optimizer, parameters, 0, 1)
+    with pytest.raises(NotImplementedError, match="which a state_dict cannot save"):
+        optimizer.state_dict()
+
+
+def test_a_backward_pass_after_a_step_over_float32_parameters_raises_as_in_torch():
+    weight = torch.nn.Parameter(torch.full((3,), 2.0))
+    loss = (weight * weight).sum()
+    optimizer = hu.optim.wrap(torch.optim.RMSprop, [weight], lr=0.1)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_own_hooks_of_the_wrapped_optimizer_run_and_may_change_arguments():
+    parameters = _parameters()
+    optimizer = hu.optim.wrap(torch.optim.SGD, parameters, lr=0.1)
+    seen = []
+    optimizer.base.register_step_pre_hook(lambda opt, args, kwargs: seen.append(("pre", opt, len(args))))
+    optimizer.base.register_step_post_hook(lambda opt, args, kwargs: seen.append(("post", opt, len(args))))
+    _steps(optimizer, parameters, 0, 1)
+    assert seen == [("pre", optimizer.base, 1), ("post", optimizer.base, 1)]
+    optimizer.base.register_step_pre_hook(lambda *_: 3)
+    with pytest.raises(RuntimeError, match="returns None or"):
+        _steps(optimizer, parameters, 1, 1)
