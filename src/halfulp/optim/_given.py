@@ -10,8 +10,17 @@ import torch
 from ..scaled import ScaledTensor
 from ._optimizer import Optimizer, _holds
 from ._program import Kind
+from ._rule import UpdateRule
 from ._slots import Slot, options_of
 from ._stores import Store
+
+
+def assignment(w, g):
+    """The weight becomes g, which lies in the gradient's place."""
+    return (g - w,)
+
+
+ASSIGNMENT = UpdateRule("assignment", assignment, (), (), lambda group, step: (), assigns=True, decays=False)
 
 
 class GivenOptimizer(Optimizer):

@@ -11,7 +11,7 @@ import torch
 from ..formats import Format
 from ._base_state import BASE, compare_shapes, parted, placed
 from ._base_step import is_hooked, plain_step
-from ._given import GivenOptimizer
+from ._given import ASSIGNMENT, GivenOptimizer
 from ._memory import gradient_memory
 from ._optimizer import Optimizer
 from ._outside_state import checked_outside_state, marks_of, outside_state, restore_outside_state
@@ -37,14 +37,6 @@ from ._weight_update import WeightUpdate
 
 # What the groups of the two optimizers do not share.
 _APART = (*OWN, "params", "param_names")
-
-
-def assignment(w, g):
-    """The weight becomes g, which lies in the gradient's place."""
-    return (g - w,)
-
-
-ASSIGNMENT = UpdateRule("assignment", assignment, (), (), lambda group, step: (), assigns=True, decays=False)
 
 
 def wrap(
