@@ -7,6 +7,7 @@ from . import _comparison as _comparison
 from . import _convolution as _convolution
 from . import _creation as _creation
 from . import _decoding as _decoding
+from . import _fused_optimizers as _fused_optimizers
 from . import _linalg as _linalg
 from . import _moves as _moves
 from . import _normalization as _normalization
