@@ -11,6 +11,7 @@ from ..formats import Format
 from ..kernels import plain
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
+from ..tensors._holders import check_overlaps
 from ._checkpoint import CheckpointMixin
 from ._eight_bits import PAYLOADS
 from ._format_store import format_store
@@ -18,7 +19,8 @@ from ._identity import Identity, assign_identities, follow_parameters, note_iden
 from ._memory import check_memory, check_parameter, gradient_memory
 from ._meter import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from ._multicomponent import update_of_components
-from ._narrowing import is_kept, take_float32
+from ._narrow_groups import agree_on_companions, check_narrowing, name_of, narrow, refuse_left_behind
+from ._narrowing import is_kept
 from ._options import check_group, check_numbers
 from ._program import Kind
 from ._rule import UpdateRule
@@ -70,6 +72,9 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
     """
 
+    # As copies are: all groups are there, and the first step is to come.
+    _made, _stepped = True, False
+
     def __init__(
         self,
         params: Iterable,
@@ -83,10 +88,14 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         report_interval: int = 50,
     ) -> None:
         self._start_caches()
+        self._made = False
         own = {"weight_update": weight_update, "state_dtype": state_dtype, "param_dtype": param_dtype}
         super().__init__(
             params, {**defaults, **own, "format": format, "seed": seed, "report_interval": report_interval}
         )
+        # After all groups were accepted: what is refused leaves every parameter as it was.
+        narrow(self, self.param_groups, check_narrowing(self.param_groups))
+        self._made = True
 
     def _start_caches(self) -> None:
         """What is derived from groups and states, and made again after a copy or a load."""
@@ -122,29 +131,23 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             check_group(group)
             assign_identities(group, self.param_groups[:before])
             for position, parameter in enumerate(group["params"]):
-                self._kind(group, parameter, None, _name(group, position))
+                self._kind(group, parameter, None, name_of(group, position))
+            self._check_overlaps()
+            wrappers = check_narrowing([group]) if self._made else None
         except (ValueError, TypeError):
             del self.param_groups[before:]
             raise
         note_identities(group, self._identities)
-        self._narrow(group)
+        if wrappers is not None:
+            narrow(self, [group], wrappers)
 
-    def _narrow(self, group: dict) -> None:
-        """Make the group's float32 parameters narrow in place if so asked, the low bits kept in the companions.
-
-        So are the low bits of parameters that were narrowed before there was an optimizer (`halfulp.convert`).
-        """
-        dtype = group["param_dtype"]
-        for position, parameter in enumerate(group["params"]):
-            if dtype is not None and parameter.dtype == torch.float32 and not is_kept(parameter):
-                value = parameter.detach()
-                parameter.data = torch.empty_like(value, dtype=dtype)
-                parameter.grad = None
-            else:
-                value = take_float32(parameter)
-            if value is not None:
-                slot = self._prepare(group, position, STORES[parameter.dtype])
-                slot.kind.update.fill(slot.kind.store, slot.parts, local(value).contiguous())
+    def _check_overlaps(self) -> None:
+        """Raise for two parameters over one memory, of which each would step the other's number."""
+        places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
+        named = [(name_of(group, position), group["params"][position]) for group, position in places]
+        is_exact = all(group["param_dtype"] is None and group["format"] is None for group in self.param_groups)
+        if not is_exact or any(parameter.dtype != torch.float32 for _, parameter in named):
+            check_overlaps(named, "a narrow weight")
 
     def _kind(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> Kind:
         """What a step of a parameter consists of; without `gradient`, as it will be once narrowed."""
@@ -201,7 +204,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         parameter = group["params"][position]
         if parameter not in self._identities or parameter in self._set_aside:
             self._settle_groups()
-        (_, identity), name = self._identities[parameter], _name(group, position)
+        (_, identity), name = self._identities[parameter], name_of(group, position)
         kind = self._kind(group, parameter, gradient, name)
         refuse_other_dtype(parameter, kind, name)
         state, shape = self.state[parameter], local(parameter).shape
@@ -274,6 +277,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         try:
             for group in self.param_groups:
                 self._collect(group, batches)
+            self._meet_wrappers(bool(batches))
             kinds = [
                 slots[0].kind.metered_twin if metered else slots[0].kind for (_, metered), slots in batches.items()
             ]
@@ -292,6 +296,15 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             for slots in batches.values():
                 for slot in slots:
                     slot.stepping = slot.gradient = slot.copied = None
+
+    def _meet_wrappers(self, has_gradients: bool) -> None:
+        """At the first step, by which a model is wrapped if it will ever be."""
+        if self._stepped:
+            return
+        agree_on_companions(self)
+        if not has_gradients:
+            refuse_left_behind(self)
+        self._stepped = True
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What a parameter steps by."""
@@ -317,9 +330,9 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             slot = known.get(id(parameter))
             scale = 1.0
             if slot is None or not slot.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
-                gradient, scale = gradient_memory(local(gradient), parameter, _name(group, position))
+                gradient, scale = gradient_memory(local(gradient), parameter, name_of(group, position))
             if slot is None or not _holds(slot, parameter, gradient, rule, options, states[parameter]):
-                slot = self._prepare(group, position, _gradient_store(gradient, parameter, _name(group, position)))
+                slot = self._prepare(group, position, _gradient_store(gradient, parameter, name_of(group, position)))
                 check_memory(slot, gradient)
             if gradient.shape != slot.shape:
                 raise ValueError(
@@ -382,11 +395,6 @@ def _holds(
     """Whether a parameter can step by a gradient as it is known."""
     fits = gradient.dtype is slot.kind.gradient.dtype and gradient.layout is torch.strided
     return fits and still_true(slot, parameter, rule, options, state)
-
-
-def _name(group: dict, position: int) -> str:
-    names = group.get("param_names")
-    return names[position] if names else f"#{position}"
 
 
 def _gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:

@@ -213,6 +213,7 @@ class Wrapped(GivenOptimizer):
             self._check_numbers(group)
         if self._groups_changed():
             self._settle_groups()
+        self._meet_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
         if self._asks_for_closure():
             return self._step_with(closure)
         loss = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -10,9 +9,10 @@ from torch import nn
 
 from ..optim._narrowing import keep_float32, narrow, widen
 from ..scaled import scalify, unscalify
-from ..scaled._scalify import _holders
 from ..tensors import multicomponent
+from ..tensors._holders import check_holders, holding_optimizers
 from ..tensors._model import single_component
+from ..tensors._wrappers import Wrappers
 from . import _casts, _catalog
 from ._plan import assign, check, check_range, islands, kept_parameters
 from ._recipe import Recipe
@@ -80,6 +80,7 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
     if recipe.narrow:
         check_range(model, recipe, kept_parameters(model, kept))
         _refuse_optimizers(model, "convert")
+    wrappers = _check_holders(model, recipe, "convert")
     _perturb(model, recipe.perturb, seed)
     buffers: tuple[str, ...] = ()
     if recipe.components:
@@ -91,6 +92,7 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
         buffers = _to_float64(model)
     elif recipe.narrow:
         buffers = _to_narrow(model, kept, getattr(torch, recipe.param_dtype))
+    wrappers.follow()
     model.__dict__[_RECORD] = _Record(recipe, buffers)
     return model
 
@@ -121,6 +123,7 @@ def revert(model: M) -> M:
     record = model.__dict__[_RECORD]
     recipe = record.recipe
     _refuse_optimizers(model, "revert")
+    wrappers = _check_holders(model, recipe, "revert")
     if recipe.components:
         single_component(model)
     elif recipe.payload:
@@ -133,6 +136,7 @@ def revert(model: M) -> M:
         for name in record.buffers:
             owner, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             owner._buffers[key] = owner._buffers[key].float()
+    wrappers.follow()
     _casts.remove(model)
     del model.__dict__[_RECORD]
     return model
@@ -209,13 +213,19 @@ def _perturb(model: nn.Module, size: float, seed: int) -> None:
             parameter.mul_(1 + size * noise.to(parameter.device))
 
 
+def _check_holders(model: nn.Module, recipe: Recipe, what: str) -> Wrappers:
+    """Whom a change of dtype in place concerns; multicomponent and scalify look for themselves."""
+    in_place = recipe.narrow or recipe.param_dtype == "float64"
+    if not in_place or recipe.components or recipe.payload:
+        return Wrappers()
+    if any(hasattr(parameter, "_local_tensor") for parameter in model.parameters()):
+        raise ValueError(f"the model is sharded: {what} it before fully_shard, or give the optimizer param_dtype=")
+    return check_holders(model.named_parameters(), what, replaced=False)
+
+
 def _refuse_optimizers(model: nn.Module, function: str) -> None:
     """Raise if an optimizer holds one of the parameters, whose states and low bits belong to the dtype they have."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    if not _holders(names):
-        return
-    gc.collect()  # one that nobody has any more may still lie about
-    for optimizer, name in _holders(names):
+    for optimizer, name in holding_optimizers(model.named_parameters()):
         raise ValueError(
             f"{optimizer} holds parameter {name!r}, whose dtype changes: take opt.float32_state_dict(model) if you "
             f"want the low bits that it keeps, delete it, and make the optimizer after halfulp.{function}"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels import resolved
 from ..tensors import graph_key
+from ..tensors._wrappers import refuse_fully_shard
 from . import _powers, _saving
 from ._powers import PowerRounding
 from ._registry import RULES, ComplexOperand, implements, rule_of
@@ -44,6 +45,7 @@ class ScaledTensor(torch.Tensor):
     _scale: Tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    fsdp_pre_all_gather = fsdp_post_all_gather = refuse_fully_shard
 
     def __new__(cls, payload: Tensor, scale: Tensor | float, dtype: torch.dtype = torch.float32) -> ScaledTensor:
         """payload x scale as it is: nothing is measured or rounded.

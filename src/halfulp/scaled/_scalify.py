@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..tensors import _companions, _model_fallbacks
-from ..tensors._places import Place, Where, check_has_no_hooks, check_has_shape, chosen, places, with_marks
+from ..tensors._holders import check_holders
+from ..tensors._places import Place, Where, check_has_shape, chosen, places, with_marks
 from . import _door, _placement
 from . import _state_dict as _state_dict
 from ._form import LOGICALS, check_storage
@@ -95,7 +95,7 @@ def scalify(
         rescale = None if dtype in _FULL_RANGE and matmul is None else "norms"
     sides = _placement.sides_of(model, rescale)
     found = [place for place in chosen(places(model), where) if _takes_scale(place)]
-    _refuse_optimizers({id(place.held): place.name for place in found})
+    wrappers = check_holders([(place.name, place.held) for place in found], "scalify", replaced=True, known=2)
     made: dict[int, Tensor] = {}
     for place in found:
         if id(place.held) not in made:
@@ -109,6 +109,7 @@ def scalify(
     _placement.remove(model)
     _placement.install(sides)
     _set_products(model, matmul)
+    wrappers.follow()
     return model
 
 
@@ -135,9 +136,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     if dtype is not None and dtype not in LOGICALS:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICALS))}, and None")
     found = [place for place in places(model) if isinstance(place.held, ScaledTensor)]
-    for place in found:
-        check_has_no_hooks(place)
-    _refuse_optimizers({id(place.held): place.name for place in found}, "unscalify")
+    wrappers = check_holders([(place.name, place.held) for place in found], "unscalify", replaced=True, known=2)
     made: dict[int, Tensor] = {}
     for place in found:
         if id(place.held) not in made:
@@ -150,6 +149,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     for module in model.modules():
         _companions.remove(module)
         _model_fallbacks.remove(module)
+    wrappers.follow()
     return model
 
 
@@ -194,24 +194,6 @@ def _plain(place: Place, dtype: torch.dtype | None) -> nn.Parameter:
         grad = old.grad.detach()
         new.grad = grad.decode(value.dtype) if isinstance(grad, ScaledTensor) else grad.to(value.dtype)
     return with_marks(new, old, _OWN)
-
-
-def _refuse_optimizers(names: dict[int, str], function: str = "scalify") -> None:
-    """Raise if an optimizer holds one of these parameters: it would go on stepping tensors that no model has."""
-    if not _holders(names):
-        return
-    gc.collect()  # one that nobody has any more may still lie about
-    for optimizer, name in _holders(names):
-        raise ValueError(
-            f"{optimizer} holds parameter {name!r} and would train nothing, as parameters become new objects: delete "
-            f"it and make the optimizer after {function}"
-        )
-
-
-def _holders(names: dict[int, str]) -> list[tuple[str, str]]:
-    optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
-    held = [(type(x).__name__, id(p)) for x in optimizers for group in x.param_groups for p in group["params"]]
-    return [(optimizer, names[key]) for optimizer, key in held if key in names]
 
 
 def _set_products(model: nn.Module, matmul: str | None) -> None:

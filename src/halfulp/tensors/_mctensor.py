@@ -14,6 +14,7 @@ from . import _numbers, _saving, _scale, _text
 from ._backward import FIRST, check_gradients
 from ._graph_cache import graph_key
 from ._registry import RULES, implements, rule_of
+from ._wrappers import refuse_fully_shard
 
 _make = torch.Tensor._make_wrapper_subclass
 
@@ -50,6 +51,7 @@ class MCTensor(torch.Tensor):
     _gradients: str
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    fsdp_pre_all_gather = fsdp_post_all_gather = refuse_fully_shard
 
     def __new__(cls, *arguments: object, **options: object) -> MCTensor:
         raise TypeError("make an MCTensor by MCTensor.encode(values) or MCTensor.from_components(tensors)")

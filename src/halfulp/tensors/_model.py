@@ -12,9 +12,11 @@ from . import _companions, _model_fallbacks
 from . import _recurrent as _recurrent
 from . import _state_dict as _state_dict
 from ._backward import COMPONENTS, FIRST, check_gradients
+from ._holders import check_holders
 from ._mctensor import MCTensor
 from ._numbers import check_count, check_dtype
-from ._places import Place, Where, check_has_no_hooks, check_has_shape, chosen, places, with_marks
+from ._places import Place, Where, check_has_shape, chosen, places, with_marks
+from ._wrappers import Wrappers
 
 Model = TypeVar("Model", bound=nn.Module)
 # Name of a module's record of the dtypes that its parameters had before.
@@ -72,6 +74,7 @@ def multicomponent(
     found = chosen(places(model, constants=True), where)
     for place in found:
         _check(place)
+    wrappers = _check_holders(found, "multicomponent")
     made: dict[int, Tensor] = {}
     for place in found:
         if id(place.held) not in made:
@@ -82,6 +85,7 @@ def multicomponent(
         _companions.install(place.module)
     _companions.install_check(model)
     _model_fallbacks.install(model)
+    wrappers.follow()
     return model
 
 
@@ -109,8 +113,7 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     if dtype is not None:
         check_dtype(dtype)
     found = [place for place in places(model, constants=True) if isinstance(place.held, MCTensor)]
-    for place in found:
-        check_has_no_hooks(place)
+    wrappers = _check_holders(found, "single_component")
     made: dict[int, Tensor] = {}
     for place in found:
         if id(place.held) not in made:
@@ -122,7 +125,13 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
         module.__dict__.pop(_BEFORE, None)
         _companions.remove(module)
         _model_fallbacks.remove(module)
+    wrappers.follow()
     return model
+
+
+def _check_holders(found: list[Place], what: str) -> Wrappers:
+    named = [(place.name, place.held) for place in found if place.is_parameter]
+    return check_holders(named, what, replaced=True, known=2)
 
 
 def _check(place: Place) -> None:

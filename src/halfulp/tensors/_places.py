@@ -45,27 +45,14 @@ def chosen(found: Iterable[Place], where: Where) -> list[Place]:
     """The places of everything that is matched under any of its names.
 
     Raises:
-        ValueError: a pattern that matches nothing, or a parameter with hooks.
+        ValueError: a pattern that matches nothing.
     """
     found = list(found)
     matches = matcher(where, [place.name for place in found])
     matched = {id(place.held) for place in found if matches(place.module, place.name)}
     if where is not None and not matched:
         raise ValueError(f"where={where!r} matches none of the model's {len(found)} parameters")
-    picked = [place for place in found if id(place.held) in matched]
-    for place in picked:
-        check_has_no_hooks(place)
-    return picked
-
-
-def check_has_no_hooks(place: Place) -> None:
-    """Raise for a parameter with hooks, which belong to the tensor that is about to be replaced."""
-    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(place.held, kind, None):
-            raise ValueError(
-                f"parameter {place.name!r} has hooks, which would never run, as parameters become new objects: remove "
-                "them (handle.remove()), and register them on the new parameter"
-            )
+    return [place for place in found if id(place.held) in matched]
 
 
 def check_has_shape(place: Place) -> None:

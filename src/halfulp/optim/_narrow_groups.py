@@ -1,0 +1,111 @@
+"""Parameters made narrow in place, and companions that agree where processes hold one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..tensors._holders import check_holders, living_modules
+from ..tensors._wrappers import Wrappers, data_parallel_modules, replace_data, sharded_modules
+from ._narrowing import is_kept, take_float32
+from ._slots import local
+from ._stores import STORES
+
+# Bytes that travel in one message.
+_MESSAGE = 1 << 26
+
+
+def check_narrowing(groups: Iterable[dict]) -> Wrappers:
+    """Look for others that hold the float32 parameters which groups ask to be narrow.
+
+    Raises:
+        ValueError: a holder that cannot follow; nothing is changed.
+    """
+    return check_holders(
+        [(name_of(group, position), group["params"][position]) for group, position in _to_narrow(groups)],
+        "param_dtype=",
+        replaced=False,
+    )
+
+
+def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
+    """Make the groups' float32 parameters narrow in place if so asked, the low bits kept in the companions.
+
+    So are the low bits of parameters that were narrowed before there was an optimizer (`halfulp.convert`).
+    """
+    narrowed = {id(group["params"][position]) for group, position in _to_narrow(groups)}
+    for group in groups:
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) in narrowed:
+                value = parameter.detach()
+                replace_data(parameter, torch.empty_like(value, dtype=group["param_dtype"]))
+            else:
+                value = take_float32(parameter)
+            if value is not None:
+                slot = optimizer._prepare(group, position, STORES[parameter.dtype])
+                slot.kind.update.fill(slot.kind.store, slot.parts, local(value).contiguous())
+    wrappers.follow()
+
+
+def _to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:
+    for group in groups:
+        if group["param_dtype"] is not None:
+            for position, parameter in enumerate(group["params"]):
+                if parameter.dtype == torch.float32 and not is_kept(parameter):
+                    yield group, position
+
+
+def name_of(group: dict, position: int) -> str:
+    """A parameter's qualified name where names were given, else its position."""
+    names = group.get("param_names")
+    return names[position] if names and position < len(names) else f"#{position}"
+
+
+@torch.no_grad()
+def agree_on_companions(optimizer: Any) -> None:
+    """Take the first process's companions where DistributedDataParallel has taken its parameters.
+
+    It sends them when it is made, which may be after the optimizer was: the companions are then still those of each
+    process's own start. All processes must call this.
+    """
+    for module in data_parallel_modules():
+        held, tensors = {id(p) for p in module.parameters()}, []
+        for group in optimizer.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                if id(parameter) in held and parameter.requires_grad:
+                    slot = optimizer._known(group, position)
+                    tensors += [slot.tensors[name] for name, _ in slot.kind.update.companions(slot.kind.store)]
+        _broadcast(tensors, module.process_group)
+
+
+def _broadcast(tensors: list[torch.Tensor], group: torch.distributed.ProcessGroup) -> None:
+    """Send tensors of any dtypes, as bytes."""
+    run, size = [], 0
+    for tensor in [*(t for t in tensors if t.numel()), None]:
+        if run and (tensor is None or size + tensor.nbytes > _MESSAGE):
+            message = torch.cat([t.reshape(-1).view(torch.uint8) for t in run])
+            torch.distributed.broadcast(message, group=group, group_src=0)
+            for t, part in zip(run, message.split([t.nbytes for t in run]), strict=True):
+                t.reshape(-1).view(torch.uint8).copy_(part)
+            run, size = [], 0
+        if tensor is not None:
+            run.append(tensor)
+            size += tensor.nbytes
+
+
+def refuse_left_behind(optimizer: Any) -> None:
+    """Raise where fully_shard has made new parameters of an optimizer's, which then never have gradients.
+
+    Raises:
+        ValueError: no module holds any of the parameters.
+    """
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    if not sharded_modules() or any(hasattr(p, "_local_tensor") for p in parameters.values()):
+        return
+    if not any(id(p) in parameters for module in living_modules() for p in module._parameters.values()):
+        raise ValueError(
+            "no parameter of this optimizer has a gradient or belongs to a module any more: fully_shard makes new "
+            "parameters, so make the optimizer after it"
+        )

@@ -1,0 +1,186 @@
+"""DistributedDataParallel and fully_shard around parameters that change: whether they can follow, and doing it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Wrappers:
+    """What must read the parameters again after a change.
+
+    Attributes:
+        data_parallel: DistributedDataParallel modules, whose buckets have the dtypes of the parameters.
+        sharded: modules of fully_shard, which keep their shards flat and padded.
+    """
+
+    data_parallel: list[nn.Module] = field(default_factory=list)
+    sharded: list[nn.Module] = field(default_factory=list)
+
+    def parameters(self) -> set[int]:
+        """The ids of all parameters that these modules hold."""
+        return {id(p) for module in (*self.data_parallel, *self.sharded) for p in module.parameters()}
+
+    def follow(self) -> None:
+        """Let every wrapper read its parameters again."""
+        for module in self.data_parallel:
+            _rebuild(module)
+        # What module.to() has fully_shard do: read the shards again, and pad them.
+        with torch.no_grad():
+            for shard in (shard for module in self.sharded for group in _groups(module) for shard in group.fsdp_params):
+                shard.reset_sharded_param()
+
+    def __or__(self, other: Wrappers) -> Wrappers:
+        """The modules of both, each once."""
+        pairs = ((self.data_parallel, other.data_parallel), (self.sharded, other.sharded))
+        return Wrappers(*(list(dict.fromkeys(a + b)) for a, b in pairs))
+
+
+def is_flat_parameter(tensor: object) -> bool:
+    """Whether FSDP1 made this parameter of many."""
+    return bool(getattr(tensor, "_is_flat_param", False))
+
+
+def find_wrappers(named: list[tuple[str, Tensor]], what: str, replaced: bool) -> Wrappers:
+    """The wrappers around any of some parameters.
+
+    Raises:
+        ValueError: one that cannot follow the change.
+    """
+    alone = nn.Parameter(torch.empty(0, device="cpu"))._use_count()
+    names = {id(tensor): name for name, tensor in named}
+    found = Wrappers()
+    # A reducer holds its parameters in C++: without such a reference there is none, and nothing to search for.
+    if any(tensor._use_count() > alone for _, tensor in named):
+        for module in data_parallel_modules():
+            held = [names[id(p)] for p in module.parameters() if id(p) in names]
+            if held and "reducer" in module.__dict__:
+                _check_data_parallel(module, held[0], what)
+                found.data_parallel.append(module)
+    shards = {id(tensor) for _, tensor in named if hasattr(tensor, "_local_tensor")}
+    if shards:
+        if replaced:
+            _refuse_shards(named, what)
+        for module in sharded_modules():
+            held = [id(p) for p in module.parameters(recurse=False) if id(p) in shards]
+            groups = _groups(module)
+            held += [id(one.sharded_param) for group in groups for one in group.fsdp_params]
+            mine = [names[key] for key in held if key in shards]
+            if mine and groups:
+                _check_sharded(module, mine[0], what)
+                found.sharded.append(module)
+    return found
+
+
+def data_parallel_modules() -> list[nn.Module]:
+    """Every DistributedDataParallel that lives in this process."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
+    kind = nn.parallel.DistributedDataParallel
+    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
+
+
+def _check_data_parallel(module: nn.Module, name: str, what: str) -> None:
+    """Raise for a DistributedDataParallel whose reducer cannot be made again as it was."""
+    state, reason = module.__dict__, None
+    if module.process_group is not torch.distributed.group.WORLD:
+        reason = "has a process group of its own"
+    elif state.get("mixed_precision") is not None:
+        reason = "was made with mixed_precision="
+    elif state.get("_delay_all_reduce_params"):
+        reason = "was made with delay_all_reduce_named_params="
+    elif any(hasattr(p, "_in_backward_optimizers") for p in module.parameters()):
+        reason = "steps optimizers in its backward pass"
+    elif state.get("_use_python_reducer"):
+        reason = "reduces in Python"
+    elif not state.get("_comm_hooks") and module._get_ddp_logging_data().get("comm_hook"):
+        reason = "has a built-in communication hook"
+    if reason is not None:
+        raise ValueError(
+            f"parameter {name!r} is held by a DistributedDataParallel that {reason}, and cannot be told that the "
+            f"parameter changes: call {what} before wrapping the model"
+        )
+
+
+def _rebuild(module: nn.Module) -> None:
+    """Give a DistributedDataParallel a new reducer over its module's present parameters, as unpickling one does."""
+    state = module.__getstate__()
+    hooks = list(state.get("_comm_hooks", ()))
+    ignored = state.get("parameters_to_ignore", ())
+    state["_module_parameters"] = [p for name, p in module.module.named_parameters() if name not in ignored]
+    state["_comm_hooks"] = []
+    # The old reducer takes its hooks off the gradient accumulators when it goes, before the new one adds its own.
+    module.__dict__.update(reducer=None, logger=None)
+    module.__setstate__(state)
+    for hook, hook_state in hooks:
+        module.register_comm_hook(hook_state, hook)
+
+
+def sharded_modules() -> list[nn.Module]:
+    """Every module of fully_shard that lives in this process."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [x for x in gc.get_objects() if issubclass(type(x), fsdp.FSDPModule)]
+
+
+def _groups(module: nn.Module) -> Iterable:
+    """fully_shard's groups of parameters at a module."""
+    state = module._get_fsdp_state()
+    # torch 2.12 has one group at a module, or None.
+    groups = getattr(state, "_fsdp_param_groups", (getattr(state, "_fsdp_param_group", None),))
+    return [group for group in groups if group is not None]
+
+
+def _refuse_shards(named: list[tuple[str, Tensor]], what: str) -> None:
+    for name, tensor in named:
+        if hasattr(tensor, "_local_tensor"):
+            raise ValueError(
+                f"parameter {name!r} is sharded (a DTensor of fully_shard or a parallel plan), which keeps it: "
+                f"call {what} before sharding the model"
+            )
+
+
+def _check_sharded(module: nn.Module, name: str, what: str) -> None:
+    """Raise for a module of fully_shard that has run: its buffers for gathering have the old dtype."""
+    if getattr(module._get_fsdp_state(), "_is_root", None) is not None:
+        raise ValueError(
+            f"parameter {name!r} is sharded by fully_shard, and the model has run: its buffers have the old dtype. "
+            f"Call {what} after fully_shard and before the first forward pass, or on the model before fully_shard"
+        )
+
+
+def replace_data(parameter: Tensor, value: Tensor) -> None:
+    """Give a parameter other numbers of another dtype, in place: it stays the object that others hold.
+
+    Args:
+        parameter: plain, or a DTensor.
+        value: of the parameter's shape and kind.
+    """
+    parameter.data = value
+    parameter.grad = None
+    if hasattr(parameter, "_local_tensor"):
+        # The assignment changes what autograd sees of a DTensor; its shard and its description are attributes.
+        parameter._local_tensor, parameter._spec = value._local_tensor, value._spec
+
+
+def refuse_fully_shard(
+    tensor: Tensor, mesh: object, outer_size: object, outer_stride: object, module: nn.Module, mp_policy: object
+) -> NoReturn:
+    """What a tensor subclass answers where fully_shard asks it for the parts to gather.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    name = type(tensor).__name__
+    raise NotImplementedError(
+        f"fully_shard of {name} parameters: it gathers and reduces one plain tensor per parameter, and these have "
+        "several. Use DistributedDataParallel, or shard plain parameters (param_dtype= works with fully_shard)"
+    )
