@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from halfulp import formats
 from halfulp.formats import get
 from halfulp.rounding import fit, quantize
 
@@ -46,3 +47,16 @@ def test_edges():
         fit(torch.ones(3, dtype=torch.int32), "bf16")
     x = torch.randn(5, requires_grad=True)
     fit(x, "bf16")
+
+
+SIGNED = [name for name in formats.names() if isinstance(get(name), formats.Format) and get(name).smallest_subnormal]
+
+
+@pytest.mark.parametrize("name", [name for name in SIGNED if name not in ("fp64", "fp32", "e8m0")])
+def test_the_smallest_normal_is_no_subnormal(name):
+    format = get(name)
+    if format.smallest_subnormal == format.smallest_normal:
+        pytest.skip("the format has no subnormals")
+    at, below = format.smallest_normal, format.smallest_subnormal
+    assert fit(torch.tensor([at, -at], dtype=torch.float64), format).subnormal == 0
+    assert fit(torch.tensor([below, -below, at], dtype=torch.float64), format).subnormal == pytest.approx(2 / 3)

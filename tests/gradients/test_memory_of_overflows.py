@@ -1,0 +1,93 @@
+"""What the scaler remembers of overflows: for how long, of which sites, and over several optimizers and processes."""
+
+import pytest
+import torch
+from torch import nn
+
+import halfulp as hu
+from halfulp.gradients import _controller
+from halfulp.gradients._overflow import downstream
+from halfulp.gradients._site import Site
+
+from .exponents import batch, clear, mean_square, mlp
+
+
+@pytest.mark.parametrize("policy", ["amax", "dynamic", "underflow-bound"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("again", ["unscale_", "step"])
+def test_a_found_infinity_never_clears_within_an_iteration(policy, order, again, seed):
+    """Whatever finite gradients are looked at afterwards, by whichever optimizer."""
+    model = nn.Sequential(*mlp(2))
+    scaler = hu.AdaptiveGradScaler(model, policy=policy, format="fp16")
+    halves = [list(model[0].parameters()), list(model[2].parameters())]
+    opts = [torch.optim.SGD(half, lr=0.1) for half in halves]
+    scaler.scale(mean_square(model(batch()))).backward()
+    halves[order[0]][0].grad[0, 0] = torch.inf
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    scaler.unscale_(opts[order[0]])
+    halves[order[0]][0].grad.nan_to_num_(posinf=0.0)  # clipping may hide it
+    if again == "unscale_":
+        scaler.unscale_(opts[order[1]])
+    scaler.step(opts[order[0]])
+    assert not scaler.last_step.applied
+    scaler.step(opts[order[1]])
+    scaler.update()
+    touched = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert touched == [order[0] == 1, order[0] == 1, order[0] == 0, order[0] == 0]
+
+
+def test_the_memory_of_an_overflow_ends(seed):
+    model = nn.Sequential(*mlp(2))
+    interval = 2
+    scaler = hu.AdaptiveGradScaler(model, format="fp16", interval=interval)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def iterate(factor=1.0):
+        clear(model)
+        scaler.scale(factor * mean_square(model(batch()))).backward()
+        scaler.step(opt)
+        scaler.update()
+
+    for _ in range(8):
+        iterate()
+    every = list(scaler._controller.sites)
+    for site in every:
+        site.overflowed = 3
+    scaler._controller._unseen = 2
+    forgotten = _controller._FORGET * interval
+    for _ in range(forgotten):
+        iterate()
+    assert all(site.overflowed is None for site in every)
+    assert scaler._controller._unseen < 2
+    for _ in range(forgotten):
+        iterate()
+    assert scaler._controller._unseen == 0
+
+
+def test_everything_after_the_first_culprit_in_backward_is_downstream():
+    order = [Site(f"site {k}", None, 0) for k in range(5)]
+    assert downstream([], order) == []
+    for k, site in enumerate(order):
+        assert downstream([site], order) == order[:k]
+        for other in order[:k]:
+            assert downstream([other, site], order) == downstream([site, other], order) == order[:k]
+    assert downstream([Site("elsewhere", None, 0)], order) == []
+
+
+AGREE = """
+import os, sys, torch
+import torch.distributed as dist
+from halfulp.gradients._parallel import least
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+for pair in ((3, -5), (-5, 3), (7, 7), (0, 60), (-60, -30)):
+    assert least(pair[rank], torch.device("cpu")) == min(pair), pair
+dist.barrier()
+dist.destroy_process_group()
+os._exit(0)
+"""
+
+
+def test_processes_agree_on_the_least_exponent(in_two_processes):
+    in_two_processes(AGREE)
