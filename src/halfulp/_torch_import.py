@@ -93,6 +93,9 @@ def _operators(torch: ModuleType) -> Any:
     """
 
     class Operators(torch._ops._OpNamespace):
+        # Inductor pickles operators by the module that their namespace says: torch's own.
+        __module__ = torch._ops._OpNamespace.__module__
+
         def __getattr__(self, name: str) -> Any:
             try:
                 return super().__getattr__(name)

@@ -88,3 +88,7 @@ def test_nothing_is_looked_up_in_torch_ops_when_it_is_imported():
     seen = "@implements(torch.ops.aten.add.Tensor)\ndef f(x):\n    return torch.ops.aten.neg(x)\n"
     assert _looked_up_on_import(ast.parse(seen))
     assert not _looked_up_on_import(ast.parse("def f(x):\n    return torch.ops.aten.neg(x)\n"))
+
+
+def test_own_operators_say_torchs_module_so_that_compilers_pickle_them():
+    assert torch.ops.halfulp.quantize.__module__ == torch.ops.aten.add.__module__.replace("aten", "halfulp")
