@@ -81,7 +81,7 @@ KERNELS = {
 }
 MEMORY = ["load8", "load16", "load32", "load64", "store8", "store16", "store32", "store64", "peak16x16", "peak16x32"]
 INDEX = ["low_word", "high_word"]
-SIXTEEN = ["signed_values16", "unsigned_values16", "largest16"]
+SIXTEEN = ["signed_cubes16", "unsigned_cubes16", "scaled16", "largest16"]
 
 
 def test_every_operation_is_tested_and_has_an_instruction():
@@ -171,12 +171,33 @@ def test_sixteen_values(name, cache, seed):
     for i in range(33):
         SCALARS[name](codes.ctypes.data, i, unit, plain.ctypes.data, i * 16)
     numbers = codes.view(np.int8) if name.startswith("signed") else codes
-    wanted = numbers.astype(np.float32) * unit
+    k, most = numbers.astype(np.float32), 127 if name.startswith("signed") else 255
+    wanted = k * k * k * np.float32(1 / most**3) * unit
     if name.startswith("signed"):
         wanted[codes == 128] = np.nan
     wanted = np.stack([wanted[i : i + 16] for i in range(33)])
     assert same_bits(torch.from_numpy(out), torch.from_numpy(wanted))
     assert same_bits(torch.from_numpy(plain), torch.from_numpy(wanted))
+
+
+def in_place(n, a, factor, out):
+    for i in range(n):
+        scaled16(a, i * 16, real(factor))  # noqa: F821
+
+
+def test_sixteen_scaled(cache, seed):
+    x = np.concatenate([words(45, np.random.default_rng(seed)), [1, 0x80000001, 0]]).astype(np.uint32).view(np.float32)
+    factor, plain = np.float32(2.0**-30), x.copy()
+    with np.errstate(all="ignore"):
+        wanted = x * factor
+    wanted[(x > 0) & (wanted == 0)] = 2.0**-126
+    kernel = compile_kernel(in_place, "void(int64, int64, uint32, int64)", {"scaled16": SCALARS["scaled16"]})
+    for i in range(3):
+        SCALARS["scaled16"](plain.ctypes.data, i * 16, factor)
+    kernel(3, x.ctypes.data, factor.view(np.uint32), x.ctypes.data)
+    assert wanted[45] == 2.0**-126
+    for found in (x, plain):
+        assert same_bits(torch.from_numpy(found), torch.from_numpy(wanted))
 
 
 def largest(n, a, top, out):
@@ -190,7 +211,7 @@ def test_largest_of_sixteen(cache, seed):
     kernel = compile_kernel(largest, "void(int64, int64, uint32, int64)", {"largest16": SCALARS["largest16"]})
     kernel(33, x.ctypes.data, top, out.ctypes.data)
     sizes = [int(word) & 0x7FFFFFFF for word in x]
-    wanted = [max([0x00800000, *(s for s in sizes[i : i + 16] if s <= 0x7F800000)]) for i in range(33)]
+    wanted = [max([0x00800000, *(s for s in sizes[i : i + 16] if s < 0x7F800000)]) for i in range(33)]
     assert out.tolist() == wanted
     assert [int(SCALARS["largest16"](x.ctypes.data, i, top)) for i in range(33)] == wanted
 

@@ -164,7 +164,7 @@ def _change(name):
         state = saved["state"]
         match name:
             case "shape":
-                state[0]["exp_avg"] = state[0]["exp_avg"][:-1].clone()
+                state[0]["exp_avg_codes"] = state[0]["exp_avg_codes"][:-1].clone()
             case "missing state":
                 del state[1]["exp_avg_sq"]
             case "missing companion":
@@ -186,13 +186,13 @@ def _change(name):
             case "huge step":
                 state[0]["step"] = float("inf")
             case "string state":
-                state[0]["exp_avg"] = "zeros"
+                state[0]["exp_avg_codes"] = "zeros"
             case "string companion":
                 state[0]["low_bits"] = "zeros"
             case "list state":
                 state[2] = [1, 2, 3]
             case "integer state":
-                state[0]["exp_avg"] = state[0]["exp_avg"].long()
+                state[0]["exp_avg_codes"] = state[0]["exp_avg_codes"].long()
             case "no state":
                 del saved["state"]
             case "no groups":

@@ -1,10 +1,10 @@
-"""Optimizer states: right on average in bfloat16, within two hundredths of an update in 8 bits, at any scale."""
+"""Optimizer states: right on average in bfloat16, within three hundredths of an update in 8 bits, at any scale."""
 
 import pytest
 import torch
 
 import halfulp as hu
-from halfulp.optim._states import Blocks
+from halfulp.optim._blocks import Blocks
 
 from .laws import CODECS, RULES, build, differing, snapshot
 
@@ -52,10 +52,10 @@ def _update_error(magnitude, eps, state_dtype="8bit", steps=20, elements=8192):
 
 
 @pytest.mark.parametrize("exponent", [-30, -20, -10, -6, -5, -3, 0, 10, 20, 30])
-def test_an_update_of_8_bit_states_is_within_two_hundredths(seed, exponent):
-    assert _update_error(10.0**exponent, 1e-8) <= 0.02
+def test_an_update_of_8_bit_states_is_within_three_hundredths(seed, exponent):
+    assert _update_error(10.0**exponent, 1e-8) <= 0.03
     if exponent >= -10:  # below, squares vanish in float32 itself, and only AdamW's own eps is left to divide by
-        assert _update_error(10.0**exponent, 10.0 ** (exponent - 6)) <= 0.02
+        assert _update_error(10.0**exponent, 10.0 ** (exponent - 6)) <= 0.03
 
 
 def test_one_loud_element_does_not_blow_up_its_neighbours(seed):
@@ -81,35 +81,39 @@ def test_a_positive_second_moment_never_becomes_zero(seed):
         signs = torch.randint(0, 2, (elements,)) * 2 - 1  # torch.randn draws a 0 once in eight million
         parameter.grad = signs * (scale if step < 20 else 1e-15)
         optimizer.step()
-        assert (optimizer.state[parameter]["exp_avg_sq"] > 0).all()
+        assert (optimizer.state[parameter]["exp_avg_sq_codes"] > 0).all()
     parameter.grad = torch.zeros(elements)
     fresh, other = _adamw(elements, "8bit")
     fresh.grad = torch.zeros(elements)
     other.step()
-    assert (other.state[fresh]["exp_avg_sq"] == 0).all(), "a zero is a zero"
+    assert (other.state[fresh]["exp_avg_sq_codes"] == 0).all(), "a zero is a zero"
 
 
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("block", [16, 128])
 def test_codes_are_right_on_average_and_bounded(seed, squared, block):
+    """The values (roots for second moments) at all ratios to the block's largest, by float64's own cube roots."""
     codec = Blocks(block, squared)
-    values = torch.randn(64 * block) ** (2 if squared else 1) * 10.0 ** torch.empty(64).uniform_(
-        -12, 12
-    ).repeat_interleave(block)
-    held = [torch.empty(size, dtype=dtype) for size, dtype in codec.tensors("x", values.shape).values()]
-    total = torch.zeros(values.shape, dtype=torch.float64)
+    most = 255 if squared else 127
+    roots = torch.randn(64 * block) * 10.0 ** torch.empty(64 * block).uniform_(-6, 0)
+    roots = (roots.abs() if squared else roots) * 10.0 ** torch.empty(64).uniform_(-12, 12).repeat_interleave(block)
+    held = [torch.empty(size, dtype=dtype) for size, dtype in codec.tensors("x", roots.shape).values()]
+    total = torch.zeros(roots.shape, dtype=torch.float64)
     rounds = 400
-    top = values.abs().reshape(-1, block).amax(1).repeat_interleave(block).double()
     for _ in range(rounds):
-        codec.encode(held, values, torch.randint(0, 2**32, values.shape))
-        decoded = codec.decode(held).double()
-        step = top * 1.01 / 127 if not squared else 2.02 * (top * values).double().sqrt() / 255 + top * 1.02 / 255**2
-        assert ((decoded - values.double()).abs() <= step).all()
-        total += decoded
-    floored = (values.double() < top / 255**2 * 1.02) & squared  # kept from zero, which is upwards
-    error = ((total / rounds - values.double()) / step)[~floored]
-    assert error.abs().max() < 6 * 0.5 / rounds**0.5 + 0.01
-    assert abs(float(error.mean())) < 6 * 0.5 / (rounds * len(error)) ** 0.5 + 1e-3
+        codec.encode_roots(held, roots, torch.randint(0, 2**32, roots.shape))
+        total += codec.decode_roots(held).double()
+    scale = held[1].double().repeat_interleave(block)
+    top = roots.abs().reshape(-1, block).amax(1).repeat_interleave(block).double()
+    assert ((top <= scale) & (scale <= 1.25 * top)).all()
+    size = roots.abs().double()
+    below = ((size / scale) ** (1 / 3) * most).floor()
+    step = scale * (((below + 1) / most) ** 3 - (below / most) ** 3)
+    error = (total / rounds - roots.double()) / step
+    kept = (below > 0) | (not squared)  # else kept from zero, which is upwards
+    # Near a code float64's floor and the kernel's may differ by one, and the step with them: by a half at most.
+    assert error[kept].abs().max() < 1.6 * 6 * 0.5 / rounds**0.5
+    assert abs(float(error[kept].mean())) < 6 * 0.5 / (rounds * int(kept.sum())) ** 0.5 + 1e-3
 
 
 def test_special_values_in_blocks():
@@ -121,8 +125,9 @@ def test_special_values_in_blocks():
     back = codec.decode(held)
     assert back[0].isnan()
     assert not back[1:].isnan().any(), "a NaN stays with its element"
-    assert back[1] == 1.0
-    assert back[16] > 3e38
+    assert abs(back[1] - 1.0) <= 2**-23
+    assert abs(back[16] - 2.0) <= 2**-22, "an infinity is kept out of the scale, and stored as the largest code"
+    assert back[17] == back[16]
     assert (back[32:] == 0).all()
 
 
@@ -145,7 +150,8 @@ def test_which_parameters_get_which_states(name, shape, dtypes):
     optimizer = hu.optim.AdamW([parameter], state_dtype=CODECS[name])
     optimizer.bytes_per_parameter()
     state = optimizer.state[parameter]
-    assert {state[key].dtype for key in ("exp_avg", "exp_avg_sq")} == dtypes
+    codes = "_codes" if torch.int8 in dtypes else ""
+    assert {state[f"{key}{codes}"].dtype for key in ("exp_avg", "exp_avg_sq")} == dtypes
     assert ("exp_avg_scale" in state) == (torch.int8 in dtypes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
@@ -108,13 +109,17 @@ def _splat(builder, value):
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), mask)
 
 
-def _values16(signed: bool) -> Callable:
+def _cubes16(signed: bool) -> Callable:
     """Sixteen codes at once: a loop of 32 small steps is unrolled by LLVM before it can be vectorized."""
+    most = 127 if signed else 255
 
-    def emit(builder, codes, i, unit, buffer, j):
+    def emit(builder, codes, i, scale, buffer, j):
         code = builder.load(_at(builder, codes, i, _I8, ir.VectorType(_I8, _LANES)), align=1)
         whole = (builder.sext if signed else builder.zext)(code, ir.VectorType(_I32, _LANES))
-        value = builder.fmul(builder.sitofp(whole, ir.VectorType(_F32, _LANES)), _splat(builder, unit))
+        k = builder.sitofp(whole, ir.VectorType(_F32, _LANES))
+        cube = builder.fmul(builder.fmul(k, k), k)
+        value = builder.fmul(cube, ir.Constant(k.type, [float(np.float32(1 / most**3))] * _LANES))
+        value = builder.fmul(value, _splat(builder, scale))
         if signed:
             lowest = builder.icmp_signed("==", whole, ir.Constant(whole.type, [-128] * _LANES))
             value = builder.select(lowest, ir.Constant(value.type, [float("nan")] * _LANES), value)
@@ -123,12 +128,21 @@ def _values16(signed: bool) -> Callable:
     return emit
 
 
+def _scaled16(builder, buffer, j, factor):
+    vector = ir.VectorType(_F32, _LANES)
+    place, zero = _at(builder, buffer, j, _F32, vector), ir.Constant(vector, [0.0] * _LANES)
+    given = builder.load(place, align=4)
+    product = builder.fmul(given, _splat(builder, factor))
+    lost = builder.and_(builder.fcmp_ordered(">", given, zero), builder.fcmp_ordered("==", product, zero))
+    builder.store(builder.select(lost, ir.Constant(vector, [2.0**-126] * _LANES), product), place, align=4)
+
+
 def _largest16(builder, buffer, j, top):
     words = ir.VectorType(_I32, _LANES)
     given = builder.load(_at(builder, buffer, j, _I32, words), align=4)
     sizes = builder.and_(given, ir.Constant(words, [0x7FFFFFFF] * _LANES))
-    nan = builder.icmp_unsigned(">", sizes, ir.Constant(words, [0x7F800000] * _LANES))
-    sizes = builder.select(nan, ir.Constant(words, [0] * _LANES), sizes)
+    special = builder.icmp_unsigned(">=", sizes, ir.Constant(words, [0x7F800000] * _LANES))
+    sizes = builder.select(special, ir.Constant(words, [0] * _LANES), sizes)
     name = f"llvm.vector.reduce.umax.v{_LANES}i32"
     reduce = builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(_I32, [words]), name)
     most = builder.call(reduce, [sizes])
@@ -162,8 +176,9 @@ INTRINSICS: dict[str, Callable] = {
     "root": _operation("root", types.float32, (types.float32,), _root),
     "larger": _operation("larger", types.float32, (types.float32, types.float32), _larger),
     "sign_of": _operation("sign_of", types.float32, (types.float32,), _sign_of),
-    "signed_values16": _operation("signed_values16", *_SIXTEEN, _values16(True)),
-    "unsigned_values16": _operation("unsigned_values16", *_SIXTEEN, _values16(False)),
+    "signed_cubes16": _operation("signed_cubes16", *_SIXTEEN, _cubes16(True)),
+    "unsigned_cubes16": _operation("unsigned_cubes16", *_SIXTEEN, _cubes16(False)),
+    "scaled16": _operation("scaled16", types.void, (types.int64, types.int64, types.float32), _scaled16),
     "largest16": _operation("largest16", types.uint32, (types.int64, types.int64, types.uint32), _largest16),
     "load8": _operation("load8", *_LOAD, _load(_I8)),
     "load16": _operation("load16", *_LOAD, _load(_I16)),

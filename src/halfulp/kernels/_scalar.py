@@ -248,27 +248,37 @@ def store64(address, i, w):
 
 
 @_scalar
-def signed_values16(codes, i, unit, buffer, j):
-    """Sixteen signed bytes from element i times a unit, into a float32 buffer from element j; -128 is NaN."""
+def signed_cubes16(codes, i, scale, buffer, j):
+    """Sixteen signed bytes from element i as scale x (byte / 127)^3, into a float32 buffer from j on; -128 is NaN."""
     for k in range(16):
-        code = int(_read(8, codes, int(i) + k))
-        value = np.float32("nan") if code == 128 else np.float32(code - 256 if code > 127 else code) * np.float32(unit)
-        _write(32, buffer, int(j) + k, word(value))
+        code = np.float32(np.uint8(_read(8, codes, int(i) + k)).view(np.int8))
+        value = code * code * code * np.float32(1 / 127**3) * np.float32(scale)
+        _write(32, buffer, int(j) + k, word(np.float32("nan") if code == -128 else value))
 
 
 @_scalar
-def unsigned_values16(codes, i, unit, buffer, j):
-    """Sixteen unsigned bytes from element i times a unit, into a float32 buffer from element j."""
+def unsigned_cubes16(codes, i, scale, buffer, j):
+    """Sixteen unsigned bytes from element i as scale x (byte / 255)^3, into a float32 buffer from element j."""
     for k in range(16):
-        value = np.float32(int(_read(8, codes, int(i) + k))) * np.float32(unit)
-        _write(32, buffer, int(j) + k, word(value))
+        code = np.float32(int(_read(8, codes, int(i) + k)))
+        _write(32, buffer, int(j) + k, word(code * code * code * np.float32(1 / 255**3) * np.float32(scale)))
+
+
+@_scalar
+def scaled16(buffer, j, factor):
+    """Sixteen float32 from element j times a factor, in place; a positive one never becomes 0."""
+    for k in range(16):
+        value = real(_read(32, buffer, int(j) + k))
+        with np.errstate(all="ignore"):
+            product = value * np.float32(factor)
+        _write(32, buffer, int(j) + k, word(np.float32(2.0**-126) if value > 0 and product == 0 else product))
 
 
 @_scalar
 def largest16(buffer, j, top):
-    """The largest word of |value| of sixteen float32 from element j, or `top` if that is larger; NaNs do not count."""
+    """The largest word of |value| of sixteen float32 from element j that are finite, or `top` if that is larger."""
     words = [int(_read(32, buffer, int(j) + k)) & 0x7FFFFFFF for k in range(16)]
-    return np.uint32(max([int(top), *(w for w in words if w <= 0x7F800000)]))
+    return np.uint32(max([int(top), *(w for w in words if w < 0x7F800000)]))
 
 
 @_scalar

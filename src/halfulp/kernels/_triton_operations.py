@@ -96,10 +96,11 @@ def double(x):
 
 
 def row_peak(x):
-    """The word of the largest magnitude of each row of a tile; NaNs do not count."""
+    """The word of the largest finite magnitude of each row of a tile."""
     size = x.to(tl.uint32, bitcast=True) & tl.full([], 0x7FFFFFFF, tl.uint32)
     tl.debug_barrier()  # every warp has read the old scales before one writes new ones
-    return tl.max(tl.where(x == x, size, tl.full([], 0, tl.uint32)), axis=1, keep_dims=True)
+    finite = size < tl.full([], 0x7F800000, tl.uint32)
+    return tl.max(tl.where(finite, size, tl.full([], 0, tl.uint32)), axis=1, keep_dims=True)
 
 
 def load8(address, i, lanes, aligned: tl.constexpr):

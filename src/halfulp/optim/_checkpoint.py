@@ -11,7 +11,9 @@ import torch
 from ..formats import Format
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
+from ._blocks import scale_shape
 from ._saved import checked_groups, checked_state, whole_step
+from ._saved_states import ABSENT, block_of, check_version, codec_versions, saved_value
 from ._scaled_states import peak
 from ._scaled_step import weight_scale
 from ._slots import Slot, local, placed_like
@@ -46,9 +48,8 @@ class CheckpointMixin:
             if not isinstance(number, int):  # what a hook, or the user, keeps for no parameter
                 continue
             parameter = parameters[number]
-            slot = self._slots.get(parameter)
-            block = None if slot is None else slot.kind.block
-            saved["state"][number] = {name: _as_held(value, parameter, block) for name, value in state.items()}
+            held = {name: _as_held(name, value, state, parameter) for name, value in state.items()}
+            saved["state"][number] = codec_versions(state) | held
         saved["param_groups"] = [_plain_group(group) for group in saved["param_groups"]]
         return saved
 
@@ -119,7 +120,7 @@ class CheckpointMixin:
         fitted: dict[str, torch.Tensor] = {}
         used = {"step"}
         for codec, rule_state, names in zip(slot.kind.codecs, slot.kind.rule.states, slot.kind.state_tensors):
-            used |= {rule_state.name, f"{rule_state.name}_scale", f"{rule_state.name}_residual"}
+            used |= {f"{rule_state.name}{suffix}" for suffix in ("", "_codes", "_scale", "_residual")}
             fitted |= _fit_state(slot, codec, rule_state, names, state)
         for name in slot.kind.companions:
             used.add(name)
@@ -212,22 +213,21 @@ def _contiguous_parts(slot: Slot) -> list[torch.Tensor]:
     return [part.contiguous() for part in slot.parts]
 
 
-def _as_held(value: object, parameter: torch.Tensor, block: int | None) -> object:
-    """A state tensor as a DTensor where its parameter is one, so that distributed checkpoints can re-shard it.
-
-    The scales of 8-bit blocks lie in the order of the whole only where dimension 0 is sharded; else they stay local.
-    """
+def _as_held(name: str, value: object, state: Mapping, parameter: torch.Tensor) -> object:
+    """A state tensor as a DTensor where its parameter is one, so that distributed checkpoints can re-shard it."""
     if local(parameter) is parameter or not isinstance(value, torch.Tensor) or local(value) is not value:
         return value
     if value.shape == local(parameter).shape:
         return placed_like(value, parameter)
+    codes = state.get(f"{name.removesuffix('_scale')}_codes")
+    if codes is None:
+        return value
     from torch.distributed.tensor import DTensor
 
     mesh, placements = parameter.device_mesh, parameter.placements
-    if block is None or any(getattr(placement, "dim", 0) for placement in placements):
-        return value
-    whole = parameter.numel() // block
-    return DTensor.from_local(value, mesh, placements, shape=torch.Size([whole]), stride=(1,), run_check=False)
+    whole = scale_shape(parameter.shape, block_of(codes, value))
+    stride = torch.empty(whole, dtype=value.dtype, device="meta").stride()
+    return DTensor.from_local(value, mesh, placements, shape=whole, stride=stride, run_check=False)
 
 
 def _plain_group(group: dict) -> dict:
@@ -263,47 +263,29 @@ def _is_ours(state: Mapping) -> bool:
 
 def _fit_state(slot: Slot, codec, rule_state, names: tuple[str, ...], state: Mapping) -> dict[str, torch.Tensor]:
     """One state of the rule from what was saved, bit for bit where the dtypes agree, through float32 else."""
-    if rule_state.name not in state:
+    given = state.get(f"{rule_state.name}_codes", state.get(rule_state.name, ABSENT))
+    if given is ABSENT:
         raise ValueError(
             f"state of parameter {slot.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
         )
-    given = state[rule_state.name]
     if isinstance(given, (ScaledTensor, MCTensor)):
         state = {**state, rule_state.name: (given := given.decode(torch.float32))}
     if given is None and rule_state.name == "momentum_buffer":
         return {name: torch.zeros_like(slot.tensors[name]) for name in names}
     own = [slot.tensors[name] for name in names]
-    if all(_dtype(state.get(name)) == mine.dtype for name, mine in zip(names, own)):
-        return {name: _same_shape(slot, name, state[name], mine, exact=False) for name, mine in zip(names, own)}
+    if all(_alike(state.get(name), mine) for name, mine in zip(names, own)):
+        check_version(rule_state.name, state)
+        return {name: state[name] for name in names}
     given = _same_shape(slot, rule_state.name, given, own[0], exact=False)
-    value = _saved_value(local(given), state, rule_state)
+    value = saved_value(local(given), state, rule_state)
     fresh = [torch.zeros_like(mine) for mine in own]
     codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
     return dict(zip(names, fresh))
 
 
-def _dtype(given: object) -> torch.dtype | None:
-    return local(given).dtype if isinstance(given, torch.Tensor) else None
-
-
-def _saved_value(given: torch.Tensor, state: Mapping, rule_state) -> torch.Tensor:
-    """A saved state as float32: a plain tensor, one with a residual, or codes with their scales."""
-    from ._states import Blocks
-
-    scale = state.get(f"{rule_state.name}_scale")
-    if scale is None:
-        if not given.is_floating_point():
-            raise ValueError(f"saved state {rule_state.name!r} is {given.dtype} without a scale: the file is damaged")
-        residual = state.get(f"{rule_state.name}_residual")
-        return given.float() if residual is None else given.float() + local(residual).float()
-    if given.is_floating_point() and _dtype(scale) == torch.float32 and scale.dim() == 0:
-        value = given.float() * scale.to(given.device)
-        return value * value if rule_state.degree == 2 else value
-    if given.dtype not in (torch.int8, torch.uint8) or _dtype(scale) != torch.bfloat16:
-        raise ValueError(f"saved state {rule_state.name!r} is {given.dtype}, no 8-bit codes: the file is damaged")
-    block = -(-given.numel() // max(1, local(scale).numel()))
-    block = 1 << max(0, (block - 1).bit_length())
-    return Blocks(block, rule_state.degree == 2).decode([given, local(scale)])
+def _alike(given: object, own: torch.Tensor) -> bool:
+    """Whether a saved tensor can be copied bit for bit."""
+    return isinstance(given, torch.Tensor) and (local(given).dtype, local(given).shape) == (own.dtype, own.shape)
 
 
 def _same_shape(slot: Slot, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:

@@ -283,7 +283,8 @@ def codecs_for(
 def _refuse_cut_blocks(parameter: torch.Tensor, codecs: tuple[Codec, ...], name: str) -> None:
     block = max(codec.block for codec in codecs if isinstance(codec, Blocks))
     cut = (index_map_of(parameter).runs()[:, 1:] % block).any()
-    if cut:
+    inner = any(getattr(placement, "dim", 0) for placement in getattr(parameter, "placements", ()))
+    if cut or (inner and parameter.shape[-1] % block):
         raise ValueError(
             f"parameter {name} of shape {tuple(parameter.shape)} is sharded so that blocks of {block} 8-bit states "
             "are cut: shard dimension 0, or give it a group with state_dtype=torch.bfloat16"

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from ._blocks import Blocks
 from ._components import Components
 from ._eight_bits import PAYLOADS
 from ._pair import Pair
@@ -102,86 +103,6 @@ class Plain:
     def saved(self, k: int, at: int, value: str, bits: str) -> str:
         """The text that stores one."""
         return f"save_{k}(a{at}, i, round_{k}({value}, {bits}))"
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """8-bit codes in blocks, value = code x scale / most (signed) or its square (second moments).
-
-    The scale is the block's largest magnitude rounded up to bfloat16, so that no code overflows. Codes are rounded
-    stochastically between the two representable values around a value, so that the stored value is right on average;
-    a positive second moment never gets code 0, which would divide by eps alone.
-    """
-
-    columns: ClassVar[int] = 2
-
-    block: int
-    squared: bool
-
-    random_bits: int = 16
-
-    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Codes of the parameter's shape, and one scale per block."""
-        codes = torch.uint8 if self.squared else torch.int8
-        blocks = -(-prod(shape) // self.block)
-        return {name: (shape, codes), f"{name}_scale": (torch.Size([blocks]), torch.bfloat16)}
-
-    def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """float32 values."""
-        values = self.decode_roots(tensors)
-        return values * values if self.squared else values
-
-    def decode_roots(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """float32 values before squaring."""
-        codes, scale = tensors
-        unit = BF16.decode(scale) / (255.0 if self.squared else 127.0)
-        values = codes.reshape(-1).float() * self._spread(unit, codes.numel())
-        if not self.squared:
-            values = torch.where(codes.reshape(-1) == -128, torch.nan, values)
-        return values.reshape(codes.shape)
-
-    def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
-        """Store values; without random words as nearly as the codes allow."""
-        random = torch.full(value.shape, 0x8000, device=value.device, dtype=torch.int64) if random is None else random
-        self.encode_roots(tensors, value.double().sqrt().float() if self.squared else value, random)
-
-    def encode_roots(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor) -> None:
-        """Store values given before squaring."""
-        flat = value.reshape(-1)
-        scale = self._scales(flat)
-        most = 255.0 if self.squared else 127.0
-        inverse = torch.where(scale > 0, torch.full_like(scale, most) / scale, 0.0)  # number / tensor would round twice
-        t = flat * self._spread(inverse, flat.numel())
-        chance = (random.reshape(-1) & 0xFFFF).float() * 2.0**-16
-        codes = self._squared_codes(flat, t, chance) if self.squared else self._signed_codes(flat, t, chance)
-        tensors[0].copy_(codes.reshape(tensors[0].shape))
-        tensors[1].copy_(scale.to(torch.bfloat16))
-
-    def _scales(self, flat: torch.Tensor) -> torch.Tensor:
-        words = flat.view(torch.int32).to(torch.int64) & 0x7FFFFFFF
-        words = torch.where(words > 0x7F800000, 0, words)
-        padding = -flat.numel() % self.block
-        top = torch.nn.functional.pad(words, (0, padding)).reshape(-1, self.block).amax(1)
-        code = (top + 0xFFFF >> 16).clamp(max=0x7F7F)
-        return (code << 16).to(torch.int32).view(torch.float32)
-
-    def _spread(self, per_block: torch.Tensor, count: int) -> torch.Tensor:
-        return per_block.repeat_interleave(self.block)[:count]
-
-    @staticmethod
-    def _signed_codes(value: torch.Tensor, t: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
-        t = torch.where(t == t, t, 0.0).clamp(-127.0, 127.0)
-        codes = (t + 128.0 + chance).to(torch.int64) - 128
-        return torch.where(value == value, codes, -128).to(torch.int8)
-
-    @staticmethod
-    def _squared_codes(value: torch.Tensor, t: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
-        t = torch.where(t == t, t, 255.0).clamp(max=255.0)
-        below = t.to(torch.int64)
-        k = below.float()
-        up = chance * (k + k + 1.0) < (t - k) * (t + k)
-        codes = (below + up.to(torch.int64)).clamp(max=255)
-        return torch.where((codes == 0) & (value > 0), 1, codes).to(torch.uint8)
 
 
 Codec = Plain | Pair | Blocks | Scaled
