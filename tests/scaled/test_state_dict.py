@@ -300,3 +300,14 @@ def test_save_pretrained_writes_weights_that_from_pretrained_takes(convert, size
     for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine.detach().decode(torch.float64), theirs.detach().decode(torch.float64))
         assert torch.equal(mine.scale, theirs.scale)
+
+
+@pytest.mark.parametrize("convert", [hu.scalify, lambda m: hu.multicomponent(m, 3, torch.float16)])
+def test_distributed_checkpoints_of_torch_find_every_entry(convert, seed):
+    """torch.distributed.checkpoint.state_dict looks names up as attributes, of parameters too."""
+    from torch.distributed.checkpoint import state_dict as distributed
+
+    model, other = convert(net()), convert(net())
+    distributed.set_model_state_dict(other, distributed.get_model_state_dict(model))
+    for name, entry in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], entry)

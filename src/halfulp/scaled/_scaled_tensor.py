@@ -129,6 +129,9 @@ class ScaledTensor(torch.Tensor):
         """A power of two: float32, without dimensions."""
         return self._scale
 
+    # torch's distributed checkpoints look up every entry of a state_dict as an attribute.
+    payload_scale = scale
+
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """The same values under another scale; finite payloads beyond the storage's range saturate."""
         from . import _encoding

@@ -138,6 +138,10 @@ class MCTensor(torch.Tensor):
         """What the sum of the components is multiplied by: a float32 power of two without dimensions, or None."""
         return self._scale
 
+    # torch's distributed checkpoints look up every entry of a state_dict as an attribute.
+    component_scale = scale
+    component_1, component_2, component_3 = (property(lambda self, i=i: self.components[i]) for i in (1, 2, 3))
+
     @property
     def gradients(self) -> str:
         """How its gradients are kept: "first" or "components"."""
