@@ -164,3 +164,37 @@ def test_a_parameter_whose_dtype_changes_is_noticed():
     parameter.grad_dtype, parameter.grad = None, torch.ones(8)
     with pytest.raises(ValueError, match="convert a model before its optimizer is made"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("key", ["wieght_update", "weight_decays", "param_type", "beta", "state_dtypes"])
+def test_a_misspelt_key_of_a_group_is_refused(key):
+    group = {"params": [torch.nn.Parameter(torch.ones(2))], key: 1}
+    with pytest.raises(ValueError, match=f"unknown key '{key}': did you mean"):
+        hu.optim.AdamW([group])
+
+
+def test_keys_of_users_and_schedulers_stay():
+    own = {"name": "head", "initial_lr": 1.0, "max_lr": 1.0, "max_momentum": 0.9, "base_momentum": 0.8, "lr_scale": 2}
+    optimizer = hu.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(2))], **own}], momentum=0.9)
+    assert own.items() <= optimizer.param_groups[0].items()
+
+
+@pytest.mark.parametrize("options", [{"lr": "1e-3"}, {"eps": "1e-8"}, {"betas": ("0.9", 0.99)}, {"weight_decay": None}])
+def test_a_number_that_is_none_is_refused(options):
+    with pytest.raises(TypeError, match="give a number"):
+        hu.optim.AdamW([torch.nn.Parameter(torch.ones(2))], **options)
+
+
+def test_a_format_beside_another_emulated_one_is_refused():
+    model = torch.nn.Linear(2, 2)
+    with hu.emulate(model, "e8m3"):
+        with pytest.raises(ValueError, match=r"format='e8m5' beside a model that halfulp\.emulate runs in 'e8m3'"):
+            hu.optim.AdamW(model.parameters(), format="e8m5")
+        hu.optim.AdamW(model.parameters(), format="e8m3")
+    hu.optim.AdamW(model.parameters(), format="e8m5")
+
+
+def test_averages_with_the_optimizer_of_another_model_are_refused():
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="steps none of the model's parameters"):
+        hu.optim.EMA(model, optimizer=hu.optim.AdamW(other.parameters()))

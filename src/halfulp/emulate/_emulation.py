@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..formats import Format
 from ..rounding import Nearest, Rounding
+from ..tensors._holders import EMULATED
 from ._region import Region, region
 from ._report import describe
 from ._unit import CONTAINERS, Unit
@@ -61,6 +62,8 @@ class Emulation:
         """
         if isinstance(self.target, nn.Module) and vars(self.target).get("forward") is self:
             del self.target.forward
+            for parameter in self.target.parameters():
+                parameter.__dict__.pop(EMULATED, None)
             if self._before is not None:
                 self.target.forward = self._before
 
@@ -172,6 +175,8 @@ def emulate(
     _check_model(model)
     if parameters == "round":
         _round_state(model, unit)
+        for parameter in model.parameters():
+            setattr(parameter, EMULATED, unit.format.name)
     emulation = Emulation(model, unit, parameters)
     model.forward = emulation
     return emulation

@@ -125,6 +125,12 @@ class EMA:
         live, copied = self._tensors()
         if not live:
             raise ValueError("the model has no parameters to average")
+        if optimizer is not None:
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if not any(id(tensor) in stepped for tensor in live.values()):
+                raise ValueError(
+                    "optimizer= steps none of the model's parameters: give the optimizer of this model, or leave it out"
+                )
         self._copied = {name: value.detach().clone() for name, value in copied.items()}
         self._averages = {name: torch.empty_like(w.detach(), dtype=dtype or w.dtype) for name, w in live.items()}
         named = [(f"average of {name}", average) for name, average in self._averages.items()]

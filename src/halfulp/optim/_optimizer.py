@@ -128,7 +128,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self._check_numbers(group)
-            check_group(group)
+            check_group(group, self.defaults)
             assign_identities(group, self.param_groups[:before])
             for position, parameter in enumerate(group["params"]):
                 self._kind(group, parameter, None, name_of(group, position))

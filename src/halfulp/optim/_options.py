@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import numbers
+from collections.abc import Iterable
 
 import torch
 
+from ..tensors._holders import EMULATED
 from ._states import State, as_state
 from ._weight_update import weight_update
 
+# What groups hold beside options: torch's own, ours, and what schedulers write.
+_OTHER_KEYS = frozenset(("params", "param_names", "identities", "last_lr", "name"))
 
-def check_group(group: dict) -> None:
+
+def check_group(group: dict, options: Iterable[str] = ()) -> None:
     """Check a new group's options.
+
+    Args:
+        group: the group.
+        options: the names that the optimizer knows; keys like none of them are the user's own, and stay.
 
     Raises:
         ValueError: an option that means nothing here, with what is allowed.
         TypeError: an option of the wrong type.
     """
+    _check_keys(group, list(options))
+    _check_emulated(group)
     if group["weight_update"] is not None:
         group["weight_update"] = weight_update(group["weight_update"])
     if group["param_dtype"] not in (None, torch.bfloat16, torch.float16):
@@ -33,6 +46,37 @@ def check_group(group: dict) -> None:
             raise ValueError(f"{name}={value!r}: a whole number from {least} on is needed")
 
 
+def _check_keys(group: dict, options: list[str]) -> None:
+    """Raise for a key that is an option misspelt; max_momentum and the like name other things."""
+    for key in group:
+        if key in options or key in _OTHER_KEYS or not isinstance(key, str):
+            continue
+        for near in difflib.get_close_matches(key, options, 1, 0.8):
+            if not key.endswith(f"_{near}") and not key.startswith(f"{near}_"):
+                raise ValueError(
+                    f"a param group has the unknown key {key!r}: did you mean {near!r}? A key of your own needs a name "
+                    "less like an option's"
+                )
+
+
+def _check_emulated(group: dict) -> None:
+    """Raise for format= beside a model that `halfulp.emulate` keeps in another format."""
+    chosen = getattr(group["format"], "name", group["format"])
+    for parameter in group.get("params", ()) if chosen is not None else ():
+        emulated = getattr(parameter, EMULATED, None)
+        if emulated is not None and emulated != chosen:
+            raise ValueError(
+                f"format={chosen!r} beside a model that halfulp.emulate runs in {emulated!r}: give the optimizer "
+                f"format={emulated!r}, or emulate the model in {chosen!r}"
+            )
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise TypeError for a hyper-parameter that is no number."""
+    if not isinstance(value, numbers.Real | torch.Tensor):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a number")
+
+
 def check_numbers(group: dict) -> None:
     """Check the hyper-parameters, also those that a scheduler writes; nothing has been changed when this raises."""
     lr = group["lr"]
@@ -40,12 +84,16 @@ def check_numbers(group: dict) -> None:
         raise ValueError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}")
     for name in ("lr", "eps", "weight_decay", "momentum"):
         if name in group:
+            check_number(name, group[name])
             value = float(group[name])
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} is not allowed: give a finite number that is not negative")
     betas = group.get("betas", (0.0, 0.0))
+    for beta in betas if isinstance(betas, tuple | list) else ():
+        check_number("a beta", beta)
     if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
         raise ValueError(f"betas={betas!r} are not allowed: give two numbers in [0, 1)")
+    check_number("dampening", group.get("dampening", 0.0))
     if not math.isfinite(float(group.get("dampening", 0.0))):
         raise ValueError(f"dampening={group['dampening']} is not allowed: give a finite number")
 

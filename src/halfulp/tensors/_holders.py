@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from ._wrappers import Wrappers, find_wrappers, is_flat_parameter
 
+# The name, on a parameter, of the format that `halfulp.emulate` keeps it in.
+EMULATED = "_halfulp_emulated"
 Named = Iterable[tuple[str, Tensor]]
 
 
