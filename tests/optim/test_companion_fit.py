@@ -104,8 +104,9 @@ def test_any_companion_beside_any_parameter_the_compiled_reader_agrees(seed, upd
     if slot.parts[1:] and slot.parts[1].dtype.is_floating_point:
         exponents = torch.randint(-14, 2, (4096,)).float()
         junk = slot.parts[0].float().abs().nan_to_num(0.0, 1.0) * torch.exp2(exponents) * (torch.rand(4096) + 0.5)
-        for number, part in enumerate(slot.parts[1:]):
-            part.copy_(junk * 2.0 ** (-3 - 9 * number))
+        for part in slot.parts[1:]:
+            part.copy_(junk * 2.0**-3)
+            junk = junk * 2.0**-16
     _check(held, update, store)
     with hu.kernels.engine("numba"):
         compiled = read_weights([slot])[0]

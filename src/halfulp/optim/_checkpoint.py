@@ -12,11 +12,12 @@ from ..formats import Format
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
 from ._blocks import scale_shape
+from ._outside_writes import agree, companions_beside, companions_now, loaded
 from ._saved import checked_groups, checked_state, whole_step
 from ._saved_states import ABSENT, block_of, check_version, codec_versions, saved_value
 from ._scaled_states import peak
 from ._scaled_step import weight_scale
-from ._slots import Slot, local, placed_like
+from ._slots import Slot, local, memory, placed_like
 from ._states import as_state
 from ._weight_update import WeightUpdate
 
@@ -77,17 +78,17 @@ class CheckpointMixin:
         """Load, between the hooks."""
         self._settle_groups()
         options = checked_groups(self.param_groups, state_dict, self._check_numbers, self.defaults)
-        loaded = []
+        given = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             for position, number in enumerate(saved["params"]):
-                loaded.append((group, position, checked_state(state_dict, number)))
+                given.append((group, position, checked_state(state_dict, number)))
         known = {parameter for parameter, state in self.state.items() if state}
         before = [dict(group) for group in self.param_groups]
         for group, chosen in zip(self.param_groups, options):
             group.update(chosen)
         self._look_again()
         try:
-            trial = [(*given, self._fitting(*given)) for given in loaded]
+            trial = [(*one, self._fitting(*one)) for one in given]
         except ValueError:
             for group, old in zip(self.param_groups, before):
                 group.clear()
@@ -96,8 +97,12 @@ class CheckpointMixin:
                 del self.state[parameter]
             self._look_again()
             raise
+        is_own = all("identities" in saved for saved in state_dict["param_groups"])
         for group, position, state, tensors in trial:
             parameter = group["params"][position]
+            if not state and not is_own and parameter in self._slots:
+                _start_again(self._slots[parameter])  # torch.optim knows no companions: they stay
+                continue
             if not state:
                 self.state.pop(parameter, None)
                 self._slots.pop(parameter)
@@ -106,6 +111,7 @@ class CheckpointMixin:
             for name, tensor in tensors.items():
                 local(held[name]).copy_(local(tensor))
             held["step"] = _steps_made(state, "")
+            loaded(self._slots[parameter])
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
@@ -142,14 +148,25 @@ class CheckpointMixin:
         """The model's state_dict with every parameter as the float32 weight that it and its companions stand for.
 
         Args:
-            model: whose parameters this optimizer steps; other floating tensors are converted.
+            model: whose parameters this optimizer steps, or a copy of it: where the elements of a copied parameter
+                equal those of ours of the same name, they stand for the same weights. Other floating tensors are
+                converted.
+
+        Raises:
+            ValueError: a model none of whose parameters are known here.
         """
         found = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            slot = self._slot_of(tensor)
-            value = tensor.detach()
-            if slot is not None:
-                decoded = slot.kind.update.read(slot.kind.store, _contiguous_parts(slot))
+        held = {name: (t, self._slot_of(t)) for name, t in model.state_dict(keep_vars=True).items()}
+        named = {} if any(slot is not None for _, slot in held.values()) else self._copied_slots(held)
+        for name, (tensor, slot) in held.items():
+            value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+            if slot is not None or name in named:
+                if slot is None:
+                    slot, payloads = named[name], [memory(value).contiguous()]
+                    companions = companions_beside(slot, payloads[0], slot.payloads[0])
+                else:
+                    payloads, companions = [part.contiguous() for part in slot.payloads], companions_now(slot)
+                decoded = slot.kind.update.read(slot.kind.store, [*payloads, *companions])
                 decoded = decoded * tensor.scale if slot.kind.scaled else decoded.clone()
                 found[name] = placed_like(decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
@@ -190,6 +207,22 @@ class CheckpointMixin:
                 for part, filled in zip(slot.parts, parts):
                     if part.data_ptr() != filled.data_ptr():
                         part.copy_(filled)
+                agree(slot)
+
+    def _copied_slots(self, held: Mapping[str, tuple]) -> dict[str, Slot]:
+        """The slots of the parameters that those of another model are copies of, by name."""
+        found: dict[str, Slot] = {}
+        for group in self.param_groups:
+            for position, name in enumerate(group.get("param_names", ())):
+                tensor, mine = held.get(name, (None, None))[0], group["params"][position]
+                if isinstance(tensor, torch.nn.Parameter) and _alike(tensor, mine):
+                    found[name] = self._known(group, position)
+        if not found and any(isinstance(tensor, torch.nn.Parameter) for tensor, _ in held.values()):
+            raise ValueError(
+                "no parameter of this model is stepped by this optimizer: give the model that it was made for, or, to "
+                "read a copy of that model, make the optimizer from model.named_parameters(), which tells them by name"
+            )
+        return found
 
     def _slot_of(self, tensor: object) -> Slot | None:
         for group in self.param_groups:
@@ -207,6 +240,18 @@ class CheckpointMixin:
         """The counterpart."""
         super().__setstate__(state)
         self._start_caches()
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same = type(a) is type(b) and not isinstance(a, MCTensor) and a.dtype == b.dtype
+    return same and memory(a).shape == memory(b).shape
+
+
+def _start_again(slot: Slot) -> None:
+    """The states of a parameter that has made no step."""
+    for tensor in (tensor for state in slot.states for tensor in state):
+        tensor.zero_()
+    slot.state["step"] = 0
 
 
 def _contiguous_parts(slot: Slot) -> list[torch.Tensor]:

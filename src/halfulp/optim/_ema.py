@@ -14,6 +14,7 @@ from ..tensors import MCTensor
 from ._given import GivenOptimizer
 from ._meter import LostUpdateReport
 from ._optimizer import Optimizer
+from ._outside_writes import agree, note_restored
 from ._read import TOGETHER, read_weights, together
 from ._rule import UpdateRule
 from ._slots import Slot, local, placed_like
@@ -145,6 +146,7 @@ class EMA:
             for name, weight in weights.items():
                 slot = slots[self._averages[name]]
                 slot.kind.update.fill(slot.kind.store, slot.parts, _float32_of(weight))
+                agree(slot)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -194,20 +196,22 @@ class EMA:
     def apply(self) -> Iterator[torch.nn.Module]:
         """The model with the averages for weights inside a block, and exactly as it was behind it.
 
-        The weights wait in a copy, so the block needs their memory once more. Do not step an optimizer inside.
+        The weights wait in a copy, so the block needs their memory once more. Do not step an optimizer inside. An
+        optimizer's float32_state_dict is there that of the averages as the model shows them.
         """
         shown = self._shown()
         kept = []
         try:
             with torch.no_grad():
                 for tensor, value in shown:
-                    kept.append((tensor, tensor.detach().clone()))
+                    kept.append((tensor, tensor.detach().clone(), tensor._version))
                     tensor.copy_(value)
             yield self.model
         finally:
             with torch.no_grad():
-                for tensor, value in kept:
+                for tensor, value, version in kept:
                     tensor.copy_(value)
+                    note_restored(tensor, version, tensor._version)
 
     def _shown(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Every averaged or copied tensor of the model with what takes its place."""
@@ -276,8 +280,9 @@ class EMA:
             raise ValueError(f"updates={updates!r} is not a whole number from 0 on")
         for name, tensor in own["tensors"].items():
             tensor.copy_(given[name])
-        for mine in self._averages.values():
+        for mine, slot in self._inner.slots().items():
             self._inner.state[mine]["step"] = updates
+            agree(slot)
         self.updates = updates
 
     def report(self) -> LostUpdateReport:

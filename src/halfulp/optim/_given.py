@@ -9,6 +9,7 @@ import torch
 
 from ..scaled import ScaledTensor
 from ._optimizer import Optimizer, _holds
+from ._outside_writes import settle
 from ._program import Kind
 from ._rule import UpdateRule
 from ._slots import Slot, options_of
@@ -63,6 +64,7 @@ class GivenOptimizer(Optimizer):
             slot, parameter, like, self.rule(group), options_of(group), self.state[parameter]
         ):
             slot = self._prepare(group, position, given)
+        settle(slot)
         return slot
 
     def __getstate__(self) -> dict:

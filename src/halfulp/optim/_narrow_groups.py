@@ -10,6 +10,7 @@ import torch
 from ..tensors._holders import check_holders, living_modules
 from ..tensors._wrappers import Wrappers, data_parallel_modules, replace_data, sharded_modules
 from ._narrowing import is_kept, take_float32
+from ._outside_writes import agree
 from ._slots import local
 from ._stores import STORES
 
@@ -46,6 +47,7 @@ def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
             if value is not None:
                 slot = optimizer._prepare(group, position, STORES[parameter.dtype])
                 slot.kind.update.fill(slot.kind.store, slot.parts, local(value).contiguous())
+                agree(slot)
     wrappers.follow()
 
 

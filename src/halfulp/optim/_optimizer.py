@@ -22,6 +22,7 @@ from ._multicomponent import update_of_components
 from ._narrow_groups import agree_on_companions, check_narrowing, name_of, narrow, refuse_left_behind
 from ._narrowing import is_kept
 from ._options import check_group, check_numbers
+from ._outside_writes import agree, agreement_of, settle
 from ._program import Kind
 from ._rule import UpdateRule
 from ._slots import (
@@ -232,6 +233,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             plain,
             None if known is None else known.lost,
         )
+        if slot.accompanied:
+            slot.agreement = agreement_of(parameter, part, known)
         self._slots[parameter] = slot
         return slot
 
@@ -290,6 +293,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
                     slot.state["step"] = slot.step
                     for part, copy in zip(slot.parts, slot.copied or ()):
                         part.copy_(copy)
+                    if slot.agreement is not None:
+                        agree(slot)
                 if kind.metered:
                     warn_if_mostly_lost(slots)
         finally:
@@ -343,6 +348,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             slot.constants = constants.get(step) or constants.setdefault(step, tuple(rule.values(group, step)))
             slot.gradient_scale = scale
             slot.gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
+            if slot.agreement is not None and slot.agreement.version != parameter._version:
+                settle(slot)
             slot.stepping = parameter if slot.plain or slot.kind.scaled else local(parameter)
             if not slot.contiguous:
                 slot.copied = tuple(plain(part.detach()).contiguous() for part in own_parts(parameter))

@@ -11,6 +11,7 @@ import torch
 from ..kernels import IndexMap, address, check_bits, chosen, chunks, compile_kernel, run_chunks, undisturbed
 from ..kernels._scalar import store32, word
 from ._bound import read_weight
+from ._outside_writes import companions_now
 from ._slots import Slot
 from ._stores import Store
 from ._weight_update import WeightUpdate
@@ -59,7 +60,7 @@ def read_weights(slots: Sequence[Slot], room: Room | None = None) -> list[torch.
     out = [room.take(slot.parts[0]) for slot in slots]
     for update, store in {(slot.kind.update, slot.kind.store) for slot in slots}:
         mine = [k for k, slot in enumerate(slots) if (slot.kind.update, slot.kind.store) == (update, store)]
-        parts = [[part.contiguous() for part in slots[k].parts] for k in mine]
+        parts = [[*(part.contiguous() for part in slots[k].payloads), *companions_now(slots[k])] for k in mine]
         _read(update, store, parts, [out[k] for k in mine])
     return out
 

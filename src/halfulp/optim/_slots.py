@@ -13,6 +13,7 @@ from ..kernels import IndexMap
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
 from ._eight_bits import PAYLOADS
+from ._outside_writes import Agreement
 from ._program import Kind
 from ._rule import UpdateRule
 from ._scaled_states import Scaled
@@ -59,6 +60,7 @@ class Slot:
         others: addresses of the components behind the first, where the parameter holds several.
         plain: neither a DTensor nor a tensor class of ours.
         lost: the meter, None before the first count.
+        agreement: when parameter and companions were last known to belong together, None where there are none.
         tables: of the batches that begin with this parameter.
         stepping, gradient, gradient_scale, step, constants, copied: of the step being made; `stepping` is whose version
             the step counts up, `copied` contiguous copies of a parameter's tensors that are not, whose values go
@@ -80,6 +82,7 @@ class Slot:
     others: tuple[int, ...]
     plain: bool
     lost: LostUpdates | None = None
+    agreement: Agreement | None = None
     tables: dict[bool, object] | None = None
     stepping: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
@@ -108,9 +111,19 @@ class Slot:
         return self.held[: len(self.kind.companions)]
 
     @property
+    def accompanied(self) -> bool:
+        """Whether there are companions, and a counter that tells of writes to the parameter."""
+        return bool(self.kind.companions) and not self.parameter.is_inference()
+
+    @property
+    def payloads(self) -> list[torch.Tensor]:
+        """The parameter's own tensors, local."""
+        return [part.detach() for part in own_parts(self.parameter)]
+
+    @property
     def parts(self) -> list[torch.Tensor]:
         """Parameter and companions, local."""
-        return [*(part.detach() for part in own_parts(self.parameter)), *self.companions]
+        return [*self.payloads, *self.companions]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from ._given import ASSIGNMENT, GivenOptimizer
 from ._memory import gradient_memory
 from ._optimizer import Optimizer
 from ._outside_state import checked_outside_state, marks_of, outside_state, restore_outside_state
+from ._outside_writes import agree
 from ._read import TOGETHER, Room, read_weights, room_for, together
 from ._rule import UpdateRule
 from ._shadows import (
@@ -259,6 +260,8 @@ class Wrapped(GivenOptimizer):
             finally:
                 for part, copy in before:
                     part.copy_(copy)
+                for slot in slots:
+                    agree(slot)
             self._write(slots)
         finally:
             self._release(slots)

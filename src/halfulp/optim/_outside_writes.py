@@ -1,0 +1,127 @@
+"""Writes to a parameter that its optimizer did not make, and what becomes of the companions beside it.
+
+A companion belongs to the payload that it was stored with. Where the parameter's version counter or address shows that
+somebody else has written it since, the elements that differ from what was there lose their companions, and all lose
+them where what was there is not known: their float32 value is then what the writer wrote. After such a write the
+payload is kept for some steps, so that a clamp or a projection at every step costs no bit of the elements that it
+leaves alone. A write through `.data`, which no counter sees, is judged element by element in the kernel
+(`_companion_fit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from ._slots import Slot
+
+WATCHED_STEPS = 1000
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_restored: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@dataclass(eq=False, slots=True)
+class Agreement:
+    """When a parameter and its companions were last known to belong together.
+
+    Attributes:
+        version: the parameter's counter then. ANY after loading companions, which go with a payload that may be loaded
+            before or after them; MOVED where the parameter has got other memory.
+        memory: the parameter's memory then, which tells what it held where it has got other memory since.
+        payload: a copy of what it held then, where that is kept.
+        steps: how many more steps it is kept for.
+    """
+
+    version: int
+    memory: torch.Tensor
+    payload: torch.Tensor | None = None
+    steps: int = 0
+
+
+ANY, MOVED = -1, -2
+
+
+def agreement_of(parameter: torch.Tensor, part: torch.Tensor, known: Slot | None) -> Agreement:
+    """The agreement of a parameter that is looked at, from what was known of it."""
+    memory, held = part.detach(), None if known is None else known.agreement
+    if held is None:
+        return Agreement(parameter._version, memory)
+    old = held.memory
+    if held.version in (ANY, MOVED) or old.data_ptr() == memory.data_ptr() or old.shape != memory.shape:
+        return Agreement(held.version, memory, held.payload, held.steps)
+    if held.version == parameter._version:  # not written in place before it moved: the old memory tells
+        return Agreement(MOVED, memory, old.clone() if held.steps else old, held.steps)
+    return Agreement(MOVED, memory, held.payload, held.steps)
+
+
+def is_written(slot: Slot) -> bool:
+    """Whether somebody else has written a parameter since it agreed with its companions."""
+    held = slot.agreement
+    if held is None or held.version == ANY:
+        return False
+    parameter = slot.parameter
+    now = parameter._version
+    return held.version != now and _restored.get(parameter) != (held.version, now)
+
+
+def companions_now(slot: Slot) -> Sequence[torch.Tensor]:
+    """The companions as they count now; nothing is changed."""
+    return companions_beside(slot, slot.payloads[0], slot.agreement.payload) if is_written(slot) else slot.companions
+
+
+def companions_beside(slot: Slot, payload: torch.Tensor, known: torch.Tensor | None) -> list[torch.Tensor]:
+    """Companions for a payload: those that are held where it equals a known one, and such as add nothing elsewhere."""
+    update, store = slot.kind.update, slot.kind.store
+    fresh = [payload.clone(), *(torch.zeros_like(companion) for companion in slot.companions)]
+    update.fill(store, fresh, store.decode(payload.contiguous()))
+    if known is None or known.dtype != payload.dtype or known.shape != payload.shape:
+        return fresh[1:]
+    same = _bits(payload) == _bits(known.to(payload.device))
+    return [torch.where(same, companion, new) for companion, new in zip(slot.companions, fresh[1:])]
+
+
+def settle(slot: Slot) -> None:
+    """Let the companions that do not belong to the parameter any more go, before a step."""
+    if not is_written(slot):
+        return
+    for companion, now in zip(slot.companions, companions_now(slot)):
+        companion.copy_(now)
+    held = slot.agreement
+    if held.version != MOVED:  # of the next move the old memory tells; a write in place leaves no trace
+        held.payload = torch.empty_like(held.memory) if held.payload is None else held.payload
+        held.steps = WATCHED_STEPS
+    agree(slot)
+
+
+def agree(slot: Slot) -> None:
+    """Parameter and companions belong together now: the optimizer has written them."""
+    held = slot.agreement
+    if held is None:
+        return
+    held.version = slot.parameter._version
+    if held.steps:
+        held.steps -= 1
+        held.payload.copy_(held.memory)
+    else:
+        held.payload = None
+
+
+def loaded(slot: Slot) -> None:
+    """Companions have come from a file, and belong to the payload beside it."""
+    if slot.agreement is not None:
+        slot.agreement = Agreement(ANY, slot.agreement.memory)
+
+
+def note_restored(tensor: torch.Tensor, before: int, after: int) -> None:
+    """Say that a tensor holds at one version of its counter what it held at another: a swap has ended."""
+    first, last = _restored.get(tensor, (before, before))
+    _restored[tensor] = (first if last == before else before, after)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(_WORDS[x.element_size()])

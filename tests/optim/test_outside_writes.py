@@ -1,0 +1,219 @@
+"""After any load, swap or copy the float32 weights change only as the file or the caller says."""
+
+import copy
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.kernels import same_bits
+
+from .laws import UPDATES, narrow_updates
+
+SIZE = 96
+
+
+def _model():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+def _stepped(update, steps=3):
+    """A bfloat16 model and its optimizer with live companions."""
+    model = _model()
+    optimizer = hu.optim.AdamW(
+        model.named_parameters(), lr=1e-2, weight_update=UPDATES[update], param_dtype=torch.bfloat16
+    )
+    for _ in range(steps):
+        _step(model, optimizer)
+    return model, optimizer
+
+
+def _step(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape).bfloat16()
+    with hu.kernels.engine("reference"):
+        optimizer.step()
+
+
+def _weights(optimizer, model):
+    return {name: value.clone() for name, value in optimizer.float32_state_dict(model).items()}
+
+
+def _equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _shown(model):
+    return {name: value.detach().float() for name, value in model.state_dict().items()}
+
+
+def _load_into_model(model, optimizer, before):
+    other = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(other)
+    return {name: value.float() for name, value in other.items()}
+
+
+def _torch_file(model, optimizer, before):
+    other = torch.optim.AdamW(copy.deepcopy(model).parameters(), lr=1e-2)
+    optimizer.load_state_dict(other.state_dict())
+    return before
+
+
+def _torch_file_of_steps(model, optimizer, before):
+    twin = copy.deepcopy(model)
+    other = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for parameter in twin.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    other.step()
+    optimizer.load_state_dict(other.state_dict())
+    return before
+
+
+def _resume(model_first):
+    def act(model, optimizer, before):
+        files = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        for _ in range(2):
+            _step(model, optimizer)
+        order = ((model, files[0]), (optimizer, files[1]))
+        for target, file in order if model_first else reversed(order):
+            target.load_state_dict(file)
+        return before
+
+    return act
+
+
+def _averages(given):
+    def act(model, optimizer, before):
+        ema = hu.optim.EMA(model, 0.5, optimizer=optimizer if given else None)
+        with ema.apply():
+            pass
+        _step(model, optimizer)
+        ema.update()
+        before = _weights(optimizer, model)
+        for _ in range(2):
+            with ema.apply():
+                assert _equal(_weights(optimizer, model), _shown(model)), "an average and another weight's low bits"
+        return before
+
+    return act
+
+
+def _vector(factor):
+    def act(model, optimizer, before):
+        vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        torch.nn.utils.vector_to_parameters(vector * factor, model.parameters())
+        return before if factor == 1 else _shown(model)
+
+    return act
+
+
+def _float32(model, optimizer, before):
+    given = {name: value.bfloat16().float() for name, value in before.items()}
+    optimizer.load_float32_state_dict(model, given)
+    return given
+
+
+def _assign(model, optimizer, before):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return before
+
+
+def _copied(model, optimizer, before):
+    assert _equal(_weights(optimizer, copy.deepcopy(model)), before)
+    return before
+
+
+def _changed_copy(model, optimizer, before):
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[0].weight[0] = 2.0
+    expected = {name: value.clone() for name, value in before.items()}
+    expected["0.weight"][0] = 2.0
+    assert _equal(_weights(optimizer, other), expected)
+    return before
+
+
+def _looked_at(model, optimizer, before):
+    optimizer.bytes_per_parameter(), optimizer.state_dict(), str(optimizer)
+    return before
+
+
+def _reinitialised(model, optimizer, before):
+    torch.nn.init.normal_(model[0].weight)
+    return before | {"0.weight": model[0].weight.detach().float()}
+
+
+ACTS = {
+    "model.load_state_dict": _load_into_model,
+    "a torch file without states": _torch_file,
+    "a torch file": _torch_file_of_steps,
+    "resume, model first": _resume(True),
+    "resume, optimizer first": _resume(False),
+    "EMA swap": _averages(False),
+    "EMA swap that knows the optimizer": _averages(True),
+    "the same vector to parameters": _vector(1),
+    "another vector to parameters": _vector(1.5),
+    "load_float32_state_dict": _float32,
+    ".data = a copy": _assign,
+    "deepcopy": _copied,
+    "a changed copy": _changed_copy,
+    "a look": _looked_at,
+    "initialised again": _reinitialised,
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("update", narrow_updates())
+def test_float32_weights_change_only_as_the_caller_says(seed, update, act):
+    model, optimizer = _stepped(update)
+    expected = ACTS[act](model, optimizer, _weights(optimizer, model))
+    assert _equal(_weights(optimizer, model), expected)
+    # What was read is also what the next step starts from.
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+    if UPDATES[update].feeds_back:
+        return
+    _step(model, optimizer)
+    assert _equal(_weights(optimizer, model), expected)
+
+
+@pytest.mark.parametrize("update", [u for u in narrow_updates() if u in ("split", "kahan", "master", "components-3")])
+def test_a_clamp_at_every_step_costs_the_others_no_bit_after_the_first(seed, update):
+    """Low bits of what the clamp leaves alone go on gathering: a drift of a hundredth of an ulp arrives."""
+    parameter = torch.nn.Parameter(torch.full((SIZE,), 1.0).bfloat16())
+    parameter.grad_dtype = None
+    optimizer = hu.optim.SGD([parameter], lr=1.0, weight_update=UPDATES[update])
+    for _ in range(200):
+        parameter.grad = torch.full((SIZE,), -(2.0**-7) / 100)
+        with hu.kernels.engine("reference"):
+            optimizer.step()
+        with torch.no_grad():
+            parameter.clamp_(-1.5, 1.5)
+    assert abs(float(parameter.detach().float().mean()) - (1 + 2 * 2.0**-7)) <= 2.0**-8
+
+
+@pytest.mark.parametrize("update", narrow_updates())
+def test_an_average_that_forgets_nothing_keeps_the_float32_weights(seed, update):
+    if UPDATES[update].feeds_back:
+        return
+    model, optimizer = _stepped(update)
+    with hu.kernels.engine("reference"):
+        ema = hu.optim.EMA(model, 1.0, optimizer=optimizer, weight_update=UPDATES[update])
+        before = ema.float32_state_dict()
+        for _ in range(5):
+            _step(model, optimizer)
+            ema.update()
+        after = ema.float32_state_dict()
+    assert all(same_bits(before[name], after[name]) for name in before)
+
+
+def test_a_model_of_other_parameters_is_refused(seed):
+    model = _model().bfloat16()
+    optimizer = hu.optim.AdamW(model.parameters(), weight_update="split")
+    with pytest.raises(ValueError, match="no parameter of this model"):
+        optimizer.float32_state_dict(copy.deepcopy(model))
