@@ -12,6 +12,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim._format_store import format_store
+from halfulp.optim._outside_writes import agree
 from halfulp.optim._slots import refuse_feedback
 from halfulp.optim._stores import STORES
 from halfulp.optim._weight_update import REGISTRY
@@ -31,6 +32,7 @@ VARIANTS = {
     "kahan-weight-stochastic": hu.Kahan(weight="stochastic", residual="nearest"),
     "kahan-literal": hu.Kahan(literal=True),
     "components-3": hu.Components(3),
+    "components-3-stochastic": hu.Components(3, residual="stochastic"),
     "components-4": hu.Components(4),
 }
 UPDATES = {**REGISTRY, **VARIANTS}
@@ -213,3 +215,4 @@ class Adder:
     def fill(self, values: torch.Tensor) -> None:
         slot = self.slot
         slot.kind.update.fill(slot.kind.store, slot.parts, values)
+        agree(slot)

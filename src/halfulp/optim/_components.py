@@ -103,7 +103,7 @@ class Components(WeightUpdate):
             self._cut(store, parts, value, torch.zeros_like(value), (), [torch.full_like(value, torch.nan)] * self.n)
 
     def _cut(self, store: Store, parts: Parts, high: torch.Tensor, low: torch.Tensor, draws: Parts, kept: Parts):
-        high, low = _two_sum(high, low)
+        high, low = _two_sum(high, torch.where((low - low) == 0, low, 0.0))
         lost = torch.zeros_like(high, dtype=torch.bool)
         for number, part in enumerate(parts):
             high = torch.where(kept[number].isnan(), high, kept[number])
@@ -139,6 +139,14 @@ def two_sum(a, b):
     total = a + b
     other = total - a
     return total, (a - (total - other)) + (b - other)
+
+
+def normalized(high, low):
+    """Piece: the same sum with the larger term first, which after a cancellation may be the errors.
+
+    Behind an infinite sum stands a NaN, which counts as nothing.
+    """
+    return two_sum(high, low if low - low == ZERO else ZERO)
 
 
 def component(address, i):
@@ -185,7 +193,7 @@ def write_three(a0, a1, a2, a3, i, w, c1, c2, h2, u, r0, r1):
     high, e2 = two_sum(c2, u)
     high, e1 = two_sum(c1, high)
     high, e0 = two_sum(p, high)
-    high, low = two_sum(high, (e2 + e1) + e0)  # after a cancellation the errors may be the larger
+    high, low = normalized(high, (e2 + e1) + e0)
     high, low, lost = cut(a0, i, p if u == ZERO else high, low, ZERO)
     high, low, lost = cut(a1, i, c1 if u == ZERO else high, low, lost)
     cut_last(a2, i, c2 if u == ZERO else high, lost, r0)
@@ -199,7 +207,7 @@ def write_four(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
     high, e2 = two_sum(c2, high)
     high, e1 = two_sum(c1, high)
     high, e0 = two_sum(p, high)
-    high, low = two_sum(high, ((e3 + e2) + e1) + e0)
+    high, low = normalized(high, ((e3 + e2) + e1) + e0)
     high, low, lost = cut(a0, i, p if u == ZERO else high, low, ZERO)
     high, low, lost = cut(a1, i, c1 if u == ZERO else high, low, lost)
     high, low, lost = cut(a2, i, c2 if u == ZERO else high, low, lost)

@@ -27,7 +27,7 @@ from ..kernels._scalar import (
 )
 from ._bound import weight_load, weight_nearest, weight_real, weight_save
 from ._stores import Store, float_words, words_float
-from ._weight_update import Parts, WeightUpdate, register, store_bindings
+from ._weight_update import Parts, WeightUpdate, register, rounding_name, store_bindings
 
 ZERO, ONE, S8, S15, S16 = (np.uint32(n) for n in (0, 1, 8, 15, 16))
 HALF_16, LOW_8, TOP_24 = np.uint32(0x8000), np.uint32(0xFF), np.uint32(0xFFFFFF00)
@@ -38,7 +38,7 @@ FP16_EXPONENT, FP16_LEAST_EXPONENT = np.uint32(0x7F800000), np.uint32(113 << 23)
 FP16_UNIT_SHIFT = np.uint32(18 << 23)
 FP16_TOP_EXPONENT = np.uint32(0x7F000000)
 FP16_SIGN_AND_FRACTION, FP16_LEAST_NORMAL, QUARTER_8 = np.uint32(0x83FF), np.uint32(0x0400), np.uint32(0x40)
-ONE_F, ZERO_F = np.float32(1.0), np.float32(0.0)
+ONE_F, ZERO_F, HALF_F = np.float32(1.0), np.float32(0.0), np.float32(0.5)
 LOW_16 = np.uint32(0xFFFF)
 
 
@@ -46,10 +46,20 @@ LOW_16 = np.uint32(0xFFFF)
 class Split16(WeightUpdate):
     """w in two parts: bfloat16, nearest to w, and the 16 bits that it misses: exact float32.
 
-    word(w) = (p << 16) + c with c a signed 16-bit integer: one to one on all 2^32 words, ties away from zero.
+    word(w) = (p << 16) + c with c a signed 16-bit integer: one to one on all 2^32 words, ties away from zero. Any 16
+    bits fit any parameter: what an unseen write leaves in them is half an ulp of the parameter at most.
+
+    Args:
+        rounding: of w + u into float32. To nearest, as everywhere in float32, an update near half an ulp of float32 is
+            biased (|u|/|w| = 1e-7: by up to a half) and a smaller one is lost. By stochastic rounding of the exact sum
+            all of it is kept on average, with noise of one float32 ulp, 2^7 times less than Kahan's in as many bytes.
     """
 
     name: ClassVar[str] = "split"
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rounding", rounding_name(self.rounding))
 
     def check(self, store: Store) -> None:
         """bfloat16, whose exponent is float32's."""
@@ -63,14 +73,25 @@ class Split16(WeightUpdate):
         """The low 16 bits, as a signed integer."""
         return (("low_bits", torch.int16),)
 
+    def draws(self, store: Store) -> tuple[int, ...]:
+        """One for the sum where it is rounded stochastically."""
+        return (16,) if self.rounding == "stochastic" else ()
+
     def bindings(self, store: Store) -> dict[str, object]:
         """Pieces on float32 words."""
-        return {"read_weight": read_split, "write_weight": write_split} | store_bindings(store, False)
+        rounded = round_sum if self.rounding == "stochastic" else add_nearest
+        pieces = {"read_weight": read_split, "write_weight": write_split, "rounded_sum": rounded}
+        return pieces | store_bindings(store, False)
 
     def read(self, store: Store, parts: Parts) -> torch.Tensor:
         """The float32 word put together."""
         high = parts[0].contiguous().view(torch.int16).to(torch.int64)
         return _finite_or(words_float((high << 16) + parts[1].to(torch.int64)), store.decode(parts[0]))
+
+    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts) -> torch.Tensor:
+        """The sum, rounded to float32 and cut."""
+        w = self.read(store, parts)
+        return self.put(store, parts, _rounded_sum(w, u, draws[0]) if draws else w + u, draws)
 
     def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
         """Cut."""
@@ -153,6 +174,17 @@ class Split8(WeightUpdate):
         parts[1].copy_(torch.where(low > 127, below, low).to(torch.int8))
 
 
+def _rounded_sum(w: torch.Tensor, u: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    total = w + u
+    other = total - w
+    error = (w - (total - other)) + (u - other)
+    outwards = (error < 0) == (total < 0)
+    bits = float_words(total)
+    beyond = words_float(torch.where(outwards, bits + 1, bits - 1))
+    chance = ((random & 0xFFFF).float() + 0.5) * 2.0**-16
+    return torch.where(chance * (beyond - total).abs() < error.abs(), beyond, total)
+
+
 def _finite_or(w: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
     return torch.where((w - w) == 0, w, shown)
 
@@ -184,11 +216,36 @@ def finite_or(w, shown):
 
 def write_split(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     """Piece: the word of the sum, cut after rounding its upper half."""
-    new = w + u
+    new = rounded_sum(w, u, r0)
     bits = word(new)
     weight_save(a0, i, shr(add(bits, HALF_16), S16))
     store16(a1, i, bits)
     return new
+
+
+def rounded_sum(w, u, random):
+    """Piece: w + u as a float32."""
+    raise AssertionError("bound when a kernel is built")
+
+
+def add_nearest(w, u, random):
+    """Piece: w + u to nearest."""
+    return w + u
+
+
+def round_sum(w, u, random):
+    """Piece: w + u exactly (Knuth), then one of the two float32 around it, the farther with the chance of its nearness.
+
+    The chance is a whole number of 2^-16, and no chance at all below half of that: updates down to 2^-41 |w|.
+    """
+    total = w + u
+    other = total - w
+    error = (w - (total - other)) + (u - other)
+    bits = word(total)
+    outwards = add(bits, ONE) if (error < ZERO_F) == (total < ZERO_F) else sub(bits, ONE)
+    gap = abs(real(outwards) - total)
+    chance = (to_real(bit_and(random, LOW_16)) + HALF_F) * TWO_M16
+    return real(outwards) if chance * gap < abs(error) else total
 
 
 def read_split8(a0, a1, a2, a3, i):
@@ -247,19 +304,36 @@ def write_split8_fp16(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     return p + to_real(low) * fp16_unit(p)
 
 
-def Split(bits: int = 16) -> WeightUpdate:
+@dataclass(frozen=True)
+class SplitStochastic(Split16):
+    """Split whose float32 sums are rounded stochastically: no update is too small for it, at split's two bytes."""
+
+    name: ClassVar[str] = "split-stochastic"
+    rounding: str = "stochastic"
+
+
+def Split(bits: int = 16, rounding: str | None = None) -> WeightUpdate:
     """A narrow parameter plus its low bits: 16 (exact float32 beside bfloat16) or 8 (stored stochastically).
 
+    Args:
+        bits: 16 or 8.
+        rounding: of the sum, "nearest" or "stochastic" or the rounding object, for 16 bits; 8 are always stochastic.
+
     Raises:
-        ValueError: other numbers of bits.
+        ValueError: other numbers of bits, or roundings.
 
     >>> Split(8)
     Split8()
     """
     if bits not in (8, 16):
         raise ValueError(f"Split(bits={bits!r}): allowed are 16 (exact float32, bfloat16 only) and 8")
-    return Split8() if bits == 8 else Split16()
+    chosen = None if rounding is None else rounding_name(rounding)
+    if bits == 16:
+        return SplitStochastic() if chosen == "stochastic" else Split16()
+    if chosen == "nearest":
+        raise ValueError("Split(bits=8) is rounded stochastically, 8 bits to nearest would stall: leave rounding out")
+    return Split8()
 
 
-for _update in (Split16(), Split8()):
+for _update in (Split16(), SplitStochastic(), Split8()):
     register(_update)
