@@ -10,6 +10,7 @@ from .peers import PYTHON
 NAMES = (
     "quantize",
     "adamw",
+    "small_updates",
     "overhead",
     "claims",
     "peers",

@@ -9,6 +9,7 @@ ORDER = (
     "claims",
     "quantize",
     "adamw",
+    "small_updates",
     "overhead",
     "exhaustive",
     "peers",

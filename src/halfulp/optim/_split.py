@@ -52,7 +52,8 @@ class Split16(WeightUpdate):
     Args:
         rounding: of w + u into float32. To nearest, as everywhere in float32, an update near half an ulp of float32 is
             biased (|u|/|w| = 1e-7: by up to a half) and a smaller one is lost. By stochastic rounding of the exact sum
-            all of it is kept on average, with noise of one float32 ulp, 2^7 times less than Kahan's in as many bytes.
+            all of it is kept on average, with noise of one float32 ulp a step: less than Kahan's, in as many bytes,
+            down to |u|/|w| = 2^-25, and more below.
     """
 
     name: ClassVar[str] = "split"
@@ -65,8 +66,8 @@ class Split16(WeightUpdate):
         """bfloat16, whose exponent is float32's."""
         if store.dtype != torch.bfloat16:
             raise ValueError(
-                f"weight_update 'split' cuts a float32 word in two, which bfloat16 parameters allow, not {store.name} "
-                "ones: use 'kahan', 'split8' or 'master'"
+                f"weight_update {self.name!r} cuts a float32 word in two, which bfloat16 parameters allow, not "
+                f"{store.name} ones: use 'kahan', 'split8' or 'master'"
             )
 
     def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
