@@ -28,6 +28,7 @@ NAMES = (
     "gradient_overhead",
     "gradient_safety",
     "suite",
+    "startup",
 )
 
 

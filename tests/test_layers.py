@@ -12,6 +12,7 @@ import halfulp
 ROOT = Path(halfulp.__file__).parent
 LAYERS = [
     {"_torch_floor"},
+    {"_needs_torch"},
     {"_torch_import"},
     {"kernels"},
     {"formats"},

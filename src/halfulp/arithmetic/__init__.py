@@ -1,5 +1,6 @@
 """Exact tools on plain tensors: error-free transforms, expansions, matmul by a wider type or by slicing."""
 
+from .. import _needs_torch as _needs_torch
 from ._exact_sum import exact_dot as exact_dot
 from ._exact_sum import exact_partial as exact_partial
 from ._exact_sum import exact_round as exact_round

@@ -1,5 +1,6 @@
 """Gradients with exponents of their own: AdaptiveGradScaler, its policies and its two front ends."""
 
+from .. import _needs_torch as _needs_torch
 from ._controller import LastStep as LastStep
 from ._one_scale import Constant as Constant
 from ._one_scale import Dynamic as Dynamic

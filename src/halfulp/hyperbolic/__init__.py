@@ -1,5 +1,6 @@
 """Hyperbolic space: distances, geodesics and Riemannian optimizers, on plain tensors and MCTensors."""
 
+from .. import _needs_torch as _needs_torch
 from ._adam import RiemannianAdam as RiemannianAdam
 from ._half_space import HalfSpace as HalfSpace
 from ._manifold import Manifold as Manifold

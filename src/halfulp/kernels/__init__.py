@@ -1,5 +1,6 @@
 """How a kernel runs: pieces in plain Python, a torch reference, compiled twins with the same bits."""
 
+from .. import _needs_torch as _needs_torch
 from ._canary import KernelMismatchError as KernelMismatchError
 from ._canary import check_bits as check_bits
 from ._canary import same_bits as same_bits

@@ -1,5 +1,6 @@
 """Optimizers that keep parameters and states in 16 and fewer bits: update rules x weight updates."""
 
+from .. import _needs_torch as _needs_torch
 from ._components import Components as Components
 from ._ema import EMA as EMA
 from ._feedback import Feedback as Feedback

@@ -1,5 +1,6 @@
 """Which neighbour we land on: the modes, quantize, random bits by counter, statistics of a tensor against a format."""
 
+from .. import _needs_torch as _needs_torch
 from ._modes import Down as Down
 from ._modes import Nearest as Nearest
 from ._modes import Rounding as Rounding

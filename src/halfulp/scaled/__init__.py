@@ -1,5 +1,6 @@
 """Tensors with a scale: ScaledTensor, a narrow payload times a power of two."""
 
+from .. import _needs_torch as _needs_torch
 from . import _rules as _rules
 from ._drift import Drift as Drift
 from ._drift import drift as drift

@@ -1,5 +1,6 @@
 """Tensors with a companion: MCTensor, a sum of components."""
 
+from .. import _needs_torch as _needs_torch
 from . import _rules as _rules
 from ._fallback import FallbackWarning as FallbackWarning
 from ._fallback import note_fallback as note_fallback
