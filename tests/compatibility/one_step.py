@@ -13,6 +13,8 @@ import traceback
 import warnings
 
 warnings.simplefilter("error")
+# torch says this of one release of Python, whoever compiles.
+warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
