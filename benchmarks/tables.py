@@ -24,7 +24,8 @@ Every figure on this page comes from a file in `benchmarks/results/`, which a sc
 `python -m benchmarks.tables` makes the page. To measure again: `python -m benchmarks.peers` builds an environment \
 that holds the peers, and `benchmarks/.peers/bin/python -m benchmarks` runs everything.
 
-How speed is measured: all contenders take turns in one process; a figure is the median over at least 7 rounds of \
+How speed is measured: contenders take turns in one process, but for peers that \
+need an environment of their own and run there beside the same reference; a figure is the median over at least 7 rounds of \
 the ratio to a named peer that ran just before and just after, whose own time stands beside it. A round in which the \
 process had less than 0.9 x threads x wall time of CPU, or in which the peer took more than 1.1 x its best, was \
 disturbed by something else: it is dropped, and counted. \

@@ -535,11 +535,6 @@ def speed_short() -> str:
     return _benchmark("adamw", title, ("optimizer", "x torch"), kept)
 
 
-def speed_two_threads() -> str:
-    """AdamW's step on two threads."""
-    return _speed(2)
-
-
 def quantize_speed() -> str:
     """quantize beside a copy."""
     columns = ("format", "rounding", "dtype", "x copy", "range", "what", "bar")
@@ -559,12 +554,6 @@ def state_errors() -> str:
         return row["eps"] == "1e-08" and (row["what"].endswith(shown) or not row["what"].startswith("one"))
 
     return _benchmark("claims", "AdamW with 8-bit states", ("what", "8-bit", "float32 states"), kept)
-
-
-def accuracy_text() -> str:
-    """Every bf16 recipe on the character-level GPT."""
-    columns = ("recipe", "loss", "gap to fp32", "spread of gap", "cancelled", "B/param", "verdict")
-    return _benchmark("accuracy", "Character-level GPT", columns)
 
 
 def accuracy_digits() -> str:
@@ -642,7 +631,6 @@ PLACES: dict[str, Callable[[], str]] = {
         compare_setting,
         speed_one_thread,
         speed_short,
-        speed_two_threads,
         quantize_speed,
         decay,
         peers_decay,
@@ -651,7 +639,6 @@ PLACES: dict[str, Callable[[], str]] = {
         peers_special,
         peers_nearest,
         state_errors,
-        accuracy_text,
         accuracy_digits,
     )
 }

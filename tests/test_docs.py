@@ -132,6 +132,18 @@ def test_figures_are_in_step_with_the_files_that_hold_them(page):
     assert filler().filled(text) == text, f"{page.name} is not in step: run python docs/fill.py"
 
 
+def test_no_place_to_fill_stays_empty():
+    empty = [name for name, function in filler().PLACES.items() if not function().strip()]
+    assert not empty, f"nothing stands in the files for {empty}"
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_a_page_fits_three_screens(page):
+    """Sixty lines each; tables that a program fills have pages of their own or do not count."""
+    written = filler().PLACE.sub("", page.read_text(encoding="utf-8"))
+    assert written.count("\n") <= 180, f"{page.name} answers more than one question: split it"
+
+
 def test_every_place_to_fill_is_used_and_closed():
     text = "".join(page.read_text() for page in filler().pages())
     assert text.count("<!-- fill ") == len(filler().PLACE.findall(text))
