@@ -92,7 +92,7 @@ def test_a_positive_second_moment_never_becomes_zero(seed):
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("block", [16, 128])
 def test_codes_are_right_on_average_and_bounded(seed, squared, block):
-    """The values (roots for second moments) at all ratios to the block's largest, by float64's own cube roots."""
+    """The values (codes for second moments) at all ratios to the block's largest, by float64's own cube roots."""
     codec = Blocks(block, squared)
     most = 255 if squared else 127
     roots = torch.randn(64 * block) * 10.0 ** torch.empty(64 * block).uniform_(-6, 0)
@@ -102,14 +102,15 @@ def test_codes_are_right_on_average_and_bounded(seed, squared, block):
     rounds = 400
     for _ in range(rounds):
         codec.encode_roots(held, roots, torch.randint(0, 2**32, roots.shape))
-        total += codec.decode_roots(held).double()
+        total += held[0].double() if squared else codec.decode_roots(held).double()
     scale = held[1].double().repeat_interleave(block)
     top = roots.abs().reshape(-1, block).amax(1).repeat_interleave(block).double()
     assert ((top <= scale) & (scale <= 1.25 * top)).all()
     size = roots.abs().double()
     below = ((size / scale) ** (1 / 3) * most).floor()
     step = scale * (((below + 1) / most) ** 3 - (below / most) ** 3)
-    error = (total / rounds - roots.double()) / step
+    exact = (size / scale) ** (1 / 3) * most if squared else roots.double()
+    error = (total / rounds - exact) / (1.0 if squared else step)
     kept = (below > 0) | (not squared)  # else kept from zero, which is upwards
     # Near a code float64's floor and the kernel's may differ by one, and the step with them: by a half at most.
     assert error[kept].abs().max() < 1.6 * 6 * 0.5 / rounds**0.5
@@ -249,3 +250,20 @@ def test_a_run_resumed_under_schedules_of_every_number_has_the_same_bits(seed, r
             other.param_groups[0]["params"][0].copy_(part.param_groups[0]["params"][0])
         other.load_state_dict(part.state_dict())
         assert differing(snapshot(whole), snapshot(walk(other, 3, 6))) == []
+
+
+@pytest.mark.parametrize(("ratio", "spike"), [(1e-2, 0), (1e-4, 0), (1.0, 1e4), (1.0, torch.inf)])
+def test_8_bit_states_keep_the_displacement_beside_a_large_element(seed, ratio, spike):
+    """Within 5% of float64's mean, beside one of 1 / ratio times the gradient, and after one spike."""
+    parameter, optimizer = _adamw((256, 32), "8bit", eps=1e-16)
+    size = torch.full((32,), ratio)
+    size[0] = 1.0
+    m, v, wanted = torch.zeros(3, 256, 32, dtype=torch.float64)
+    for step in range(1, 201):
+        gradient = size * (torch.randn(256, 32) + 0.3)
+        gradient[:, 0] = spike if spike and step == 10 else gradient[:, 0]
+        parameter.grad = gradient
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * gradient.double(), 0.999 * v + 0.001 * gradient.double() ** 2
+        wanted -= m / (1 - 0.9**step) / ((v / (1 - 0.999**step)).sqrt() + 1e-16)
+    assert abs(float(parameter.detach().double()[:, 1:].sum() / wanted[:, 1:].sum()) - 1) <= 0.05

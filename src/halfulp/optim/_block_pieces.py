@@ -48,23 +48,29 @@ LEAST_ROOTED, MARGIN = np.float32(2.0**-6), np.float32(0.125)
 HUGE, HUGE_SQUARED, SHRINK, GROW = (np.float32(x) for x in (2.0**60, 2.0**120, 2.0**-80, 2.0**80))
 
 
-def cube_code(x, random):
-    """Piece: one of the two whole numbers whose cubes lie around x < 2^24, right on average; a float32."""
+def cube_floor(x):
+    """Piece: the largest whole number whose cube is at most x < 2^24, as a float32."""
     safe = x if x > LEAST_ROOTED else LEAST_ROOTED
     y = real(sub(ROOT_MAGIC, to_word(to_real(word(safe)) * THIRD)))
     off = UNIT - safe * (y * y * y)
     y = y + y * off * (THIRD + off * TWO_NINTHS)
     k = to_real(to_word(safe * y * y - MARGIN))  # at most one too low: a state that moves by 1e-3 of a code is decided
     above = k + UNIT
-    k = above if above * above * above <= x else k
-    chance = (to_real(bit_and(random, BELOW_ONE)) + HALF_CHANCE) * TWO_M16
-    return k + (UNIT if chance * (THREE * (k * (k + UNIT)) + UNIT) < x - k * k * k else ZERO)
+    return above if above * above * above <= x else k
+
+
+def chance_of(random):
+    """Piece: a number in (0, 1)."""
+    return (to_real(bit_and(random, BELOW_ONE)) + HALF_CHANCE) * TWO_M16
 
 
 def signed_code(value, random):
     """Piece: the signed code of a value in units of its block's scale; -128 for NaN."""
     x = abs(value) * SIGNED_CUBES
-    code = to_word(cube_code(x if x < SIGNED_CUBES else SIGNED_CUBES, random))
+    x = x if x < SIGNED_CUBES else SIGNED_CUBES
+    k = cube_floor(x)
+    up = chance_of(random) * (THREE * (k * (k + UNIT)) + UNIT) < x - k * k * k
+    code = to_word(k + UNIT if up else k)
     negative = sub(ZERO_WORD, shr(word(value), S31))
     code = sub(bit_xor(code, negative), negative)
     return code if value == value else SIGN_8
@@ -73,7 +79,10 @@ def signed_code(value, random):
 def squared_code(value, random):
     """Piece: the unsigned code of a root in units of its block's scale; a positive one is never 0."""
     x = value * UNSIGNED_CUBES
-    code = to_word(cube_code(x if x < UNSIGNED_CUBES else UNSIGNED_CUBES, random))
+    x = x if x < UNSIGNED_CUBES else UNSIGNED_CUBES
+    k = cube_floor(x)
+    t = k + chance_of(random)
+    code = to_word(k + UNIT if t * t * t < x else k)
     least = ONE if value > ZERO else ZERO_WORD
     return code if code > least else least
 

@@ -31,9 +31,10 @@ class Blocks:
 
     The scale is the block's largest finite magnitude, rounded up to three significant bits. Cubes give codes that lie
     close together where most values are, beside the largest, and still reach down to 5e-7 of it (6e-8 for roots).
-    Codes are rounded stochastically, such that the value (the root for second moments: the update divides by it) is
-    right on average. A positive second moment never gets code 0, which would divide by eps alone. An infinity is kept
-    out of the scale and stored as the largest code; -128 is NaN.
+    Codes are rounded stochastically, such that a first moment is right on average, and of a second moment the code,
+    its sixth root: noise of v then leaves the mean of 1 / sqrt(v) as it is, by which the update is made. A positive
+    second moment never gets code 0, which would divide by eps alone. An infinity is kept out of the scale and stored
+    as the largest code; -128 is NaN.
     """
 
     columns: ClassVar[int] = 2
@@ -78,7 +79,7 @@ class Blocks:
         x = torch.where((flat > 0) & (x == 0), float(TINY), x)
         most = float(UNSIGNED_CUBES if self.squared else SIGNED_CUBES)
         size = (x if self.squared else x.abs()) * most
-        code = _cube_codes(torch.where(size < most, size, most), random.reshape(-1))
+        code = _cube_codes(torch.where(size < most, size, most), random.reshape(-1), self.squared)
         if self.squared:
             code = torch.where((code == 0) & (x > 0), 1, code)
         else:
@@ -108,8 +109,8 @@ def scale_shape(shape: torch.Size, block: int) -> torch.Size:
     return torch.Size([-(-prod(shape) // block)])
 
 
-def _cube_codes(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """One of the two whole numbers whose cubes lie around x."""
+def _cube_codes(x: torch.Tensor, random: torch.Tensor, by_code: bool) -> torch.Tensor:
+    """One of the two whole numbers whose cubes lie around x, such that it, or else its cube, is right on average."""
     safe = x.clamp(min=float(LEAST_ROOTED))
     third = float(THIRD)
     y = (int(ROOT_MAGIC) - (safe.view(torch.int32).float() * third).to(torch.int32)).to(torch.int32).view(torch.float32)
@@ -119,4 +120,6 @@ def _cube_codes(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     above = k + 1.0
     k = torch.where(above * above * above <= x, above, k)
     chance = ((random & 0xFFFF).float() + 0.5) * 2.0**-16
-    return k.to(torch.int64) + (chance * (3.0 * (k * (k + 1.0)) + 1.0) < x - k * k * k).to(torch.int64)
+    t = k + chance
+    up = t * t * t < x if by_code else chance * (3.0 * (k * (k + 1.0)) + 1.0) < x - k * k * k
+    return k.to(torch.int64) + up.to(torch.int64)
