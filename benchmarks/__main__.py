@@ -13,6 +13,7 @@ NAMES = (
     "small_updates",
     "overhead",
     "claims",
+    "defaults",
     "peers",
     "exhaustive",
     "accuracy",

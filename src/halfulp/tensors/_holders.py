@@ -154,7 +154,7 @@ def _check_outside_memory(named: list[tuple[str, Tensor]], what: str) -> None:
                 f"call share_memory() after {what}"
             )
     sharing = Counter(part.untyped_storage().data_ptr() for _, part in parts)
-    alone = _storage_uses(torch.empty(1, device="cpu"))
+    alone = _storage_uses(torch.empty(1, dtype=torch.float32, device="cpu"))
     storages = {part.untyped_storage().data_ptr(): _storage_uses(part) for _, part in parts}
     suspect = {key for key, uses in storages.items() if uses - alone > sharing[key] - 1}
     if not suspect:
@@ -204,7 +204,7 @@ def _held_by_others(named: list[tuple[str, Tensor]], known: int) -> bool:
     def references(pairs: list[tuple[str, Tensor]]) -> dict[int, int]:
         return {id(tensor): sys.getrefcount(tensor) for _, tensor in pairs}
 
-    (alone,) = references([("", nn.Parameter(torch.empty(0, device="cpu")))]).values()
+    (alone,) = references([("", nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu")))]).values()
     places = Counter(id(tensor) for _, tensor in named)
     counts = references(named).items()
     return any(count > alone + places[key] - 1 + known * places[key] for key, count in counts)
@@ -239,7 +239,10 @@ def _check_accumulators(named: Named, what: str, wrappers: Wrappers) -> None:
 
     A graph that an earlier forward pass left may hold it too: its gradients still arrive, in the old dtype.
     """
-    alone, followed = nn.Parameter(torch.empty(0, device="cpu"))._use_count(), wrappers.parameters()
+    alone, followed = (
+        nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"))._use_count(),
+        wrappers.parameters(),
+    )
     suspects = [
         (name, torch.autograd.graph.get_gradient_edge(tensor).node)
         for name, tensor in named

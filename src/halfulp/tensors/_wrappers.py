@@ -54,7 +54,7 @@ def find_wrappers(named: list[tuple[str, Tensor]], what: str, replaced: bool) ->
     Raises:
         ValueError: one that cannot follow the change.
     """
-    alone = nn.Parameter(torch.empty(0, device="cpu"))._use_count()
+    alone = nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"))._use_count()
     names = {id(tensor): name for name, tensor in named}
     found = Wrappers()
     # A reducer holds its parameters in C++: without such a reference there is none, and nothing to search for.
