@@ -198,3 +198,13 @@ def test_averages_with_the_optimizer_of_another_model_are_refused():
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="steps none of the model's parameters"):
         hu.optim.EMA(model, optimizer=hu.optim.AdamW(other.parameters()))
+
+
+def test_an_optimizer_says_which_updates_are_in_effect():
+    model = torch.nn.Linear(2, 2)
+    text = repr(hu.optim.AdamW(model.parameters(), weight_update="split8"))
+    assert "float32 exact (2 tensors)" in text
+    assert "weight_update= does nothing for float32 parameters: give param_dtype=" in text
+    text = repr(hu.optim.AdamW(model.parameters(), weight_update="split8", param_dtype=torch.bfloat16))
+    assert "bfloat16 split8 (2 tensors)" in text
+    assert "does nothing" not in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..tensors._holders import check_holders, living_modules
 from ..tensors._wrappers import Wrappers, data_parallel_modules, replace_data, sharded_modules
 from ._narrowing import is_kept, take_float32
 from ._outside_writes import agree
-from ._slots import local
+from ._slots import local, memory
 from ._stores import STORES
 
 # Bytes that travel in one message.
@@ -111,3 +112,26 @@ def refuse_left_behind(optimizer: Any) -> None:
             "no parameter of this optimizer has a gradient or belongs to a module any more: fully_shard makes new "
             "parameters, so make the optimizer after it"
         )
+
+
+def updates_in_effect(optimizer: Any) -> str:
+    """Which weight update each dtype of an optimizer's parameters gets, whatever its groups ask for.
+
+    >>> import halfulp as hu
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> print(updates_in_effect(hu.optim.SGD([weight], weight_update="kahan")))
+    Weight updates in effect: float32 exact (1 tensor)
+    weight_update= does nothing for float32 parameters: give param_dtype=torch.bfloat16 as well, or leave it out
+    """
+    counts, idle = Counter(), False
+    for group in optimizer.param_groups:
+        for position, parameter in enumerate(group["params"]):
+            update = optimizer._kind(group, parameter, None, name_of(group, position)).update.name
+            dtype = str(memory(parameter).dtype).removeprefix("torch.")
+            counts[dtype, update] += 1
+            idle |= update == "exact" and group["weight_update"] is not None and not is_kept(parameter)
+    said = (f"{dtype} {update} ({n} tensor{'s' * (n > 1)})" for (dtype, update), n in counts.items())
+    hint = (
+        "\nweight_update= does nothing for float32 parameters: give param_dtype=torch.bfloat16 as well, or leave it out"
+    )
+    return f"Weight updates in effect: {', '.join(said) or 'none'}{hint if idle else ''}"

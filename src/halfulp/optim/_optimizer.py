@@ -19,7 +19,7 @@ from ._identity import Identity, assign_identities, follow_parameters, note_iden
 from ._memory import check_memory, check_parameter, gradient_memory
 from ._meter import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from ._multicomponent import update_of_components
-from ._narrow_groups import agree_on_companions, check_narrowing, name_of, narrow, refuse_left_behind
+from ._narrow_groups import agree_on_companions, check_narrowing, name_of, narrow, refuse_left_behind, updates_in_effect
 from ._narrowing import is_kept
 from ._options import check_group, check_numbers
 from ._outside_writes import agree, agreement_of, settle
@@ -392,8 +392,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         return total / elements if elements else 0.0
 
     def __repr__(self) -> str:
-        """torch.optim's description, then the lost updates."""
-        return f"{super().__repr__()}\n{self.report()}"
+        """torch.optim's description, then how each dtype is updated, then the lost updates."""
+        return f"{super().__repr__()}\n{updates_in_effect(self)}\n{self.report()}"
 
 
 def _holds(
