@@ -12,6 +12,7 @@ from ..formats import Format
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
 from ._blocks import scale_shape
+from ._identity import plain_names
 from ._outside_writes import agree, companions_beside, companions_now, loaded
 from ._saved import checked_groups, checked_state, whole_step
 from ._saved_states import ABSENT, block_of, check_version, codec_versions, saved_value
@@ -155,8 +156,8 @@ class CheckpointMixin:
         Raises:
             ValueError: a model none of whose parameters are known here.
         """
-        found = {}
-        held = {name: (t, self._slot_of(t)) for name, t in model.state_dict(keep_vars=True).items()}
+        found, places = {}, self._places()
+        held = {name: (t, self._slot_of(t, places)) for name, t in model.state_dict(keep_vars=True).items()}
         named = {} if any(slot is not None for _, slot in held.values()) else self._copied_slots(held)
         for name, (tensor, slot) in held.items():
             value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
@@ -180,10 +181,14 @@ class CheckpointMixin:
     def load_float32_state_dict(self, model: torch.nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Set the model from float32 weights, the bits that its parameters cannot hold going into the companions.
 
+        Compiled models and DDP's have the plain model's names, in the file and here.
+
         Raises:
             ValueError: missing or unexpected names, or other shapes; nothing is changed.
         """
         own = model.state_dict(keep_vars=True)
+        own = dict(zip(plain_names(own), own.values()))
+        state_dict = dict(zip(plain_names(state_dict), state_dict.values()))
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
             raise ValueError(
@@ -192,9 +197,10 @@ class CheckpointMixin:
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:
             raise ValueError(f"no tensors, or other shapes than the model's: {wrong[:5]}")
+        places = self._places()
         with torch.no_grad():
             for name, value in state_dict.items():
-                slot = self._slot_of(own[name])
+                slot = self._slot_of(own[name], places)
                 if slot is None:
                     own[name].copy_(value)
                     continue
@@ -224,12 +230,13 @@ class CheckpointMixin:
             )
         return found
 
-    def _slot_of(self, tensor: object) -> Slot | None:
-        for group in self.param_groups:
-            for position, parameter in enumerate(group["params"]):
-                if parameter is tensor:
-                    return self._known(group, position)
-        return None
+    def _places(self) -> dict[int, tuple[dict, int]]:
+        """Group and position of every parameter, by its id."""
+        return {id(p): (group, k) for group in self.param_groups for k, p in enumerate(group["params"])}
+
+    def _slot_of(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> Slot | None:
+        place = places.get(id(tensor))
+        return None if place is None else self._known(*place)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: what is derived is left out, and made again."""
