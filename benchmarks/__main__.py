@@ -30,6 +30,8 @@ NAMES = (
     "gradient_safety",
     "suite",
     "startup",
+    "many_tensors",
+    "torch_contract",
 )
 
 

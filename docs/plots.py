@@ -245,12 +245,37 @@ def memory() -> dict:
     return {"rows": rows}
 
 
+def many_tensors() -> dict:
+    """A step by the number of tensors, as benchmarks/bench_many_tensors.py has measured it."""
+    result = json.loads((HERE.parent / "benchmarks" / "results" / "many_tensors.json").read_text())
+    return {"rows": result["tables"][0]["rows"], "measured on": result["machine"]["processor"]}
+
+
+def draw_many_tensors(found: dict, figure) -> None:
+    """Seconds of the first and of later steps, and microseconds per tensor."""
+    whole, each = figure.subplots(1, 2)
+    colours = {"halfulp stochastic": "#d98200", "halfulp split8": "#0f8a7e"}
+    for name in dict.fromkeys(row["optimizer"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["optimizer"] == name]
+        counts = [row["tensors"] for row in rows]
+        colour = colours.get(name, "#555555")
+        for when, style, mark in (("first", "--", "o"), ("later", "-", "s")):
+            own = "" if name in colours else ":" if name.endswith("loop") else style
+            line = {"color": colour, "marker": mark, "ms": 3, "ls": own or style, "label": f"{name}, {when}"}
+            whole.loglog(counts, [row[f"{when} s"] for row in rows], **line)
+            each.loglog(counts, [row[f"{when} us each"] for row in rows], **line)
+    whole.set(xlabel="tensors", ylabel="seconds of a step")
+    each.set(xlabel="tensors", ylabel="microseconds per tensor")
+    _legend_beside(each)
+
+
 FIGURES: dict[str, tuple[Callable[[], dict], Callable | None, tuple[float, float]]] = {
     "theorem1": (theorem1, draw_theorem1, (7.6, 3.6)),
     "drift": (drift, draw_drift, (9.0, 3.8)),
     "moment": (moment, draw_moment, (6.0, 3.4)),
     "errors": (errors, draw_errors, (7.4, 3.6)),
     "memory": (memory, None, (0, 0)),
+    "many-tensors": (many_tensors, draw_many_tensors, (9.0, 3.6)),
 }
 
 
