@@ -11,8 +11,8 @@ import torch
 from ..tensors._holders import check_holders, living_modules
 from ..tensors._wrappers import Wrappers, data_parallel_modules, replace_data, sharded_modules
 from ._narrowing import is_kept, take_float32
-from ._outside_writes import agree
-from ._slots import local, memory
+from ._outside_writes import agree, settle
+from ._slots import Slot, local, memory
 from ._stores import STORES
 
 # Bytes that travel in one message.
@@ -49,7 +49,15 @@ def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
                 slot = optimizer._prepare(group, position, STORES[parameter.dtype])
                 slot.kind.update.fill(slot.kind.store, slot.parts, local(value).contiguous())
                 agree(slot)
+                _await_wrappers(slot)
     wrappers.follow()
+
+
+def _await_wrappers(slot: Slot) -> None:
+    """Keep what a parameter holds until it has stepped: DistributedDataParallel writes it, and may write the same."""
+    held = slot.agreement
+    if held is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        held.payload, held.steps = held.memory.clone(), 1
 
 
 def _to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:
@@ -79,6 +87,7 @@ def agree_on_companions(optimizer: Any) -> None:
             for position, parameter in enumerate(group["params"]):
                 if id(parameter) in held and parameter.requires_grad:
                     slot = optimizer._known(group, position)
+                    settle(slot)
                     tensors += [slot.tensors[name] for name, _ in slot.kind.update.companions(slot.kind.store)]
         _broadcast(tensors, module.process_group)
 
