@@ -546,6 +546,35 @@ def decay() -> str:
     return _benchmark("claims", "Weight decay", ("weight update", "states", "sum(w sign w0) / sum|w0|"))
 
 
+def compatibility() -> str:
+    """Which versions take one step of every system."""
+    return _every_table("compatibility")
+
+
+def small_updates() -> str:
+    """How much of small updates each weight update keeps."""
+    columns = ("weight update", "bytes", *(f"2^-{k}" for k in ("9", "15", "21", "23.25", "24", "25", "26.6")))
+    return _benchmark("small_updates", "Share of the displacement kept", columns)
+
+
+def state_displacement() -> str:
+    """What 8-bit states keep of the displacement."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "states.json").read_text(encoding="utf-8"))["rows"]
+    names = [key for key in rows[0] if key not in ("what", "value")]
+    said = {"ratio": "gradient / block's largest", "spike": "after a spike of"}
+    return grid(
+        ["elements", "size", *names],
+        [
+            [said.get(row["what"], row["what"]), row["value"], *(_share(row.get(name)) for name in names)]
+            for row in rows
+        ],
+    )
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
 def state_errors() -> str:
     """What 8-bit states do to one update."""
     shown = ("1e-30", "1e-5", "1e0", "1e30")
@@ -639,6 +668,9 @@ PLACES: dict[str, Callable[[], str]] = {
         peers_special,
         peers_nearest,
         state_errors,
+        state_displacement,
+        small_updates,
+        compatibility,
         accuracy_digits,
     )
 }
