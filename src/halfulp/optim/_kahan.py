@@ -119,6 +119,14 @@ class Kahan(WeightUpdate):
         shown = store.decode(parts[0])
         parts[1].copy_(store.encode(torch.where((shown - shown) == 0, value - shown, 0.0), None))
 
+    def multiply(self, store: Store, parts: Parts, power: float) -> None:
+        """The nearest narrow value, and what it misses, of a sum that may need more bits than a float32 has."""
+        p, c = (part.double() * power for part in self._held(store, parts))
+        parts[0].copy_(store.encode((p + c).float(), None))
+        lost = p - store.decode(parts[0])
+        rest = torch.where((lost - lost) == 0, lost + c, 0.0)
+        parts[1].copy_(store.encode(rest.float(), None))
+
 
 def read_kahan(a0, a1, a2, a3, i):
     """Piece: p + c, and both."""

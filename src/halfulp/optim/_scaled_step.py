@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ._program import Kind
+from ._scaled_states import peak
 from ._slots import Slot
 
 # Binades of a payload's largest magnitude: the first and the last in which a scale is kept; where a new one puts it.
@@ -38,8 +39,11 @@ def choose_scales(kind: Kind, slot: Slot, peaks: Sequence[float]) -> None:
     first = len(kind.rule.constants)
     numbers = list(slot.constants)
     scale = weight_scale(kind.store.dtype, numbers[first], peaks[0])
+    if scale < numbers[first]:  # the step reads what is stored now under the scale to be
+        present = numbers[first]
+        scale = min(max(scale, least_scale(kind.store.dtype, present, peak(slot.payloads[0].float()))), present)
     if scale != numbers[first]:
-        rescale(slot, numbers[first] / scale)
+        rescale(kind, slot, numbers[first] / scale)
         slot.parameter.scale.fill_(scale)
     numbers[first : first + 2] = scale, 1 / scale
     for place, (k, largest) in enumerate(zip(kind.scaled_states, peaks[1:], strict=True)):
@@ -69,8 +73,16 @@ def weight_scale(dtype: torch.dtype, scale: float, largest: float) -> float:
     return math.ldexp(1.0, min(max(binade - target, -126), 126))
 
 
-def rescale(slot: Slot, ratio: float) -> None:
-    """Multiply a payload and its companions by a power of two: exact but for what falls among subnormals."""
-    payload = slot.parts[0] if slot.copied is None else slot.copied
-    for part in (payload, *slot.parts[1:]):
-        part.copy_((part.to(torch.float64) * ratio).to(torch.float32))
+def rescale(kind: Kind, slot: Slot, ratio: float) -> None:
+    """Multiply what a payload and its companions stand for by a power of two."""
+    own = slot.parts if slot.copied is None else [*slot.copied, *slot.companions]
+    parts = [part.contiguous() for part in own]
+    kind.update.multiply(kind.store, parts, ratio)
+    for part, filled in zip(own, parts):
+        if part.data_ptr() != filled.data_ptr():
+            part.copy_(filled)
+
+
+def least_scale(dtype: torch.dtype, scale: float, stored: float) -> float:
+    """The smallest scale under which a payload of some largest magnitude, now under `scale`, does not overflow."""
+    return math.ldexp(scale, math.frexp(stored)[1] - 1 - WINDOWS[dtype][1]) if stored else 0.0

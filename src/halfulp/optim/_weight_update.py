@@ -65,6 +65,10 @@ class WeightUpdate:
         """Make the parts stand for a float32 value, as nearly as they can."""
         parts[0].copy_(store.encode(value, None))
 
+    def multiply(self, store: Store, parts: Parts, power: float) -> None:
+        """Multiply the weight by a power of two, in place: exact where the parts can hold the result."""
+        self.fill(store, parts, (self.read(store, parts).double() * power).float())
+
     def to_dict(self) -> dict[str, object]:
         """The name and the fields, as plain data."""
         return {"name": self.name, **dataclasses.asdict(self)}
