@@ -7,6 +7,8 @@ import torch
 
 import halfulp as hu
 
+from .laws import RULES
+
 
 def _drift(update, steps=600, elements=4000):
     """Deviation over elements of the share of a constant update that was kept, and its mean."""
@@ -72,3 +74,52 @@ def test_nothing_is_put_in_while_the_rate_is_zero():
 def test_rules_without_a_moment_to_use_refuse_it(kind):
     with pytest.raises(ValueError, match="feedback"):
         kind([torch.nn.Parameter(torch.zeros(2).bfloat16())], lr=0.1, weight_update=hu.Feedback())
+
+
+# How much may be missing, in ulps: Adam's debts of its first steps are held in units of a step that still shrinks.
+EXACT, FIRST_STEPS = 0.02, 1.0
+REPAID = {
+    "momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}, EXACT),
+    "dampened": ("SGD", {"lr": 0.1, "momentum": 0.8, "dampening": 0.5}, EXACT),
+    "nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}, EXACT),
+    "adam": ("Adam", {"lr": 2.0**-12, "betas": (0.5, 0.99)}, FIRST_STEPS),
+    "adamw": ("AdamW", {"lr": 2.0**-12, "betas": (0.5, 0.99), "weight_decay": 0.0}, FIRST_STEPS),
+}
+
+
+@pytest.mark.parametrize("rule", REPAID)
+def test_later_updates_sum_to_what_was_lost(seed, rule):
+    """From where a narrow run stands, float64's updates lead to where float64 is without any rounding."""
+    name, options, ulps = REPAID[rule]
+    start, gradient, steps, later = torch.rand(64) * 0.5 + 1.2, torch.randn(64) * 2.0**-10, 200, 300
+    narrow = torch.nn.Parameter(start.bfloat16())
+    narrow.grad_dtype = None
+    optimizer = getattr(hu.optim, name)(
+        [narrow], weight_update="feedback", state_dtype=torch.float32, seed=seed, report_interval=0, **options
+    )
+    narrow.grad = gradient
+    whole = torch.nn.Parameter(narrow.detach().double())
+    exact = getattr(torch.optim, name)([whole], **options)
+    with hu.kernels.engine("reference"):
+        for _ in range(steps):
+            optimizer.step()
+    resumed = torch.nn.Parameter(narrow.detach().double())
+    other = getattr(torch.optim, name)([resumed], **options)
+    state = {key: torch.as_tensor(value, dtype=torch.float64) for key, value in optimizer.state[narrow].items()}
+    other.state[resumed] = state
+    for optimizer, parameter, count in ((exact, whole, steps + later), (other, resumed, later)):
+        parameter.grad = gradient.double()
+        for _ in range(count):
+            optimizer.step()
+    moved = (whole.detach() - start.bfloat16()).abs().max()
+    assert moved > 2 * 2.0**-7, "the steps must be worth something"
+    assert (resumed - whole).abs().max() <= ulps * 2.0**-7
+
+
+def test_every_rule_that_repays_is_held_to_it():
+    def rule(kind, options):
+        optimizer = kind([torch.zeros(1, requires_grad=True)], **options)
+        return optimizer.rule(optimizer.param_groups[0])
+
+    held = {rule(getattr(hu.optim, name), options) for name, options, _ in REPAID.values()}
+    assert {found for found in (rule(*given) for given in RULES.values()) if found.repay is not None} <= held

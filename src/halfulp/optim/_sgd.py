@@ -29,14 +29,18 @@ def sgd_nesterov(w, g, buffer, sign, decay, keep, take, lr, debt):
 
 
 def repay_momentum(lost, buffer, sign, decay, keep, take, lr, debt):
-    """The buffer whose later updates add up to `lost` more: b - (1 - momentum)/momentum lost / lr."""
+    """The buffer whose later updates add up to `lost` more: b - (1 - momentum)/momentum lost / lr.
+
+    Nesterov's updates take the buffer times momentum, so their debt is larger by 1/momentum.
+    """
     return buffer - debt * lost
 
 
 def _values(group: Mapping, step: int) -> tuple[float, ...]:
     lr, momentum = float(group["lr"]), float(group["momentum"])
     take = 1.0 if step == 1 else 1 - float(group["dampening"])
-    debt = (1 - momentum) / (momentum * lr) if lr > 0 and momentum > 0 else 0.0
+    share = momentum * momentum if group["nesterov"] else momentum
+    debt = (1 - momentum) / (share * lr) if lr > 0 and share > 0 else 0.0
     return -1.0 if group["maximize"] else 1.0, float(group["weight_decay"]), momentum, take, lr, debt
 
 
