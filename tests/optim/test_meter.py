@@ -8,6 +8,8 @@ import torch
 
 import halfulp as hu
 
+from .laws import UPDATES, decoded, narrow_updates
+
 
 def _sgd(model, update, report_interval=1, lr=1.0):
     return hu.optim.SGD(model.named_parameters(), lr=lr, weight_update=update, report_interval=report_interval)
@@ -117,3 +119,36 @@ def test_nan_and_infinite_updates_are_not_counted():
     optimizer.step()
     (row,) = optimizer.report().rows
     assert (row.updates, row.cancelled, row.realised) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("update", narrow_updates(but=["nearest"]))
+@pytest.mark.parametrize("size", [2.0**-29, 2.0**-18])
+def test_sums_in_float32_that_lose_what_is_small_are_named(seed, update, size):
+    parameter = torch.nn.Parameter(torch.ones(1000).bfloat16())
+    parameter.grad_dtype = None
+    optimizer = hu.optim.SGD(
+        [parameter], lr=1.0, momentum=0.5, weight_update=UPDATES[update], state_dtype=torch.float32, report_interval=1
+    )
+    parameter.grad = torch.full((1000,), -size)
+    with hu.kernels.engine("reference"):
+        for _ in range(100):
+            optimizer.step()
+    stands = not bool((decoded(optimizer, parameter) != 1).any())
+    assert stands == (size < 2.0**-24 and UPDATES[update].rounds_sum)
+    text = str(optimizer.report())
+    assert optimizer.report().rows[0].below_float32 == stands
+    assert ("use weight_update='split-stochastic' (bfloat16) or 'kahan'" in text) == stands
+
+
+def test_float32_parameters_that_lose_updates_are_named():
+    parameter = torch.nn.Parameter(torch.ones(8))
+    optimizer = hu.optim.SGD([parameter], lr=1.0, report_interval=1)
+    parameter.grad = torch.full((8,), 2.0**-26)
+    with hu.kernels.engine("reference"):
+        optimizer.step()
+    assert "'split-stochastic'" in str(optimizer.report())
+    parameter.grad = torch.full((8,), 1.0)
+    with hu.kernels.engine("reference"):
+        for _ in range(2):
+            optimizer.step()
+    assert "'split-stochastic'" not in str(optimizer.report())

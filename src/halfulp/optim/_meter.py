@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from ._slots import Slot
 
 MANY_SAMPLES = 100
 _CURE = "use weight_update='split8' (one more byte), 'kahan' (two), or 'stochastic' (none, some noise)"
+_CURE_BELOW_FLOAT32 = "use weight_update='split-stochastic' (bfloat16) or 'kahan', float32 ones with param_dtype="
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class LostUpdateRow:
         realised: sum u (realised change) / sum u^2 over elements: 1 where the weights moved as wanted (the effective
             descent quality of arXiv 2405.03637).
         updates: nonzero element updates seen.
+        below_float32: whether most updates were lost in a float32 sum, below 2^-24 of the weight.
     """
 
     name: str
@@ -32,6 +35,7 @@ class LostUpdateRow:
     cancelled: float
     realised: float
     updates: float
+    below_float32: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class LostUpdateReport:
             lines.append(f"  ... and {len(self.rows) - 5} more (report().rows)")
         if bad:
             lines.append(f"  {len(bad)} tensors lose over half of their updates: {_CURE}")
+        below = sum(row.below_float32 for row in self.rows)
+        if below:
+            lines.append(
+                f"  {below} tensors lose updates below 2^-24 of the weight in float32 sums: {_CURE_BELOW_FLOAT32}"
+            )
         return "\n".join(lines)
 
 
@@ -74,6 +83,7 @@ def lost_update_report(slots: Iterable[Slot]) -> LostUpdateReport:
             _share(slot.lost.cancelled, slot.lost.seen),
             _share(slot.lost.kept, slot.lost.wanted),
             slot.lost.seen,
+            _is_below_float32(slot),
         )
         for slot in counted
     ]
@@ -97,6 +107,26 @@ def warn_if_mostly_lost(slots: Iterable[Slot]) -> None:
                 RuntimeWarning,
                 stacklevel=4,
             )
+
+
+def _is_below_float32(slot: Slot) -> bool:
+    """Whether over half of the updates were cancelled, and in the float32 sum, not by a rounding behind it.
+
+    Where a stochastic rounding follows, which cancels updates of all sizes, their root mean square is held against the
+    typical weight's last place.
+    """
+    lost, kind = slot.lost, slot.kind
+    if lost.cancelled <= 0.5 * lost.seen or not kind.update.rounds_sum or kind.update.name == "nearest":
+        return False
+    if not kind.update.draws(kind.store):
+        return True
+    typical = kind.store.decode(slot.payloads[0]).abs().median().item() * _scale(slot)
+    binade = math.frexp(typical)[1] - 1 if 0 < typical < math.inf else -math.inf
+    return math.sqrt(lost.wanted / lost.seen) < 2.0 ** (binade - 24)
+
+
+def _scale(slot: Slot) -> float:
+    return slot.parameter.scale.item() if slot.kind.scaled else 1.0
 
 
 def _share(part: float, whole: float) -> float:

@@ -31,6 +31,11 @@ class WeightUpdate:
     compensates: ClassVar[bool] = False
     scales: ClassVar[bool] = False
 
+    @property
+    def rounds_sum(self) -> bool:
+        """Whether w + u is rounded to nearest in float32, which loses an update below 2^-24 of the weight."""
+        return not self.compensates
+
     def check(self, store: Store) -> None:
         """Raise ValueError if parameters of this store cannot be updated so."""
 
