@@ -378,6 +378,7 @@ def element_update(
     if rescaled:
         body += [f"huge = {' or '.join(large)}", "shrink = SHRINK if huge else UNIT", "grow = GROW if huge else UNIT"]
     body += [_rule_call(kind, "g * shrink" if rescaled else "g", values, rescaled)]
+    body += ["u = ZERO if g == w else u"] if kind.rule.assigns else []  # an infinity that stays
     if kind.peaks:
         return body + _peaks(kind)
     body += [f"x{word} = draw(counter{word})" for word in words]

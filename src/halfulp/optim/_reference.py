@@ -41,6 +41,7 @@ def reference_step(
     words = [random_words(key, global_index(index_map, gradient.device)) for key in keys]
     w, g = _operands(kind, parts, gradient, scales)
     u, new_states, constants_used, grow = _run_rule(kind, w, g, states, c)
+    u = torch.where(g == w, 0.0, u) if kind.rule.assigns else u  # an infinity that stays
     random = [_take(words, draw) for draw in weight_draws]
     if kind.assigns:
         new = kind.update.put(kind.store, parts, g, random)
