@@ -7,6 +7,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
+from halfulp.optim import _outside_writes
 
 from .laws import UPDATES, narrow_updates
 
@@ -217,3 +218,23 @@ def test_a_model_of_other_parameters_is_refused(seed):
     optimizer = hu.optim.AdamW(model.parameters(), weight_update="split")
     with pytest.raises(ValueError, match="no parameter of this model"):
         optimizer.float32_state_dict(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_copy_that_an_outside_write_calls_for_is_counted(wrapped, monkeypatch):
+    monkeypatch.setattr(_outside_writes, "WATCHED_STEPS", 3)
+    parameter = torch.nn.Parameter(torch.ones(SIZE).bfloat16())
+    options = {"lr": 0.1, "weight_update": "split"}
+    make = hu.optim.wrap if wrapped else lambda _, *given, **more: hu.optim.SGD(*given, **more)
+    optimizer = make(torch.optim.SGD, [parameter], **options)
+
+    def bytes_after_a_step():
+        parameter.grad = torch.ones_like(parameter)
+        with hu.kernels.engine("reference"):
+            optimizer.step()
+        return optimizer.bytes_per_parameter()
+
+    assert bytes_after_a_step() == 2 + 2 + 2
+    with torch.no_grad():
+        parameter.add_(1.0)
+    assert [bytes_after_a_step() for _ in range(3)] == [8, 8, 6]

@@ -379,12 +379,12 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         return lost_update_report(self._slots.values())
 
     def bytes_per_parameter(self) -> float:
-        """Bytes of weights, companions, states and gradients per parameter element, as held now on this rank."""
+        """Bytes of weights (and copies that outside writes call for), companions, states and gradients per element."""
         total = elements = 0
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 slot = self._known(group, position)
-                held = [*own_parts(parameter), *slot.tensors.values()]
+                held = [*own_parts(parameter), *slot.tensors.values(), *slot.watched]
                 held += [parameter.scale] if slot.kind.scaled else []
                 total += sum(tensor.numel() * tensor.element_size() for tensor in held)
                 total += local(parameter).numel() * slot.kind.gradient.dtype.itemsize

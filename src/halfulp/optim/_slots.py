@@ -131,6 +131,11 @@ class Slot:
         return dict(zip(self.kind.tensors, self.held))
 
     @property
+    def watched(self) -> list[torch.Tensor]:
+        """The copy of the parameter that is kept for some steps after somebody else has written it."""
+        return [] if self.agreement is None or self.agreement.payload is None else [self.agreement.payload]
+
+    @property
     def states(self) -> list[list[torch.Tensor]]:
         """The tensors of each state, local."""
         tensors = self.tensors

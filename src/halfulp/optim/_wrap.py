@@ -372,7 +372,7 @@ class Wrapped(GivenOptimizer):
             parameter, tensors = slot.parameter, []
             mapped(self.base.state.get(self._shadows[parameter], {}), tensors.append)
             gradient = parameter if parameter.grad is None else parameter.grad
-            held = [local(t) for t in (parameter, gradient, *tensors)] + list(slot.tensors.values())
+            held = [local(t) for t in (parameter, gradient, *tensors)] + list(slot.tensors.values()) + slot.watched
             total += sum(t.numel() * t.element_size() for t in held)
             elements += slot.parts[0].numel()
         return total / elements if elements else 0.0
