@@ -1,0 +1,366 @@
+"""Plants sampled faults in a copy of the library, runs the tests that belong to each, and says which were caught.
+
+`python -m benchmarks.plant_faults` by hand; --list shows the sample, --resume goes on after an interruption, and
+--survivors runs those again that were not caught.
+"""
+
+import argparse
+import io
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ._faults import KINDS, Fault, planted, sample
+from ._harness import ROOT
+from ._results import Result, Table, load, machine, save, show
+
+EQUIVALENT = Path(__file__).with_name("faults_equivalent.toml")
+TEXT = (
+    "Faults of seven kinds, drawn by a fixed seed over all packages, each planted alone in a copy of the library; then "
+    "the doctests of its file, the test file of its name, and the test files that speak most of what the file and its "
+    "importers define, until one fails. A failure counts only where the same test passes without the fault. Equivalent "
+    "are faults that change no result, each with its reason in benchmarks/faults_equivalent.toml. Left out are "
+    "messages, representations, the command line, pages, and kernels for CUDA."
+)
+FAULTS = dict.fromkeys(("file", "function", "line", "kind", "change", "verdict", "by", "commit"), "")
+BAR = 0.9
+MEMORY = 12 << 30  # address space of one run: a fault may ask for any amount
+
+
+@dataclass
+class Run:
+    """What one run of tests said: passed, failed, not collected, crashed, too long or none; the test; CPU seconds."""
+
+    outcome: str
+    test: str = ""
+    seconds: float = 0.0
+
+
+class Recorder:
+    """A pytest plugin that writes which test runs, and which one failed first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, word: str, test: str) -> None:
+        """What happened last."""
+        self.path.write_text(f"{word}\n{test}")
+
+    def pytest_runtest_logstart(self, nodeid, location) -> None:
+        """A test begins."""
+        self.write("in", nodeid)
+
+    def pytest_runtest_logreport(self, report) -> None:
+        """A test has failed."""
+        if report.failed:
+            self.write("failed", report.nodeid)
+
+    def pytest_collectreport(self, report) -> None:
+        """A file cannot be imported."""
+        if report.failed:
+            self.write("not collected", report.nodeid)
+
+
+class Copy:
+    """A copy of the checkout in which one fault at a time is planted, and runs of its tests in forked processes."""
+
+    def __init__(self, folder: Path, cache: Path | None, seconds: int, seed: int) -> None:
+        self.folder, self.seconds, self.seed = folder, seconds, seed
+        self.root, self.kernels, self.log = folder / "copy", folder / "kernels", folder / "log"
+        unwanted = shutil.ignore_patterns(".git", "__pycache__", ".peers", "compare", ".*cache")
+        shutil.copytree(ROOT, self.root, ignore=unwanted)
+        self.kernels.mkdir()
+        if cache is not None and cache.is_dir():
+            link_all(cache, self.kernels)
+        self.plantings = 0
+        self.controls: dict[tuple[str, ...], Run] = {}
+
+    @contextmanager
+    def planted(self, fault: Fault) -> Iterator[None]:
+        """The fault is in the file; its time differs from all before, so that no compiled file is taken for it."""
+        path = self.root / fault.file
+        source, times = path.read_bytes(), path.stat()
+        self.plantings += 1
+        path.write_bytes(planted(source, fault))
+        os.utime(path, (times.st_atime, times.st_mtime + 2 * self.plantings))
+        try:
+            yield
+        finally:
+            path.write_bytes(source)
+            os.utime(path, (times.st_atime, times.st_mtime))
+
+    def run(self, kernels: Path, *tests: str) -> Run:
+        """One file or test in a fork of this process, within the time limit (of CPU; of wall time six times that)."""
+        said = self.folder / "said"
+        said.write_text("in\n")
+        shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)
+        child = os.fork()
+        if child == 0:
+            self.in_child(kernels, said, tests)
+        status, used = wait(child, 6 * self.seconds)
+        word, name = said.read_text().split("\n", 1)
+        seconds = used.ru_utime + used.ru_stime
+        if os.WIFSIGNALED(status):
+            late = os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
+            return Run("too long" if late else "crashed", name, seconds)
+        code = os.WEXITSTATUS(status)
+        outcome = {0: "passed", 5: "none"}.get(code, "failed")
+        if outcome == "failed" and word == "not collected":
+            outcome = word
+        return Run(outcome, name if word != "in" else "", seconds)
+
+    def in_child(self, kernels: Path, said: Path, tests: tuple[str, ...]) -> None:
+        """Runs pytest and ends the process."""
+        code = 70
+        try:
+            os.setsid()
+            resource.setrlimit(resource.RLIMIT_CPU, (self.seconds, self.seconds + 5))
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            source = str(self.root / "src")
+            os.environ |= {"HALFULP_CACHE_DIR": str(kernels), "HALFULP_TEST_SEED": str(self.seed)}
+            os.environ |= {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder / "tmp")}
+            (self.folder / "tmp").mkdir(exist_ok=True)
+            tempfile.tempdir = None
+            sys.path.insert(0, source)
+            os.chdir(self.root)
+            handle = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(handle, 1)
+            os.dup2(handle, 2)
+            import pytest
+
+            arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={self.folder}/pytest", *tests]
+            code = int(pytest.main(arguments, plugins=[Recorder(said)]))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def control(self, *tests: str) -> Run:
+        """The same without a fault, once; what it compiles is there for all that follow."""
+        if tests not in self.controls:
+            self.controls[tests] = self.run(self.kernels, *tests)
+        return self.controls[tests]
+
+    def verdict(self, fault: Fault, tests: list[str]) -> tuple[str, str]:
+        """Caught and by which test; survived or undecided, and which files ran."""
+        ran, open_ones = [], []
+        for test in tests:
+            kernels = self.folder / "kernels-of-fault"
+            shutil.rmtree(kernels, ignore_errors=True)
+            link_all(self.kernels, kernels)
+            with self.planted(fault):
+                found = self.run(kernels, test)
+            if found.outcome == "none":
+                continue
+            ran.append(test)
+            if found.outcome == "passed":
+                continue
+            same = found.test if found.outcome == "failed" and found.test else test
+            control = self.control(same, *["--collect-only"] * (found.outcome == "not collected"))
+            fine = control.outcome in ("passed", "none")
+            if fine and (found.outcome != "too long" or control.seconds < self.seconds / 2):
+                return "caught", f"{found.test or test} ({found.outcome})"
+            open_ones.append(f"{test} ({found.outcome}; without the fault {control.outcome})")
+        return ("undecided", ", ".join(open_ones)) if open_ones else ("survived", ", ".join(ran))
+
+
+def link_all(old: Path, new: Path) -> None:
+    """A folder with the same entries, which are replaced and never written in place."""
+    new.mkdir(exist_ok=True)
+    for entry in os.scandir(old):
+        if entry.is_file() and entry.name.endswith(".kernel"):
+            try:
+                os.link(entry.path, new / entry.name)
+            except OSError:
+                shutil.copy2(entry.path, new / entry.name)
+
+
+def wait(child: int, seconds: float) -> tuple[int, resource.struct_rusage]:
+    """Its exit status and what it used; it and all that it started are ended when its time is up."""
+    end = time.monotonic() + seconds
+    while True:
+        done, status, used = os.wait4(child, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            _, status, used = os.wait4(child, 0)
+            break
+        time.sleep(0.1)
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    return status, used
+
+
+# Which tests belong to a line ------------------------------------------------------------------------------------
+
+
+def names_defined(path: Path) -> set[str]:
+    """The file's own name and those of its functions, classes and constants, without leading underscores."""
+    found = re.findall(r"^(?:def|class) _*(\w+)|^_*([A-Z][A-Z0-9_]+) =", path.read_text(), re.MULTILINE)
+    return {path.stem.lstrip("_")} | {name for pair in found for name in pair if len(name) > 4}
+
+
+def importers(path: Path, root: Path) -> set[str]:
+    """The names of files of the library that import this one."""
+    name = path.stem
+    pattern = re.compile(rf"^\s*from ([.\w]*\.{name} import|\.+[\w.]* import .*\b{name}\b)", re.MULTILINE)
+    files = [x for x in (root / "src").rglob("*.py") if x != path]
+    near = [x for x in files if x.parent == path.parent or f"{path.parent.name}.{path.stem}" in x.read_text()]
+    return {x.stem.lstrip("_") for x in near if pattern.search(x.read_text())}
+
+
+def tests_of(fault: Fault, root: Path, most: int) -> list[str]:
+    """The doctests of the file, its test file, then others by how much they speak of what it defines."""
+    path = root / fault.file
+    package = path.parent.relative_to(root / "src/halfulp").as_posix()
+    words, users = names_defined(path), importers(path, root)
+    first = [fault.file] if ">>>" in path.read_text() else []
+    mirror = f"tests/{package}/test_{path.stem.lstrip('_')}.py".replace("/./", "/")
+    scores = Counter[str]()
+    for test in sorted((root / "tests").rglob("test_*.py")):
+        name, text = test.relative_to(root).as_posix(), test.read_text()
+        score = sum(min(5, len(re.findall(rf"\b_*{re.escape(word)}\b", text, re.IGNORECASE))) for word in words)
+        score += 5 * (test.stem.removeprefix("test_") in users)
+        score += 2 * sum(1 for word in path.stem.split("_") if len(word) > 3 and word in test.stem)
+        if score and name != mirror:
+            scores[name] = score
+    if (root / mirror).exists():
+        first.append(mirror)
+    others = [name for name, _ in scores.most_common() if name != "tests/test_docs.py"]
+    near = [name for name in others if Path(name).parent.name == path.parent.name][: most - 2]
+    return (first + near + [name for name in others if name not in near])[:most]
+
+
+# The table -------------------------------------------------------------------------------------------------------
+
+
+def reasons() -> dict[tuple[str, str, str], str]:
+    """File, function and change of every equivalent fault, and why it is one."""
+    entries = tomllib.loads(EQUIVALENT.read_text())["fault"] if EQUIVALENT.exists() else []
+    return {(entry["file"], entry["function"], entry["change"]): entry["reason"] for entry in entries}
+
+
+def counted(title: str, column: str, rows: list[dict], names: list[str], wanted: Callable[[dict], str]) -> Table:
+    """How many of each group were caught, with a row for all."""
+    verdicts = ("caught", "survived", "undecided", "equivalent", "not run")
+    table = Table(title, dict.fromkeys((column, "faults", *verdicts), "") | {"caught of decided": ".0%"})
+    for name in (*names, "all"):
+        group = [row for row in rows if name in (wanted(row), "all")]
+        found = Counter(row["verdict"] for row in group)
+        decided = found["caught"] + found["survived"]
+        cells = {word: found[word] for word in verdicts} | {column: name, "faults": len(group)}
+        share = found["caught"] / decided if decided else None
+        bar = {"bar": f"at least {BAR:.0%} caught", "met": share >= BAR} if name == "all" and decided else {}
+        table.add(**cells, **({"caught of decided": share} if decided else {}), **bar)
+    return table
+
+
+def write(rows: list[dict], facts: dict[str, str]) -> Result:
+    """Keeps what is known so far."""
+    result = Result("faults", "Planted faults", TEXT, "python -m benchmarks.plant_faults", facts)
+    names = sorted({package_of(row) for row in rows})
+    table = Table("Every fault", FAULTS, rows)
+    result.tables = [
+        counted("Planted faults by package", "package", rows, names, package_of),
+        counted("Planted faults by kind", "kind", rows, [*KINDS], lambda row: row["kind"]),
+        table,
+    ]
+    return result
+
+
+def package_of(row: dict) -> str:
+    """The part of the library that a row's file lies in."""
+    return Path(row["file"]).parts[0].removesuffix(".py")
+
+
+def row_of(fault: Fault) -> dict:
+    """A fault that has not been run."""
+    words = {"file": fault.file.removeprefix("src/halfulp/"), "function": fault.function, "line": fault.line}
+    return words | {"kind": fault.kind, "change": fault.change, "verdict": "not run", "by": "", "commit": ""}
+
+
+def identity(row: dict) -> tuple[str, str, str]:
+    """What names a row in the file of equivalent faults."""
+    return row["file"], row["function"], row["change"]
+
+
+def main() -> None:
+    """Draws the sample, plants each fault and writes results/faults.json after every one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=20250117, help="draws the faults, and is the tests' seed")
+    parser.add_argument("--only", metavar="PACKAGE", help="run the sample's faults in one package")
+    parser.add_argument("--list", action="store_true", help="print the sample and the tests of each, and plant nothing")
+    parser.add_argument("--resume", action="store_true", help="keep what results/faults.json holds and go on")
+    parser.add_argument("--survivors", action="store_true", help="as --resume, and run again what survived")
+    parser.add_argument("--files", type=int, default=6, help="test files of one fault at most")
+    parser.add_argument("--seconds", type=int, default=100, help="CPU seconds of one test file at most")
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/halfulp", help="kernels to begin with")
+    arguments = parser.parse_args()
+    faults = sample(ROOT, arguments.count, arguments.seed)
+    if arguments.list:
+        for fault in faults:
+            print(f"{fault.file}:{fault.line} {fault.function} [{fault.kind}] {fault.change}")
+            print("   ", *tests_of(fault, ROOT, arguments.files))
+        return
+    plant(faults, arguments, kept_rows() if arguments.resume or arguments.survivors else {})
+
+
+def kept_rows() -> dict[tuple, dict]:
+    """The rows of an earlier run by what names them."""
+    path = write([], {}).path()
+    rows = load(path).tables[2].rows if path.exists() else []
+    return {identity(row): row for row in rows if row["verdict"] != "not run"}
+
+
+def plant(faults: list[Fault], arguments: argparse.Namespace, kept: dict[tuple, dict]) -> None:
+    """Runs what is not known yet."""
+    for module in ("torch", "numba", "numpy", "pytest", "_pytest.doctest", "ml_dtypes", "mpmath"):
+        __import__(module)
+    rows = [kept.get(identity(row_of(fault)), row_of(fault)) for fault in faults]
+    rows += [row for row in kept.values() if row not in rows]
+    known, facts = reasons(), machine()
+    for row in rows:
+        if identity(row) in known:
+            row |= {"verdict": "equivalent", "by": known[identity(row)]}
+    again = {"not run", "undecided"} | ({"survived"} if arguments.survivors else set())
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(Path(folder), arguments.cache, arguments.seconds, arguments.seed)
+        for fault, row in zip(faults, rows):
+            if row["verdict"] not in again or arguments.only not in (None, fault.package):
+                continue
+            start = time.monotonic()
+            row["verdict"], row["by"] = copy.verdict(fault, tests_of(fault, copy.root, arguments.files))
+            row["commit"] = facts["commit"]
+            took = f"{time.monotonic() - start:.0f} s"
+            print(took, row["verdict"], f"{row['file']}:{row['line']}", row["change"], "|", row["by"], flush=True)
+            keep(write(rows, facts))
+    result = write(rows, facts)
+    keep(result)
+    result.tables.pop()
+    show(result)
+
+
+def keep(result: Result) -> None:
+    """Writes the file whole, so that an interrupted run has what it found."""
+    with redirect_stdout(io.StringIO()):
+        save(result)
+
+
+if __name__ == "__main__":
+    main()
