@@ -10,6 +10,7 @@ ORDER = (
     "quantize",
     "adamw",
     "small_updates",
+    "states",
     "overhead",
     "exhaustive",
     "peers",
