@@ -1,5 +1,6 @@
 """Shared fixtures: one thread everywhere, and a fresh seed that every failure prints."""
 
+import functools
 import gc
 import os
 import random
@@ -63,22 +64,27 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.fixture
-def in_two_processes(seed: int, tmp_path: Path) -> Callable[[str], None]:
-    """Runs a script in two processes that must both succeed; its arguments are rank, path of a store, and seed."""
+def in_processes(seed: int, tmp_path: Path) -> Callable[[str, int], None]:
+    """Runs a script in some processes that must all succeed; its arguments are rank, path of a store, and seed."""
 
-    def run(script: str) -> None:
+    def run(script: str, count: int) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "error", "-c", script]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-        running = [
-            subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(seed)], **pipes) for rank in range(2)
-        ]
+        arguments = [(str(rank), str(tmp_path / "store"), str(seed)) for rank in range(count)]
+        running = [subprocess.Popen([*command, *given], **pipes) for given in arguments]
         try:
             said = [process.communicate(timeout=240)[0] for process in running]
         finally:
             # The one that waits for another that is gone would wait on.
             for process in running:
                 process.kill()
-        assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+        assert [process.returncode for process in running] == [0] * count, "\n".join(said)
 
     return run
+
+
+@pytest.fixture
+def in_two_processes(in_processes: Callable[[str, int], None]) -> Callable[[str], None]:
+    """The same, in two processes."""
+    return functools.partial(in_processes, count=2)

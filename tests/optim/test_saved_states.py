@@ -113,3 +113,109 @@ def test_saved_codes_decode_to_their_value(seed, block):
         codec.encode(held, values, None)
         state = {"x": 2, "x_codes": held[0], "x_scale": held[1]}
         assert torch.equal(saved_value(held[0], state, StateSlot("x", degree)), codec.decode(held))
+
+
+def test_a_version_whose_codes_were_left_out_is_refused(seed):
+    """torch.distributed.checkpoint loads only the names that are in the state_dict it loads into."""
+    _, optimizer = _stepped(hu.optim.AdamW)
+    _, other = _stepped(hu.optim.AdamW, torch.float32)
+    saved, before = optimizer.state_dict(), snapshot(other)
+    saved["state"][0] = {name: value for name, value in saved["state"][0].items() if not name.endswith("_codes")}
+    with pytest.raises(ValueError, match="8-bit codes of version 2, but without the codes 'exp_avg_codes'"):
+        other.load_state_dict(saved)
+    assert not differing(before, snapshot(other))
+
+
+SHARDED = """
+import datetime, os, sys, torch
+torch.set_num_threads(1)
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+import halfulp as hu
+from halfulp.optim._slots import placed_like
+
+rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+hu.kernels.engine("reference").__enter__()  # no compilation in three processes
+
+
+class Net(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(rows, 64))
+        self.filters = nn.Parameter(torch.randn(rows, 4, 4, 2))
+        self.few = nn.Parameter(torch.randn(2, 32))  # no row for the third process
+
+
+def made(rows, mesh):
+    torch.manual_seed(seed)
+    net = Net(rows).bfloat16() if mesh is None else fully_shard(Net(rows).bfloat16(), mesh=mesh)
+    return net, hu.optim.AdamW(net.named_parameters(), lr=0.01, state_dtype="8bit", report_interval=0)
+
+
+def trained(net, optimizer, steps, mesh):
+    for step in steps:
+        torch.manual_seed(seed + step)
+        for parameter in net.parameters():
+            gradient = torch.randn(parameter.shape).to(parameter.dtype)
+            parameter.grad = distribute_tensor(gradient, mesh, parameter.placements) if mesh else gradient
+        optimizer.step()
+    return net, optimizer
+
+
+def values(net, optimizer):
+    found = {}
+    for name, parameter in net.named_parameters():
+        slot = optimizer._slots[parameter]
+        decoded = [codec.decode(tensors) for codec, tensors in zip(slot.kind.codecs, slot.states)]
+        assert slot.kind.codecs[0].columns == 2, "8-bit codes"
+        for number, value in enumerate([*slot.payloads, *slot.companions, *decoded]):
+            value = placed_like(value, parameter)
+            found[name, number] = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return found
+
+
+def check(net, optimizer, expected):
+    found = values(net, optimizer)
+    wrong = [key for key in expected if not torch.equal(found[key], expected[key])]
+    assert found.keys() == expected.keys() and not wrong, wrong
+
+
+expected = {}
+for rows in (51, 64):
+    plain = trained(*made(rows, None), range(3), None)
+    three = values(*plain)
+    expected[rows] = {key: value.clone() for key, value in three.items()}, values(*trained(*plain, [3], None))
+
+for ranks in (2, 3):
+    if rank >= ranks:
+        continue
+    wait = datetime.timedelta(seconds=90)  # for one that has failed
+    dist.init_process_group("gloo", timeout=wait, init_method=f"file://{path}{ranks}", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for rows in (51, 64):
+        if ranks == 2:
+            net, optimizer = trained(*made(rows, mesh), range(3), mesh)
+            check(net, optimizer, expected[rows][0])
+            model, states = get_state_dict(net, optimizer)
+            dcp.save({"model": model, "states": states}, checkpoint_id=f"{path}.{rows}")
+        net, optimizer = made(rows, mesh)
+        model, states = get_state_dict(net, optimizer)
+        dcp.load({"model": model, "states": states}, checkpoint_id=f"{path}.{rows}")
+        set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=states)
+        check(net, optimizer, expected[rows][0])
+        check(*trained(net, optimizer, [3], mesh), expected[rows][1])
+    dist.barrier()
+    dist.destroy_process_group()
+# Threads of the groups may outlive them, and then the interpreter's end is an abort.
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_distributed_checkpoints_of_two_processes_go_on_in_two_and_three_as_unsharded(in_processes):
+    in_processes(SHARDED, 3)

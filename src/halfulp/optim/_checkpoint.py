@@ -320,6 +320,12 @@ def _fit_state(slot: Slot, codec, rule_state, names: tuple[str, ...], state: Map
         raise ValueError(
             f"state of parameter {slot.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
         )
+    if isinstance(given, int):
+        raise ValueError(
+            f"state {rule_state.name!r} of parameter {slot.name} was saved in 8-bit codes of version {given}, but "
+            f"without the codes {rule_state.name + '_codes'!r}: torch.distributed.checkpoint leaves out what this "
+            "optimizer does not keep; load the file into one with state_dtype='8bit', and the state_dict of that here"
+        )
     if isinstance(given, (ScaledTensor, MCTensor)):
         state = {**state, rule_state.name: (given := given.decode(torch.float32))}
     if given is None and rule_state.name == "momentum_buffer":
