@@ -559,20 +559,7 @@ def small_updates() -> str:
 
 def state_displacement() -> str:
     """What 8-bit states keep of the displacement."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "states.json").read_text(encoding="utf-8"))["rows"]
-    names = [key for key in rows[0] if key not in ("what", "value")]
-    said = {"ratio": "gradient / block's largest", "spike": "after a spike of"}
-    return grid(
-        ["elements", "size", *names],
-        [
-            [said.get(row["what"], row["what"]), row["value"], *(_share(row.get(name)) for name in names)]
-            for row in rows
-        ],
-    )
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    return _benchmark("states", "Displacement", ("elements", "size", "halfulp 8-bit", "torchao 8-bit"))
 
 
 def state_errors() -> str:
