@@ -8,9 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ._slots import Slot
+from ._state_range import share_below_range
 
 MANY_SAMPLES = 100
+MUCH_BELOW_RANGE = 0.01
 _CURE = "use weight_update='split8' (one more byte), 'kahan' (two), or 'stochastic' (none, some noise)"
+_CURE_BELOW_RANGE = "give them State('8bit', block=16), which fewer share, or torch.bfloat16"
 _CURE_BELOW_FLOAT32 = "use weight_update='split-stochastic' (bfloat16) or 'kahan', float32 ones with param_dtype="
 
 
@@ -46,16 +49,28 @@ class LostUpdateReport:
         rows: one per parameter with metered steps, most cancelled first.
         cancelled: share over all parameters; None before the first metered step.
         realised: wanted update that was realised, over all parameters; None before the first metered step.
+        below_range: share of the elements of 8-bit states that are so much smaller than their block's largest that
+            only the smallest code is left for them; None without such states.
     """
 
     rows: tuple[LostUpdateRow, ...]
     cancelled: float | None
     realised: float | None
+    below_range: float | None = None
 
     def __str__(self) -> str:
         """A few lines for a person."""
+        return "\n".join([*self._updates(), *self._states()])
+
+    def _states(self) -> list[str]:
+        if self.below_range is None:
+            return []
+        said = f"8-bit states: {self.below_range:.2%} of the elements lie below the range of their block's codes"
+        return [said + (f": {_CURE_BELOW_RANGE}" if self.below_range > MUCH_BELOW_RANGE else "")]
+
+    def _updates(self) -> list[str]:
         if self.cancelled is None:
-            return "lost updates: none metered yet (one step in `report_interval` is)"
+            return ["lost updates: none metered yet (one step in `report_interval` is)"]
         lines = [f"lost updates: {self.cancelled:.1%} of all element updates cancelled by rounding, "
                  f"{self.realised:.1%} of the wanted update realised"]  # fmt: skip
         bad = [row for row in self.rows if row.cancelled > 0.5 and row.weight_update == "nearest"]
@@ -69,11 +84,13 @@ class LostUpdateReport:
             lines.append(
                 f"  {below} tensors lose updates below 2^-24 of the weight in float32 sums: {_CURE_BELOW_FLOAT32}"
             )
-        return "\n".join(lines)
+        return lines
 
 
 def lost_update_report(slots: Iterable[Slot]) -> LostUpdateReport:
     """The report over some parameters."""
+    slots = list(slots)
+    below_range = share_below_range(slots)
     counted = [slot for slot in slots if slot.lost is not None]
     rows = [
         LostUpdateRow(
@@ -89,11 +106,11 @@ def lost_update_report(slots: Iterable[Slot]) -> LostUpdateReport:
     ]
     rows.sort(key=lambda row: -row.cancelled)
     if not counted:
-        return LostUpdateReport((), None, None)
+        return LostUpdateReport((), None, None, below_range)
     seen, cancelled, wanted, kept = (
         sum(getattr(slot.lost, name) for slot in counted) for name in ("seen", "cancelled", "wanted", "kept")
     )
-    return LostUpdateReport(tuple(rows), _share(cancelled, seen), _share(kept, wanted))
+    return LostUpdateReport(tuple(rows), _share(cancelled, seen), _share(kept, wanted), below_range)
 
 
 def warn_if_mostly_lost(slots: Iterable[Slot]) -> None:

@@ -375,7 +375,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             )
 
     def report(self) -> LostUpdateReport:
-        """Which updates rounding cancelled, tensor by tensor, on the metered steps so far, and the cure."""
+        """Which updates rounding cancelled on the metered steps so far, what 8-bit codes do not reach, and cures."""
         return lost_update_report(self._slots.values())
 
     def bytes_per_parameter(self) -> float:
