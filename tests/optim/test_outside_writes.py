@@ -8,6 +8,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim import _outside_writes
+from halfulp.scaled import ScaledTensor
 
 from .laws import UPDATES, narrow_updates
 
@@ -238,3 +239,40 @@ def test_the_copy_that_an_outside_write_calls_for_is_counted(wrapped, monkeypatc
     with torch.no_grad():
         parameter.add_(1.0)
     assert [bytes_after_a_step() for _ in range(3)] == [8, 8, 6]
+
+
+def _copied_into(parameter):
+    parameter.copy_(torch.randn(SIZE) * 100)
+
+
+SCALED_WRITES = {
+    "copy_": _copied_into,
+    "mul_": lambda parameter: parameter.mul_(3.0),
+    "mul_ by a power of two": lambda parameter: parameter.mul_(2.0),
+    "add_": lambda parameter: parameter.add_(0.5),
+    "zero_": torch.Tensor.zero_,
+    "a payload": lambda parameter: parameter.payload.copy_(parameter.payload.flip(0)),
+}
+
+
+@pytest.mark.parametrize("write", SCALED_WRITES)
+@pytest.mark.parametrize("update", [name for name, update in UPDATES.items() if update.scales and name != "exact"])
+def test_a_scaled_weight_is_what_was_written_last(seed, update, write):
+    model = torch.nn.Linear(SIZE, 1, bias=False)
+    model.weight = torch.nn.Parameter(ScaledTensor.encode(torch.randn(SIZE), torch.float16))
+    optimizer = hu.optim.SGD(model.named_parameters(), lr=1e-3, weight_update=UPDATES[update])
+
+    def step(size):
+        model.weight.grad = ScaledTensor.encode(torch.randn(SIZE) * size)
+        with hu.kernels.engine("reference"):
+            optimizer.step()
+
+    for _ in range(2):  # without, then with a copy of what was there
+        step(1.0)
+        with torch.no_grad():
+            SCALED_WRITES[write](model.weight)
+        written = model.weight.detach().decode()
+        if write != "a payload":
+            assert torch.equal(_weights(optimizer, model)["weight"], written)
+        step(0.0)
+        assert torch.equal(model.weight.detach().decode(), written)

@@ -35,12 +35,14 @@ class Agreement:
         memory: the parameter's memory then, which tells what it held where it has got other memory since.
         payload: a copy of what it held then, where that is kept.
         steps: how many more steps it is kept for.
+        scale: of a scaled parameter then, in whose units its companions are.
     """
 
     version: int
     memory: torch.Tensor
     payload: torch.Tensor | None = None
     steps: int = 0
+    scale: float = 1.0
 
 
 ANY, MOVED = -1, -2
@@ -53,10 +55,10 @@ def agreement_of(parameter: torch.Tensor, part: torch.Tensor, known: Slot | None
         return Agreement(parameter._version, memory)
     old = held.memory
     if held.version in (ANY, MOVED) or old.data_ptr() == memory.data_ptr() or old.shape != memory.shape:
-        return Agreement(held.version, memory, held.payload, held.steps)
+        return Agreement(held.version, memory, held.payload, held.steps, held.scale)
     if held.version == parameter._version:  # not written in place before it moved: the old memory tells
-        return Agreement(MOVED, memory, old.clone() if held.steps else old, held.steps)
-    return Agreement(MOVED, memory, held.payload, held.steps)
+        return Agreement(MOVED, memory, old.clone() if held.steps else old, held.steps, held.scale)
+    return Agreement(MOVED, memory, held.payload, held.steps, held.scale)
 
 
 def is_written(slot: Slot) -> bool:
@@ -71,7 +73,11 @@ def is_written(slot: Slot) -> bool:
 
 def companions_now(slot: Slot) -> Sequence[torch.Tensor]:
     """The companions as they count now; nothing is changed."""
-    return companions_beside(slot, slot.payloads[0], slot.agreement.payload) if is_written(slot) else slot.companions
+    if not is_written(slot):
+        return slot.companions
+    held = slot.agreement
+    known = held.payload if held.scale == _scale(slot) else None
+    return companions_beside(slot, slot.payloads[0], known)
 
 
 def companions_beside(slot: Slot, payload: torch.Tensor, known: torch.Tensor | None) -> list[torch.Tensor]:
@@ -103,7 +109,7 @@ def agree(slot: Slot) -> None:
     held = slot.agreement
     if held is None:
         return
-    held.version = slot.parameter._version
+    held.version, held.scale = slot.parameter._version, _scale(slot)
     if held.steps:
         held.steps -= 1
         held.payload.copy_(held.memory)
@@ -121,6 +127,10 @@ def note_restored(tensor: torch.Tensor, before: int, after: int) -> None:
     """Say that a tensor holds at one version of its counter what it held at another: a swap has ended."""
     first, last = _restored.get(tensor, (before, before))
     _restored[tensor] = (first if last == before else before, after)
+
+
+def _scale(slot: Slot) -> float:
+    return slot.parameter.scale.item() if slot.kind.scaled else 1.0
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
