@@ -1,5 +1,6 @@
 """Writes docs/benchmarks.md from the JSON files in results/: `python -m benchmarks.tables`."""
 
+import json
 import sys
 
 from ._results import FOLDER, Result, Table, load
@@ -83,7 +84,8 @@ def rank(result: Result) -> tuple[int, str]:
 
 def page() -> str:
     """The whole page."""
-    results = sorted((load(path) for path in FOLDER.glob("*.json")), key=rank)
+    files = [path for path in FOLDER.glob("*.json") if "tables" in json.loads(path.read_text())]
+    results = sorted(map(load, files), key=rank)
     return "\n\n".join([HEAD.rstrip(), bars(results), *map(section, results)]) + "\n"
 
 

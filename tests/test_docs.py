@@ -6,6 +6,7 @@ import doctest
 import functools
 import importlib.util
 import io
+import json
 import re
 import runpy
 import shlex
@@ -130,6 +131,17 @@ def test_commands_have_the_options_that_a_page_gives_them(page):
 def test_figures_are_in_step_with_the_files_that_hold_them(page):
     text = page.read_text(encoding="utf-8")
     assert filler().filled(text) == text, f"{page.name} is not in step: run python docs/fill.py"
+
+
+def test_the_page_of_benchmarks_can_be_made_and_shows_every_table():
+    """Also beside files that other programs keep in the same folder."""
+    filler()
+    from benchmarks import _results, tables
+
+    page, found = tables.page(), [json.loads(path.read_text()) for path in _results.FOLDER.glob("*.json")]
+    titles = [table["title"] for result in found for table in result.get("tables", ())]
+    assert titles
+    assert not [title for title in titles if f"### {title}\n" not in page]
 
 
 def test_no_place_to_fill_stays_empty():
