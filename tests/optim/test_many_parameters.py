@@ -182,3 +182,17 @@ def test_calls_grow_linearly_with_tensors(maker):
     small, large = calls(50), calls(150)
     for name, count in large.items():
         assert count <= 3.1 * small[name] + 200, (name, small[name], count)
+
+
+def test_calls_of_averages_grow_linearly_with_tensors():
+    def calls(count):
+        model = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(4).bfloat16()) for _ in range(count))
+        ema = hu.optim.EMA(model, 0.9, dtype=torch.float32)
+        found = {"update": _Calls(ema.update).count, "read": _Calls(ema.float32_state_dict).count}
+        found["show"] = _Calls(lambda: ema.apply().__enter__()).count
+        return found | {"save": _Calls(ema.state_dict).count}
+
+    calls(3)  # compiles and fills caches
+    small, large = calls(50), calls(150)
+    for name, count in large.items():
+        assert count <= 3.1 * small[name] + 200, (name, small[name], count)

@@ -217,22 +217,19 @@ class EMA:
         """Every averaged or copied tensor of the model with what takes its place."""
         live, copied = self._tensors()
         self._check(live)
-        pairs = []
+        slots, pairs = self._inner.slots(), []
         for name, tensor in live.items():
             mine = self._averages[name]
-            pairs.append((tensor, mine if mine.dtype == tensor.dtype else self._float32(mine)))
+            pairs.append((tensor, mine if mine.dtype == tensor.dtype else _float32(slots[mine])))
         return pairs + [(tensor, self._copied[name]) for name, tensor in copied.items() if name in self._copied]
-
-    def _float32(self, mine: torch.Tensor) -> torch.Tensor:
-        return placed_like(read_weights([self._inner.slots()[mine]])[0], mine)
 
     def float32_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state_dict with float32 averages in place of the weights; other floating tensors as float32."""
         mine = {id(tensor): self._averages[name] for name, tensor in self._tensors()[0].items()}
-        found = {}
+        slots, found = self._inner.slots(), {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) in mine:
-                found[name] = self._float32(mine[id(tensor)])
+                found[name] = _float32(slots[mine[id(tensor)]])
                 continue
             value = self._copied.get(name, tensor)
             if isinstance(value, torch.Tensor):
@@ -299,6 +296,10 @@ class EMA:
         """Decay, updates so far, and lost updates."""
         group = self._inner.param_groups[0]
         return f"EMA(decay={group['decay']}, warmup={group['warmup']}, updates={self.updates})\n{self.report()}"
+
+
+def _float32(slot: Slot) -> torch.Tensor:
+    return placed_like(read_weights([slot])[0], slot.parameter)
 
 
 def _companions(optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -> dict[str, Slot]:
