@@ -390,8 +390,9 @@ def compare_setting() -> str:
     data = json.loads(path.read_text(encoding="utf-8"))
     versions = data["trials"][0]["settings"]["versions"]
     said = ", ".join(f"{name} {value}" for name, value in versions.items())
-    seeds = len({trial["settings"]["seed"] for trial in data["trials"]})
-    return f"`halfulp compare --seeds {seeds}`, on the CPU, one thread per trial ({said}; docs/results/compare.json)."
+    minutes, workers = data["run"]["seconds"] / 60, data["run"]["workers"]
+    spent = f"{minutes:.1f} minutes by {workers} workers of one thread"
+    return f"`halfulp compare`: {spent}, on the CPU ({said}; docs/results/compare.json)."
 
 
 # From benchmarks/results/*.json ----------------------------------------------------------------------------------

@@ -130,6 +130,7 @@ def _dress(panels: Sequence[Any], curves: dict[str, dict[int, dict[int, float]]]
     for axes in panels[1:]:
         axes.axhline(0, color=_INK, linewidth=1)
     panels[-1].set_xlabel("step", color=_INK)
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
 
 
 def _themed(text: str, prefix: str) -> str:
