@@ -1,5 +1,6 @@
 """Names, aliases and dtypes find their format; what is unknown is answered with near ones."""
 
+import ml_dtypes
 import pytest
 import torch
 
@@ -55,6 +56,28 @@ def test_ml_dtypes_names_and_torch_dtypes_find_the_format_back():
         if format.torch_dtype:
             assert get(format.torch_dtype) is format
             assert get(str(format.torch_dtype)) is format
+
+
+ML_DTYPES = sorted(name for name in dir(ml_dtypes) if name.startswith(("bfloat", "float")))
+TORCH = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
+
+
+def _numbers(info, *words: str) -> tuple[float, ...]:
+    return tuple(float(getattr(info, word)) for word in ("max", "smallest_normal", *words))
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_every_type_of_ml_dtypes_has_a_format_of_its_numbers(name):
+    format = get(name.removeprefix("float8_"))
+    assert format.ml_dtypes_name == name
+    assert _numbers(format, "eps") == _numbers(ml_dtypes.finfo(getattr(ml_dtypes, name)), "eps")
+
+
+@pytest.mark.parametrize("dtype", sorted(TORCH - {torch.float4_e2m1fn_x2}, key=str), ids=str)
+def test_every_dtype_has_a_format_of_its_numbers(dtype):
+    # torch.finfo's eps of float8_e5m2fnuz is half of the distance from 1 to the next number.
+    assert get(dtype).torch_dtype is dtype
+    assert _numbers(get(dtype)) == _numbers(torch.finfo(dtype))
 
 
 def test_packed_float4_stands_for_its_element():
