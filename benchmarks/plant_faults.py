@@ -29,12 +29,14 @@ from ._results import Result, Table, load, machine, save, show
 EQUIVALENT = Path(__file__).with_name("faults_equivalent.toml")
 TEXT = (
     "Faults of seven kinds, drawn by a fixed seed over all packages, each planted alone in a copy of the library; then "
-    "the doctests of its file, the test file of its name, and the test files that speak most of what the file and its "
-    "importers define, until one fails. A failure counts only where the same test passes without the fault. Equivalent "
-    "are faults that change no result, each with its reason in benchmarks/faults_equivalent.toml. Left out are "
-    "messages, representations, the command line, pages, and kernels for CUDA."
+    "the doctests of its file, the test file of its name, the test files that speak most of what the file and its "
+    "importers define, and the laws over all sources, until one fails. A failure counts only where the same test "
+    "passes without the fault. Equivalent are faults that change no result, each with its reason in "
+    "benchmarks/faults_equivalent.toml. Left out are messages, representations, the command line, pages, and kernels "
+    "for CUDA."
 )
 FAULTS = dict.fromkeys(("file", "function", "line", "kind", "change", "verdict", "by", "commit"), "")
+LAWS = ("tests/test_defaults.py",)  # they read every source, and are quick
 BAR = 0.9
 MEMORY = 12 << 30  # address space of one run: a fault may ask for any amount
 
@@ -225,7 +227,7 @@ def importers(path: Path, root: Path) -> set[str]:
 
 
 def tests_of(fault: Fault, root: Path, most: int) -> list[str]:
-    """The doctests of the file, its test file, then others by how much they speak of what it defines."""
+    """The doctests of the file, its test file, others by how much they speak of what it defines, and laws of all."""
     path = root / fault.file
     package = path.parent.relative_to(root / "src/halfulp").as_posix()
     words, users = names_defined(path), importers(path, root)
@@ -243,7 +245,8 @@ def tests_of(fault: Fault, root: Path, most: int) -> list[str]:
         first.append(mirror)
     others = [name for name, _ in scores.most_common() if name != "tests/test_docs.py"]
     near = [name for name in others if Path(name).parent.name == path.parent.name][: most - 2]
-    return (first + near + [name for name in others if name not in near])[:most]
+    chosen = (first + near + [name for name in others if name not in near])[:most]
+    return chosen + [law for law in LAWS if law not in chosen]
 
 
 # The table -------------------------------------------------------------------------------------------------------
