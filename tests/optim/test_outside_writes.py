@@ -8,9 +8,10 @@ import torch
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim import _outside_writes
+from halfulp.optim._outside_writes import companions_beside
 from halfulp.scaled import ScaledTensor
 
-from .laws import UPDATES, narrow_updates
+from .laws import UPDATES, Adder, narrow_updates, stored_updates
 
 SIZE = 96
 
@@ -276,3 +277,15 @@ def test_a_scaled_weight_is_what_was_written_last(seed, update, write):
             assert torch.equal(_weights(optimizer, model)["weight"], written)
         step(0.0)
         assert torch.equal(model.weight.detach().decode(), written)
+
+
+@pytest.mark.parametrize(("update", "store"), stored_updates("sgd"))
+def test_what_was_written_is_the_whole_weight(seed, update, store):
+    """Numbers beside a format's grid too: its companions hold nothing of what the writer's number is rounded by."""
+    held = Adder(update, torch.randn(SIZE), store)
+    held.add(torch.randn(SIZE) * 2.0**-7)
+    slot, written = held.slot, torch.randn(SIZE).to(held.parameter.dtype)
+    for known in (None, held.parameter.detach().clone()):
+        companions = companions_beside(slot, written, known)
+        read = slot.kind.update.read(slot.kind.store, [written, *companions])
+        assert torch.equal(read, slot.kind.store.decode(written))

@@ -82,22 +82,31 @@ def companions_now(slot: Slot) -> Sequence[torch.Tensor]:
 
 def companions_beside(slot: Slot, payload: torch.Tensor, known: torch.Tensor | None) -> list[torch.Tensor]:
     """Companions for a payload: those that are held where it equals a known one, and such as add nothing elsewhere."""
+    companions = [companion.clone() for companion in slot.companions]
+    _let_go(slot, companions, payload, known)
+    return companions
+
+
+def _let_go(slot: Slot, companions: Sequence[torch.Tensor], payload: torch.Tensor, known: torch.Tensor | None) -> None:
+    """Let companions in place add nothing to a payload where it differs from a known one."""
     update, store = slot.kind.update, slot.kind.store
-    fresh = [payload.clone(), *(torch.zeros_like(companion) for companion in slot.companions)]
-    update.fill(store, fresh, store.decode(payload.contiguous()))
     if known is None or known.dtype != payload.dtype or known.shape != payload.shape:
-        return fresh[1:]
-    same = _bits(payload) == _bits(known.to(payload.device))
-    return [torch.where(same, companion, new) for companion, new in zip(slot.companions, fresh[1:])]
+        for companion in companions:
+            companion[...] = update.alone(store, payload)
+        return
+    differs = _bits(payload) != _bits(known.to(payload.device))
+    if differs.is_cpu and not differs.any():  # another device would have to be waited for
+        return
+    for companion in companions:
+        companion.copy_(torch.where(differs, update.alone(store, payload), companion))
 
 
 def settle(slot: Slot) -> None:
     """Let the companions that do not belong to the parameter any more go, before a step."""
     if not is_written(slot):
         return
-    for companion, now in zip(slot.companions, companions_now(slot)):
-        companion.copy_(now)
     held = slot.agreement
+    _let_go(slot, slot.companions, slot.payloads[0], held.payload)
     if held.version != MOVED:  # of the next move the old memory tells; a write in place leaves no trace
         held.payload = torch.empty_like(held.memory) if held.payload is None else held.payload
         held.steps = WATCHED_STEPS

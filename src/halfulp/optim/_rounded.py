@@ -98,6 +98,10 @@ class Master(WeightUpdate):
         parts[1].copy_(value)
         parts[0].copy_(store.encode(value, None))
 
+    def alone(self, store: Store, payload: torch.Tensor) -> torch.Tensor:
+        """Its value."""
+        return store.decode(payload.contiguous())
+
 
 def read_master(a0, a1, a2, a3, i):
     """Piece: the float32 copy where the parameter is its nearest value, else the parameter."""

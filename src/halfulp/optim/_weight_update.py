@@ -70,6 +70,10 @@ class WeightUpdate:
         """Make the parts stand for a float32 value, as nearly as they can."""
         parts[0].copy_(store.encode(value, None))
 
+    def alone(self, store: Store, payload: torch.Tensor) -> torch.Tensor | int:
+        """What each companion holds beside a parameter that is the whole weight by itself."""
+        return 0
+
     def multiply(self, store: Store, parts: Parts, power: float) -> None:
         """Multiply the weight by a power of two, in place: exact where the parts can hold the result."""
         self.fill(store, parts, (self.read(store, parts).double() * power).float())
