@@ -302,6 +302,28 @@ def test_what_a_module_is_given_is_cast_where_it_meets_weights(seed: int) -> Non
     assert seen["held"] == seen["held_nested"] == torch.bfloat16
 
 
+def test_a_module_around_layers_passes_on_what_meets_no_weight(seed: int) -> None:
+    class Denoiser(nn.Module):
+        def __init__(self, multiplies: bool) -> None:
+            super().__init__()
+            self.pos, self.lin, self.multiplies = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4), multiplies
+
+        def forward(self, x, t):
+            self.seen = t
+            out = self.lin(x + self.pos[0]) + t[:, None] * 1e-3
+            return nn.functional.linear(x, self.pos) if self.multiplies else out
+
+    x, t = torch.randn(2, 4), torch.tensor([999.0, 1001.0])
+    start = Denoiser(False)
+    ours = recipes.convert(copy.deepcopy(start), "bf16")
+    got = ours(x, t)
+    assert ours.seen.dtype == torch.float32
+    assert torch.equal(ours.seen, t)
+    torch.testing.assert_close(got, start(x, t), rtol=0.02, atol=0.02)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        recipes.convert(Denoiser(True), "bf16")(x, t)
+
+
 @pytest.mark.parametrize(
     ("module", "inputs"),
     [

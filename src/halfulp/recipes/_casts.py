@@ -74,13 +74,13 @@ def install(model: nn.Module, islands: set[str], dtype: torch.dtype) -> None:
                 module.register_forward_pre_hook(WidenInputs(torch.float32), with_kwargs=True)
             if module is not model:
                 module.register_forward_hook(CastOutputs(dtype))
-        elif not inside(name, islands) and _has_weights(module):
+        elif not inside(name, islands) and _has_weights(module) and _multiplies(module):
             module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
     model.register_forward_hook(CastOutputs(torch.float32))
 
 
 def install_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what the model's modules with parameters are given, and nothing else."""
+    """Cast what the model's modules with parameters are given to a wider dtype, in which they keep all digits."""
     for module in model.modules():
         if _has_weights(module):
             module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
@@ -107,3 +107,15 @@ def inside(name: str, islands: set[str]) -> bool:
 def _has_weights(module: nn.Module) -> bool:
     """Whether it holds parameters itself, or computes its weights from parameters that other modules hold."""
     return any(x is not None for x in module._parameters.values()) or hasattr(module, "parametrizations")
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether its inputs meet its own weights in products, where torch wants one dtype.
+
+    A layer, with no weights below it, does. So does a composite that owns a weight by that name (MultiheadAttention's
+    ``in_proj_weight``). One that owns a class token or a table of positions adds it, which type promotion settles, and
+    passes times and masks on; were it to multiply, torch would raise.
+    """
+    below = (child for name, child in module.named_children() if name != "parametrizations")
+    own = [*(name for name, x in module._parameters.items() if x is not None), *getattr(module, "parametrizations", ())]
+    return any("weight" in name for name in own) or not any(True for child in below for _ in child.parameters())

@@ -34,9 +34,11 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
 
     Parameters become what the recipe says and stay the same objects, tied ones tied, frozen ones frozen. Under a
     recipe with ``param_dtype`` of 16 bits norms (``recipe.float32``) keep float32 weights and statistics and compute
-    in float32, and every tensor is cast where it meets weights: the inputs of a module that holds parameters to their
-    dtype, those of a norm to float32 and its output back, and what the model returns to float32, so that a loss has
-    all digits. Integers, buffers and what meets no weight (masks, positions) stay as they are.
+    in float32, and every tensor is cast where it meets weights: the inputs of a layer to the dtype of its parameters,
+    those of a norm to float32 and its output back, and what the model returns to float32, so that a loss has all
+    digits. Integers, buffers and what meets no weight (masks, positions) stay as they are: a module around layers has
+    its inputs cast only if it owns a parameter called weight; another one of its own (a class token) meets them by
+    torch's type promotion, and in a product of two dtypes torch raises.
 
     Afterwards make the optimizer, by `halfulp.recipes.optimizer` (the recipe's own weight updates and states) or by
     hand (``hu.optim.AdamW(model.named_parameters(), weight_update="kahan")``; leave ``param_dtype=`` out). The low
