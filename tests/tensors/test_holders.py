@@ -1,6 +1,7 @@
 """Every way to change a parameter meets everyone who may hold it: all goes on as if nobody did, or is refused."""
 
 import copy
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -211,6 +212,23 @@ def test_garbage_holds_nothing(seed):
     del other
     narrowed(model)
     assert model.first.weight.dtype == torch.bfloat16
+
+
+def test_looking_for_holders_grows_linearly_with_views(seed):
+    def looks(count):
+        parameters = [nn.Parameter(torch.ones(2)) for _ in range(count)]
+        views, seen = [p.detach() for p in parameters], []
+        sys.setprofile(lambda _, event, what: event == "c_call" and what.__name__ == "data_ptr" and seen.append(what))
+        try:
+            hu.optim.AdamW(parameters, param_dtype=torch.bfloat16)
+        finally:
+            sys.setprofile(None)
+        assert len(views) == count
+        return len(seen)
+
+    looks(3)
+    small, large = looks(40), looks(120)
+    assert large <= 3.1 * small + 200, (small, large)
 
 
 def test_a_refused_group_leaves_all_others_as_they_were(seed):

@@ -160,16 +160,17 @@ def _check_outside_memory(named: list[tuple[str, Tensor]], what: str) -> None:
     if not suspect:
         return
     own = {id(tensor) for pairs in (named, parts) for _, tensor in pairs}
-    mine = [(part.untyped_storage().data_ptr(), name, part) for name, part in parts]
-    mine = [one for one in mine if one[0] in suspect]
+    mine = defaultdict(list)
+    for name, part in parts:
+        if (key := part.untyped_storage().data_ptr()) in suspect:
+            mine[key].append((name, part))
 
     def find() -> str | None:
         for x in _living(Tensor):
             other = None if id(x) in own else plain_memory(x)
-            if other is None or other.untyped_storage().data_ptr() not in suspect:
-                continue
-            for key, name, part in mine:
-                if key == other.untyped_storage().data_ptr() and overlap(part, other):
+            beside = () if other is None else mine.get(other.untyped_storage().data_ptr(), ())
+            for name, part in beside:
+                if overlap(part, other):
                     if isinstance(x, nn.Parameter) and not is_flat_parameter(x):
                         return _tied(name, _name_of(x), part, other, what)
                     if other.numel() > part.numel():
