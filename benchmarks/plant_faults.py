@@ -237,6 +237,7 @@ def tests_of(fault: Fault, root: Path, most: int) -> list[str]:
     for test in sorted((root / "tests").rglob("test_*.py")):
         name, text = test.relative_to(root).as_posix(), test.read_text()
         score = sum(min(5, len(re.findall(rf"\b_*{re.escape(word)}\b", text, re.IGNORECASE))) for word in words)
+        score += min(10, text.lower().count(path.stem.lstrip("_")[:4]))  # "conv" is said of a convolution
         score += 5 * (test.stem.removeprefix("test_") in users)
         score += 2 * sum(1 for word in path.stem.split("_") if len(word) > 3 and word in test.stem)
         if score and name != mirror:
@@ -310,7 +311,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="PACKAGE", help="run the sample's faults in one package")
     parser.add_argument("--list", action="store_true", help="print the sample and the tests of each, and plant nothing")
     parser.add_argument("--resume", action="store_true", help="keep what results/faults.json holds and go on")
-    parser.add_argument("--survivors", action="store_true", help="as --resume, and run again what survived")
+    parser.add_argument("--survivors", action="store_true", help="keep what the file holds and run again what survived")
     parser.add_argument("--files", type=int, default=6, help="test files of one fault at most")
     parser.add_argument("--seconds", type=int, default=100, help="CPU seconds of one test file at most")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/halfulp", help="kernels to begin with")
@@ -341,7 +342,7 @@ def plant(faults: list[Fault], arguments: argparse.Namespace, kept: dict[tuple, 
     for row in rows:
         if identity(row) in known:
             row |= {"verdict": "equivalent", "by": known[identity(row)]}
-    again = {"not run", "undecided"} | ({"survived"} if arguments.survivors else set())
+    again = {"survived"} if arguments.survivors else {"not run", "undecided"}
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder), arguments.cache, arguments.seconds, arguments.seed)
         for fault, row in zip(faults, rows):
