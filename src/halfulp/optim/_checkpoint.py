@@ -148,10 +148,13 @@ class CheckpointMixin:
     def float32_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The model's state_dict with every parameter as the float32 weight that it and its companions stand for.
 
+        The names are those of ``model.state_dict()``: give the plain model inside torch.compile or
+        DistributedDataParallel for plain names. `load_float32_state_dict` takes either.
+
         Args:
             model: whose parameters this optimizer steps, or a copy of it: where the elements of a copied parameter
-                equal those of ours of the same name, they stand for the same weights. Other floating tensors are
-                converted.
+                equal those of ours of the same name (but for what torch.compile and DistributedDataParallel put before
+                it), they stand for the same weights. Other floating tensors are converted.
 
         Raises:
             ValueError: a model none of whose parameters are known here.
@@ -181,7 +184,7 @@ class CheckpointMixin:
     def load_float32_state_dict(self, model: torch.nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Set the model from float32 weights, the bits that its parameters cannot hold going into the companions.
 
-        Compiled models and DDP's have the plain model's names, in the file and here.
+        What torch.compile and DistributedDataParallel put before names counts for nothing, in the file and here.
 
         Raises:
             ValueError: missing or unexpected names, or other shapes; nothing is changed.
@@ -218,11 +221,13 @@ class CheckpointMixin:
     def _copied_slots(self, held: Mapping[str, tuple]) -> dict[str, Slot]:
         """The slots of the parameters that those of another model are copies of, by name."""
         found: dict[str, Slot] = {}
-        for group in self.param_groups:
-            for position, name in enumerate(group.get("param_names", ())):
-                tensor, mine = held.get(name, (None, None))[0], group["params"][position]
-                if isinstance(tensor, torch.nn.Parameter) and _alike(tensor, mine):
-                    found[name] = self._known(group, position)
+        named = [(name, group, k) for group in self.param_groups for k, name in enumerate(group.get("param_names", ()))]
+        theirs = dict(zip(plain_names(held), held))
+        for (name, group, position), plain in zip(named, plain_names(name for name, _, _ in named), strict=True):
+            name = name if name in held else theirs.get(plain)
+            tensor, mine = held.get(name, (None, None))[0], group["params"][position]
+            if isinstance(tensor, torch.nn.Parameter) and _alike(tensor, mine):
+                found[name] = self._known(group, position)
         if not found and any(isinstance(tensor, torch.nn.Parameter) for tensor, _ in held.values()):
             raise ValueError(
                 "no parameter of this model is stepped by this optimizer: give the model that it was made for, or, to "
