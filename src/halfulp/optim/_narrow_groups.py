@@ -135,7 +135,10 @@ def updates_in_effect(optimizer: Any) -> str:
     counts, idle = Counter(), False
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
-            update = optimizer._kind(group, parameter, None, name_of(group, position)).update.name
+            try:
+                update = optimizer._kind(group, parameter, None, name_of(group, position)).update.name
+            except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
+                update = "not steppable"
             dtype = str(memory(parameter).dtype).removeprefix("torch.")
             counts[dtype, update] += 1
             idle |= update == "exact" and group["weight_update"] is not None and not is_kept(parameter)
