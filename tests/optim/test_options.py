@@ -140,6 +140,22 @@ def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was():
     assert len(optimizer.param_groups) == 2
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("error", [NotImplementedError, RuntimeError])
+def test_a_group_that_any_error_stops_is_added_to_none(wrapped, error, monkeypatch):
+    given = [_parameter()]
+    optimizer = hu.optim.wrap(torch.optim.SGD, given, lr=0.1) if wrapped else hu.optim.SGD(given, lr=0.1)
+
+    def fail():
+        raise error("no")
+
+    monkeypatch.setattr(optimizer, "_check_overlaps", fail)
+    with pytest.raises(error, match="no"):
+        optimizer.add_param_group({"params": [_parameter()]})
+    assert len(optimizer.param_groups) == 1
+    assert not wrapped or len(optimizer.base.param_groups) == 1
+
+
 def test_narrowing_happens_to_all_groups_or_to_none():
     good, bad = _parameter(torch.float32), _parameter(torch.float64)
     with pytest.raises(ValueError, match="allowed"):

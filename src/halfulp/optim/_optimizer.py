@@ -135,7 +135,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
                 self._kind(group, parameter, None, name_of(group, position))
             self._check_overlaps()
             wrappers = check_narrowing([group]) if self._made else None
-        except (ValueError, TypeError):
+        except Exception:
             del self.param_groups[before:]
             raise
         note_identities(group, self._identities)

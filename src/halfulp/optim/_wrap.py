@@ -156,7 +156,7 @@ class Wrapped(GivenOptimizer):
         self.base.add_param_group(inner)
         try:
             super().add_param_group(joined(outer, self.base.param_groups[-1]))
-        except (ValueError, TypeError):
+        except Exception:
             del self.base.param_groups[-1]
             raise
         for parameter, shadow in shadows.items():
