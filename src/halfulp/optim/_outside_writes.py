@@ -73,11 +73,13 @@ def is_written(slot: Slot) -> bool:
 
 def companions_now(slot: Slot) -> Sequence[torch.Tensor]:
     """The companions as they count now; nothing is changed."""
-    if not is_written(slot):
-        return slot.companions
+    return companions_beside(slot, slot.payloads[0], _known(slot)) if is_written(slot) else slot.companions
+
+
+def _known(slot: Slot) -> torch.Tensor | None:
+    """The payload that the companions held were stored with, where it stands for the same weights still."""
     held = slot.agreement
-    known = held.payload if held.scale == _scale(slot) else None
-    return companions_beside(slot, slot.payloads[0], known)
+    return held.payload if held.scale == _scale(slot) else None
 
 
 def companions_beside(slot: Slot, payload: torch.Tensor, known: torch.Tensor | None) -> list[torch.Tensor]:
@@ -105,8 +107,8 @@ def settle(slot: Slot) -> None:
     """Let the companions that do not belong to the parameter any more go, before a step."""
     if not is_written(slot):
         return
+    _let_go(slot, slot.companions, slot.payloads[0], _known(slot))
     held = slot.agreement
-    _let_go(slot, slot.companions, slot.payloads[0], held.payload)
     if held.version != MOVED:  # of the next move the old memory tells; a write in place leaves no trace
         held.payload = torch.empty_like(held.memory) if held.payload is None else held.payload
         held.steps = WATCHED_STEPS
