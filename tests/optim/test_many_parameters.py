@@ -66,6 +66,19 @@ def test_a_parameter_that_left_is_freed(maker, how):
     assert all(reference() is None for reference in gone)
 
 
+def test_states_go_when_their_parameter_no_longer_leads_or_joins_a_batch():
+    parameters = _parameters("AdamW")
+    optimizer = MAKERS["AdamW"](parameters, report_interval=2)
+    _step(optimizer, parameters), _step(optimizer, parameters)
+    states = [weakref.ref(optimizer.state[parameter]["exp_avg"]) for parameter in parameters[1:5]]
+    parameters[0].grad = None
+    del optimizer.param_groups[0]["params"][1:5], parameters[1:5]
+    for number in range(2):
+        _step(optimizer, parameters[1:], number)
+    gc.collect()
+    assert all(state() is None for state in states)
+
+
 @pytest.mark.parametrize("maker", MAKERS)
 def test_only_states_hold_a_parameter_before_the_next_step(maker):
     """As torch.optim: whoever also takes the state out frees it at once."""

@@ -44,7 +44,7 @@ from ._slots import (
     wanted_tensors,
 )
 from ._states import StateChoice
-from ._step import make_ready, run_step
+from ._step import Tables, make_ready, run_step
 from ._stores import STORES, Store
 from ._tensor_map import TensorMap
 from ._weight_update import REGISTRY, WeightUpdate, weight_update
@@ -103,6 +103,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         self._slots: TensorMap[Slot] = TensorMap()
         self._set_aside: TensorMap[dict] = TensorMap()
         self._identities: TensorMap[Identity] = TensorMap()
+        self._tables = Tables()
         self._kinds: dict[tuple[Kind, torch.device], Kind] = {}
         self._plain_kinds: dict[tuple, tuple[Kind, tuple]] = {}
         for group in getattr(self, "param_groups", ()):
@@ -287,7 +288,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             for kind, slots in zip(kinds, batches.values()):
                 make_ready(kind, slots[0].gradient.device.type)
             for kind, slots in zip(kinds, batches.values()):
-                run_step(kind, slots)
+                run_step(kind, slots, self._tables)
                 torch.autograd.graph.increment_version([slot.stepping for slot in slots])
                 for slot in slots:
                     slot.state["step"] = slot.step
@@ -298,6 +299,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
                 if kind.metered:
                     warn_if_mostly_lost(slots)
         finally:
+            self._tables.end_step()
             for slots in batches.values():
                 for slot in slots:
                     slot.stepping = slot.gradient = slot.copied = None

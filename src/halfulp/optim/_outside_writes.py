@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+
+from ._tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from ._slots import Slot
 
 WATCHED_STEPS = 1000
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_restored: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_restored: TensorMap[tuple[int, int]] = TensorMap()
 
 
 @dataclass(eq=False, slots=True)

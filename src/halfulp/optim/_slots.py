@@ -61,7 +61,6 @@ class Slot:
         plain: neither a DTensor nor a tensor class of ours.
         lost: the meter, None before the first count.
         agreement: when parameter and companions were last known to belong together, None where there are none.
-        tables: of the batches that begin with this parameter.
         stepping, gradient, gradient_scale, step, constants, copied: of the step being made; `stepping` is whose version
             the step counts up, `copied` contiguous copies of a parameter's tensors that are not, whose values go
             back when the step is done.
@@ -83,7 +82,6 @@ class Slot:
     plain: bool
     lost: LostUpdates | None = None
     agreement: Agreement | None = None
-    tables: dict[bool, object] | None = None
     stepping: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
     gradient_scale: float = 1.0

@@ -39,20 +39,38 @@ class Table:
     held: object = None
 
 
-def table_of(kind: Kind, slots: list[Slot]) -> Table:
-    """The table of a batch, which lives with its first slot."""
-    tables = slots[0].tables
-    if tables is None:
-        tables = slots[0].tables = {}
-    known = tables.get(kind.metered)
-    if known is None or known.slots != slots:
-        known = tables[kind.metered] = Table(
-            list(slots),
-            chunk_table([slot.index_map for slot in slots]),
-            np.array([slot.addresses for slot in slots], np.int64),
-            np.array([[slot.seed for slot in slots], [slot.identity for slot in slots]], np.uint64),
-        )
-    return known
+class Tables:
+    """The tables of an optimizer's batches, from one step to the next; those that a step does not need go with it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[Table]] = {}
+        self._used: dict[int, list[Table]] = {}
+
+    def of(self, slots: list[Slot]) -> Table:
+        """The table of a batch, which serves its metered steps and its search for peaks as well."""
+        key = id(slots[0].kind)
+        used = self._used.setdefault(key, [])
+        for table in (*used, *self._kept.get(key, ())):
+            if table.slots == slots:
+                break
+        else:
+            table = _new_table(slots)
+        if not any(table is other for other in used):
+            used.append(table)
+        return table
+
+    def end_step(self) -> None:
+        """Let the tables go that were not asked for since the last call."""
+        self._kept, self._used = self._used, {}
+
+
+def _new_table(slots: list[Slot]) -> Table:
+    return Table(
+        list(slots),
+        chunk_table([slot.index_map for slot in slots]),
+        np.array([slot.addresses for slot in slots], np.int64),
+        np.array([[slot.seed for slot in slots], [slot.identity for slot in slots]], np.uint64),
+    )
 
 
 def make_ready(kind: Kind, device: str) -> None:
@@ -62,16 +80,16 @@ def make_ready(kind: Kind, device: str) -> None:
             checked(one)
 
 
-def run_step(kind: Kind, slots: list[Slot]) -> None:
+def run_step(kind: Kind, slots: list[Slot], tables: Tables) -> None:
     """Step every parameter of a batch, and count what was lost where the kind is metered."""
     if not kind.scaled:
-        _write(kind, slots)
+        _write(kind, slots, tables)
         return
     for slot in slots:
         slot.constants = with_present_scales(kind, slot)
-    for slot, peaks in zip(slots, _find_peaks(peaks_of(kind), slots), strict=True):
+    for slot, peaks in zip(slots, _find_peaks(peaks_of(kind), slots, tables), strict=True):
         choose_scales(kind, slot, peaks)
-    _write(kind, slots)
+    _write(kind, slots, tables)
     for slot in slots:
         keep_scales(kind, slot)
 
@@ -82,11 +100,11 @@ def peaks_of(kind: Kind) -> Kind:
     return dataclasses.replace(kind, metered=False, peaks=True)
 
 
-def _find_peaks(kind: Kind, slots: list[Slot]) -> list[list[float]]:
+def _find_peaks(kind: Kind, slots: list[Slot], tables: Tables) -> list[list[float]]:
     count = 1 + len(kind.scaled_states)
     if chosen(slots[0].gradient.device.type) != "numba":
         return [reference_peaks(kind, _parts(s), s.gradient, s.states, s.constants) for s in slots]
-    meter, table = _run_compiled(kind, slots)
+    meter, table = _run_compiled(kind, slots, tables)
     found = np.zeros((len(slots), METER_COLUMNS))
     np.maximum.at(found, table.chunks[:, 0], meter)
     return found[:, :count].tolist()
@@ -96,13 +114,13 @@ def _parts(slot: Slot) -> list[torch.Tensor]:
     return slot.parts if slot.copied is None else [*slot.copied, *slot.companions]
 
 
-def _write(kind: Kind, slots: list[Slot]) -> None:
+def _write(kind: Kind, slots: list[Slot], tables: Tables) -> None:
     device = slots[0].gradient.device.type
     engine = chosen(device)
     if engine == "numba":
-        _run_compiled(kind, slots)
+        _run_compiled(kind, slots, tables)
         return
-    if engine == "triton" and not kind.scaled and _run_triton(kind, slots):
+    if engine == "triton" and not kind.scaled and _run_triton(kind, slots, tables):
         return
     if device != "cpu":
         note("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
@@ -121,8 +139,8 @@ def _write(kind: Kind, slots: list[Slot]) -> None:
             slot.count(*lost)
 
 
-def _run_compiled(kind: Kind, slots: list[Slot]) -> tuple[np.ndarray, Table]:
-    kernel, table = checked(kind), table_of(kind, slots)
+def _run_compiled(kind: Kind, slots: list[Slot], tables: Tables) -> tuple[np.ndarray, Table]:
+    kernel, table = checked(kind), tables.of(slots)
     _point_at_gradients(table, slots)
     rows = {id(slot.constants): slot.constants for slot in slots}
     numbers = {key: row for row, key in enumerate(rows)}
@@ -142,7 +160,7 @@ def _run_compiled(kind: Kind, slots: list[Slot]) -> tuple[np.ndarray, Table]:
     return meter, table
 
 
-def _run_triton(kind: Kind, slots: list[Slot]) -> bool:
+def _run_triton(kind: Kind, slots: list[Slot], tables: Tables) -> bool:
     """The same on an accelerator; False where the kind's kernel cannot be used."""
     from ._triton import launch, ready
 
@@ -150,7 +168,7 @@ def _run_triton(kind: Kind, slots: list[Slot]) -> bool:
     kernel = ready(kind, device, _trial)
     if kernel is None:
         return False
-    table = table_of(kind, slots)
+    table = tables.of(slots)
     _point_at_gradients(table, slots)
     constants = np.array([slot.constants for slot in slots], np.float32).reshape(len(slots), -1)
     keys = _keys(kind, slots, table.keyed)

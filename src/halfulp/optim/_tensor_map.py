@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Value = TypeVar("Value")
 
@@ -46,7 +48,7 @@ class TensorMap(Generic[Value]):
         key = id(tensor)
         known = self._references.get(key)
         if known is None:
-            known = self._references[key] = _Reference(tensor, self._forget)
+            known = self._references[key] = _reference(tensor, self._forget)
             known.key = key
         return known
 
@@ -80,6 +82,62 @@ class _Reference(weakref.ref):
     """A weak reference that knows its tensor's id when the tensor is gone."""
 
     __slots__ = ("key",)
+
+
+class _ThroughToken(_Reference):
+    """The same for a tensor that must have no weak references, by way of its token."""
+
+    __slots__ = ()
+
+    def __call__(self) -> torch.Tensor | None:
+        """The tensor, or None once it is gone."""
+        token = super().__call__()
+        return None if token is None else token.tensor
+
+
+class _Token:
+    """Lives as long as its tensor, and is referenced weakly in its place."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Keeper:
+    """Holds a tensor's token among the tensor's attributes, and brings it back when they were swapped away.
+
+    `torch.utils.swap_tensors`, by which nn.Module converts wrapper subclasses in place, exchanges the attributes of
+    two tensors; those that belonged to the parameter then die with the other one.
+    """
+
+    __slots__ = ("token",)
+
+    def __init__(self, token: _Token) -> None:
+        self.token = token
+
+    def __del__(self) -> None:
+        """Go back to the tensor, if it lives and has no keeper of its own."""
+        attributes = self.token.tensor.__dict__
+        if _KEEPER not in attributes:
+            attributes[_KEEPER] = _Keeper(self.token)
+
+    def __reduce__(self) -> tuple:
+        """A copy of a tensor is another tensor: nothing is copied or saved."""
+        return OrderedDict, ()
+
+
+_KEEPER = "_halfulp_keeper"
+
+
+def _reference(tensor: torch.Tensor, forget: Callable[[_Reference], None]) -> _Reference:
+    """By a token only where torch swaps, as its cycle with the tensor is freed later than a plain tensor would be."""
+    if not (is_traceable_wrapper_subclass(tensor) or torch.__future__.get_swap_module_params_on_conversion()):
+        return _Reference(tensor, forget)
+    keeper = tensor.__dict__.get(_KEEPER)
+    if not isinstance(keeper, _Keeper) or keeper.token.tensor is not tensor:
+        keeper = tensor.__dict__[_KEEPER] = _Keeper(_Token(tensor))
+    return _ThroughToken(keeper.token, forget)
 
 
 def _forget(values: dict, references: dict, reference: _Reference) -> None:
