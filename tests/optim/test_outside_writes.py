@@ -275,8 +275,10 @@ def test_a_scaled_weight_is_what_was_written_last(seed, update, write):
         written = model.weight.detach().decode()
         if write != "a payload":
             assert torch.equal(_weights(optimizer, model)["weight"], written)
+        read = _weights(optimizer, model)
         step(0.0)
         assert torch.equal(model.weight.detach().decode(), written)
+        assert _equal(_weights(optimizer, model), read), "a step starts from what is read"
 
 
 @pytest.mark.parametrize(("update", "store"), stored_updates("sgd"))
