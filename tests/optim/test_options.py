@@ -163,6 +163,15 @@ def test_narrowing_happens_to_all_groups_or_to_none():
     assert good.dtype == torch.float32
 
 
+def test_narrowing_keeps_a_gradient_that_waits():
+    narrow, wide = _parameter(torch.float32), _parameter(torch.float32)
+    narrow.grad = torch.full_like(narrow, 1 + 2.0**-9)
+    hu.optim.SGD([narrow, wide], lr=0.1, param_dtype=torch.bfloat16)
+    assert narrow.grad.dtype == torch.bfloat16
+    assert torch.equal(narrow.grad, torch.ones_like(narrow))
+    assert wide.grad is None
+
+
 def test_feedback_and_split_say_what_to_use_instead():
     with pytest.raises(ValueError, match=r"feedback"):
         hu.optim.Lion([_parameter()], weight_update="feedback")

@@ -160,15 +160,19 @@ def _check_sharded(module: nn.Module, name: str, what: str) -> None:
 def replace_data(parameter: Tensor, value: Tensor) -> None:
     """Give a parameter other numbers of another dtype, in place: it stays the object that others hold.
 
+    A gradient that waits for a step is cast to that dtype.
+
     Args:
         parameter: plain, or a DTensor.
         value: of the parameter's shape and kind.
     """
+    gradient, parameter.grad = parameter.grad, None
     parameter.data = value
-    parameter.grad = None
     if hasattr(parameter, "_local_tensor"):
         # The assignment changes what autograd sees of a DTensor; its shard and its description are attributes.
         parameter._local_tensor, parameter._spec = value._local_tensor, value._spec
+    if gradient is not None:
+        parameter.grad = gradient.to(value.dtype)
 
 
 def refuse_fully_shard(
