@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -83,17 +85,18 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
         check_range(model, recipe, kept_parameters(model, kept))
         _refuse_optimizers(model, "convert")
     wrappers = _check_holders(model, recipe, "convert")
-    _perturb(model, recipe.perturb, seed)
     buffers: tuple[str, ...] = ()
-    if recipe.components:
-        # All components of gradients too: a float16 gradient alone underflows without loss scaling.
-        multicomponent(model, recipe.components, getattr(torch, recipe.param_dtype), gradients="components")
-    elif recipe.payload:
-        scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul)
-    elif recipe.param_dtype == "float64":
-        buffers = _to_float64(model)
-    elif recipe.narrow:
-        buffers = _to_narrow(model, kept, getattr(torch, recipe.param_dtype))
+    with _as_it_was(model, recipe):
+        _perturb(model, recipe.perturb, seed)
+        if recipe.components:
+            # All components of gradients too: a float16 gradient alone underflows without loss scaling.
+            multicomponent(model, recipe.components, getattr(torch, recipe.param_dtype), gradients="components")
+        elif recipe.payload:
+            scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul)
+        elif recipe.param_dtype == "float64":
+            buffers = _to_float64(model)
+        elif recipe.narrow:
+            buffers = _to_narrow(model, kept, getattr(torch, recipe.param_dtype))
     wrappers.follow()
     model.__dict__[_RECORD] = _Record(recipe, buffers)
     return model
@@ -203,6 +206,19 @@ def _cast_buffers(model: nn.Module, names: list[str], dtype: torch.dtype) -> Non
     for name in names:
         owner, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         owner._buffers[key] = owner._buffers[key].to(dtype)
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, recipe: Recipe) -> Iterator[None]:
+    """Where a perturbed model is refused, give its weights back."""
+    held = [(p, p.detach().clone()) for p in model.parameters()] if recipe.perturb else []
+    try:
+        yield
+    except Exception:
+        with torch.no_grad():
+            for parameter, value in held:
+                parameter.copy_(value)
+        raise
 
 
 def _perturb(model: nn.Module, size: float, seed: int) -> None:
