@@ -40,7 +40,12 @@ def test_the_parameter_has_the_last_word_over_its_master():
     with torch.no_grad():
         held.parameter[0] = 3.0
     held.add(torch.full((4,), 2.0**-12))
-    assert held.part("master").tolist() == [3 + 2.0**-12] + [1 + 2.0**-11] * 3
+    # The first write drops the masters of the whole parameter, later ones those of what they change.
+    assert held.part("master").tolist() == [3 + 2.0**-12] + [1 + 2.0**-12] * 3
+    with torch.no_grad():
+        held.parameter[0] = 5.0
+    held.add(torch.full((4,), 2.0**-12))
+    assert held.part("master").tolist() == [5 + 2.0**-12] + [1 + 2.0**-11] * 3
 
 
 def test_float32_parameters_add_in_float32(seed):

@@ -79,7 +79,7 @@ def rescale(kind: Kind, slot: Slot, ratio: float) -> None:
     parts = [part.contiguous() for part in own]
     kind.update.multiply(kind.store, parts, ratio)
     for part, filled in zip(own, parts):
-        if part.data_ptr() != filled.data_ptr():
+        if filled is not part:
             part.copy_(filled)
 
 
