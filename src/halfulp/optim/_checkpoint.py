@@ -226,7 +226,7 @@ class CheckpointMixin:
         for (name, group, position), plain in zip(named, plain_names(name for name, _, _ in named), strict=True):
             name = name if name in held else theirs.get(plain)
             tensor, mine = held.get(name, (None, None))[0], group["params"][position]
-            if isinstance(tensor, torch.nn.Parameter) and _alike(tensor, mine):
+            if isinstance(tensor, torch.nn.Parameter) and _could_be_a_copy(tensor, mine):
                 found[name] = self._known(group, position)
         if not found and any(isinstance(tensor, torch.nn.Parameter) for tensor, _ in held.values()):
             raise ValueError(
@@ -254,7 +254,7 @@ class CheckpointMixin:
         self._start_caches()
 
 
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _could_be_a_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
     same = type(a) is type(b) and not isinstance(a, MCTensor) and a.dtype == b.dtype
     return same and memory(a).shape == memory(b).shape
 
