@@ -57,17 +57,10 @@ def block_formats() -> str:
 
 def tasks() -> str:
     """What can be trained."""
-    from halfulp.trials.tasks import Task
+    from halfulp.trials.tasks import kind_of, names
 
-    known: list[type[Task]] = []
-    pending = list(Task.__subclasses__())
-    while pending:
-        kind = pending.pop(0)
-        pending += kind.__subclasses__()
-        if "name" in vars(kind) and kind.__module__.startswith("halfulp."):
-            known.append(kind)
     lines = []
-    for kind in known:
+    for kind in map(kind_of, names()):
         hyper = ", ".join(f"{key} {value}" for key, value in kind.hyper.items())
         reads = "`--data`" if "data" in kind.__dataclass_fields__ else "embedded"
         loss = kind.judged_by.replace("_", " ").replace("train ", "training ")

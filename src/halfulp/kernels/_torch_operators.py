@@ -46,12 +46,14 @@ class AbsentOperator:
 
 
 class _Lookup:
-    """Attributes found by name, once each."""
+    """Attributes found by name, once each; what begins so and torch lacks is what tools ask of any object."""
+
+    _private = "__"
 
     def __getattr__(self, name: str) -> Any:
-        # What tools ask of any object, such as __wrapped__, is no operator; torch has aten.__and__.
+        # Such as __wrapped__; torch has aten.__and__.
         found = self._find(name)
-        if found is None and name.startswith("__"):
+        if found is None and name.startswith(self._private):
             raise AttributeError(name)
         vars(self)[name] = found = self._made(name, found)
         return found
@@ -72,6 +74,9 @@ class Operators(_Lookup):
 
 class OperatorPacket(_Lookup):
     """The overloads of one operator; none where the installed torch lacks it."""
+
+    # No overload begins with an underscore; unittest.mock's call asks everything that doctest finds for _mock_name.
+    _private = "_"
 
     def __init__(self, name: str, packet: Any) -> None:
         self._name, self._packet = name, packet
