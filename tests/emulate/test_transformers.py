@@ -71,7 +71,7 @@ def test_gradient_checkpointing_gives_the_same_bits(seed, reentrant):
 def test_generation_and_saving(seed):
     model = gpt2("sdpa").eval()
     emulate(model, "bf16")
-    tokens = torch.randint(31, (1, 4))
+    tokens = torch.randint(1, 31, (1, 4))  # generate takes a 0 for padding, and masks it
     longer = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
     with torch.no_grad():
         step = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
