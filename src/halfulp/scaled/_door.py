@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -43,11 +44,13 @@ torch.library.register_autograd("halfulp::scaled_like", _backward, setup_context
 def wrapped(arguments: Any, storage: torch.dtype, like: ScaledTensor) -> Any:
     """Plain floating tensors, however nested, as scaled ones; whatever else as it is."""
 
+    encode = functools.partial(ScaledTensor.encode, home=like.home)
+
     # Compilers do not enter autograd functions that make tensor subclasses; operators have no forward-mode derivatives.
     def entered(x: Any) -> Any:
         if not _is_plain_float(x):
             return x
-        return _enter(x, like, storage) if torch.compiler.is_compiling() else ScaledTensor.encode(x, storage)
+        return _enter(x, like, storage) if torch.compiler.is_compiling() else encode(x, storage)
 
     return tree_map(entered, arguments)
 

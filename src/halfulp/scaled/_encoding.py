@@ -11,15 +11,32 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..tensors import MCTensor
 from . import _powers
-from ._form import LOGICALS, check_storage, common_storage, decoded, made, measured_scale, narrowed, plain, widened
+from ._form import (
+    LOGICALS,
+    check_home,
+    check_storage,
+    common_storage,
+    decoded,
+    measured_scale,
+    narrowed,
+    plain,
+    widened,
+)
 from ._scaled_tensor import ScaledTensor, wrap
 
 
-def encode(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None, rounding: str) -> ScaledTensor:
+def encode(
+    x: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | float | None,
+    rounding: str,
+    home: torch.dtype | None = None,
+) -> ScaledTensor:
     """See `ScaledTensor.encode`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}: torch.as_tensor makes one")
     check_storage(dtype)
+    check_home(home)
     _powers.check_power_rounding(rounding)
     if x.dtype not in LOGICALS:
         raise ValueError(f"x is {x.dtype}: allowed are {', '.join(map(str, LOGICALS))}; integers carry no scale")
@@ -28,7 +45,7 @@ def encode(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None, rounding
     if isinstance(x, (ScaledTensor, MCTensor)):
         x = x.decode(x.dtype)
     given = None if scale is None else _powers.as_scale(scale, x.device)
-    return _Encode.apply(x, dtype, given, rounding)
+    return _Encode.apply(x, dtype, given, rounding, home)
 
 
 def decode(x: ScaledTensor, dtype: torch.dtype | None) -> Tensor:
@@ -50,7 +67,8 @@ def cast_(x: ScaledTensor, dtype: torch.dtype) -> ScaledTensor:
 
 def rescaled(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     """The same values under another scale, in the same storage."""
-    return made(_powers.times(widened(x), _powers.ratio(x._scale, scale)), scale.clone(), x._payload.dtype, x.dtype)
+    payload = _powers.times(widened(x), _powers.ratio(x._scale, scale))
+    return wrap(narrowed(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
 def in_complex_numbers(operator: Any, arguments: tuple, options: dict) -> Any:
@@ -67,14 +85,14 @@ def refuse_sparse(operator: Any, arguments: tuple, options: dict) -> None:
         ) from None
 
 
-def of_kind(x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype) -> ScaledTensor:
+def of_kind(x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype, home: torch.dtype | None = None) -> ScaledTensor:
     """The values in another logical dtype and storage, under a measured scale where the storage is a narrower one."""
     if common_storage((x._payload.dtype, storage)) == storage:
-        return made(widened(x), x._scale, storage, dtype)
+        return wrap(narrowed(widened(x), storage), x._scale, dtype, home)
     payload = widened(x)
     level = measured_scale(payload, storage)
     scale, rest = _powers.product(x._scale, level)
-    return made(_powers.times(payload / level, rest), scale, storage, dtype)
+    return wrap(narrowed(_powers.times(payload / level, rest), storage), scale, dtype, home)
 
 
 class _Encode(torch.autograd.Function):
@@ -83,25 +101,29 @@ class _Encode(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: str) -> ScaledTensor:
+    def forward(
+        x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: str, home: torch.dtype | None
+    ) -> ScaledTensor:
         wide = x if x.dtype == torch.float64 else x.to(torch.float32)
         if scale is None:
             scale = measured_scale(x, storage, rounding)
         payload = (wide / scale.to(wide.dtype)).to(torch.float32)
         _check_fits(wide, payload, storage, scale)
-        return made(payload, scale, storage, x.dtype) if payload is not x else wrap(payload.clone(), scale, x.dtype)
+        payload = payload.clone() if payload is x else narrowed(payload, storage)
+        return wrap(payload, scale, x.dtype, home)
 
     @staticmethod
     def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
-        context.dtype, context.storage = inputs[0].dtype, inputs[1]
+        context.dtype, context.storage, context.home = inputs[0].dtype, inputs[1], inputs[4]
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple:
-        return decode(gradient, context.dtype) if isinstance(gradient, ScaledTensor) else gradient, None, None, None
+        plain = decode(gradient, context.dtype) if isinstance(gradient, ScaledTensor) else gradient
+        return plain, None, None, None, None
 
     @staticmethod
     def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
-        return encode(tangent, context.storage, None, "nearest")
+        return encode(tangent, context.storage, None, "nearest", context.home)
 
 
 class _Decode(torch.autograd.Function):
@@ -117,12 +139,12 @@ class _Decode(torch.autograd.Function):
     @staticmethod
     def setup_context(context: Any, inputs: tuple, output: Tensor) -> None:
         x, context.target = inputs
-        context.storage, context.dtype = x._payload.dtype, x.dtype
+        context.storage, context.dtype, context.home = x._payload.dtype, x.dtype, x._home
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple:
         if not isinstance(gradient, ScaledTensor):
-            gradient = encode(gradient.to(context.dtype), context.storage, None, "nearest")
+            gradient = encode(gradient.to(context.dtype), context.storage, None, "nearest", context.home)
         return gradient, None
 
     @staticmethod

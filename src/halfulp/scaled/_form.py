@@ -27,6 +27,13 @@ def check_storage(dtype: object) -> torch.dtype:
     return dtype
 
 
+def check_home(home: object) -> torch.dtype | None:
+    """Raise unless tensors can have this home."""
+    if home not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(f"home={home}: allowed are torch.float16, torch.bfloat16 and None")
+    return home
+
+
 def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
     """The payload type of a result: the wider one; of two different types of one width the next wider one."""
     found = set(storages)
@@ -143,7 +150,7 @@ def measured_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding
     """
     if not values.numel():
         return torch.full((), _powers.ANY, dtype=torch.float32, device=values.device)
-    quick = _quick_scale(values, rounding) if storage in (torch.float32, torch.bfloat16) else None
+    quick = None if storage in EIGHT_BITS else quick_scale(values, rounding)
     if quick is not None:
         return torch.full((), quick, dtype=torch.float32, device="cpu")
     finite = torch.nan_to_num(values.detach().to(torch.float64), 0.0, 0.0, 0.0)
@@ -155,9 +162,14 @@ def measured_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding
     return torch.maximum(scale, _powers.round_to_power(lowest.to(torch.float32), "up"))
 
 
-def _quick_scale(values: Tensor, rounding: PowerRounding) -> float | None:
-    """The same for ordinary values that can be looked at, in two passes over them instead of eight."""
+def quick_scale(values: Tensor, rounding: PowerRounding = "nearest") -> float | None:
+    """The same for ordinary values that can be looked at, in two passes over them instead of eight; else None.
+
+    No element of so few is beyond float16's range under it.
+    """
     if not _powers.in_sight(values) or values.dtype == torch.float64 or values.requires_grad:
+        return None
+    if values.numel() > _FEW:
         return None
     norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
     if not _ORDINARY[0] < norm < _ORDINARY[1]:  # squares that leave float32's range, infinities, NaN, zeros
@@ -195,6 +207,9 @@ def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)
     return wrap(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
 
+
+# The largest of n numbers is at most sqrt(n) times their root mean square, and float16 ends at nearly 2^16.
+_FEW = 2**30
 
 # Norms whose squares are float32 numbers with all their digits, unless nearly all of them are far smaller.
 _ORDINARY = (2.0**-40, 2.0**40)

@@ -19,8 +19,19 @@ def _derived(operator: OpOverload) -> Callable:
 _table = RuleTable(_derived)
 RULES = _table.rules
 rule_of = _table.of
+_promoted: dict[OpOverload, Callable] = {}
 # The family of every registered operator, for the tables of the docs.
 FAMILIES: dict[OpOverload, str] = {}
+
+
+def promoted_rule_of(operator: OpOverload) -> Callable:
+    """An operator's rule for tensors with a home, as a function of the home, the arguments and the options."""
+    rule = _promoted.get(operator)
+    if rule is None:
+        from ._promotion import promoting  # it needs the tensor class, which needs this file
+
+        rule = _promoted[operator] = promoting(operator)
+    return rule
 
 
 class ComplexOperand(Exception):
@@ -54,6 +65,8 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Callabl
 
     def with_family(rule: Callable) -> Callable:
         FAMILIES.update(dict.fromkeys(present(operators), family))
+        for operator in present(operators):
+            _promoted.pop(operator, None)
         return register(rule)
 
     return with_family

@@ -21,7 +21,9 @@ def reduced(x: ScaledTensor) -> tuple:
     payload = x._payload.detach()
     # torch.load knows no storages of eight-bit floats.
     stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
-    return rebuild_scaled_tensor, (VERSION, stored, payload.dtype, x._scale, x.dtype, *marks)
+    # Without a home as before there were any, so that older versions read it.
+    home = () if x._home is None else (x._home,)
+    return rebuild_scaled_tensor, (VERSION, stored, payload.dtype, x._scale, x.dtype, *marks, *home)
 
 
 def rebuild_scaled_tensor(
@@ -32,6 +34,7 @@ def rebuild_scaled_tensor(
     dtype: torch.dtype,
     requires_grad: bool,
     is_parameter: bool,
+    home: torch.dtype | None = None,
 ) -> ScaledTensor:
     """The tensor that `reduced` took apart.
 
@@ -45,7 +48,7 @@ def rebuild_scaled_tensor(
             f"this file holds ScaledTensors of layout {version}, and this version of halfulp reads layout {VERSION}: "
             "load it with the version that wrote it and save x.payload and x.scale, which are plain tensors"
         )
-    made = wrap(stored.view(storage), scale, dtype)
+    made = wrap(stored.view(storage), scale, dtype, home)
     made.requires_grad_(requires_grad)
     if is_parameter:
         made._is_param = True

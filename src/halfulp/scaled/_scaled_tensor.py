@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..tensors import graph_key
 from ..tensors._wrappers import refuse_fully_shard
 from . import _powers, _saving
 from ._powers import PowerRounding
-from ._registry import RULES, ComplexOperand, implements, rule_of
+from ._registry import RULES, ComplexOperand, implements, promoted_rule_of, rule_of
 
 _make = torch.Tensor._make_wrapper_subclass
 
@@ -43,32 +43,44 @@ class ScaledTensor(torch.Tensor):
 
     _payload: Tensor
     _scale: Tensor
+    _home: torch.dtype | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     fsdp_pre_all_gather = fsdp_post_all_gather = refuse_fully_shard
 
-    def __new__(cls, payload: Tensor, scale: Tensor | float, dtype: torch.dtype = torch.float32) -> ScaledTensor:
+    def __new__(
+        cls,
+        payload: Tensor,
+        scale: Tensor | float,
+        dtype: torch.dtype = torch.float32,
+        home: torch.dtype | None = None,
+    ) -> ScaledTensor:
         """payload x scale as it is: nothing is measured or rounded.
 
         Args:
             payload: of a storage dtype.
             scale: a power of two from 2^-126 to 2^127.
             dtype: the logical one.
+            home: see `home`.
 
         Raises:
-            ValueError: the payload's dtype is no storage dtype, or the scale no power of two.
+            ValueError: the payload's dtype is no storage dtype, the scale no power of two, or another home.
         """
-        from ._form import check_storage
+        from ._form import check_home, check_storage
 
         if not isinstance(payload, Tensor) or isinstance(payload, ScaledTensor):
             raise TypeError(f"a payload is a plain tensor, got {type(payload).__name__}: use ScaledTensor.encode(x)")
         check_storage(payload.dtype)
         _check_logical(dtype)
-        return wrap(resolved(payload.detach(), "a payload"), _powers.as_scale(scale, payload.device), dtype)
+        check_home(home)
+        return wrap(resolved(payload.detach(), "a payload"), _powers.as_scale(scale, payload.device), dtype, home)
 
     @classmethod
     def __torch_dispatch__(cls, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
         try:
+            home = home_of(arguments, options)
+            if home is not None:
+                return promoted_rule_of(operator)(home, arguments, options or {})
             return rule_of(operator)(*arguments, **(options or {}))
         except ComplexOperand:
             from ._encoding import in_complex_numbers
@@ -86,6 +98,7 @@ class ScaledTensor(torch.Tensor):
         dtype: torch.dtype = torch.float16,
         scale: Tensor | float | None = None,
         rounding: PowerRounding = "nearest",
+        home: torch.dtype | None = None,
     ) -> ScaledTensor:
         """A plain tensor as payload x scale.
 
@@ -97,14 +110,15 @@ class ScaledTensor(torch.Tensor):
             scale: a power of two; None takes one next to the root mean square of the finite non-zero values, or as
                 much larger as the largest needs.
             rounding: how the root mean square becomes a power of two: "down", "up" or "nearest" (in log2).
+            home: see `home`.
 
         Returns:
             A ScaledTensor of x's shape; gradients flow back to x.
 
         Raises:
             TypeError: x is no tensor.
-            ValueError: integer or complex data, no storage dtype, a scale that is no power of two, or a finite value
-                that does not fit the payload under it, or under any.
+            ValueError: integer or complex data, no storage dtype, a scale that is no power of two, another home, or a
+                finite value that does not fit the payload under the scale, or under any.
 
         >>> import torch
         >>> ScaledTensor.encode(torch.tensor([1e-6, 3e-6]), torch.float8_e4m3fn).scale.log2()
@@ -112,7 +126,7 @@ class ScaledTensor(torch.Tensor):
         """
         from . import _encoding
 
-        return _encoding.encode(x, dtype, scale, rounding)
+        return _encoding.encode(x, dtype, scale, rounding, home)
 
     @staticmethod
     def implements(*operators: Any) -> Callable[[Callable], Callable]:
@@ -128,6 +142,22 @@ class ScaledTensor(torch.Tensor):
     def scale(self) -> Tensor:
         """A power of two: float32, without dimensions."""
         return self._scale
+
+    @property
+    def home(self) -> torch.dtype | None:
+        """The storage that products bring results to, float16 or bfloat16; None where no operator changes storage.
+
+        With a home, results of the operators that torch.autocast computes in float32 (exp, log, pow, sums, softmax,
+        losses) have a float32 payload, and so has what further pointwise operators make of them; matrix products,
+        convolutions, attention, embeddings and recurrent layers round their operands to the home again, under measured
+        scales, as do parameters what accumulates in their gradients.
+
+        >>> import torch
+        >>> x = ScaledTensor.encode(torch.tensor([[1.0, 2.0]]), torch.float16, home=torch.float16)
+        >>> x.exp().payload.dtype, (x.exp() * x).payload.dtype, (x.exp() @ x.mT).payload.dtype
+        (torch.float32, torch.float32, torch.float16)
+        """
+        return self._home
 
     # torch's distributed checkpoints look up every entry of a state_dict as an attribute.
     payload_scale = scale
@@ -194,7 +224,7 @@ class ScaledTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
-        made = wrap(deepcopy(self._payload, memo), deepcopy(self._scale, memo), self.dtype)
+        made = wrap(deepcopy(self._payload, memo), deepcopy(self._scale, memo), self.dtype, self._home)
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
         made.__dict__.update(
@@ -228,13 +258,13 @@ class ScaledTensor(torch.Tensor):
         torch._C.TensorBase.data.__set__(self, value)
         self._payload, self._scale = value._payload, value._scale
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, torch.dtype]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, torch.dtype, torch.dtype | None]]:
         # The payload's dtype too: a compiled backward reads a gradient's memory as the dtype that it was traced with.
-        return ["_payload", "_scale"], (self.dtype, self._payload.dtype)
+        return ["_payload", "_scale"], (self.dtype, self._payload.dtype, self._home)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: tuple, size: Any, stride: Any) -> ScaledTensor:
-        return wrap(inner["_payload"], inner["_scale"], context[0])
+        return wrap(inner["_payload"], inner["_scale"], context[0], context[2])
 
     def _stable_hash_for_caching(self) -> str:
         return graph_key(self, RULES.values())
@@ -249,14 +279,28 @@ class ScaledTensor(torch.Tensor):
         return _encoding.of_kind(self.detach(), *context)
 
 
-def wrap(payload: Tensor, scale: Tensor, dtype: torch.dtype) -> ScaledTensor:
-    """payload x scale, unchecked."""
+def wrap(payload: Tensor, scale: Tensor, dtype: torch.dtype, home: torch.dtype | None = None) -> ScaledTensor:
+    """payload x scale, unchecked. Rules leave the home to what called them."""
     made = _make(
         ScaledTensor, payload.shape, payload.stride(), payload.storage_offset(), dtype=dtype, device=payload.device
     )
     made._payload = payload
     made._scale = scale
+    if home is not None:
+        made._home = home
     return made
+
+
+def home_of(arguments: Iterable[Any], options: dict | None) -> torch.dtype | None:
+    """The home of the first argument that has one, in lists too."""
+    for x in arguments:
+        kind = type(x)
+        if kind is ScaledTensor:
+            if x._home is not None:
+                return x._home
+        elif (kind is list or kind is tuple) and (home := home_of(x, None)) is not None:
+            return home
+    return home_of(options.values(), None) if options else None
 
 
 def _held(value: Tensor, like: ScaledTensor) -> ScaledTensor:
@@ -266,7 +310,7 @@ def _held(value: Tensor, like: ScaledTensor) -> ScaledTensor:
     if not isinstance(value, Tensor) or type(value.data) is not Tensor:
         raise TypeError(f"x.data of a ScaledTensor takes a ScaledTensor or a plain one, got {type(value).__name__}")
     made = _encoding.encode(value.detach(), like._payload.dtype, None, "nearest")
-    return wrap(made._payload, made._scale, like.dtype)
+    return wrap(made._payload, made._scale, like.dtype, like._home)
 
 
 def _check_logical(dtype: object) -> None:

@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from ..tensors import _companions, _model_fallbacks
 from ..tensors._holders import check_holders
 from ..tensors._places import Place, Where, check_has_shape, chosen, places, with_marks
-from . import _door, _placement
+from . import _door, _placement, _product_layers
 from . import _state_dict as _state_dict
 from ._form import LOGICALS, check_storage
 from ._placement import Rescale
+from ._promotion import WideMode, check_wide, home_for
 from ._scaled_tensor import ScaledTensor
 
 # A module, or a function.
 Given = TypeVar("Given", bound=Callable)
 # What a ScaledTensor keeps in its __dict__.
-_OWN = ("_payload", "_scale")
+_OWN = ("_payload", "_scale", "_home")
 # Payloads with float32's range, which do not drift out of it.
 _FULL_RANGE = (torch.float32, torch.bfloat16)
 
@@ -32,6 +33,7 @@ def scalify(
     matmul: str | None = None,
     where: Where = None,
     rescale: Rescale = "auto",
+    wide: WideMode = "none",
 ) -> Given:
     """Hold a model's parameters as payload x scale, so that every tensor of its passes is: in place, and returned.
 
@@ -63,13 +65,18 @@ def scalify(
             every normalisation layer; names of modules (globs), at the gradient of their first scaled argument; a dict
             of names and sides ("forward", "gradient", "both"); or None. By default "auto": as "norms" where numbers
             are narrower than float32's range, and nowhere where payloads and products have all of it.
+        wide: which results keep a float32 payload. "autocast": those of the operators that torch.autocast computes in
+            float32 (exp, log, powers, roots, quotients of tensors, sums, softmax, losses) and of pointwise operators
+            on them, until a matrix product, convolution, attention, embedding or recurrent layer brings them back to
+            `dtype` (for eight bits float16) under a measured scale; see `ScaledTensor.home`. "none": no result is
+            wider than its operands, as in the paper.
 
     Returns:
         The same model, or a function.
 
     Raises:
         ValueError: no storage dtype, a pattern that matches nothing, sparse parameters or embeddings, parameters that
-            an optimizer holds already or that have hooks, another matmul or rescale. The model is as it was.
+            an optimizer holds already or that have hooks, another matmul, rescale or wide. The model is as it was.
         TypeError: neither a module nor a function, or a class of modules.
 
     >>> layer = scalify(torch.nn.Linear(3, 2))
@@ -81,6 +88,7 @@ def scalify(
     torch.float16
     """
     check_storage(dtype)
+    check_wide(wide)
     if matmul not in (None, "fp8"):
         raise ValueError(f"matmul={matmul!r}: allowed are None and 'fp8'")
     if isinstance(model, type):
@@ -90,7 +98,7 @@ def scalify(
 
         if matmul is not None or where is not None or rescale != "auto":
             raise ValueError("matmul, where and rescale are for models: a function has no modules")
-        return scalify_function(model, dtype)
+        return scalify_function(model, dtype, wide)
     if rescale == "auto":
         rescale = None if dtype in _FULL_RANGE and matmul is None else "norms"
     sides = _placement.sides_of(model, rescale)
@@ -99,7 +107,7 @@ def scalify(
     made: dict[int, Tensor] = {}
     for place in found:
         if id(place.held) not in made:
-            made[id(place.held)] = _scaled(place, dtype)
+            made[id(place.held)] = _scaled(place, dtype, home_for(dtype, wide))
     for place in found:
         place.put(made[id(place.held)])
         _companions.install(place.module)
@@ -108,6 +116,8 @@ def scalify(
     _model_fallbacks.install(model)
     _placement.remove(model)
     _placement.install(sides)
+    _product_layers.remove(model)
+    _product_layers.install(model)
     _set_products(model, matmul)
     wrappers.follow()
     return model
@@ -145,6 +155,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         place.put(made[id(place.held)])
     _door.remove(model)
     _placement.remove(model)
+    _product_layers.remove(model)
     _set_products(model, None)
     for module in model.modules():
         _companions.remove(module)
@@ -167,21 +178,21 @@ def _takes_scale(place: Place) -> bool:
     return place.held.dtype in LOGICALS
 
 
-def _scaled(place: Place, dtype: torch.dtype) -> nn.Parameter:
+def _scaled(place: Place, dtype: torch.dtype, home: torch.dtype | None) -> nn.Parameter:
     old = place.held
     if not isinstance(old, ScaledTensor) and type(old.data) is not Tensor:
         raise ValueError(
             f"parameter {place.name!r} is a {type(old).__name__}: scalify takes plain tensors and ScaledTensors; leave "
             "it out by where="
         )
-    new = nn.Parameter(_encoded(old, dtype), old.requires_grad)
+    new = nn.Parameter(_encoded(old, dtype, home), old.requires_grad)
     if old.grad is not None:
-        new.grad = _encoded(old.grad, dtype)
+        new.grad = _encoded(old.grad, dtype, home)
     return with_marks(new, old, _OWN)
 
 
-def _encoded(x: Tensor, dtype: torch.dtype) -> ScaledTensor:
-    return ScaledTensor.encode(x.detach(), dtype).detach()
+def _encoded(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) -> ScaledTensor:
+    return ScaledTensor.encode(x.detach(), dtype, home=home).detach()
 
 
 def _plain(place: Place, dtype: torch.dtype | None) -> nn.Parameter:

@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ._door import wrapped
 from ._form import check_storage
+from ._promotion import WideMode, check_wide, home_for
 from ._scaled_tensor import ScaledTensor
 
 
-def scalify_function(function: Callable, dtype: torch.dtype = torch.float16) -> Callable:
+def scalify_function(function: Callable, dtype: torch.dtype = torch.float16, wide: WideMode = "none") -> Callable:
     """A function whose floating arguments are encoded as it is called, but for those whose names contain "mask".
 
     What comes out is as what went in: with plain arguments the scaled tensors among the results, however nested, are
@@ -27,10 +28,11 @@ def scalify_function(function: Callable, dtype: torch.dtype = torch.float16) -> 
     Args:
         function: any callable, such as a loss, or a training step that calls backward and an optimizer.
         dtype: of the payloads: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32.
+        wide: which results keep a float32 payload, as in `scalify`.
 
     Raises:
         TypeError: not callable.
-        ValueError: no storage dtype.
+        ValueError: no storage dtype, or another wide.
 
     >>> f = scalify_function(lambda x: (x * 3).relu())
     >>> f(torch.tensor([1e-6, -2e-6]))
@@ -39,10 +41,11 @@ def scalify_function(function: Callable, dtype: torch.dtype = torch.float16) -> 
     ScaledTensor([3., 6.], scale=2^3, payload=torch.float16)
     """
     check_storage(dtype)
+    check_wide(wide)
     if not callable(function):
         raise TypeError(f"scalify takes a module or a function, got {type(function).__name__}")
 
-    like = ScaledTensor(torch.ones((), dtype=torch.float32, device="cpu"), 1.0)
+    like = ScaledTensor(torch.ones((), dtype=torch.float32, device="cpu"), 1.0, home=home_for(dtype, wide))
     positions = _positional_names(function)
 
     def names() -> Iterator[str]:

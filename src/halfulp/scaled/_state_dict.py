@@ -103,7 +103,14 @@ def _exact_values(x: ScaledTensor) -> Tensor:
 
 
 def _fitting(state_dict: Mapping, name: str, parameter: ScaledTensor) -> ScaledTensor | None:
-    """A parameter's entries in its own storage; a plain tensor is encoded; None where the file has none."""
+    """A parameter's entries in its own storage and home; a plain tensor is encoded; None where the file has none."""
+    value = _in_storage(state_dict, name, parameter)
+    if value is None or value._home is parameter._home:
+        return value
+    return wrap(value._payload, value._scale, value.dtype, parameter._home)
+
+
+def _in_storage(state_dict: Mapping, name: str, parameter: ScaledTensor) -> ScaledTensor | None:
     storage = parameter._payload.dtype
     value = _gathered(state_dict, name, parameter.dtype, storage)
     if not isinstance(value, Tensor):
