@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,27 +18,52 @@ from ._forward import Forward
 from ._modules import attach_modules
 from ._region import Region, current
 
+Role = Literal["model", "part", "layer"]
+
 
 class WatchedForward(Forward):
-    """A model's ``forward`` that runs in a region whenever gradients are recorded."""
+    """The ``forward`` of a model or of a part, which runs in a region whenever gradients are recorded.
 
-    def __init__(self, model: nn.Module, backward: Backward, wide: bool | None, prefix: str) -> None:
-        super().__init__(model, backward)
+    Args:
+        module: the model, or one of its modules.
+        backward: what its edges belong to.
+        wide: whether float16 that leaves a region becomes float32; None: under autocast to float16.
+        names: of the model's parameters.
+        place: what runs in the module is named after it.
+        role: "model"; "part", a module with parts, or "layer", one without, which make regions where they are called
+            by themselves, as by a training step that does not call the model.
+    """
+
+    def __init__(
+        self, module: nn.Module, backward: Backward, wide: bool | None, names: ParameterNames, place: str, role: Role
+    ) -> None:
+        super().__init__(module, backward)
         self._wide = wide
-        self._prefix = prefix
-        self._names = ParameterNames(model, prefix)
-        backward.names.add(self._names)
-        # Callers look at the signature to know which columns of a data set a model takes.
-        self.__signature__ = inspect.signature(self.inner)
+        self._names = names
+        self._place = place
+        self._role = role
 
     def _with_edges(self, args: tuple, kwargs: dict) -> Any:
-        self._backward.join(self._module())
-        if current() is not None:
+        region = current()
+        if region is None or self._role == "model":
+            self._backward.join(self._module())
+        if region is None:
+            with watched(), Region(self._backward, self._names) as region:
+                region.path = [self._place] if self._place else []
+                region.take((args, kwargs))
+                return region.leave(self.inner(*args, **kwargs), self._widens())
+        if self._role != "part":
             return self.inner(*args, **kwargs)
-        with watched(), Region(self._backward, self._names) as region:
-            region.path = [self._prefix] if self._prefix else []
-            region.take((args, kwargs))
-            return region.leave(self.inner(*args, **kwargs), self._widens())
+        depth = len(region.path)
+        region.path.append(self._place)
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            # Names left by parts that raised go, too.
+            del region.path[depth:]
+
+    def _marked(self, out: Any) -> Any:
+        return super()._marked(out) if self._role == "model" else out
 
     def _widens(self) -> bool:
         return under_float16() if self._wide is None else self._wide
@@ -74,23 +98,26 @@ class ParameterNames:
         return any(isinstance(module, FSDPModule) for module in self._model().modules())
 
 
-class Place:
-    """A hook of a module with parts: whatever runs in it is named after it."""
+def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
+    """The modules that a step may call by themselves, each with the place after which what runs there is named.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    These are those with parts of their own, and layers that the model holds itself; `nn.Sequential` calls its layers.
+    """
+    for name, module in model.named_modules():
+        home = name.rpartition(".")[0]
+        while home and _calls_nothing(model.get_submodule(home)):
+            home = home.rpartition(".")[0]
+        if not name or _calls_nothing(module):
+            continue
+        if next(module.children(), None) is not None:
+            yield name, module, "part"
+        elif not home and type(model) is not nn.Sequential and next(module.parameters(), None) is not None:
+            yield home, module, "layer"
 
-    def enter(self, module: nn.Module, args: tuple) -> None:
-        """Before its forward."""
-        region = current()
-        if region is not None:
-            region.path.append(self.name)
 
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """After it; names left by parts that raised go, too."""
-        region = current()
-        if region is not None and self.name in region.path:
-            del region.path[region.path.index(self.name) :]
+def _calls_nothing(module: nn.Module) -> bool:
+    """Whether it is a mere list of modules, as `nn.ModuleList` is."""
+    return type(module).forward is nn.Module.forward
 
 
 def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str, mode: str) -> Callable[[], None]:
@@ -114,17 +141,18 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
     check(model)
     if mode == "module":
         return attach_modules(model, backward, prefix)
-    handles = []
-    for name, module in model.named_modules():
-        if name and next(module.children(), None) is not None:
-            place = Place(f"{prefix}.{name}" if prefix else name)
-            handles += [module.register_forward_pre_hook(place.enter), module.register_forward_hook(place.leave)]
-    forward = model.forward = WatchedForward(model, backward, wide, prefix)
+    names = ParameterNames(model, prefix)
+    backward.names.add(names)
+    forwards = [WatchedForward(model, backward, wide, names, prefix, "model")]
+    for place, part, role in parts_of(model):
+        place = ".".join(filter(None, (prefix, place)))
+        forwards.append(WatchedForward(part, backward, wide, names, place, role))
+    for forward in forwards:
+        forward.put()
 
     def detach() -> None:
-        for handle in handles:
-            handle.remove()
-        forward.restore()
+        for forward in forwards:
+            forward.restore()
 
     return detach
 

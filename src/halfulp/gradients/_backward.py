@@ -19,6 +19,7 @@ from ._operands import Factor
 from ._parallel import in_parallel
 from ._policy import Policy
 from ._site import Site, Sites
+from ._strides import shifted
 
 Hook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
@@ -299,15 +300,6 @@ class Backward:
                 "scaler.update(), as in torch.amp.GradScaler (said once)",
                 stacklevel=2,
             )
-
-
-def shifted(gradient: Tensor, exponent: int) -> Tensor:
-    """The gradient times 2^exponent.
-
-    >>> shifted(torch.ones(1), -2)
-    tensor([0.2500])
-    """
-    return gradient * 2.0**exponent if exponent else gradient
 
 
 def check_leaf(parameter: Tensor) -> None:

@@ -24,23 +24,28 @@ class Forward(abc.ABC):
         self._module = weakref.ref(module)
         self._backward = backward
         self._own = module.__dict__.get("forward")
-        self.inner = module.forward
+        # Callers look at the signature, to know which columns of a data set a model takes, and at the source.
+        self.inner = self.__wrapped__ = module.forward
 
-    @property
-    def __code__(self) -> types.CodeType:
-        """The plain forward pass's, which torch.export reads."""
-        return self.inner.__code__
+    # The plain forward pass's, which torch.export and torch.jit.script read.
+    __code__ = property(lambda self: self.inner.__code__)
+    __globals__ = property(lambda self: self.inner.__globals__)
+    __closure__ = property(lambda self: self.inner.__closure__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; the plain one where autograd does not differentiate it."""
         if not torch.is_grad_enabled() or torch.compiler.is_exporting() or self._backward.idle:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
-            out, wide = self.inner(*args, **kwargs), self._widens()
-            return mapped(out, lambda x: marked(x, self._backward.handle, wide))
+            return self._marked(self.inner(*args, **kwargs))
         if traced():
             return self.inner(*args, **kwargs)
         return self._with_edges(args, kwargs)
+
+    def _marked(self, out: Any) -> Any:
+        """Outputs in a graph that is compiled, for the scaler's backend to know them by."""
+        wide = self._widens()
+        return mapped(out, lambda x: marked(x, self._backward.handle, wide))
 
     @abc.abstractmethod
     def _with_edges(self, args: tuple, kwargs: dict) -> Any:
@@ -49,6 +54,10 @@ class Forward(abc.ABC):
     @abc.abstractmethod
     def _widens(self) -> bool:
         """Whether float16 outputs become float32."""
+
+    def put(self) -> None:
+        """Take the place of the module's forward."""
+        self._module().forward = self
 
     def restore(self) -> None:
         """Give the module the forward back that it had."""

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import define_operator
-from ._backward import ALIVE, Backward, shifted
+from ._backward import ALIVE, Backward
 from ._measure import narrow
 from ._operands import Factor, Form
+from ._strides import shifted
 
 # Separates what a string argument of an operator lists; a site's key has neither.
 ITEM, PART = "\n", "\t"

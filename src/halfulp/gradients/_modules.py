@@ -16,6 +16,7 @@ from ._measure import narrow
 from ._nesting import carriers_in, mapped, once
 from ._region import hook_arrival, view_of
 from ._site import Site
+from ._strides import copied
 
 # Modules whose forward reads their parts' parameters and does not call the parts.
 WHOLE = (nn.MultiheadAttention,)
@@ -92,7 +93,7 @@ class ModuleForward(Forward):
         # A reader may write into it, and a write into a view would go round the hook.
         if self._backward.format is not None:
             x.grad_fn.register_prehook(self._backward.round_all)
-        return self._edge(x.clone(), self._site, self._backward.sites.anchor)
+        return self._edge(copied(x), self._site, self._backward.sites.anchor)
 
     def _edge(self, out: Tensor, source: Site, target: Site) -> Tensor:
         """A tensor, with a node of its own, whose gradient goes from ``target``'s exponent to ``source``'s."""

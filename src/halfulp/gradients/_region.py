@@ -20,6 +20,7 @@ from ._nesting import carriers_in, mapped, once
 from ._operands import Factor, factors_of, is_parameter
 from ._products import kind_of, name_of
 from ._site import Site
+from ._strides import copied
 
 _TAG = "_halfulp_site"
 
@@ -256,7 +257,7 @@ class Region(TorchFunctionMode):
         if source is target:
             return tensor
         viewed = tensor.layout is torch.strided and not leaving
-        out = tensor.view_as(tensor) if viewed else tensor.clone()
+        out = tensor.view_as(tensor) if viewed else copied(tensor)
         out.grad_fn.register_prehook(self._backward.crossing(source, target))
         mark(out.grad_fn, target, source, self._anchor)
         setattr(out, _TAG, target)
