@@ -14,7 +14,7 @@ from ..scaled import ScaledTensor
 from ..tensors import MCTensor
 from ._backward import Backward
 from ._custom import watched
-from ._forward import Forward
+from ._forward import Forward, traced
 from ._modules import attach_modules
 from ._region import Region, current
 
@@ -45,6 +45,8 @@ class WatchedForward(Forward):
 
     def _with_edges(self, args: tuple, kwargs: dict) -> Any:
         region = current()
+        if region is None and traced():
+            return self.inner(*args, **kwargs)
         if region is None or self._role == "model":
             self._backward.join(self._module())
         if region is None:
@@ -76,20 +78,31 @@ def under_float16() -> bool:
 
 
 class ParameterNames:
-    """The module of each parameter, by the parameter's id; looked up again when one is met that is not known."""
+    """The module of each parameter, by the parameter's id; looked up again when one is met that is not known.
+
+    Attributes:
+        lookups: how often that was.
+    """
 
     def __init__(self, model: nn.Module, prefix: str) -> None:
         self._model = weakref.ref(model)
         self._prefix = f"{prefix}." if prefix else ""
         self._names: dict[int, str | None] = {}
+        self.lookups = 0
 
     def of(self, parameter: nn.Parameter) -> str | None:
         """Qualified name of the module that holds it; None where the model does not list it."""
         if id(parameter) not in self._names:
+            self.lookups += 1
             listed = self._model().named_parameters()
             self._names |= {id(p): (self._prefix + name).rpartition(".")[0] or "model" for name, p in listed}
             self._names.setdefault(id(parameter), None)
         return self._names[id(parameter)]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters of the model, if that is still there."""
+        model = self._model()
+        return iter(()) if model is None else model.parameters()
 
     def sharded(self) -> bool:
         """Whether parts of the model belong to FSDP, which computes with copies of its parameters."""
@@ -139,10 +152,10 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
     backward.parallel = backward.parallel or (wrapped and torch.distributed.get_world_size(model.process_group) > 1)
     model = unwrapped(model)
     check(model)
-    if mode == "module":
-        return attach_modules(model, backward, prefix)
     names = ParameterNames(model, prefix)
     backward.names.add(names)
+    if mode == "module":
+        return attach_modules(model, backward, prefix, names)
     forwards = [WatchedForward(model, backward, wide, names, prefix, "model")]
     for place, part, role in parts_of(model):
         place = ".".join(filter(None, (prefix, place)))

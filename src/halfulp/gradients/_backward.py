@@ -88,7 +88,9 @@ class Backward:
         self._seen = False
         self._crossings: dict[tuple[Site, Site], Hook] = {}
         self._arrivals: dict[tuple[Site, Format | None], Hook] = {}
-        self._readers: dict[int, tuple[weakref.ref, Site]] = {}
+        self._readers: dict[int, Site] = {}
+        self._unlisted: dict[int, Tensor] = {}
+        self._lookups = 0
         self._warned = False
         # What compiled graphs know it by, the factors that they hold, and whose parameters they name.
         self.handle = str(next(_handles))
@@ -137,6 +139,9 @@ class Backward:
         self.second_order = self.replayed = False
         self.measurements.clear()
         self.order.clear()
+        for key in self._unlisted:
+            self._readers.pop(key, None)
+        self._unlisted.clear()
 
     def crossing(self, source: Site, target: Site) -> Hook:
         """The hook of an edge: it takes a gradient at ``target``'s exponent to ``source``'s."""
@@ -207,36 +212,42 @@ class Backward:
         if stored is not None:
             site.proposals += self.policy.at_the_loss(gradient, stored, self.sites.anchor)
 
-    def reads(self, parameter: Tensor, site: Site, sharded: Callable[[], bool] = lambda: False) -> None:
+    def reads(
+        self, parameter: Tensor, site: Site, sharded: Callable[[], bool] = lambda: False, listed: bool = True
+    ) -> None:
         """Note that a parameter is read at a site, from where its gradient leaves for the global exponent.
 
         ``sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their
-        gradients become float32 before they leave, and are reduced so.
+        gradients become float32 before they leave, and are reduced so. ``listed``: whether a model lists it.
         """
-        known = self._readers.get(id(parameter))
-        if known is None or known[0]() is not parameter:
-            if parameter.dtype == torch.float16 and sharded():
+        if parameter.dtype == torch.float16:
+            if id(parameter) not in self._readers and sharded():
                 parameter.grad_dtype = torch.float32
             check_leaf(parameter)
-            known = (weakref.ref(parameter, self._forget(id(parameter))), site)
-        self._readers[id(parameter)] = (known[0], site)
+        if id(parameter) not in self._readers:
+            self._forget_gone()
+        self._readers[id(parameter)] = site
+        if not listed:
+            self._unlisted[id(parameter)] = parameter
 
-    def _forget(self, key: int) -> Callable[[weakref.ref], None]:
-        """What happens to the entry of a parameter that is gone, unless a new one has its id."""
-        readers = self._readers
-
-        def forget(gone: weakref.ref) -> None:
-            if key in readers and readers[key][0] is gone:
-                del readers[key]
-
-        return forget
+    def _forget_gone(self) -> None:
+        """Forget parameters that are gone, if models had others since."""
+        lookups = sum(names.lookups for names in self.names)
+        if lookups != self._lookups:
+            self._lookups = lookups
+            list(self.readers())
 
     def readers(self) -> Iterator[tuple[Tensor, Site]]:
-        """Every parameter that is alive, and the site that read it last."""
-        for known, site in list(self._readers.values()):
-            parameter = known()
-            if parameter is not None:
-                yield parameter, site
+        """Every parameter of the models, or read since the last update, and the site that read it last.
+
+        Parameters are looked up by identity: torch.utils.swap_tensors takes none that is referenced weakly.
+        """
+        known = {id(parameter): parameter for names in self.names for parameter in names.parameters()} | self._unlisted
+        for key, site in list(self._readers.items()):
+            if key in known:
+                yield known[key], site
+            else:
+                del self._readers[key]
 
     def arrival(self, site: Site, made_in: torch.dtype) -> Hook:
         """The hook of a parameter's edge: the gradient that a reader made, in a dtype, leaves its site."""

@@ -50,8 +50,9 @@ def check_exits(node: Any, anchor: Site) -> None:
             raise ValueError(
                 f"a tensor from inside the model, at {site.key!r}, is read outside, by the loss or on its way into "
                 "another forward pass, and is not part of the model's output, such as one kept in an attribute, or in "
-                "an object other than a list, tuple, dict or data class: return it from forward in one of these "
-                "(numbers that a function computed, as losses of their own, may be kept anywhere)"
+                "an object other than a list, tuple, dict or data class, or by a forward hook: return it from forward "
+                "in one of these, or take AdaptiveGradScaler(mode='module'), where what modules return may be kept "
+                "anywhere (as numbers that a function computed, losses of their own, may be in any mode)"
             )
 
 

@@ -219,7 +219,8 @@ def _path(source: str) -> str:
 def _place(node: Node, parents: set[str]) -> list[str]:
     """The innermost module with parts that a node runs in."""
     for path, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
-        name = path.partition("__self__.")[2]
+        # A part is reached through what stands in the place of its forward.
+        name = path.replace(".forward.inner.__self__", "").partition("__self__.")[2]
         found = [parent for parent in parents if name and f".{parent}".endswith(f".{name}")]
         if found:
             return [min(found, key=len)]

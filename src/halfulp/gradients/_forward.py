@@ -17,6 +17,10 @@ from ._graph_operators import marked
 from ._nesting import mapped
 
 
+class NotScriptedError(NotImplementedError, AttributeError):
+    """An attribute that is not there for torch.jit.script, in words; others that look for it go on without."""
+
+
 class Forward(abc.ABC):
     """A module's ``forward``, watched. Copies of the module get the one that it had, and pickles its class's."""
 
@@ -27,10 +31,18 @@ class Forward(abc.ABC):
         # Callers look at the signature, to know which columns of a data set a model takes, and at the source.
         self.inner = self.__wrapped__ = module.forward
 
-    # The plain forward pass's, which torch.export and torch.jit.script read.
-    __code__ = property(lambda self: self.inner.__code__)
-    __globals__ = property(lambda self: self.inner.__globals__)
-    __closure__ = property(lambda self: self.inner.__closure__)
+    @property
+    def __code__(self) -> types.CodeType:
+        """The plain forward pass's, which torch.export reads."""
+        return self.inner.__code__
+
+    @property
+    def __globals__(self) -> dict:
+        """What torch.jit.script reads first; it then compiles the source of what stands here, and not the plain one."""
+        raise NotScriptedError(
+            "torch.jit.script cannot compile a model that has an AdaptiveGradScaler: give it a copy, which has none, "
+            "torch.jit.script(copy.deepcopy(model)), or call scaler.detach() before"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; the plain one where autograd does not differentiate it."""
@@ -38,8 +50,6 @@ class Forward(abc.ABC):
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._marked(self.inner(*args, **kwargs))
-        if traced():
-            return self.inner(*args, **kwargs)
         return self._with_edges(args, kwargs)
 
     def _marked(self, out: Any) -> Any:
@@ -49,7 +59,7 @@ class Forward(abc.ABC):
 
     @abc.abstractmethod
     def _with_edges(self, args: tuple, kwargs: dict) -> Any:
-        """The forward pass with edges."""
+        """The forward pass with edges; the plain one where it is `traced`."""
 
     @abc.abstractmethod
     def _widens(self) -> bool:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ._backward import Backward
 from ._borders import mark
-from ._forward import Forward
+from ._forward import Forward, traced
 from ._measure import narrow
 from ._nesting import carriers_in, mapped, once
-from ._region import hook_arrival, view_of
+from ._region import Names, hook_arrival, view_of
 from ._site import Site
 from ._strides import copied
 
@@ -25,8 +25,9 @@ WHOLE = (nn.MultiheadAttention,)
 class ModuleForward(Forward):
     """Edges at a module's borders: inside, gradients are at its site, outside at the global exponent."""
 
-    def __init__(self, module: nn.Module, backward: Backward, site: Site) -> None:
+    def __init__(self, module: nn.Module, backward: Backward, site: Site, names: Names) -> None:
         super().__init__(module, backward)
+        self._names = names
         self._site = site
         self._lock = threading.RLock()
         self._inside = False
@@ -35,6 +36,8 @@ class ModuleForward(Forward):
         return False
 
     def _with_edges(self, args: tuple, kwargs: dict) -> Any:
+        if traced():
+            return self.inner(*args, **kwargs)
         # While a thread is inside, the module's parameters are views.
         with self._lock:
             return self.inner(*args, **kwargs) if self._inside else self._between_borders(args, kwargs)
@@ -66,7 +69,7 @@ class ModuleForward(Forward):
         holders = list(self._module().modules())
         parameters = {id(x): x for holder in holders for x in carriers_in(holder._parameters)}
         for x in parameters.values():
-            self._backward.reads(x, self._site)
+            self._backward.reads(x, self._site, listed=self._names.of(x) is not None)
         views = {key: view_of(x, sparse=True) for key, x in parameters.items()}
         kept = [(holder, dict(holder._parameters), holder.__dict__.get("_flat_weights")) for holder in holders]
         self._inside = True
@@ -112,12 +115,12 @@ def modules_of(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
         yield from modules_of(part, f"{prefix}.{name}" if prefix else name)
 
 
-def attach_modules(model: nn.Module, backward: Backward, prefix: str) -> Callable[[], None]:
+def attach_modules(model: nn.Module, backward: Backward, prefix: str, names: Names) -> Callable[[], None]:
     """Give every module that is a site edges at its borders; returns what takes them away."""
     watched: dict[nn.Module, ModuleForward] = {}
     for key, module in modules_of(model, prefix):
         if module not in watched:
-            module.forward = watched[module] = ModuleForward(module, backward, backward.sites.open(key))
+            module.forward = watched[module] = ModuleForward(module, backward, backward.sites.open(key), names)
 
     def detach() -> None:
         for forward in watched.values():

@@ -232,7 +232,7 @@ class Region(TorchFunctionMode):
 
     def _read(self, parameter: Tensor, site: Site, arrivals: list[Tensor], function: Callable | None) -> Tensor:
         """A parameter as a reader at ``site`` may take it."""
-        self._backward.reads(parameter, site, self._names.sharded)
+        self._backward.reads(parameter, site, self._names.sharded, self._names.of(parameter) is not None)
         if site is self._anchor:
             return parameter
         arrivals.append(view_of(parameter, function is not None and name_of(function).startswith("embedding")))

@@ -14,10 +14,13 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from ..formats import Format
 from ..rounding import Rounding
+from ._amp_scaling import has_gradients, stepped, stepped_with, takes_scaler
 from ._attach import attach, unwrapped
 from ._borders import check_exits, check_units
 from ._controller import LastStep
+from ._growth import GrowthSettings
 from ._options import controller_of, device_of, models_of
+from ._pickle import reduced, resume
 from ._policy import Policy, get_policy
 from ._recorder import Recorder
 from ._site import HIGHEST, exponent_of
@@ -25,7 +28,7 @@ from ._state import check_entries, check_places, check_state, state_of
 from ._table import SiteTable
 
 
-class AdaptiveGradScaler(torch.amp.GradScaler):
+class AdaptiveGradScaler(GrowthSettings):
     """Loss scaling with a power of two of its own for every gradient, exact, and without a change to the model.
 
     Each product of the model (linear layer, convolution, attention, ...) opens a *site* with an integer exponent e: in
@@ -92,14 +95,17 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         mode: str = "function",
         enabled: bool = True,
     ) -> None:
-        models = models_of(model)
+        before, models, policy = set(vars(self)), models_of(model), get_policy(policy)
         super().__init__(device_of(models), init_scale=init_scale, enabled=enabled)
+        self._options: dict[str, Any] = {"policy": policy, "init_scale": init_scale, "interval": interval}
+        self._options |= {"format": format, "rounding": rounding, "floor": floor, "ceiling": ceiling, "mode": mode}
+        self._options |= {"float32_outputs": float32_outputs}
         self.last_step: LastStep | None = None
         self._recorders: list[Recorder] = []
         self._exponent: int | None = None
         self._models = [weakref.ref(one) for one in models]
         self._mode = mode
-        policy = get_policy(policy)
+        self._told = False
         self._growth_interval = getattr(policy, "growth_interval", 2000)
         self._controller = controller_of(
             policy,
@@ -122,6 +128,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             except (TypeError, ValueError):
                 self.detach()
                 raise
+        # A subclass has attributes of its own besides, which its pickles hold.
+        self._own = {"_own", *vars(self)} - before
 
     # what GradScaler has --------------------------------------------------------------------------------------
 
@@ -159,24 +167,32 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer's parameters by ``get_scale()``, before clipping them, say.
 
+        Gradients that are set by hand are multiplied by ``get_scale()`` before, or are made by `scale`.
+
         Raises:
-            ValueError: no scaled loss was differentiated since the last update.
+            ValueError: neither `scale` nor `get_scale` was called since the last update.
             RuntimeError: called twice, or after step.
         """
         if not self._enabled:
             return
-        if not self._controller.backward.passes:
+        controller = self._controller
+        by_hand = (controller.losses or self._told) and has_gradients(optimizer)
+        if not (controller.backward.passes or by_hand):
             raise ValueError(
                 "there is nothing to unscale, as no backward pass started at scaler.scale(loss) since the last "
-                "scaler.update(): call scaler.scale(loss).backward()"
+                "scaler.update(): call scaler.scale(loss).backward(), or multiply gradients that you set by hand by "
+                "scaler.get_scale()"
             )
-        self._controller.backward.end()
+        controller.backward.end()
+        self._tensor(torch.device(self._device))
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step()`` if all gradients are finite, after `unscale_` if that was not called; its result.
 
         ``last_step`` says whether it was applied. The one synchronisation with the device is here, as GradScaler's.
+        An optimizer that handles overflow itself (``_step_supports_amp_scaling``) steps always, and finds
+        ``found_inf`` among its attributes.
 
         Raises:
             ValueError: as `unscale_`; no gradients; ``closure=`` is given.
@@ -190,17 +206,21 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         untouched = state["stage"] is OptState.READY
-        if untouched:
+        whole = takes_scaler(optimizer)
+        if whole:
+            self._tensor(torch.device(self._device))
+            result = stepped_with(self, optimizer, args, kwargs)
+        elif untouched:
             self.unscale_(optimizer)
-        self._controller.backward.check_seen()
-        if not state["found_inf_per_device"]:
+        if self._controller.backward.passes:
+            self._controller.backward.check_seen()
+        flags = list(state["found_inf_per_device"].values())
+        if not flags:
             raise ValueError("the optimizer's parameters have no gradients: there is nothing to step with")
         state["stage"] = OptState.STEPPED
-        if self._controller.read(list(state["found_inf_per_device"].values())):
-            self.last_step = self._controller.skip(untouched)
-            return None
-        self.last_step = LastStep(applied=True)
-        return optimizer.step(*args, **kwargs)
+        overflowed = self._controller.read(flags)
+        self.last_step = self._controller.skip(untouched) if overflowed else LastStep(applied=True)
+        return result if whole else stepped(optimizer, flags, overflowed, args, kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration: exponents that overflowed fall, measured ones follow the policy.
@@ -230,24 +250,20 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         else:
             self._controller.restart(exponent)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._told = False
         for recorder in self._recorders if measured else ():
             recorder.add(self._controller.iteration, self.last_step, self.sites())
 
     def get_scale(self) -> float:
-        """The global scale: a scaled loss over the loss, and a parameter's scaled gradient over the true one."""
+        """The global scale: a scaled loss over the loss, and a parameter's scaled gradient over the true one.
+
+        It need not fall where a step is skipped, as sites have scales of their own: ask ``last_step.applied``.
+        """
+        self._told = True
+        return self._scale_now()
+
+    def _scale_now(self) -> float:
         return 2.0**self._controller.sites.anchor.exponent if self._enabled else 1.0
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """NotImplementedError: the policy says how scales grow."""
-        raise NotImplementedError("scales grow by the policy: give AdaptiveGradScaler(policy=Dynamic(growth_interval))")
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """NotImplementedError: scales are powers of two."""
-        raise NotImplementedError("scales are powers of two, which the policy chooses: give policy= to the scaler")
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """NotImplementedError: scales are powers of two."""
-        self.set_growth_factor(new_factor)
 
     def _tensor(self, device: torch.device) -> Tensor:
         """The global scale where GradScaler keeps it, as it is now."""
@@ -256,7 +272,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if self._exponent != self._controller.sites.anchor.exponent:
             # A new tensor, as autograd may have saved the old one.
             self._exponent = self._controller.sites.anchor.exponent
-            self._scale = torch.full_like(self._scale, self.get_scale())
+            self._scale = torch.full_like(self._scale, self._scale_now())
         return self._scale.to(device, non_blocking=True)
 
     # what it tells --------------------------------------------------------------------------------------------
@@ -321,8 +337,19 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """GradScaler's entries, and each site's exponent and history; plain data. Empty where not enabled."""
         if not self._enabled:
             return {}
-        state = {**super().state_dict(), "scale": self.get_scale()}
+        state = {**super().state_dict(), "scale": self._scale_now()}
         return {**state, "sites": state_of(self._controller.sites), "progress": self._controller.progress}
+
+    def __reduce__(self) -> tuple:
+        """A pickle, and a deep copy, holds the models too, whose copies the copy belongs to; recorders stay here.
+
+        Raises:
+            ValueError: in the middle of an iteration, or of a scaler that its own model holds.
+        """
+        return reduced(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        resume(self, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that `state_dict` gave, or a GradScaler's, whose scale becomes the global one.
@@ -339,20 +366,23 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if not state_dict:
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
         check_entries(state_dict)
-        sites = self._controller.sites
-        anchor = exponent_of("the state's scale", state_dict["scale"])
-        given = state_dict.get("sites")
+        sites, given = self._controller.sites, state_dict.get("sites")
         if given is not None and len(sites) > 1:
             check_state(given, {site.key for site in sites})
         if given is not None:
             check_places(given, self._places())
+        self._take(state_dict)
+
+    def _take(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state that is this model's."""
+        anchor = exponent_of("the state's scale", state_dict["scale"])
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
-        if given is None:
+        if state_dict.get("sites") is None:
             self._controller.adopt(anchor, int(state_dict["_growth_tracker"]))
         else:
-            sites.anchor.exponent = anchor
-            self._controller.resume(given, state_dict["progress"])
+            self._controller.sites.anchor.exponent = anchor
+            self._controller.resume(state_dict["sites"], state_dict["progress"])
 
     def _places(self) -> set[str]:
         """The qualified names of all modules, as sites' keys begin with them."""

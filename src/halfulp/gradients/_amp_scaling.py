@@ -1,0 +1,49 @@
+"""A step of an optimizer whose gradients a scaler unscales, also of one that handles overflow itself."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any parameter of an optimizer has a gradient."""
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def supports(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer skips what overflowed by itself, as torch's fused ones do."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is given the scaler, and unscales by itself: the older form of the contract."""
+    return supports(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def stepped_with(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> Any:
+    """The step of an optimizer that takes the scaler."""
+    warnings.warn(
+        "the optimizer's step takes grad_scaler=, which torch.amp.GradScaler is going to stop giving: let it read the "
+        "attributes grad_scale and found_inf that are set on it during a step",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return optimizer.step(*args, **kwargs, grad_scaler=scaler)
+
+
+def stepped(optimizer: torch.optim.Optimizer, found: list[Tensor], overflowed: bool, args: tuple, kwargs: dict) -> Any:
+    """A step with gradients that are unscaled; None where they overflowed, unless the optimizer handles that."""
+    if not supports(optimizer):
+        return None if overflowed else optimizer.step(*args, **kwargs)
+    # A scale of its own that somebody set stays.
+    optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
+    optimizer.found_inf = sum(flag.to(found[0].device, non_blocking=True) for flag in found)
+    try:
+        return optimizer.step(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
