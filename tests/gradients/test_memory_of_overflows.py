@@ -40,28 +40,31 @@ def test_the_memory_of_an_overflow_ends(seed):
     model = nn.Sequential(*mlp(2))
     interval = 2
     scaler = hu.AdaptiveGradScaler(model, format="fp16", interval=interval)
-    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    opt, x = torch.optim.SGD(model.parameters(), lr=0.0), batch()
 
-    def iterate(factor=1.0):
+    def iterate():
         clear(model)
-        scaler.scale(factor * mean_square(model(batch()))).backward()
+        scaler.scale(mean_square(model(x))).backward()
         scaler.step(opt)
         scaler.update()
 
     for _ in range(8):
         iterate()
     every = list(scaler._controller.sites)
+    before = {site: site.exponent for site in every}
     for site in every:
-        site.overflowed = 3
-    scaler._controller._unseen = 2
-    forgotten = _controller._FORGET * interval
-    for _ in range(forgotten):
+        scaler._controller._note(site)
+        scaler._controller._lower(site)
+    remembered = _controller._MEMORY * interval
+    for _ in range(remembered - 1):
+        iterate()
+        assert all(site.exponent == before[site] - 8 for site in every)
+    for _ in range(2 * interval):
         iterate()
     assert all(site.overflowed is None for site in every)
-    assert scaler._controller._unseen < 2
-    for _ in range(forgotten):
+    for _ in range(8 * 2 * interval):
         iterate()
-    assert scaler._controller._unseen == 0
+    assert {site: site.exponent for site in every} == before
 
 
 def test_everything_after_the_first_culprit_in_backward_is_downstream():
@@ -82,7 +85,7 @@ from halfulp.gradients._parallel import least
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
 for pair in ((3, -5), (-5, 3), (7, 7), (0, 60), (-60, -30)):
-    assert least(pair[rank], torch.device("cpu")) == min(pair), pair
+    assert least([pair[rank], rank], torch.device("cpu")) == [min(pair), 0], pair
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)

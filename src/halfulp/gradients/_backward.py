@@ -84,6 +84,8 @@ class Backward:
         self.replayed = False
         self.measurements = Measurements()
         self.order: dict[Site, None] = {}
+        # Sites that gradients left for others, in backward's order.
+        self._left: dict[Site, None] = {}
         self.forwards = 0
         self._seen = False
         self._crossings: dict[tuple[Site, Site], Hook] = {}
@@ -142,12 +144,17 @@ class Backward:
         for key in self._unlisted:
             self._readers.pop(key, None)
         self._unlisted.clear()
+        self._left.clear()
 
     def crossing(self, source: Site, target: Site) -> Hook:
         """The hook of an edge: it takes a gradient at ``target``'s exponent to ``source``'s."""
         if (source, target) not in self._crossings:
             self._crossings[source, target] = self._crossing(source, target)
         return self._crossings[source, target]
+
+    def reached(self) -> list[Site]:
+        """The sites of this iteration in forward's order, with those that ran before the last update and not since."""
+        return [*(site for site in reversed(self._left) if site not in self.order), *self.order]
 
     def edges(self) -> Iterable[tuple[Site, Site]]:
         """Pairs of a site and one that passes gradients to it."""
@@ -158,6 +165,7 @@ class Backward:
             gradient = gradients[0]
             if self._shut() or gradient is None:
                 return None
+            self._left[source] = None
             if target is self.sites.anchor and self.measuring and self.policy.wants_operands:
                 self.propose_at_loss(source, gradient, source.stored)
             changed = self._passed(gradient, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +16,15 @@ from ._measure import Measured, by_site, copied
 from ._overflow import Culprit, all_finite, downstream, measured_culprits, unmeasured_culprits
 from ._parallel import least
 from ._policy import Amax, lowest
+from ._schedule import is_measured
 from ._site import Reading, Site
 from ._state import load_sites
 
-# After so many intervals gradients may be others, and a site may go again where it overflowed.
-_FORGET = 8
+# For so many intervals an overflow is remembered, times the site's patience.
+_MEMORY = 8
+# After so many skipped steps in a row, or overflows of one site, all exponents of the iteration fall as one scale.
+_ROW, _STRIKES = 8, 4
+_FALL = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +48,12 @@ class LastStep:
 class Controller:
     """Measurements in, exponents out.
 
+    Whether an iteration is measured, and the global exponent, are the same in all processes: they follow from the
+    number of the iteration, from which steps were skipped, and from what `_agreed` says. Other exponents may differ.
+
     Args:
         backward: whose sites are set, by whose policy, and whose measurements are read.
-        interval: a measurement every so many iterations.
+        interval: a measurement every so many iterations, as `is_measured` says.
         floor, ceiling: bounds of all exponents.
     """
 
@@ -57,16 +65,17 @@ class Controller:
         self.floor, self.ceiling = floor, ceiling
         self.start = self.sites.anchor.exponent
         self.iteration = 0
+        # The iteration from which `is_measured` counts, and how many steps in a row were skipped before it.
+        self._restarted = 0
+        self._row = 0
         self.since = 0
         self.losses: list[Tensor] = []
         self._measured: list[Measured] = []
         self._culprits: list[Culprit] = []
         self._skipped = False
-        self._unknown = 0
+        # Whether exponents are to blame for that: not for a loss that is no number.
+        self._overflowed = False
         self._again = False
-        # How many overflows no measurement saw, and whether the last iteration left one to the next.
-        self._unseen = 0
-        self._in_doubt = False
 
     def read(self, flags: list[Tensor]) -> bool:
         """Whether any flag is set; measurements of the iteration come along in the same copy."""
@@ -80,31 +89,36 @@ class Controller:
         ``untouched``: nobody could clip the parameters' gradients meanwhile, which spreads what is not finite.
         """
         self._skipped = True
-        if not all(copied([all_finite(loss) for loss in self.losses])):
+        finite = all(copied([all_finite(loss) for loss in self.losses]))
+        found = self._found(untouched) if finite and self.policy.per_site else None
+        finite, unknown = map(bool, self._agreed(int(finite), int(found is None)))
+        if not finite:
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
+        self._overflowed = True
+        anchor = self.sites.anchor
         if not self.policy.per_site:
-            self._culprits = [Culprit(self.sites.anchor, spreads=False)]
-            exponent = self.sites.anchor.exponent
-            return LastStep(False, f"gradients overflowed at the scale of all, 2^{exponent}", (("global", exponent),))
-        found = measured_culprits(self._measured) or self._unmeasured(untouched)
-        if found is None:
-            self._in_doubt = True
+            self._culprits = [Culprit(anchor, spreads=False)]
+            words = f"gradients overflowed at the scale of all, 2^{anchor.exponent}"
+            return LastStep(False, words, (("global", anchor.exponent),))
+        if found is None and not unknown:
+            return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
+        if found is None and not self.backward.measuring:
+            self._doubt()
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
-        found = found or [Culprit(self.sites.anchor, spreads=False)]
+        found = found or [Culprit(anchor, spreads=False)]
         self._culprits += [one for one in found if one not in self._culprits]
         blamed = tuple((one.site.key, one.site.exponent) for one in found)
         words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
         return LastStep(False, f"gradients overflowed at {words}", blamed)
 
-    def _unmeasured(self, untouched: bool) -> list[Culprit] | None:
-        """Who is to blame as far as parameters' gradients tell, if they are as backward left them."""
+    def _found(self, untouched: bool) -> list[Culprit] | None:
+        """Who is to blame as far as this process knows, by measurements or parameters' gradients."""
         backward = self.backward
-        if untouched and not backward.parallel:
-            return unmeasured_culprits(backward.readers(), list(backward.order), backward.edges(), backward.measuring)
-        # Where measuring did not tell either, the global exponent is left; another process may know better.
-        self._unknown += backward.measuring
-        return [] if self._unknown > (2 if backward.parallel else 0) else None
+        found = measured_culprits(self._measured)
+        if found or not untouched or backward.parallel:
+            return found or None
+        return unmeasured_culprits(backward.readers(), backward.reached(), backward.edges(), backward.measuring)
 
     def update(self) -> None:
         """Set the exponents of the next iteration."""
@@ -113,9 +127,16 @@ class Controller:
         else:
             self._update_anchor()
         anchor = self.sites.anchor
-        if self.backward.parallel and self.policy.measures and (self.backward.measuring or self._skipped):
-            anchor.exponent = least(anchor.exponent, self.device())
+        if self.backward.measuring or self._skipped:
+            exponent, calm = self._agreed(anchor._exponent, int(not self._again))
+            anchor.exponent, self._again = exponent, not calm
         self._renew()
+
+    def _agreed(self, *values: int) -> list[int]:
+        """The least of all processes' values, each; met at skipped steps and measured or skipped iterations alone."""
+        if not (self.backward.parallel and self.policy.measures):
+            return list(values)
+        return least(list(values), self.device())
 
     def device(self) -> torch.device:
         """Where the parameters are."""
@@ -135,12 +156,24 @@ class Controller:
             )
         for site in self.sites:
             self._set(site, exponents.get(site.key, 0))
+            site.forget_overflow()
         self._renew()
 
     @property
     def progress(self) -> list:
-        """The iteration, steps since the global scale last changed, whether this one is measured, roundings, unseen."""
-        return [self.iteration, self.since, self.backward.measuring, self.backward.roundings, self._unseen]
+        """What `resume` takes beside the sites.
+
+        The iteration, steps since the global scale last changed, whether this one is measured, roundings, the iteration
+        from which measured ones are counted, and how many steps in a row were skipped.
+        """
+        return [
+            self.iteration,
+            self.since,
+            self.backward.measuring,
+            self.backward.roundings,
+            self._restarted,
+            self._row,
+        ]
 
     def adopt(self, exponent: int, since: int) -> None:
         """Start from another scaler's scale, and its count of steps without an overflow."""
@@ -154,15 +187,23 @@ class Controller:
         load_sites(given, self.sites, self.backward.format or fp16)
         for key, values in given.items():
             self._set(self.sites[key], values["exponent"])
-        self.iteration, self.since, self.backward.measuring, self.backward.roundings, self._unseen = progress
+        self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress[:4]
+        self._restarted, self._row = progress[4:]
+        self._note_lowest()
+
+    # sites with exponents of their own ------------------------------------------------------------------------
 
     def _update_sites(self) -> None:
         """Overflowed sites fall; the others follow the policy where they were measured."""
+        if self._skipped and not self._overflowed:
+            return
+        self._row = self._row + 1 if self._skipped else 0
+        if not (self._skipped or self.backward.measuring):
+            return
         readings = by_site(self._measured)
         fallen = self._fall(readings)
-        if self.backward.measuring and (self._culprits or not self._skipped):
-            self._unseen += self._in_doubt and not self._skipped
-            self._in_doubt = False
+        if self.backward.measuring and not self._skipped:
+            self._settle_doubts(readings)
         lost = self._recovered(readings)
         for site, kinds in readings.items():
             if site not in fallen and all(reading.finite for reading in kinds.values()):
@@ -171,33 +212,94 @@ class Controller:
         anchor = self.sites.anchor
         if not self._culprits and self.backward.measuring and not anchor.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
-            self._set(anchor, min(self.start, anchor.exponent + 1))
+            self._set(anchor, self._allowed(anchor, min(self.start, anchor.exponent + 1)))
+        self._note_lowest()
+
+    def _note_lowest(self) -> None:
+        known = [site.exponent for site in self.sites if site.measured and site.format is not None]
+        self.sites.lowest = min(known, default=None)
+
+    def _doubt(self) -> None:
+        """Note that any site of this iteration may have overflowed; they fall if the next one does not show which."""
+        for site in self.backward.reached():
+            if not _wide(site):
+                self._note(site, doubted=True)
+
+    def _note(self, site: Site, doubted: bool = False) -> None:
+        # What falls and falls and overflows all the same may be blamed for others.
+        memory = _MEMORY // 4 if site.strikes >= _STRIKES else _MEMORY
+        site.note_overflow(self.iteration, memory * self.interval, site.exponent, doubted)
 
     def _fall(self, readings: dict[Site, dict[str, Reading]]) -> dict[Site, None]:
         """Lower the sites that overflowed, and those that saw infinities only; which these were."""
         culprits = [one.site for one in self._culprits]
         for site in culprits:
             site.overflows += 1
-            site.overflowed = site.exponent
+            self._note(site)
+        if self._row > _ROW or any(site.strikes > _STRIKES for site in culprits):
+            return self._fall_together()
+        if culprits and self.backward.measuring:
+            # It was seen who overflowed: nobody else is suspected.
+            self._acquit()
         # What follows an activation's overflow gets the same room for one step, a measured one.
         spreading = [one.site for one in self._culprits if one.spreads]
-        blind = [site for site in downstream(spreading, list(self.backward.order)) if _blind(site, readings)]
+        blind = [site for site in downstream(spreading, self.backward.reached()) if _blind(site, readings)]
         fallen = dict.fromkeys([*culprits, *blind])
         for site in fallen:
-            self._set(site, self.policy.lowered(site))
+            self._lower(site)
         return fallen
+
+    def _fall_together(self) -> dict[Site, None]:
+        """One falling scale for all sites of the iteration: blaming single ones led nowhere."""
+        sites = [*self.backward.reached(), self.sites.anchor]
+        highest = max(site.exponent for site in sites)
+        for site in sites:
+            if site.exponent > highest - _FALL:
+                self._set(site, highest - _FALL)
+                site.note_overflow(self.iteration, _MEMORY * self.interval, highest, doubted=True)
+        return dict.fromkeys(sites)
+
+    def _lower(self, site: Site) -> None:
+        """Lower a site, at once to where a longer memory of measurements wants it."""
+        wanted = None if self.policy.wants_operands else self.policy.exponent(site)
+        lowered = self.policy.lowered(site)
+        self._set(site, lowered if wanted is None else min(lowered, wanted))
+
+    def _settle_doubts(self, readings: dict[Site, dict[str, Reading]]) -> None:
+        """What this measured iteration, which did not overflow, tells of overflows that nobody saw.
+
+        A site that would have overflowed then explains them. While there is none, all that may have overflowed fall.
+        """
+        doubted = [site for site in self.sites if site.doubted]
+        if any(_explains(kinds, site.overflowed) for site, kinds in readings.items() if site.doubted):
+            self._acquit()
+            return
+        for site in doubted:
+            if site.exponent >= site.overflowed:
+                self._lower(site)
+
+    def _acquit(self) -> None:
+        for site in self.sites:
+            if site.doubted:
+                site.forget_overflow()
 
     def _follow(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
         """Set the exponent of a site that was measured and did not overflow; ``lost``: all arrives as zero there."""
         site.remember(kinds)
         exponent = (Amax() if lost else self.policy).exponent(site)
-        if not lost and not self.policy.wants_operands and all(reading.amax for reading in kinds.values()):
-            # The policy has seen all that may overflow. Operands alone do not tell of sums for weights.
-            site.overflowed = None
+        if site.overflowed is not None and self._told(site, kinds, lost):
+            site.forget_overflow()
         if exponent is not None:
-            # The first that nobody saw may have been a spike, which is gone.
-            margin = max(0, self._unseen - 1)
-            self._set(site, _short_of_overflow(site, exponent - margin))
+            halves = lost or self.policy.wants_operands
+            self._set(site, self._short_of_overflow(site, exponent) if halves else self._allowed(site, exponent))
+
+    def _told(self, site: Site, kinds: dict[str, Reading], lost: bool) -> bool:
+        """Whether a measurement says more of how far a site may go than its overflow does."""
+        if site.exponent <= self.floor:
+            # It cannot fall further, and is finite there.
+            return True
+        # Operands alone do not tell of sums for weights.
+        return not lost and not self.policy.wants_operands and _explains(kinds, site.overflowed)
 
     def _rise(self, readings: dict[Site, dict[str, Reading]]) -> bool:
         """Raise all where everything is stored as zero, and what the loss gave is not known, as in compiled graphs."""
@@ -205,7 +307,7 @@ class Controller:
         if not narrow or self.sites.anchor in readings or any(reading.amax != 0 for reading in narrow):
             return False
         for site in readings:
-            self._set(site, _short_of_overflow(site, 2 * site.exponent - self.policy.lowered(site)))
+            self._set(site, self._short_of_overflow(site, 2 * site.exponent - self.policy.lowered(site)))
         return True
 
     def _recovered(self, readings: dict[Site, dict[str, Reading]]) -> set[Site]:
@@ -218,6 +320,33 @@ class Controller:
                 readings[source]["received"] = dataclasses.replace(arrived, amax=passed.amax)
                 found.add(source)
         return found
+
+    def _allowed(self, site: Site, exponent: int) -> int:
+        """The exponent that is wanted, or what an overflow lowered the site to, as long as that is remembered."""
+        self._forget(site)
+        if site.overflowed is None:
+            return exponent
+        return min(exponent, site.overflowed + self.policy.lowered(site) - site.exponent)
+
+    def _short_of_overflow(self, site: Site, exponent: int) -> int:
+        """The exponent that is wanted; halfway to where the site overflowed lately, if it is not short of that.
+
+        A site that does not overflow there any more, as it is there or above, may go anywhere.
+        """
+        self._forget(site)
+        if site.overflowed is None or not site.exponent < site.overflowed <= exponent:
+            return exponent
+        half = (site.exponent + site.overflowed) // 2
+        if not self.policy.wants_operands:
+            # What is all zero where an overflow lowered it to may go that far from now on.
+            site.overflowed = max(site.overflowed, half + site.exponent - self.policy.lowered(site))
+        return half
+
+    def _forget(self, site: Site) -> None:
+        if site.overflowed is not None and self.iteration >= site.until:
+            site.forget_overflow()
+
+    # one scale for all ----------------------------------------------------------------------------------------
 
     def _update_anchor(self) -> None:
         """One scale for all."""
@@ -245,36 +374,34 @@ class Controller:
     def _renew(self) -> None:
         self.iteration += 1
         self.backward.renew()
-        # Early gradients change quickly, and an overflow left sites without a measurement.
-        early = self.iteration < self.interval and self.iteration & (self.iteration - 1) == 0
-        self.backward.measuring = early or self._skipped or self._again or self.iteration % self.interval == 0
+        if self._skipped:
+            # An overflow left sites without a measurement, and what comes may overflow, too.
+            self._restarted = self.iteration
+        self.backward.measuring = self._again or is_measured(self.iteration, self._restarted, self.interval)
         for site in self.sites:
             site.proposals.clear()
-        if self.iteration % (_FORGET * self.interval) == 0:
-            self._unseen = max(0, self._unseen - 1)
-            for site in self.sites:
-                site.overflowed = None
         self._measured.clear()
         self._culprits.clear()
         self.losses.clear()
-        self._unknown = self._unknown if self._skipped else 0
-        self._skipped = self._again = False
+        self._skipped = self._overflowed = self._again = False
 
 
-def _short_of_overflow(site: Site, exponent: int) -> int:
-    """The exponent that is wanted; halfway to where the site overflowed lately, if it is not short of that.
+def _explains(kinds: dict[str, Reading], exponent: int) -> bool:
+    """Whether gradients like these may overflow at an exponent: they come to half of the largest number, or more."""
+    return any(
+        reading.format is not None and reading.finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
+        for reading in kinds.values()
+    )
 
-    A site that does not overflow there any more, as it is there or above, may go anywhere.
-    """
-    if site.overflowed is None or not site.exponent < site.overflowed <= exponent:
-        return exponent
-    return (site.exponent + site.overflowed) // 2
+
+def _wide(site: Site) -> bool:
+    """Whether nothing at a site is narrow: it reaches as far as float32."""
+    return site.measured and site.format is None
 
 
 def _blind(site: Site, readings: dict[Site, dict]) -> bool:
     """Whether a site that an overflow reached was not measured in this iteration with finite gradients."""
-    if site.measured and site.format is None:
-        # It reaches as far as float32.
+    if _wide(site):
         return False
     kinds = readings.get(site)
     return kinds is None or not all(reading.finite for reading in kinds.values())

@@ -21,8 +21,8 @@ def in_parallel(model: nn.Module | None) -> bool:
     return model is not None and fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
 
 
-def least(exponent: int, device: torch.device) -> int:
-    """The least of all processes' exponents."""
-    found = torch.tensor([exponent], device=device, dtype=torch.int64)
+def least(values: list[int], device: torch.device) -> list[int]:
+    """The least of all processes' numbers, one by one."""
+    found = torch.tensor(values, device=device, dtype=torch.int64)
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN)
-    return int(found.item())
+    return found.tolist()

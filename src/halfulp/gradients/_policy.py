@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import ClassVar
 
+from ..formats import Format
 from ._site import Site
 
 _BY_NAME: dict[str, type[Policy]] = {}
@@ -82,10 +83,11 @@ class Amax(Policy):
     over the gradient that arrives at a site, what its product passes on, and the gradients of its parameters.
 
     Args:
-        headroom: Powers of two left free above the activations' gradients, which grow in sums on their way; None for 3,
-            and in formats of fewer than 18 binades a sixth of these.
+        headroom: Powers of two left free above the activations' gradients, which grow in sums on their way, and from
+            batch to batch; None for 8 in formats of 30 and more binades, else 3, or a sixth of fewer than 18.
         weight_headroom: The same above the parameters' gradients.
-        measurements: How many of the last measurements count; exponents fall at once and rise when a peak is this old.
+        measurements: How many of the last measurements count, times the site's patience; exponents fall at once and
+            rise when a peak is this old.
     """
 
     headroom: int | None = None
@@ -106,11 +108,16 @@ class Amax(Policy):
             # What no narrow format stores has no limit, whatever it was before.
             return None
         limits = []
-        for kind, peak in peaks(site, self.measurements).items():
+        for kind, peak in peaks(site, self.measurements * site.patience).items():
             room = self.weight_headroom if kind == "weight" else self.headroom
-            room = min(3, site.format.binades // 6) if room is None else room
+            room = _headroom(site.format) if room is None else room
             limits.append(top(site) - room - (math.frexp(peak)[1] - 1))
         return min(limits, default=None)
+
+
+def _headroom(format: Format) -> int:
+    """What is left free by default: 3 made steps be skipped that a falling scale takes."""
+    return 8 if format.binades >= 30 else min(3, format.binades // 6)
 
 
 def peaks(site: Site, measurements: int) -> dict[str, float]:

@@ -13,6 +13,9 @@ GLOBAL = "global"
 # Differences of two exponents must be powers of two that float32 holds.
 LOWEST, HIGHEST = -60, 60
 HISTORY = 64
+MOST_PATIENCE = 16
+# After so many times the memory of an overflow without another one, patience is what it was at first.
+_CALM = 8
 # Why a site is merged where its policy has no other exponent than the global one.
 UNIFORM = "one scale for all"
 
@@ -67,7 +70,12 @@ class Site:
         format: The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
         measured: Whether they ever were.
         overflows: How often it was the one that overflowed.
-        overflowed: The exponent at which it last did, as long as that counts.
+        overflowed: The lowest exponent at which it lately did, or may have; None where nothing is remembered.
+        doubted: Whether that overflow may have been another site's, of the same iteration.
+        until: The iteration at which it is forgotten.
+        strikes: How many overflows in a row of its own are remembered.
+        patience: How many times as long as usual overflows and measurements count: twice as long with every overflow
+            that came once the last one was forgotten.
         anchor: The global site of the scaler; None where it is that.
     """
 
@@ -81,6 +89,10 @@ class Site:
         self.measured = False
         self.overflows = 0
         self.overflowed: int | None = None
+        self.doubted = False
+        self.until = 0
+        self.strikes = 0
+        self.patience = 1
         self.stored: Format | None = None
         self.anchor = anchor
         self._exponent = exponent
@@ -98,6 +110,25 @@ class Site:
         entry = {kind: reading.amax for kind, reading in readings.items() if reading.format and reading.finite}
         if entry:
             self.history.append(entry)
+
+    def note_overflow(self, iteration: int, memory: int, exponent: int, doubted: bool) -> None:
+        """Remember an overflow at an exponent for so many iterations, times the patience.
+
+        ``doubted``: it may have been another site's.
+        """
+        if self.overflowed is None:
+            since, usual = iteration - self.until, memory * self.patience
+            recent = self.until > 0 and since < _CALM * usual
+            self.patience = min(MOST_PATIENCE, 2 * self.patience) if recent else 1
+            self.strikes = 0
+        self.doubted = doubted and (self.doubted or self.overflowed is None)
+        self.overflowed = exponent if self.overflowed is None else min(self.overflowed, exponent)
+        self.strikes += 1
+        self.until = iteration + memory * self.patience
+
+    def forget_overflow(self) -> None:
+        """Let the exponent rise again to where it overflowed."""
+        self.overflowed, self.doubted, self.strikes = None, False, 0
 
     @exponent.setter
     def exponent(self, value: int) -> None:
@@ -119,15 +150,25 @@ class Sites:
         self.anchor = Site(GLOBAL, None, exponent)
         self._sites = {GLOBAL: self.anchor}
         self.start = exponent
+        # The least exponent of a site that was measured; None where none was.
+        self.lowest: int | None = None
         self._uniform = uniform
 
     def open(self, key: str) -> Site:
-        """The site of that key; made at its first use, at the exponent where all start."""
+        """The site of that key; made at its first use, at the exponent of the call before, or the lowest one known."""
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = Site(key, self.anchor, self.start)
+            site = self._sites[key] = Site(key, self.anchor, self._first_exponent(key))
             site.merged = UNIFORM if self._uniform else None
         return site
+
+    def _first_exponent(self, key: str) -> int:
+        place, _, call = key.rpartition("#")
+        if call.isdecimal():
+            before = self._sites.get(f"{place}#{int(call) - 1}" if call != "1" else place)
+            if before is not None:
+                return before._exponent
+        return self.start if self.lowest is None else self.lowest
 
     def merge(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass, any that will be met."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..formats import Format
-from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Site, Sites, exponent_of
+from ._site import GLOBAL, HIGHEST, LOWEST, MOST_PATIENCE, UNIFORM, Site, Sites, exponent_of
 
 # By the name of an entry: what it is, in words and as a question.
 _AN_EXPONENT = f"an integer from {LOWEST} to {HIGHEST}"
@@ -27,6 +27,7 @@ def state_of(sites: Sites) -> dict[str, Any]:
             "narrow": site.format is not None,
             "overflows": site.overflows,
             "overflowed": site.overflowed,
+            "memory": [site.doubted, site.until, site.strikes, site.patience],
             "history": [dict(entry) for entry in site.history],
         }
         for site in sites
@@ -77,10 +78,17 @@ def _is_size(given: object) -> bool:
 
 
 def _is_progress(given: object) -> bool:
-    if not isinstance(given, (list, tuple)) or len(given) != 5:
+    if not isinstance(given, (list, tuple)) or len(given) != 6:
         return False
     iteration, since, measuring, *counts = given
-    return all(map(_is_whole, (iteration, since, *counts))) and isinstance(measuring, bool)
+    return all(map(_is_whole, (iteration, since, *counts))) and isinstance(measuring, bool) and counts[1] <= iteration
+
+
+def _is_memory(given: object) -> bool:
+    if not isinstance(given, (list, tuple)) or len(given) != 4:
+        return False
+    doubted, *counts = given
+    return isinstance(doubted, bool) and all(map(_is_whole, counts)) and 1 <= counts[2] <= MOST_PATIENCE
 
 
 def _is_history(given: object) -> bool:
@@ -102,7 +110,11 @@ _TORCH: _Wanted = {
 }
 _OURS: _Wanted = {
     "sites": (f"a dict of sites by name, {GLOBAL!r} among them", _are_sites),
-    "progress": ("[iteration, steps at this scale, whether it is measured, roundings, unseen overflows]", _is_progress),
+    "progress": (
+        "[iteration, steps at this scale, whether it is measured, roundings, where measured ones are counted from, "
+        "skipped steps in a row]",
+        _is_progress,
+    ),
 }
 _SITE: _Wanted = {
     "exponent": (_AN_EXPONENT, _is_exponent),
@@ -111,6 +123,7 @@ _SITE: _Wanted = {
     "narrow": ("True or False", lambda given: isinstance(given, bool)),
     "overflows": ("a whole number", _is_whole),
     "overflowed": (f"None or {_AN_EXPONENT}", lambda given: given is None or _is_exponent(given)),
+    "memory": (f"[doubted, until, strikes, patience from 1 to {MOST_PATIENCE}]", _is_memory),
     "history": ("a list of dicts with the largest magnitude of each kind, which is finite", _is_history),
 }
 _ANCHOR: _Wanted = {**_SITE, "merged": ("None, as it follows no other", lambda given: given is None)}
@@ -168,5 +181,6 @@ def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
         site.format = narrow if values["narrow"] else None
         site.overflows = values["overflows"]
         site.overflowed = values["overflowed"]
+        site.doubted, site.until, site.strikes, site.patience = values["memory"]
         site.history.clear()
         site.history.extend(dict(entry) for entry in values["history"])
