@@ -22,6 +22,7 @@ NAMES = (
     "mctensor_experiments",
     "mammals",
     "op_coverage",
+    "grad_modes",
     "scaled",
     "scaled_architectures",
     "scaled_starts",

@@ -1,6 +1,8 @@
 """Traces as machine code: rows of any length, and networks that a long trace holds once and calls."""
 
 import array
+import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -98,3 +100,40 @@ def test_the_digest_tells_what_is_called():
 def test_a_short_network_is_written_out():
     trace, _ = record(lambda a, b: shared(lambda x: [x[0] + x[1]])([a, b]), torch.float64, 2)
     assert [line[0] for line in trace.lines] == ["input", "input", "add"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_results_are_stored_to_nearest(stored, dtype, cache, seed):
+    """Halves and their neighbours, subnormals, overflow, infinities, NaN; the oracle compares exact distances."""
+    trace, results = record(lambda a: [a + a], dtype, 1)
+    kernel = compile_trace("test", trace, [r.number for r in results], [dtype], [stored])
+    codes = torch.randint(0, 2**15 - 1, (400,)).to(torch.int16)
+    around = torch.stack([codes.view(stored), (codes + 1).view(stored)]).double()
+    around = around[:, around.isfinite().all(0)]
+    middle = around.mean(0)
+    near = [middle, middle * (1 + 2.0**-40), middle * (1 - 2.0**-40), middle * (1 + 2.0**-22), around[0]]
+    limits = torch.finfo(stored)
+    special = [0.0, limits.max, limits.max * (1 + limits.eps / 4) * (1 - 2.0**-50), limits.max * (1 + limits.eps)]
+    values = torch.cat([*near, torch.tensor([*special, torch.inf, torch.nan], dtype=torch.float64)])
+    values = torch.cat([values, -values])
+    halves = (values / 2).to(dtype)
+    values = halves.double() * 2
+    out = torch.empty(len(values), dtype=stored)
+    _run(kernel, len(values), [halves], [(len(values), 1)], [out])
+    for value, found in zip(values.tolist(), out):
+        assert same_bits(found, _nearest(value, stored)), value
+
+
+def _nearest(value: float, stored: torch.dtype) -> torch.Tensor:
+    """By comparing distances to the two neighbours exactly, ties to the even code."""
+    if value != value or abs(value) == float("inf"):
+        return torch.tensor(value, dtype=stored)
+    limits = torch.finfo(stored)
+    low = torch.tensor(min(abs(value), limits.max), dtype=torch.float64).to(stored)
+    codes = [int(low.view(torch.int16)) + k for k in (-1, 0, 1)]
+    sizes = {c: float(torch.tensor(c, dtype=torch.int16).view(stored).double()) for c in codes if c >= 0}
+    top = 2.0 ** math.frexp(limits.max)[1]  # where infinity would stand if it were a number
+    sizes = {c: top if size == float("inf") else size for c, size in sizes.items()}
+    best = min(sizes, key=lambda c: (abs(Fraction(sizes[c]) - Fraction(abs(value))), c % 2))
+    return torch.tensor(best, dtype=torch.int16).view(stored) * math.copysign(1.0, value)

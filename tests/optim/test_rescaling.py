@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.kernels import engine
+from halfulp.kernels import engine, same_bits
 from halfulp.optim._eight_bits import PAYLOADS
+from halfulp.optim._scaled_step import WINDOWS
 from halfulp.scaled import ScaledTensor
 
 from .laws import UPDATES
@@ -42,17 +43,24 @@ def _value(update, store, parts):
     return sum(part.double() for part in parts)
 
 
-@pytest.mark.parametrize(
-    ("update", "dtype"), [pair for pair in itertools.product(SCALING, PAYLOADS) if _goes(*pair)], ids=str
-)
+def _middle(update, store):
+    """Draws under which stochastic roundings round to nearest."""
+    low = 2 ** (22 - store.mantissa_bits)  # of normal numbers; subnormal ones look at the high bits
+    return [torch.full((400,), low if bits == 16 else 2**31 + low) for bits in update.draws(store)]
+
+
+PAIRS = [pair for pair in itertools.product(SCALING, PAYLOADS) if _goes(*pair)]
+
+
+@pytest.mark.parametrize(("update", "dtype"), PAIRS, ids=str)
 def test_payload_plus_companion_is_invariant_under_powers_of_two(seed, update, dtype):
     update, store = UPDATES[update], PAYLOADS[dtype]
     least = 2.0**-149 if update.name == "master" else 2.0 ** (store.emin - store.mantissa_bits)
     start = _accompanied(update, store)
-    for exponent in (-20, -7, -3, -1, 0, 1):
+    for exponent in (-20, -7, -3, -1, 1):
         parts = [part.clone() for part in start]
         wanted = _value(update, store, parts) * 2.0**exponent
-        update.multiply(store, parts, 2.0**exponent)
+        update.write(store, parts, torch.zeros(400), _middle(update, store), ratio=2.0**exponent)
         error = (_value(update, store, parts) - wanted).abs()
         fits = wanted % least == 0
         assert not error[fits].any()
@@ -66,10 +74,91 @@ def test_infinite_and_nan_payloads_stay_so_and_get_no_companion(seed):
         if _goes(name, dtype):
             parts = _accompanied(update, store)
             parts[0][:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
-            update.multiply(store, parts, 0.5)
+            update.write(store, parts, torch.zeros(400), _middle(update, store), ratio=0.5)
             assert parts[0][:2].tolist() == [torch.inf, -torch.inf]
             assert update.read(store, parts)[:2].tolist() == [torch.inf, -torch.inf]
             assert update.read(store, parts)[2].isnan()
+
+
+def _walks(count, steps, generator):
+    """Weights under random scales, and where float32 goes from there: in each step by 2^-40 to 2^40, every power once.
+
+    Of a row's elements some become new numbers of the new size, some 0, some move by that size, some stay.
+    """
+    factors = torch.linspace(-40, 40, count).round()
+    sizes = torch.randint(-30, 31, (count, 1), generator=generator).float()
+    now = torch.randn(count, 24, generator=generator) * torch.exp2(sizes)
+    now[:, ::3] = 0.0
+    places = [now]
+    for _ in range(steps):
+        sizes = (sizes + factors[torch.randperm(count, generator=generator), None]).clamp(-70, 70)
+        fresh = torch.randn(count, 24, generator=generator) * torch.exp2(sizes)
+        fate = torch.randint(4, (count, 24), generator=generator)
+        fate[:, 0] = 0
+        moved = torch.where(fate == 0, fresh, torch.where(fate == 1, 0.0, torch.where(fate == 2, now + fresh, now)))
+        now = torch.where(moved.abs() > 16 * torch.exp2(sizes), 0.0, moved)
+        places.append(now)
+    return places[0], places[1:]
+
+
+def _place(store, values, scale):
+    """The unit in the last place of a payload under a scale."""
+    binade = torch.exp2(torch.frexp(values.double().abs() / scale)[1] - 1.0).clamp(min=2.0**store.emin)
+    return binade * 2.0**-store.mantissa_bits * scale
+
+
+def walk(update, dtype, count, seed, chosen="reference", steps=3):
+    """Step scaled parameters along random walks; returns what breaks the law, payloads and scales, float32 weights.
+
+    The law: after each step a payload is float32's weight rounded once, under a scale that gives away no digit, and
+    with its companion float32's weight to the companion's last place.
+    """
+    weights, targets = _walks(count, steps, torch.Generator().manual_seed(seed))
+    parameters = [torch.nn.Parameter(ScaledTensor.encode(w, dtype)) for w in weights]
+    own = UPDATES[update]
+    optimizer = hu.optim.SGD(parameters, lr=1.0, weight_update=own, seed=seed, report_interval=1)
+    model, store, low = torch.nn.ParameterList(parameters), PAYLOADS[dtype], WINDOWS[dtype][0]
+    rounding = 0.5 if not own.draws(store) or getattr(own, "weight", "stochastic") == "nearest" else 1.0
+    held, broken = [p.detach().decode() for p in parameters], []
+    with engine(chosen):
+        for k, target in enumerate(targets):
+            updates = [torch.where(t == w, 0.0, t - w) for t, w in zip(target, held)]
+            for parameter, u in zip(parameters, updates):
+                parameter.grad = ScaledTensor(-u, 1.0)
+            optimizer.step()
+            wanted = [w + u for w, u in zip(held, updates)]
+            held = [value.clone() for value in optimizer.float32_state_dict(model).values()]
+            for row, (parameter, value, u) in enumerate(zip(parameters, wanted, updates)):
+                scale, place = parameter.scale.item(), _place(store, value, parameter.scale.item())
+                slack = 2.0**-22 * u.abs().double() if own.compensates else 0.0  # u + c, not p + c, is rounded
+                if update == "kahan-literal":  # which rounds the update itself, and the sums on the way
+                    slack = slack + 4 * place + 4 * _place(store, u, scale)
+                shown = parameter.payload.detach().double() * scale
+                if not bool(((shown - value).abs() <= rounding * place + slack).all()):
+                    broken.append((k, row, "payload"))
+                fine = 2 * _place(store, place, scale) + slack if own.compensates else place * (own.name != "master")
+                if not bool(((held[row].double() - value).abs() <= fine + 2.0**-24 * value.abs().double()).all()):
+                    broken.append((k, row, "weight"))
+                if value.any() and value.abs().max() < scale * 2.0**low:
+                    broken.append((k, row, "scale"))
+    return broken, [part for p in parameters for part in (p.payload.detach(), p.scale)], held
+
+
+@pytest.mark.parametrize(("update", "dtype"), PAIRS, ids=str)
+def test_steps_by_every_factor_from_2_to_the_minus_40_to_2_to_the_40_are_float32s_to_the_payloads_rounding(
+    seed, update, dtype
+):
+    broken, _, _ = walk(update, dtype, 81, seed, steps=2)
+    assert not broken
+
+
+@pytest.mark.parametrize(
+    ("update", "dtype"), [("stochastic", torch.float8_e4m3fn), ("kahan", torch.float16), ("master", torch.float8_e5m2)]
+)
+def test_the_compiled_step_walks_the_same_way(seed, update, dtype):
+    _, *expected = walk(update, dtype, 24, seed)
+    _, *found = walk(update, dtype, 24, seed, "numba")
+    assert all(same_bits(a, b) for x, y in zip(expected, found) for a, b in zip(x, y))
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in PAYLOADS if dtype != torch.float32])

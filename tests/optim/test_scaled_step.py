@@ -343,3 +343,25 @@ def test_torchs_muon_multiplies_matrices_again_and_again(seed, storage, shape):
     moved, wanted = scaled.detach().decode() - value, plain.detach() - value
     # torch multiplies in bfloat16.
     assert (moved - wanted).norm() <= 0.3 * wanted.norm() + 2e-3
+
+
+@pytest.mark.parametrize("storage", [E4M3, E5M2])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta"])
+def test_torchs_optimizers_stay_finite_on_eight_bit_parameters(seed, name, storage):
+    """Squares have no room beside eight-bit weights: what is made like a parameter is float16."""
+    layers = torch.nn.Linear(8, 24), torch.nn.ReLU(), torch.nn.Linear(24, 4)
+    model = hu.scalify(torch.nn.Sequential(*layers), storage)
+    x, y = torch.randn(32, 8), torch.randint(4, (32,))
+    optimizer, losses = getattr(torch.optim, name)(model.parameters(), lr=1e-2), []
+    for _ in range(12):
+        losses.append(torch.nn.functional.cross_entropy(model(x), y))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(loss.detach().decode().isfinite() for loss in losses)
+    if name in ("Adam", "AdamW", "RMSprop"):
+        assert losses[-1].item() < 0.9 * losses[0].item()
+    states = [
+        v for state in optimizer.state.values() for v in state.values() if isinstance(v, ScaledTensor) and v.dim()
+    ]
+    assert {v.payload.dtype for v in states} <= {HALF}

@@ -12,6 +12,7 @@ from torch import nn
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.scaled import plain_state_dict, unscalify
+from halfulp.tensors import plain_state_dict as plain_components
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32]
 
@@ -311,3 +312,11 @@ def test_distributed_checkpoints_of_torch_find_every_entry(convert, seed):
     distributed.set_model_state_dict(other, distributed.get_model_state_dict(model))
     for name, entry in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], entry)
+
+
+@pytest.mark.parametrize("function", [plain_state_dict, plain_components])
+def test_a_model_for_its_state_dict_is_refused(function):
+    with pytest.raises(TypeError, match=r"takes a state_dict, got Linear: give it model.state_dict\(\)"):
+        function(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="a mapping from names to tensors"):
+        function([1])

@@ -74,3 +74,20 @@ def test_a_value_beyond_float32_under_the_scale_of_a_view_is_refused(storage, se
         assert torch.equal(x.decode(), start)
     x[:2] = 0.0
     assert torch.equal(x.decode()[:2], torch.zeros(2))
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_numbers_that_would_all_be_zero_are_refused_and_nothing_is_written(storage, seed):
+    x = ScaledTensor.encode(torch.randn(8) + 3.0, storage)
+    start, tiny = x.decode(), 2.0**-140 if storage == torch.bfloat16 else 1e-9
+    for write in (
+        lambda: x.__setitem__(0, tiny),
+        lambda: x[:4].normal_(std=tiny),
+        lambda: x[2:].copy_(torch.full((6,), -tiny)),
+    ):
+        with pytest.raises(ValueError, match=r"is 0 in .* under the scale .* a smaller scale first"):
+            write()
+        assert same_bits(x.decode(), start)
+    x[:2] = torch.tensor([tiny, 2.0])  # rounded beside others, as everywhere
+    x[2:4] = 0.0
+    assert x.tolist()[:4] == [0.0, 2.0, 0.0, 0.0]

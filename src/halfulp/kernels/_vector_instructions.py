@@ -77,14 +77,17 @@ class Instructions:
     def store(self, place, dtype: torch.dtype, value) -> None:
         ir, b = self.ir, self.b
         if dtype != torch.float64 and self.wide:
-            value = b.fptrunc(value, self.shape(ir.FloatType()))
+            value = self.to_float32(value, to_odd=dtype != torch.float32)
         elif dtype == torch.float64 and not self.wide:
             value = b.fpext(value, self.shape(ir.DoubleType()))
         if dtype == torch.bfloat16:
             words = self.shape(ir.IntType(32))
-            high = b.lshr(b.bitcast(value, words), self.constant(words, 16))
-            # A NaN whose payload lies in the lower half would become an infinity.
-            quiet = b.or_(high, self.constant(words, 64))
+            bits = b.bitcast(value, words)
+            shown = b.lshr(bits, self.constant(words, 16))
+            half = b.add(b.and_(shown, self.constant(words, 1)), self.constant(words, 0x7FFF))
+            high = b.lshr(b.add(bits, half), self.constant(words, 16))
+            # A NaN whose payload lies in the lower half would become an infinity, and one of ones a zero.
+            quiet = b.or_(shown, self.constant(words, 64))
             high = b.select(b.fcmp_unordered("uno", value, value), quiet, high)
             b.store(b.trunc(high, self.shape(ir.IntType(16))), self.pointer(place, ir.IntType(16)), align=2)
             return
@@ -92,6 +95,19 @@ class Instructions:
             value = b.fptrunc(value, self.shape(ir.HalfType()))
         scalar = {torch.float16: ir.HalfType(), torch.float32: ir.FloatType()}.get(dtype, ir.DoubleType())
         b.store(value, self.pointer(place, scalar), align=size_of(dtype))
+
+    def to_float32(self, value, to_odd: bool):
+        """float64 as float32: to nearest, or to odd where another rounding follows, which then sees what was lost."""
+        ir, b = self.ir, self.b
+        near = b.fptrunc(value, self.shape(ir.FloatType()))
+        if not to_odd:
+            return near
+        words = self.shape(ir.IntType(32))
+        back, bits = b.fpext(near, self.real), b.bitcast(near, words)
+        beyond = b.fcmp_ordered(">", self.intrinsic("fabs", back), self.intrinsic("fabs", value))
+        below = b.sub(bits, b.zext(beyond, words))
+        odd = b.or_(below, b.zext(b.fcmp_ordered("!=", back, value), words))
+        return b.bitcast(odd, self.shape(ir.FloatType()))
 
     def do_call(self, number, *values):
         """A list of the results of a piece: from its function where there is one, else written out."""

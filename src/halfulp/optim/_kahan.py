@@ -23,8 +23,9 @@ class Kahan(WeightUpdate):
 
     The weight is p + c. Sums are taken in float32 registers and rounded where they are stored. A residual rounded to
     nearest stalls below |u|/|w| = 2^-16 (it kept 19% of a drift at 2^-21); rounded stochastically it keeps all of it.
-    An update of exactly 0 changes nothing. A residual that is larger than this equation leaves beside a parameter was
-    left by an earlier one: somebody else has written the parameter since, and it counts as 0.
+    An update of exactly 0 changes nothing, unless the scale of a scaled parameter changes with it. A residual that is
+    larger than this equation leaves beside a parameter was left by an earlier one: somebody else has written the
+    parameter since, and it counts as 0.
 
     Args:
         weight: rounding of the parameter, "nearest" or "stochastic", or the rounding object.
@@ -68,7 +69,8 @@ class Kahan(WeightUpdate):
         both = stochastic and self.weight == "stochastic"
         write = write_literal if self.literal else write_kahan_second if both else write_kahan
         residual = {"residual_round": store.stochastic if stochastic else store.nearest}
-        pieces = {"read_weight": read_kahan, "write_weight": write}
+        read = read_literal if self.literal else read_kahan
+        pieces = {"read_weight": read, "write_weight": write}
         bound = residual | fit_bindings(store, self._ulps(store)) | store_bindings(store, self.weight == "stochastic")
         return pieces | bound
 
@@ -87,45 +89,39 @@ class Kahan(WeightUpdate):
         p, c = self._held(store, parts)
         return p + c
 
-    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts) -> torch.Tensor:
+    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts, ratio: float = 1.0) -> torch.Tensor:
         """The equation of the class."""
-        p, c = self._held(store, parts)
-        draws = list(draws)
-        if self.literal:
-            return self._write_literal(store, parts, p, c, u)
-        y = u + c
-        taken = torch.where(u == 0, -0.0, y)
+        held = self._held(store, parts)
+        p, c = held if ratio == 1.0 else (part * ratio for part in held)
+        draws, y = list(draws), u + c
+        taken = torch.where((u == 0) & (c == held[1]), -0.0, y)
         code = store.encode(p + taken, draws.pop(0) if self.weight == "stochastic" else None)
         s = store.decode(code)
-        rest = torch.where((s - s) == 0, (p - s) + y, 0.0)
+        rest = (p - s) + y
+        if self.literal:
+            found = self._literal(store, p, c, u)
+            s, rest = (torch.where(p == held[0], *pair) for pair in zip(found, (s, rest)))
+            code = store.encode(s, None)
+        rest = torch.where((s - s) == 0, rest, 0.0)
         parts[0].copy_(code)
         parts[1].copy_(store.encode(rest, draws.pop(0) if self.residual == "stochastic" else None))
         return s + store.decode(parts[1])
 
-    def _write_literal(self, store: Store, parts: Parts, p, c, u) -> torch.Tensor:
+    def _literal(self, store: Store, p: torch.Tensor, c: torch.Tensor, u: torch.Tensor) -> Parts:
+        """The paper's algorithm, which knows one scale: for elements that are as they were read."""
+
         def rounded(x: torch.Tensor) -> torch.Tensor:
             return store.decode(store.encode(x, None))
 
         y = rounded(rounded(u) + c)
         s = rounded(p + torch.where(u == 0, -0.0, y))
-        rest = rounded(rounded(p - s) + y)
-        parts[0].copy_(store.encode(s, None))
-        parts[1].copy_(store.encode(torch.where((s - s) == 0, rest, 0.0), None))
-        return s + store.decode(parts[1])
+        return s, rounded(rounded(p - s) + y)
 
     def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
         """The nearest narrow value, and what it misses."""
         parts[0].copy_(store.encode(value, None))
         shown = store.decode(parts[0])
         parts[1].copy_(store.encode(torch.where((shown - shown) == 0, value - shown, 0.0), None))
-
-    def multiply(self, store: Store, parts: Parts, power: float) -> None:
-        """The nearest narrow value, and what it misses, of a sum that may need more bits than a float32 has."""
-        p, c = (part.double() * power for part in self._held(store, parts))
-        parts[0].copy_(store.encode((p + c).float(), None))
-        lost = p - store.decode(parts[0])
-        rest = torch.where((lost - lost) == 0, lost + c, 0.0)
-        parts[1].copy_(store.encode(rest.float(), None))
 
 
 def read_kahan(a0, a1, a2, a3, i):
@@ -135,20 +131,23 @@ def read_kahan(a0, a1, a2, a3, i):
     return p + c, p, c, c
 
 
-def write_kahan(a0, a1, a2, a3, i, w, p, c, h2, u, r0, r1):
+def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     """Piece: the equation of Kahan, with one stochastic rounding at most."""
-    return write_compensated(a0, a1, i, p, c, u, r0, r0)
+    return write_compensated(a0, a1, i, p, c, held, u, r0, r0)
 
 
-def write_kahan_second(a0, a1, a2, a3, i, w, p, c, h2, u, r0, r1):
+def write_kahan_second(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     """Piece: the equation of Kahan, weight and residual both stochastic."""
-    return write_compensated(a0, a1, i, p, c, u, r0, r1)
+    return write_compensated(a0, a1, i, p, c, held, u, r0, r1)
 
 
-def write_compensated(a0, a1, i, p, c, u, random_weight, random_residual):
-    """Piece: both roundings; a weight that became infinite or NaN keeps no residual."""
+def write_compensated(a0, a1, i, p, c, held, u, random_weight, random_residual):
+    """Piece: both roundings; a weight that became infinite or NaN keeps no residual.
+
+    A residual that is not as it was read is under another scale, in whose last places it may be too large for p.
+    """
     y = u + c
-    code = weight_round(p + (NEGATIVE_ZERO if u == ZERO else y), random_weight)
+    code = weight_round(p + (NEGATIVE_ZERO if u == ZERO and c == held else y), random_weight)
     s = weight_real(code)
     none = s - s
     rest = (p - s) + y
@@ -159,13 +158,22 @@ def write_compensated(a0, a1, i, p, c, u, random_weight, random_residual):
     return s + weight_real(left)
 
 
-def write_literal(a0, a1, a2, a3, i, w, p, c, h2, u, r0, r1):
-    """Piece: the paper's algorithm, every intermediate rounded."""
+def read_literal(a0, a1, a2, a3, i):
+    """Piece: p + c, both, and p again, by which `write_literal` knows whether the scale changes."""
+    p = weight_real(weight_load(a0, i))
+    c = fitting(p, weight_real(weight_load(a1, i)))
+    return p + c, p, c, p
+
+
+def write_literal(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
+    """Piece: the paper's algorithm, every intermediate rounded; the equation of Kahan where the scale changes."""
     y = weight_real(weight_nearest(weight_real(weight_nearest(u, r0)) + c, r0))
-    code = weight_nearest(p + (NEGATIVE_ZERO if u == ZERO else y), r0)
+    y = y if p == held else u + c
+    code = weight_nearest(p + (NEGATIVE_ZERO if u == ZERO and p == held else y), r0)
     s = weight_real(code)
     none = s - s
-    left = weight_nearest(weight_real(weight_nearest(p - s, r0)) + y, r0)
+    lost = weight_real(weight_nearest(p - s, r0)) if p == held else p - s
+    left = weight_nearest(lost + y, r0)
     left = left if none == none else sub(word(none), word(none))
     weight_save(a0, i, code)
     weight_save(a1, i, left)

@@ -32,6 +32,9 @@ from ._weight_update import WeightUpdate
 
 SIGNATURE = "void(int64, int64, int64[:,::1], int64[:,::1], int64[::1], float32[:,::1], uint32[:,::1], float64[:,::1])"
 POINTERS_BEFORE_STATES = 5
+# The scale that a payload is read under, the reciprocal of the one it is written under, the gradient's; what the
+# payload as read is multiplied by to be under the new scale, and that scale.
+WEIGHT_SCALES = ("weight_scale", "weight_inverse", "gradient_scale", "weight_ratio", "new_scale")
 METER = ("seen", "cancelled", "wanted", "kept")
 TILE = 1024
 
@@ -64,11 +67,16 @@ class Kind:
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """The names of the rule's constants, then of the scales and of inverses of those to be."""
+        """The names of the rule's constants, then of the scales, present and to be."""
         if not self.scaled:
             return self.rule.constants
         own = [name for k in self.scaled_states for name in (f"scale_{k}", f"inverse_{k}")]
-        return (*self.rule.constants, "weight_scale", "weight_inverse", "gradient_scale", *own)
+        return (*self.rule.constants, *WEIGHT_SCALES, *own)
+
+    @functools.cached_property
+    def constant_places(self) -> dict[str, int]:
+        """Where each constant stands."""
+        return {name: place for place, name in enumerate(self.constants)}
 
     @property
     def scaled_states(self) -> tuple[int, ...]:
@@ -244,7 +252,7 @@ def _weight_write(kind: Kind, draws: Sequence[Draw], scaled: bool = False) -> li
     bits += ["UNDRAWN"] * (2 - len(bits))
     terms = "g, h0, h1, h2, -ZERO" if kind.assigns else "w, h0, h1, h2, u"
     if kind.scaled:
-        terms = "p, h0, h1, h2, u * weight_inverse"
+        terms = "p * weight_ratio, h0 * weight_ratio, h1 * weight_ratio, h2, u * weight_inverse"
     lines = [f"new = write_weight(a0, a1, a2, a3, i, {terms}, {bits[0]}, {bits[1]})"]
     if kind.update.feeds_back:
         values = ", ".join(f"n{k}" for k in range(len(kind.codecs)))
@@ -255,7 +263,7 @@ def _weight_write(kind: Kind, draws: Sequence[Draw], scaled: bool = False) -> li
             f"n0 = repay_rule(lost if lost - lost == ZERO else ZERO, {values}, {constants})",
         ]
     if kind.metered:
-        lines += ["new = new * weight_scale"] if kind.scaled else []
+        lines += ["new = new * new_scale"] if kind.scaled else []
         lines += [
             "change = float64(new) - float64(w)",
             "asked = abs(u) > ZERO and change - change == ZERO and u - u == ZERO",

@@ -45,9 +45,12 @@ def reference_step(
     random = [_take(words, draw) for draw in weight_draws]
     if kind.assigns:
         new = kind.update.put(kind.store, parts, g, random)
+    elif kind.scaled:
+        ratio = scales["weight_ratio"].item()
+        moved = {} if ratio == 1.0 else {"ratio": ratio}
+        new = kind.update.write(kind.store, parts, u * scales["weight_inverse"], random, **moved) * scales["new_scale"]
     else:
-        new = kind.update.write(kind.store, parts, u * scales["weight_inverse"] if kind.scaled else u, random)
-        new = new * scales["weight_scale"] if kind.scaled else new
+        new = kind.update.write(kind.store, parts, u, random)
     if kind.update.feeds_back:
         lost = (w + u) - new
         lost = torch.where((lost - lost) == 0, lost, 0.0)

@@ -19,43 +19,47 @@ WINDOWS = {
     torch.bfloat16: (-40, 40, 0),
     torch.float32: (-40, 40, 0),
 }
+# Of a payload under the new scale, before the update is added: float32 holds it, and some binades more.
+_LARGEST_BINADE = 120
 
 
 def with_present_scales(kind: Kind, slot: Slot) -> tuple[float, ...]:
-    """A slot's constants with the scales of what is stored now; the inverses of those to be are not known yet."""
+    """A slot's constants with the scales of what is stored now; those to be are not known yet."""
     scale = slot.parameter.scale.item()
     own = [number for k in kind.scaled_states for number in (slot.states[k][1].item(), 1.0)]
-    return (*slot.constants, scale, 1 / scale, slot.gradient_scale, *own)
+    return (*slot.constants, scale, 1 / scale, slot.gradient_scale, 1.0, scale, *own)
 
 
 def choose_scales(kind: Kind, slot: Slot, peaks: Sequence[float]) -> None:
-    """Give a slot the scales under which its results will be stored; a payload whose scale changes is rescaled.
+    """Give a slot's constants the scales under which its results will be stored; nothing stored is changed yet.
+
+    A step reads the payload under its present scale and rounds the sum once, under the new one.
 
     Args:
         kind: of step.
         slot: whose constants hold the present scales.
         peaks: the largest finite magnitudes of the weight and of each scaled state.
     """
-    first = len(kind.rule.constants)
+    at = kind.constant_places
     numbers = list(slot.constants)
-    scale = weight_scale(kind.store.dtype, numbers[first], peaks[0])
-    if scale < numbers[first]:  # the step reads what is stored now under the scale to be
-        present = numbers[first]
-        scale = min(max(scale, least_scale(kind.store.dtype, present, peak(slot.payloads[0].float()))), present)
-    if scale != numbers[first]:
-        rescale(kind, slot, numbers[first] / scale)
-        slot.parameter.scale.fill_(scale)
-    numbers[first : first + 2] = scale, 1 / scale
-    for place, (k, largest) in enumerate(zip(kind.scaled_states, peaks[1:], strict=True)):
-        numbers[first + 4 + 2 * place] = 1 / kind.codecs[k].fitting(largest)
+    present = numbers[at["weight_scale"]]
+    scale, ratio = weight_scale(kind.store.dtype, present, peaks[0]), 1.0
+    if scale != present:
+        scale, ratio = reachable_scale(kind.store.dtype, present, scale, peak(slot.payloads[0].float()))
+    numbers[at["weight_inverse"]], numbers[at["new_scale"]] = 1 / scale, scale
+    numbers[at["weight_ratio"]] = ratio
+    for k, largest in zip(kind.scaled_states, peaks[1:], strict=True):
+        numbers[at[f"inverse_{k}"]] = 1 / kind.codecs[k].fitting(largest)
     slot.constants = tuple(numbers)
 
 
 def keep_scales(kind: Kind, slot: Slot) -> None:
-    """Write the scales of the states that a step has stored."""
-    first = len(kind.rule.constants)
-    for place, k in enumerate(kind.scaled_states):
-        slot.states[k][1].fill_(1 / slot.constants[first + 4 + 2 * place])
+    """Write the scales of the weight and the states that a step has stored."""
+    at = kind.constant_places
+    if slot.constants[at["new_scale"]] != slot.constants[at["weight_scale"]]:
+        slot.parameter.scale.fill_(slot.constants[at["new_scale"]])
+    for k in kind.scaled_states:
+        slot.states[k][1].fill_(1 / slot.constants[at[f"inverse_{k}"]])
 
 
 def weight_scale(dtype: torch.dtype, scale: float, largest: float) -> float:
@@ -73,16 +77,21 @@ def weight_scale(dtype: torch.dtype, scale: float, largest: float) -> float:
     return math.ldexp(1.0, min(max(binade - target, -126), 126))
 
 
-def rescale(kind: Kind, slot: Slot, ratio: float) -> None:
-    """Multiply what a payload and its companions stand for by a power of two."""
-    own = slot.parts if slot.copied is None else [*slot.copied, *slot.companions]
-    parts = [part.contiguous() for part in own]
-    kind.update.multiply(kind.store, parts, ratio)
-    for part, filled in zip(own, parts):
-        if filled is not part:
-            part.copy_(filled)
+def reachable_scale(dtype: torch.dtype, present: float, scale: float, stored: float) -> tuple[float, float]:
+    """A scale that a step can bring a payload to, and the factor that does: both in float32's range.
 
+    Args:
+        dtype: of the payload.
+        present: its scale.
+        scale: the one that is wanted, and nearly always given.
+        stored: the payload's largest finite magnitude, which the factor must leave finite.
 
-def least_scale(dtype: torch.dtype, scale: float, stored: float) -> float:
-    """The smallest scale under which a payload of some largest magnitude, now under `scale`, does not overflow."""
-    return math.ldexp(scale, math.frexp(stored)[1] - 1 - WINDOWS[dtype][1]) if stored else 0.0
+    >>> reachable_scale(torch.float16, 1.0, 2.0**-40, 1.5), reachable_scale(torch.float16, 2.0**-126, 1.0, 0.0)
+    ((9.094947017729282e-13, 1099511627776.0), (1.0, 1.0))
+    """
+    if stored == 0:
+        return scale, 1.0
+    scale = max(scale, math.ldexp(present, max(math.frexp(stored)[1], 0) - _LARGEST_BINADE))
+    if torch.finfo(dtype).max > 2.0**_LARGEST_BINADE:  # a payload that holds the rest of the way itself
+        scale = min(scale, math.ldexp(present, 126))
+    return scale, max(present / scale, 2.0**-126)

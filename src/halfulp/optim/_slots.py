@@ -56,6 +56,7 @@ class Slot:
         index_map: the local tensor's place in the whole.
         state: the parameter's entry in the optimizer's state.
         held: its companions, then the tensors of its states, local.
+        held_at: their addresses when they were looked at.
         address, shape, stride, contiguous: of the local parameter when it was looked at.
         others: addresses of the components behind the first, where the parameter holds several.
         plain: neither a DTensor nor a tensor class of ours.
@@ -74,6 +75,7 @@ class Slot:
     index_map: IndexMap
     state: dict
     held: tuple[torch.Tensor, ...]
+    held_at: tuple[int, ...]
     address: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -142,8 +144,7 @@ class Slot:
     @property
     def addresses(self) -> list[int]:
         """One row of the pointer table; that of the gradient is filled in at each step."""
-        pointers = [tensor.data_ptr() for tensor in self.held]
-        beside, inside = len(self.kind.companions), len(self.others)
+        pointers, beside, inside = self.held_at, len(self.kind.companions), len(self.others)
         weight = [self.address, *self.others, *pointers[:beside], *[0] * (3 - beside - inside)]
         return [*weight, 0, *pointers[beside:]]
 
@@ -174,9 +175,9 @@ def still_true(slot: Slot, parameter: torch.Tensor, rule: UpdateRule, options: t
         return False
     if kind.inside and tuple([other.data_ptr() for other in own_parts(parameter)[1:]]) != slot.others:
         return False
-    for key, tensor in zip(kind.tensors, slot.held):
+    for key, tensor, address in zip(kind.tensors, slot.held, slot.held_at):
         kept = state.get(key)
-        if kept is not tensor and local(kept) is not tensor:
+        if (kept is not tensor and local(kept) is not tensor) or tensor.data_ptr() != address:
             return False
     return True
 

@@ -226,6 +226,8 @@ def _run_numba(kernel, table, pointers, constants, keys) -> np.ndarray:
 def _trial(kind: Kind, run: Callable | None = None, device: torch.device | str = "cpu") -> list[torch.Tensor]:
     """Two steps on fixed elements, tiny, NaN and overwritten ones among them; returns all that was written.
 
+    A scaled parameter takes another scale in the second.
+
     Args:
         kind: of step.
         run: (chunks, pointers, constants, keys) runs a compiled kernel; None for the reference.
@@ -250,13 +252,15 @@ def _trial(kind: Kind, run: Callable | None = None, device: torch.device | str =
     for k in kind.scaled_states:
         states[k][1].fill_(0.0625)
     constants = tuple(0.3 + 0.05 * position for position in range(len(kind.rule.constants)))
-    if kind.scaled:
-        constants += (0.125, 8.0, 4.0, *(0.0625, 16.0) * len(kind.scaled_states))
     keys = mix64_many(*(np.full((1, 1), value, np.uint64) for value in (1, 2, 3)), np.arange(draws_of(kind)[2])[None])
     pointers = [*map(address, parts), *[0] * (4 - len(parts)), address(gradient)]
     pointers += [address(tensor) for state in states for tensor in state]
     assert len(pointers) == pointer_count(kind)
-    for _ in range(2):
+    rule_constants = constants
+    for new_scale in (0.125, 0.5):
+        if kind.scaled:
+            scales = (0.125, 1 / new_scale, 4.0, 0.125 / new_scale, new_scale)
+            constants = (*rule_constants, *scales, *(0.0625, 16.0) * len(kind.scaled_states))
         if kind.peaks:
             row = np.array([constants], np.float32)
             given = (kind, parts, gradient, states, constants)

@@ -23,7 +23,8 @@ class WeightUpdate:
     A subclass gives the tensors that lie beside the parameter, and the same arithmetic twice: on torch tensors
     (`read`, and `put` or `write`: the reference) and as scalar pieces (`bindings`). `tests/optim` holds the two to
     equal bits. One that `compensates` adds u to its parts and not to the weight that they stand for. One that `scales`
-    keeps floats that one power of two multiplies, as the payload of a scaled parameter wants.
+    keeps floats that one power of two multiplies, as the payload of a scaled parameter wants; its `write` takes the
+    `ratio` of the scales where a step changes the scale.
     """
 
     name: ClassVar[str]
@@ -50,7 +51,8 @@ class WeightUpdate:
     def bindings(self, store: Store) -> dict[str, object]:
         """The pieces `read_weight(a0, a1, a2, a3, i)` and `write_weight(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1)`.
 
-        The first returns the weight and three values for the second, which returns the weight it has stored.
+        The first returns the weight and three values for the second, which returns the weight it has stored. Where a
+        step changes the scale of a scaled parameter, w, h0 and h1 arrive under the new one, and h2 as it was returned.
         """
         raise AssertionError("every weight update binds its pieces")
 
@@ -58,9 +60,13 @@ class WeightUpdate:
         """The float32 weight that parameter and companions stand for."""
         return store.decode(parts[0])
 
-    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts) -> torch.Tensor:
-        """Write weight + u into the parts, in place; returns the weight they now stand for."""
-        return self.put(store, parts, self.read(store, parts) + u, draws)
+    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts, ratio: float = 1.0) -> torch.Tensor:
+        """Write weight x ratio + u into the parts, in place; returns the weight they now stand for.
+
+        The ratio is a power of two: of the scale that the parts were stored under to the one that they will be under.
+        """
+        held = self.read(store, parts)
+        return self.put(store, parts, (held if ratio == 1.0 else held * ratio) + u, draws)
 
     def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
         """Write a float32 weight into the parts, in place; returns the weight they now stand for."""
@@ -73,10 +79,6 @@ class WeightUpdate:
     def alone(self, store: Store, payload: torch.Tensor) -> torch.Tensor | int:
         """What each companion holds beside a parameter that is the whole weight by itself."""
         return 0
-
-    def multiply(self, store: Store, parts: Parts, power: float) -> None:
-        """Multiply the weight by a power of two, in place: exact where the parts can hold the result."""
-        self.fill(store, parts, (self.read(store, parts).double() * power).float())
 
     def to_dict(self) -> dict[str, object]:
         """The name and the fields, as plain data."""

@@ -58,8 +58,9 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
 
 
 def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
-    """Whether this is a positive number that float16 cannot hold under the scale; of an unknown one whether it may."""
-    if not isinstance(number, (int, float)) or not number > 0 or storage != torch.float16:
+    """Whether this is a positive number that a payload cannot hold under the scale; if unknown, whether it may be."""
+    wide = storage in (torch.float32, torch.bfloat16)
+    if not isinstance(number, (int, float)) or not number > 0 or wide:
         return False
     held = _powers.known(scale)
     return number < (_LARGEST_EPS if held is None else smallest(storage) * held)

@@ -11,26 +11,37 @@ from torch._ops import OpOverload
 
 from ..kernels import torch_operators
 from . import _powers
-from ._form import LOGICALS
+from ._form import EIGHT_BITS, LOGICALS
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 
 aten = torch_operators("aten")
 
 
-def constant(x: ScaledTensor, plain: Tensor, value: float) -> Tensor:
-    """A plain tensor of one number as it is, or of x's storage where its dtype is a logical one."""
+def constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
+    """A plain tensor of one number as it is, or of x's storage, or another, where its dtype is a logical one."""
     if plain.dtype not in LOGICALS:
         return plain.fill_(value)
+    storage = storage or x._payload.dtype
     finite = value == value and abs(value) != float("inf")
     # An infinity has the scale of zeros: it decides nothing.
     power = _powers.power_of(abs(value)) if value and finite else (1.0 if value != value else _powers.ANY)
     mantissa = value / power if finite else value
     if power == _powers.LARGEST:  # the next number above float32's largest would be infinity
-        mantissa = math.copysign(min(abs(mantissa), 2 - torch.finfo(x._payload.dtype).eps), mantissa)
-    payload = torch.empty_like(plain, dtype=x._payload.dtype).fill_(mantissa)
+        mantissa = math.copysign(min(abs(mantissa), 2 - torch.finfo(storage).eps), mantissa)
+    payload = torch.empty_like(plain, dtype=storage).fill_(mantissa)
     scale = torch.full((), power, dtype=torch.float32, device=plain.device)
     return wrap(payload, scale, plain.dtype)
+
+
+def _storage_like(x: ScaledTensor) -> torch.dtype:
+    """x's own; float16 beside an eight-bit parameter.
+
+    What is made like a parameter is what torch.optim keeps of it: moments, by whose roots it divides, and eight bits
+    have no room for squares.
+    """
+    is_narrow = x._payload.dtype in EIGHT_BITS and getattr(x, "_is_param", False)
+    return torch.float16 if is_narrow else x._payload.dtype
 
 
 def _like(operator: OpOverload, value: float | None) -> None:
@@ -39,7 +50,7 @@ def _like(operator: OpOverload, value: float | None) -> None:
     def like(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         number = float(arguments[0] if value is None else value)
         options["dtype"] = options.get("dtype") or x.dtype
-        return constant(x, torch.empty_like(x._payload, **options), number)
+        return constant(x, torch.empty_like(x._payload, **options), number, _storage_like(x))
 
     implements(operator, family="creation")(like)
 

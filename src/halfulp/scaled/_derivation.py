@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import torch_operators
 from ..tensors import functional_form, is_written, note_fallback
+from . import _lost_updates
 from ._form import decoded, encoded, logical_of, plain, storage_of
 from ._scaled_tensor import ScaledTensor
 from ._writing import write
@@ -92,10 +93,10 @@ def _written_or_refused(operator: OpOverload, name: str) -> Callable:
         return functools.partial(_refuse, operator, "writes into its argument")
     if torch.Tag.inplace_view in operator.tags:
         return functools.partial(_viewed_in_place, operator, functional)
-    return functools.partial(_written, operator, functional)
+    return functools.partial(_written, operator, functional, name)
 
 
-def _written(operator: OpOverload, functional: OpOverload, *arguments: Any, **options: Any) -> Any:
+def _written(operator: OpOverload, functional: OpOverload, name: str, *arguments: Any, **options: Any) -> Any:
     """Compute, then copy into the arguments that are written."""
     names = [argument.name for argument in operator._schema.arguments]
     given = dict(zip(names, arguments)) | options
@@ -106,13 +107,16 @@ def _written(operator: OpOverload, functional: OpOverload, *arguments: Any, **op
         arguments, options = tree_map(plain, (arguments, options))
         return operator(*arguments, **options)
     taken = {argument.name for argument in functional._schema.arguments}
-    results = functional(**{name: value for name, value in given.items() if name in taken})
-    results = tree_leaves(results)
+    given = {name: value for name, value in given.items() if name in taken}
+    update = _lost_updates.begin(name, targets[0], given, functional)
+    results = tree_leaves(functional(**given))
     for target, result in zip(targets, results, strict=True):
         if result.shape != target.shape:
             raise RuntimeError(f"a result of shape {list(result.shape)} for an output of shape {list(target.shape)}")
     for target, result in zip(targets, results, strict=True):
         write(target, result)
+    if update is not None:
+        _lost_updates.end(update, name, targets[0])
     if not operator._schema.returns:
         return None
     return written[0] if len(written) == 1 else tuple(written)

@@ -63,7 +63,29 @@ def _is_plain_float(x: Any) -> bool:
     return True
 
 
-# The identity, whose gradient is plain: a model's inputs stay plain, and what computed them goes on in its own dtype.
+class _PlainInput(torch.autograd.Function):
+    """The identity, whose gradient is plain: inputs stay plain, and what computed them goes on in its own dtype."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: Tensor) -> None:
+        context.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return _backward(context, gradient)[0]
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor) -> Tensor:
+        return tangent.clone()
+
+
+# The same for compilers, which do not enter autograd functions whose gradients are of another class.
 _plain_input = define_operator("plain_input(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
 torch.library.register_autograd(
     "halfulp::plain_input", lambda context, gradient: _backward(context, gradient)[0], setup_context=_remember
@@ -88,7 +110,7 @@ def remove(model: nn.Module) -> None:
 def _keep_gradients_plain(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict]:
     def entered(x: Any) -> Any:
         if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):
-            return _plain_input(x)
+            return _plain_input(x) if torch.compiler.is_compiling() else _PlainInput.apply(x)
         return x
 
     return tree_map(entered, (arguments, options))

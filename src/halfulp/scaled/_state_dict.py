@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors._companions import Layout, check_version, register
+from ..tensors._companions import Layout, check_state_dict, check_version, register
 from . import _powers
 from ._form import LOGICALS, STORAGES, decoded, encoded
 from ._scaled_tensor import ScaledTensor, wrap
@@ -32,6 +32,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
         the other entries, in the same order.
 
     Raises:
+        TypeError: no mapping, such as a model instead of its state_dict.
         ValueError: a scale that is no power of two, a payload of another dtype, a plain entry of the same name, or
             another layout.
 
@@ -40,6 +41,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     >>> layer.load_state_dict(plain_state_dict(scalify(torch.nn.Linear(3, 2)).state_dict()))
     <All keys matched successfully>
     """
+    check_state_dict(state_dict, "plain_state_dict")
     for metadata in getattr(state_dict, "_metadata", {}).values():
         check_version(metadata)
     new = {name for name in _stems(state_dict, _SCALE) if _is_valued(state_dict, name)}

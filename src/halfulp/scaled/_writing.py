@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels import torch_operators
 from . import _powers
-from ._form import narrowed, operand, plain, widened
+from ._form import narrowed, operand, plain, smallest, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -28,7 +28,8 @@ def write(x: Tensor, value: Any) -> Tensor:
 
     Raises:
         RuntimeError: the value's shape does not broadcast to x's.
-        ValueError: a finite value is out of the payload's range under the scale that must be kept; x is as it was.
+        ValueError: a finite value is out of the payload's range under the scale that must be kept, or all would be 0
+            under it and they are not (where values can be looked at); x is as it was.
     """
     if not isinstance(x, ScaledTensor):
         return x.copy_(plain(value))
@@ -67,18 +68,36 @@ def _kept(own: Tensor, other: Tensor) -> Tensor:
 
 
 def _check_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
-    if not payload.numel() or (not _powers.in_sight(payload) and x._payload.dtype in (torch.float32, torch.bfloat16)):
-        return
-    too_large = ((payload.abs() > torch.finfo(x._payload.dtype).max) & widened(value).isfinite()).any()
+    storage = x._payload.dtype
+    largest = torch.finfo(storage).max
     if not _powers.in_sight(payload):
-        torch._assert_async(
-            ~too_large,
-            f"a value is out of {x._payload.dtype}'s range under the scale of the memory it is written into: write "
-            "into x.clone(), or give the whole tensor a larger scale first, x.with_scale(...)",
-        )
-    elif bool(too_large):
+        if storage not in (torch.float32, torch.bfloat16):
+            torch._assert_async(
+                ~_is_too_large(payload, value, largest),
+                f"a value is out of {storage}'s range under the scale of the memory it is written into: write into "
+                "x.clone(), or give the whole tensor a larger scale first, x.with_scale(...)",
+            )
+        return
+    top = payload.abs().amax().item() if payload.numel() else 1.0
+    if top <= smallest(storage) / 2:
+        _refuse_vanished(x, value)
+    elif not top <= largest and bool(_is_too_large(payload, value, largest)):
         raise ValueError(
-            f"a value is out of {x._payload.dtype}'s range under the scale {x._scale.item():g}, which this tensor "
+            f"a value is out of {storage}'s range under the scale {x._scale.item():g}, which this tensor "
             "shares with the memory it is a view of: it is as it was. Write into x.clone(), or give the whole tensor a "
             "larger scale first, x.with_scale(...)"
+        )
+
+
+def _is_too_large(payload: Tensor, value: ScaledTensor, largest: float) -> Tensor:
+    return ((payload.abs() > largest) & widened(value).isfinite()).any()
+
+
+def _refuse_vanished(x: ScaledTensor, value: ScaledTensor) -> None:
+    largest = widened(value).abs().amax().item()
+    if largest:
+        raise ValueError(
+            f"a value of magnitude {largest * value._scale.item():g} is 0 in {x._payload.dtype} under the scale "
+            f"{x._scale.item():g}, which this tensor shares with the memory it is a view of: it is as it was. Write "
+            "into x.clone(), or give the whole tensor a smaller scale first, x.with_scale(...)"
         )

@@ -74,6 +74,14 @@ def remove(module: nn.Module) -> None:
                 del hooks[key]
 
 
+def check_state_dict(given: object, what: str) -> None:
+    """Raise TypeError where a model, or whatever else, was given for its state_dict."""
+    if isinstance(given, Mapping):
+        return
+    wanted = "model.state_dict()" if isinstance(given, nn.Module) else "a mapping from names to tensors"
+    raise TypeError(f"{what} takes a state_dict, got {type(given).__name__}: give it {wanted}")
+
+
 def check_version(metadata: Mapping) -> None:
     """Raise for a file of another layout."""
     for layout in _layouts.values():

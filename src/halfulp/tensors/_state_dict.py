@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import PRECISION
-from ._companions import Layout, check_version, register
+from ._companions import Layout, check_state_dict, check_version, register
 from ._mctensor import MCTensor, wrap
 from ._scale import decoded
 
@@ -28,6 +28,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
         dtype: of what was a sum; entries that were none stay as they are.
 
     Raises:
+        TypeError: no mapping, such as a model instead of its state_dict.
         ValueError: a component without its first one, or another layout.
 
     >>> import torch
@@ -37,6 +38,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     >>> layer.load_state_dict(plain_state_dict(saved))
     <All keys matched successfully>
     """
+    check_state_dict(state_dict, "plain_state_dict")
     for metadata in getattr(state_dict, "_metadata", {}).values():
         check_version(metadata)
     bases = {_SUFFIX.sub("", name) for name in state_dict if _SUFFIX.search(name)}
