@@ -217,7 +217,6 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         state.setdefault("step", 0)
         part, known = memory(parameter), self._slots.get(parameter)
         index_map, plain = index_map_of(parameter), part is parameter
-        held = tuple(local(state[key]) for key in kind.tensors)
         slot = Slot(
             self._slots.reference(parameter),
             options_of(group),
@@ -226,8 +225,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             kind,
             index_map,
             state,
-            held,
-            tuple(tensor.data_ptr() for tensor in held),
+            tuple(local(state[key]) for key in kind.tensors),
             part.data_ptr(),
             index_map.shape,
             part.stride(),

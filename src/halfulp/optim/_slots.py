@@ -75,7 +75,6 @@ class Slot:
     index_map: IndexMap
     state: dict
     held: tuple[torch.Tensor, ...]
-    held_at: tuple[int, ...]
     address: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -90,6 +89,11 @@ class Slot:
     step: int = 0
     constants: tuple[float, ...] = ()
     copied: tuple[torch.Tensor, ...] | None = None
+    held_at: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Note where the tensors lie."""
+        self.held_at = tuple([tensor.data_ptr() for tensor in self.held])
 
     @property
     def parameter(self) -> torch.Tensor:
