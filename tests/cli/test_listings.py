@@ -1,0 +1,77 @@
+"""What the listing commands print, for people and as JSON; completion; and what a command does not import."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from halfulp import formats, recipes
+from halfulp.cli import main
+from halfulp.trials import tasks
+
+NAMES = {"formats": formats.names, "recipes": recipes.names, "tasks": tasks.names}
+# The modules that make a command slow to start.
+SLOW = ("torch", "matplotlib", "numba", "scipy")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command prints on standard output; it says nothing else and ends with 0."""
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    said = capsys.readouterr()
+    assert (caught.value.code, said.err) == (0, "")
+    return said.out
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_a_table_names_every_entry(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table = printed(capsys, command)
+    assert [name for name in NAMES[command]() if name not in table] == []
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_json_is_one_document_with_every_entry(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, command, "--json"))
+    entries = found["formats"] if command == "formats" else found
+    assert [entry["name"] for entry in entries] == list(NAMES[command]())
+
+
+def test_recipes_in_json_make_the_recipes_again(capsys: pytest.CaptureFixture[str]) -> None:
+    for entry in json.loads(printed(capsys, "recipes", "--json")):
+        assert recipes.Recipe.from_dict(entry) == recipes.get(entry["name"])
+
+
+def test_compare_prints_its_evidence_as_json(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--task", "digits", "--recipe", "fp32", "--steps", "2", "--seeds", "1", "--workers", "1", "--json"]
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", *options, "--out", str(tmp_path)])
+    assert caught.value.code == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "compare.json").read_text())
+
+
+def completed(words: str) -> list[str]:
+    """What bash is offered for the last word of a line."""
+    given = {"_HALFULP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    command = [sys.executable, "-c", "from halfulp.cli import main; main()"]
+    done = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_and_lists_of_names() -> None:
+    assert completed("halfulp comp") == ["compare"]
+    assert completed("halfulp compare --task digits,tex") == ["digits,text"]
+    names = [name for name in recipes.names() if name.startswith("fp")]
+    assert completed("halfulp compare --recipe fp") == names
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["compare", "--help"], ["formats"]])
+def test_what_only_prints_imports_nothing_slow(arguments: list[str]) -> None:
+    """`formats` needs torch for its dtypes, and no more than that."""
+    slow = [name for name in SLOW if name != "torch"] if arguments == ["formats"] else list(SLOW)
+    code = "import sys\nfrom halfulp.cli import main\ntry:\n    main(sys.argv[1:])\n"
+    code += f"finally:\n    print([name for name in {slow} if name in sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
