@@ -8,11 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_map
 
+from ..kernels import define_operator
 from ._promotion import brought_home, is_wide
+from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
-_LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, *_RECURRENT)
+
+# For compilers, which do not enter autograd functions that make tensor subclasses.
+_bring_home = define_operator("bring_home(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
+torch.library.register_autograd("halfulp::bring_home", lambda context, gradient: gradient)
+
+
+@implements(_bring_home, family="rescaling")
+def bring_home(x: ScaledTensor) -> ScaledTensor:
+    """The values in the home storage, under a measured scale; what is no wider, as it is."""
+    return brought_home(x) if is_wide(x) else x.clone()
 
 
 class _BringHome(torch.autograd.Function):
@@ -32,16 +46,14 @@ class _BringHome(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Tensor:
         return gradient
 
-    @staticmethod
-    def jvp(context: Any, tangent: Tensor) -> Tensor:
-        return tangent.clone()
-
 
 def install(model: nn.Module) -> None:
     """Let the layers of products that have scaled parameters with a home bring their inputs home."""
     for module in model.modules():
         if _is_product(module) and any(_has_home(p) for p in module.parameters(recurse=False)):
             module.register_forward_pre_hook(_bring_inputs_home, with_kwargs=True)
+            if isinstance(module, _RECURRENT):
+                module.register_forward_hook(_bring_results_home)
 
 
 def remove(model: nn.Module) -> None:
@@ -51,6 +63,9 @@ def remove(model: nn.Module) -> None:
             if hook is _bring_inputs_home:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for key, hook in list(module._forward_hooks.items()):
+            if hook is _bring_results_home:
+                del module._forward_hooks[key]
 
 
 def _is_product(module: nn.Module) -> bool:
@@ -68,6 +83,13 @@ def _bring_inputs_home(module: nn.Module, arguments: tuple, options: dict) -> tu
         return None
     entered = _entering()
     return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
+
+
+def _bring_results_home(module: nn.Module, arguments: tuple, results: Any) -> Any:
+    """A forward hook: where torch has no fused kernel, a recurrent layer ends in pointwise operators."""
+    if torch.compiler.is_compiling():
+        return tree_map(lambda x: _bring_home(x) if isinstance(x, ScaledTensor) else x, results)
+    return tree_map(lambda x: _BringHome.apply(x) if is_wide(x) else x, results)
 
 
 def _entering() -> Callable[[Any], Any]:

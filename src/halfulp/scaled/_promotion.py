@@ -89,27 +89,41 @@ def widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     return arguments, options
 
 
-def dividing(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Every payload in float32, unless the divisor is a number."""
-    divisor = arguments[1] if len(arguments) > 1 else options.get("other")
-    is_number = not isinstance(divisor, Tensor) or (type(divisor) is not ScaledTensor and not divisor.dim())
+def against_tensor(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    """Every payload in float32, unless the second operand is a number."""
+    second = arguments[1] if len(arguments) > 1 else options.get("other")
+    is_number = not isinstance(second, Tensor) or (type(second) is not ScaledTensor and not second.dim())
     return widest(arguments, options) if is_number else widening(arguments, options)
 
 
-# By family: what autocast computes in float32; what it computes in 16 bits; what keeps to its rule.
-_BY_FAMILY: dict[str, Operands | None] = {
-    **dict.fromkeys(("unit output", "power law", "reduction", "loss", "linear algebra", "special"), widening),
-    **dict.fromkeys(("bilinear", "attention", "recurrent"), homing),
+def adding(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    """Every payload in float32 in a sum with a plain tensor, which for autocast is float32, and in an outer sum."""
+    a, b = arguments[0], arguments[1] if len(arguments) > 1 else options.get("other")
+    if not isinstance(b, Tensor):
+        return arguments, options
+    is_plain = any(type(x) is not ScaledTensor and x.dim() for x in (a, b))
+    is_outer = a.shape != b.shape and torch.broadcast_shapes(a.shape, b.shape) not in (a.shape, b.shape)
+    return (widening if is_plain or is_outer else widest)(arguments, options)
+
+
+# What autocast computes in float32; what it computes in 16 bits; what takes the widest; what keeps to its rule.
+FAMILIES_OF: dict[Operands | None, tuple[str, ...]] = {
+    widening: ("unit output", "power law", "reduction", "loss", "linear algebra", "special"),
+    homing: ("bilinear", "attention", "recurrent"),
+    widest: ("alignment", "gated", "indexing", "pass-through", "pooling", "order", "comparison", "complex", "own"),
     # Normalisations compute in float32, and results about 1 lose nothing: they have the storage of what is normalised.
-    **dict.fromkeys(("norm", "foreach", "collectives", "refused", "creation", "random", "writing", "rescaling"), None),
+    None: ("norm", "foreach", "collectives", "refused", "creation", "random", "writing", "rescaling"),
 }
+_BY_FAMILY = {family: change for change, families in FAMILIES_OF.items() for family in families}
 # Operators that differ from their family.
 _BY_NAME: dict[str, Operands | None] = {
     **dict.fromkeys(("mul", "addcmul", "lerp", "sign", "sgn"), widest),
     **dict.fromkeys(("dot", "vdot", "addcdiv", "hypot", "softplus", "log_sigmoid_forward"), widening),
     **dict.fromkeys(("embedding", "embedding_dense_backward"), homing),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_dense_backward"), homing),
-    **dict.fromkeys(("div", "floor_divide"), dividing),
+    # Differences too: where they cancel, what was rounded after one is most of what is left in the next.
+    **dict.fromkeys(("div", "floor_divide", "sub"), against_tensor),
+    "add": adding,
 }
 
 
