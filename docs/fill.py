@@ -103,7 +103,6 @@ _SCALED_RULES = {
     "rescaling": ("p / 2ᵏ, rounded by a cast", "s 2ᵏ, 2ᵏ next to the payload's rms"),
     "foreach": ("the operator's own rule on each tensor", "by tensor"),
     "collectives": ("p s/s′, then the collective", "s′ = the largest of the ranks', times p2(√ranks) for sums"),
-    "refused": ("NotImplementedError", ""),
 }
 
 

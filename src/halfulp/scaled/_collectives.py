@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._ops import OpOverload
 
 from ..kernels import torch_operators
 from . import _powers
@@ -17,11 +16,6 @@ from ._form import EIGHT_BITS, first_scaled, narrowed, operand, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 from ._writing import write
-
-_REFUSED = (
-    *("reduce_scatter_tensor_coalesced_", "allgather_coalesced_", "allgather_into_tensor_coalesced_", "alltoall_"),
-    *("alltoall_base_", "gather_", "scatter_", "send", "recv_", "recv_any_source_"),
-)
 
 
 def wire_storage(x: ScaledTensor) -> torch.dtype:
@@ -198,13 +192,6 @@ def broadcast_(tensors: Sequence[Tensor], group: Any, root: int, place: int, *re
     return list(tensors), work
 
 
-def _refuse(operator: OpOverload) -> Callable:
-    def refuse(*arguments: Any, **options: Any) -> Any:
-        raise NotImplementedError(f"{operator} of scaled tensors: send x.payload and x.scale, or x.decode()")
-
-    return refuse
-
-
 def _register() -> None:
     c10d = torch_operators("c10d")
     rules = {
@@ -219,9 +206,6 @@ def _register() -> None:
     }
     for name, rule in rules.items():
         implements(getattr(c10d, name).default, family="collectives")(rule)
-    for name in _REFUSED:
-        operator = getattr(c10d, name).default
-        implements(operator, family="refused")(_refuse(operator))
 
 
 if dist.is_available():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import torch_operators
-from ..tensors import functional_form, is_written, note_fallback
+from ..tensors import collective_rule, functional_form, is_collective, is_written, note_fallback
 from . import _lost_updates
 from ._form import decoded, encoded, logical_of, plain, storage_of
+from ._registry import RULES
 from ._scaled_tensor import ScaledTensor
 from ._writing import write
 
@@ -27,6 +28,8 @@ _NOT_DECOMPOSED = ("_scaled_dot_product", "native_dropout", "bernoulli", "rrelu"
 
 def derived(operator: OpOverload) -> Callable:
     """A rule for an operator that has none."""
+    if is_collective(operator):
+        return collective_rule(operator, RULES, write, _refuse_collective)
     name = operator._schema.name.removeprefix("aten::")
     if operator._schema.is_mutable:
         return _written_or_refused(operator, name)
@@ -135,3 +138,8 @@ def _refuse(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> 
         f"{operator} {why} and has no rule for scaled tensors: register one by ScaledTensor.implements, or use "
         "x.decode()"
     )
+
+
+def _refuse_collective(operator: OpOverload) -> NoReturn:
+    """Raise for a collective of scaled tensors that has no rule."""
+    raise NotImplementedError(f"{operator} of scaled tensors: send x.payload and x.scale, or x.decode()")

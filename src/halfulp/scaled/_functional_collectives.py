@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ..kernels import torch_operators
+from ..tensors import group_size
 from ._collectives import on_the_wire, wire_scales, wire_storage
 from ._form import made
 from ._registry import implements
@@ -22,10 +24,6 @@ def _sent(name: str, x: Tensor, *arguments: Any) -> Tensor:
     return functional.wait_tensor.default(getattr(functional, name).default(x, *arguments))
 
 
-def _size(group: Any) -> int:
-    return dist.distributed_c10d._resolve_process_group(group).size()
-
-
 def _agreed(x: ScaledTensor, group: Any, terms: int = 1) -> Tensor:
     return wire_scales([x], lambda numbers: _sent("all_reduce", numbers, "max", group), terms)[0]
 
@@ -35,7 +33,7 @@ def _reduced(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> Sca
     if reduction not in _REDUCTIONS:
         raise NotImplementedError(f"{name} of scaled tensors by {reduction!r}: allowed are {', '.join(_REDUCTIONS)}")
     adds = reduction in ("sum", "avg")
-    size = _size(arguments[-1]) if adds else 1
+    size = group_size(arguments[-1]) if adds else 1
     scale = _agreed(x, arguments[-1], size)
     values = _sent(name, on_the_wire(x, scale), "sum" if adds else reduction, *arguments).to(torch.float32)
     return made(values / size if reduction == "avg" else values, scale, wire_storage(x), x.dtype)
@@ -58,6 +56,13 @@ def all_gather(x: ScaledTensor, size: int, group: Any) -> ScaledTensor:
     return wrap(_sent("all_gather_into_tensor", payload, size, group), agreed, x.dtype)
 
 
+def all_to_all(x: ScaledTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> ScaledTensor:
+    """Rows of the payload to every rank, under the largest scale, and rows of every rank in their place."""
+    agreed = _agreed(x, group)
+    payload = _sent("all_to_all_single", on_the_wire(x, agreed), output_sizes, input_sizes, group)
+    return wrap(payload, agreed, x.dtype)
+
+
 def broadcast(x: ScaledTensor, source: int, group: Any) -> ScaledTensor:
     """One rank's payload and scale."""
     bits = _sent("broadcast", x._payload.contiguous().reshape(-1).view(torch.uint8).clone(), source, group)
@@ -75,6 +80,7 @@ if dist.is_available():
     implements(_functional.all_reduce.default, family="collectives")(all_reduce)
     implements(_functional.reduce_scatter_tensor.default, family="collectives")(reduce_scatter)
     implements(_functional.all_gather_into_tensor.default, family="collectives")(all_gather)
+    implements(_functional.all_to_all_single.default, family="collectives")(all_to_all)
     implements(_functional.broadcast.default, family="collectives")(broadcast)
     implements(_functional.wait_tensor.default, family="collectives")(wait_tensor)
     implements(_functional._wrap_tensor_autograd.default, family="collectives")(wait_tensor)

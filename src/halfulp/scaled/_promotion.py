@@ -112,7 +112,7 @@ FAMILIES_OF: dict[Operands | None, tuple[str, ...]] = {
     homing: ("bilinear", "attention", "recurrent"),
     widest: ("alignment", "gated", "indexing", "pass-through", "pooling", "order", "comparison", "complex", "own"),
     # Normalisations compute in float32, and results about 1 lose nothing: they have the storage of what is normalised.
-    None: ("norm", "foreach", "collectives", "refused", "creation", "random", "writing", "rescaling"),
+    None: ("norm", "foreach", "collectives", "creation", "random", "writing", "rescaling"),
 }
 _BY_FAMILY = {family: change for change, families in FAMILIES_OF.items() for family in families}
 # Operators that differ from their family.

@@ -2,6 +2,9 @@
 
 from .. import _needs_torch as _needs_torch
 from . import _rules as _rules
+from ._collective_operators import collective_rule as collective_rule
+from ._collective_operators import group_size as group_size
+from ._collective_operators import is_collective as is_collective
 from ._fallback import FallbackWarning as FallbackWarning
 from ._fallback import note_fallback as note_fallback
 from ._fallback import recorded as recorded

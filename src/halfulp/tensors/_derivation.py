@@ -14,10 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels import torch_operators
 from . import _fallback
 from ._backward import rounds, whole_results
+from ._collective_operators import collective_rule, is_collective
+from ._collectives import put, refuse
 from ._form import Form, form_of, made
 from ._in_place import functional_form, is_written
 from ._mctensor import MCTensor
-from ._registry import implements
+from ._registry import RULES, implements
 from ._scale import decoded
 from ._writing import write_value
 
@@ -32,6 +34,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def derived(operator: OpOverload) -> Callable:
     """A rule for an operator that has none: its loop, its form without writing, or whatever suits the operands."""
+    if is_collective(operator):
+        return collective_rule(operator, RULES, put, refuse)
     name = operator._schema.name.removeprefix("aten::")
     if operator.namespace == "aten" and name.startswith("_foreach_"):
         return functools.partial(_loop, name.removeprefix("_foreach_"), operator)

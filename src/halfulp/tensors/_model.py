@@ -7,7 +7,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import _collectives as _collectives
 from . import _companions, _model_fallbacks
 from . import _recurrent as _recurrent
 from . import _state_dict as _state_dict

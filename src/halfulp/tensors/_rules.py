@@ -3,10 +3,12 @@
 from . import _accumulation as _accumulation
 from . import _activations as _activations
 from . import _attention as _attention
+from . import _collectives as _collectives
 from . import _comparison as _comparison
 from . import _convolution as _convolution
 from . import _creation as _creation
 from . import _decoding as _decoding
+from . import _functional_collectives as _functional_collectives
 from . import _fused_optimizers as _fused_optimizers
 from . import _linalg as _linalg
 from . import _moves as _moves

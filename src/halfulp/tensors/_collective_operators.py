@@ -1,0 +1,123 @@
+"""Every collective of torch.distributed that operators stand for: one list for all tensor subclasses here.
+
+A class registers rules for the plain forms of `PLAIN_FORMS`; the forms on lists, in place and with out= follow from
+these, and all other operators of `NAMESPACES` are refused. Nothing else may run on them: their results are memory that
+has not arrived yet, and a rule derived by computing on decoded values would read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+# Operators in which processes meet. Those of c10d write into their arguments; of the others torch.compile, DTensor and
+# torch.distributed._functional_collectives make use.
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
+PLAIN_FORMS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast")
+
+Write = Callable[[Tensor, Tensor], Any]
+
+
+def is_collective(operator: OpOverload) -> bool:
+    """Whether processes meet in an operator."""
+    return operator.namespace in NAMESPACES
+
+
+def collective_rule(
+    operator: OpOverload, rules: Mapping[OpOverload, Callable], write: Write, refuse: Callable[[OpOverload], NoReturn]
+) -> Callable:
+    """The rule of a collective that has none of its own.
+
+    Args:
+        operator: of one of `NAMESPACES`.
+        rules: what is registered for the class of tensors.
+        write: copies a value into a tensor.
+        refuse: raises NotImplementedError in words.
+
+    Returns:
+        A function of the operator's own arguments.
+    """
+
+    def refused(*arguments: Any, **options: Any) -> NoReturn:
+        refuse(operator)
+
+    if operator.namespace == "c10d_functional" and operator._can_decompose():
+        return operator.decompose  # older names, which give way to the operators of _c10d_functional
+    if operator.namespace == "_dtensor" and operator._schema.name.endswith("::shard_dim_alltoall"):
+        return _shard_dim_alltoall
+    plain = _plain_form(operator)
+    if plain not in rules:
+        return refused
+    name = operator._schema.name.partition("::")[2]
+    on_lists, in_place = "_coalesced" in name, name.endswith("_")
+    if plain._schema.name == operator._schema.name or operator.namespace == "_c10d_functional_autograd":
+        return rules[plain]
+    if any(argument.is_out for argument in operator._schema.arguments):
+        return _with_out(plain, write)
+    if on_lists:
+        return _on_lists(_in_place(plain, write) if in_place else _waited(plain))
+    return _in_place(plain, write) if in_place else refused
+
+
+def _plain_form(operator: OpOverload) -> OpOverload | None:
+    """The operator of `PLAIN_FORMS` that does the same for one tensor and gives a new one."""
+    if operator.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
+        return None
+    name = operator._schema.name.partition("::")[2].removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
+    return getattr(torch.ops._c10d_functional, name).default if name in PLAIN_FORMS else None
+
+
+def _waited(plain: OpOverload) -> Callable:
+    """The plain form to its end; of a plain tensor, too, as one may stand in a list beside others."""
+
+    def run(x: Tensor, *rest: Any) -> Tensor:
+        return torch.ops._c10d_functional.wait_tensor.default(plain(x, *rest))
+
+    return run
+
+
+def _in_place(plain: OpOverload, write: Write) -> Callable:
+    run = _waited(plain)
+
+    def run_in_place(x: Tensor, *rest: Any) -> Tensor:
+        write(x, run(x, *rest))
+        return x
+
+    return run_in_place
+
+
+def _with_out(plain: OpOverload, write: Write) -> Callable:
+    run = _waited(plain)
+
+    def run_with_out(x: Tensor, *rest: Any, out: Tensor) -> Tensor:
+        write(out, run(x, *rest))
+        return out
+
+    return run_with_out
+
+
+def _on_lists(run: Callable) -> Callable:
+    def run_each(inputs: list[Tensor], *rest: Any) -> list[Tensor]:
+        return [run(x, *rest) for x in inputs]
+
+    return run_each
+
+
+def _shard_dim_alltoall(x: Tensor, gather_dim: int, shard_dim: int, group: Any) -> Tensor:
+    """Shards along one dimension become shards along another: piece r goes to rank r, and pieces are put together."""
+    size = group_size(group)
+    if x.shape[shard_dim] % size:
+        raise ValueError(f"dimension {shard_dim} of size {x.shape[shard_dim]} cannot be divided among {size} ranks")
+    pieces = torch.cat(x.chunk(size, shard_dim))
+    rows = [pieces.shape[0] // size] * size
+    received = _waited(torch.ops._c10d_functional.all_to_all_single.default)(pieces, rows, rows, group)
+    return torch.cat(received.chunk(size), gather_dim)
+
+
+def group_size(group: Any) -> int:
+    """The number of ranks in a group, given by its name or as an object."""
+    return torch.distributed.distributed_c10d._resolve_process_group(group).size()
