@@ -60,17 +60,34 @@ def examined(op, seed: int = 0, most: int | None = None, kinds=KINDS) -> Entry:
 
 def _differs(op, given, storage: torch.dtype, logical: torch.dtype, seed: int, scales: float) -> str:
     """How the modes differ on one sample, or nothing."""
-    expected = _outcome(op, given, storage, logical, seed, scales, requires_grad=op.supports_autograd)
+
+    def outcome(most: int, is_scaled: bool = True) -> object:
+        return _outcome(op, given, storage, logical, seed, scales, most, is_scaled)
+
+    expected, most = outcome(0), 0
+    for asked in (1, 100) if op.supports_autograd else ():  # torch has no gradients to some arguments
+        found = outcome(asked)
+        if not isinstance(found, Exception):
+            expected, most = found, asked
     for mode, enter in MODES.items():
         with enter():
-            found = _outcome(op, given, storage, logical, seed, scales, requires_grad=False)
-        if why := _compared(name_of(op), expected, found):
+            found = outcome(0)
+        why = _compared(name_of(op), expected, found)
+        if not why:
+            continue
+        with enter():
+            plain = outcome(0, is_scaled=False)
+        if not _compared(
+            name_of(op), outcome(most, is_scaled=False), plain
+        ):  # where plain tensors differ, so may these
             return f"{mode}, {storage} payload of {logical}: {why}"
     return ""
 
 
-def _outcome(op, given, storage: torch.dtype, logical: torch.dtype, seed: int, scales: float, requires_grad: bool):
-    """The results, or the error's class."""
+def _outcome(
+    op, given, storage: torch.dtype, logical: torch.dtype, seed: int, scales: float, most: int, is_scaled: bool
+) -> object:
+    """The results, where so many arguments want gradients at most, or the error; of plain arguments for comparison."""
     chance, seen = random.Random(scales), {}
 
     def convert(x):
@@ -82,7 +99,8 @@ def _outcome(op, given, storage: torch.dtype, logical: torch.dtype, seed: int, s
             exponent = chance.randint(*EXPONENTS)
             payload = (x.detach() * 2.0**-exponent).to(storage)
             payload = torch.where(payload.isinf(), x.detach().to(storage), payload)
-            seen[id(x)] = ScaledTensor(payload, 2.0**exponent, logical).requires_grad_(requires_grad)
+            made = ScaledTensor(payload, 2.0**exponent, logical)
+            seen[id(x)] = (made if is_scaled else made.decode(torch.float32)).requires_grad_(len(seen) < most)
         return seen[id(x)]
 
     arguments, options = tree_map(convert, given)

@@ -97,3 +97,16 @@ def test_arguments_without_a_scale_are_refused():
 
 def test_it_is_at_hand():
     assert hu.testing.check_rule is check_rule
+
+
+def test_the_sign_of_zero_is_a_bit(seed):
+    unsigned = _operator("unsigned", lambda x: -x, lambda x: ScaledTensor(0 - x.payload, x.scale, x.dtype))
+    by_scale = _operator(
+        "by_scale", lambda x: -x, lambda x: ScaledTensor(-x.payload if x.scale == 1 else 0 - x.payload, x.scale)
+    )
+    for operator, words in (
+        (unsigned, "is not the plain operator's: 0.0 for -0.0"),
+        (by_scale, "depends on the scale"),
+    ):
+        with pytest.raises(RuleError, match=words):
+            check_rule(operator, lambda: (torch.tensor([1.0, 0.0]),), seed=seed, gradients=False)

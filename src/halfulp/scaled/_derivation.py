@@ -16,12 +16,14 @@ from ..kernels import torch_operators
 from ..tensors import collective_rule, functional_form, is_collective, is_written, note_fallback
 from . import _lost_updates
 from ._form import decoded, encoded, logical_of, plain, storage_of
-from ._registry import RULES
-from ._scaled_tensor import ScaledTensor
+from ._registry import RULES, rule_of
+from ._scaled_tensor import ScaledTensor, wrap
 from ._writing import write
 
 aten = torch_operators("aten")
 _RESIZE = ("resize_", "resize_as_", "set_")
+# What torch's Python formulas call, as those of forward-mode derivatives do.
+_PRIMITIVES = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
 # Decompositions that do not give what the operator's own backward wants, or draw random numbers in another way.
 _NOT_DECOMPOSED = ("_scaled_dot_product", "native_dropout", "bernoulli", "rrelu", "uniform", "normal", "rand")
 
@@ -31,6 +33,8 @@ def derived(operator: OpOverload) -> Callable:
     if is_collective(operator):
         return collective_rule(operator, RULES, write, _refuse_collective)
     name = operator._schema.name.removeprefix("aten::")
+    if name in _PRIMITIVES:
+        return rule_of(_PRIMITIVES[name])
     if operator._schema.is_mutable:
         return _written_or_refused(operator, name)
     if operator._can_decompose():
@@ -52,8 +56,41 @@ def _decompositions() -> dict[OpOverload, Callable]:
 
 
 def _composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    results = operator.decompose(*arguments, **options)
+    """By torch's own formula in C++, which is what runs above autograd: numbers must not depend on its mode.
+
+    Whole operators arrive here in inference mode alone, and some formulas ask a tensor whether it is of that mode.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    in_native_code = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+    formula = functools.partial(operator._op_dk, key) if in_native_code else operator.decompose
+    run = _in_ordinary_mode if torch.is_inference_mode_enabled() else _call
+    results = run(formula, arguments, options)
     return counted(operator, *arguments, **options) if results is NotImplemented else results
+
+
+def _call(formula: Callable, arguments: tuple, options: dict) -> Any:
+    return formula(*arguments, **options)
+
+
+def _in_ordinary_mode(formula: Callable, arguments: tuple, options: dict) -> Any:
+    """A formula outside of inference mode, on tensors that are not of it; its results are of it again."""
+    given: dict[int, tuple[ScaledTensor, ScaledTensor]] = {}
+
+    def ordinary(x: Any) -> Any:
+        if isinstance(x, ScaledTensor):
+            made = wrap(x._payload, x._scale, x.dtype, x._home)
+            given[id(made)] = made, x
+            return made
+        return x
+
+    def inferred(x: Any) -> Any:
+        if not isinstance(x, ScaledTensor):
+            return x
+        return given[id(x)][1] if id(x) in given else wrap(x._payload, x._scale, x.dtype, x._home)
+
+    with torch.inference_mode(False), torch.no_grad():
+        results = _call(formula, *tree_map(ordinary, (arguments, options)))
+    return tree_map(inferred, results)
 
 
 def _decomposed(operator: OpOverload, decomposition: Callable, *arguments: Any, **options: Any) -> Any:

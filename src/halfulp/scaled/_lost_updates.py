@@ -74,7 +74,7 @@ def begin(name: str, x: Any, given: Mapping[str, Any], functional: Callable) -> 
         return None  # a constant such as eps is no update
     if not isinstance(x, ScaledTensor) or x._payload.dtype == torch.float32 or x.numel() < LEAST_ELEMENTS:
         return None
-    if not _powers.in_sight(x._payload) or not _powers.in_sight(x._scale):
+    if not _powers.in_sight(x._payload) or not _powers.in_sight(x._scale) or x._payload.is_inference():
         return None
     held = _updates_of(x._scale)
     goes_on = held.shrunk and name in _ADDING

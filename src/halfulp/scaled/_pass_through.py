@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ..kernels import torch_operators
 from ._families import linear, moving
@@ -51,6 +52,17 @@ def to_copy(
 def local_scalar_dense(x: ScaledTensor) -> float:
     """The value as a Python number."""
     return aten._local_scalar_dense.default(decoded(x, torch.float64))
+
+
+def _on_payloads(operator: OpOverload) -> None:
+    """Register what forward-mode derivatives ask of a tensor and its tangent: nothing of values."""
+    implements(operator, family="pass-through")(
+        lambda *tensors: operator(*(x._payload if isinstance(x, ScaledTensor) else x for x in tensors))
+    )
+
+
+_on_payloads(aten.is_same_size.default)
+_on_payloads(aten._has_same_storage_numel.default)
 
 
 @implements(aten.is_pinned.default, family="pass-through")

@@ -224,8 +224,9 @@ class ScaledTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
-        made = wrap(deepcopy(self._payload, memo), deepcopy(self._scale, memo), self.dtype, self._home)
-        made.requires_grad_(self.requires_grad)
+        with torch._C._DisableFuncTorch():  # inside a transform too a copy is no part of what is transformed
+            payload, scale = deepcopy(self._payload, memo), deepcopy(self._scale, memo)
+            made = wrap(payload, scale, self.dtype, self._home, self.requires_grad)
         memo[id(self)] = made
         made.__dict__.update(
             {k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("_payload", "_scale")}
@@ -279,10 +280,18 @@ class ScaledTensor(torch.Tensor):
         return _encoding.of_kind(self.detach(), *context)
 
 
-def wrap(payload: Tensor, scale: Tensor, dtype: torch.dtype, home: torch.dtype | None = None) -> ScaledTensor:
+def wrap(
+    payload: Tensor, scale: Tensor, dtype: torch.dtype, home: torch.dtype | None = None, requires_grad: bool = False
+) -> ScaledTensor:
     """payload x scale, unchecked. Rules leave the home to what called them."""
     made = _make(
-        ScaledTensor, payload.shape, payload.stride(), payload.storage_offset(), dtype=dtype, device=payload.device
+        ScaledTensor,
+        payload.shape,
+        payload.stride(),
+        payload.storage_offset(),
+        dtype=dtype,
+        device=payload.device,
+        requires_grad=requires_grad,
     )
     made._payload = payload
     made._scale = scale

@@ -1,0 +1,47 @@
+"""Numbers do not depend on autograd's mode: a random choice of torch's operators; the benchmark runs them all."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfulp.kernels import same_bits
+from halfulp.scaled import ScaledTensor
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRIES, SAMPLES = 25, 1
+
+
+@pytest.fixture
+def modes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import bench_grad_modes
+
+    yield bench_grad_modes
+    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_choice_of_operators_gives_the_same_numbers_in_every_mode(modes, seed):
+    chance = random.Random(seed)
+    for op in chance.sample(modes.operators(), ENTRIES):
+        entry = modes.examined(op, most=SAMPLES, kinds=[chance.choice(modes.KINDS)])
+        assert not entry.problem or entry.name in modes.KNOWN, f"{entry.name}: {entry.problem}"
+
+
+@pytest.mark.parametrize("logical", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_rms_norm_without_eps_takes_torchs_in_every_mode(logical, seed):
+    x, found = torch.randn(4, 8) * 2.0**-6 * 1e-2, []
+    x = x.to(logical).double()
+    computed_in = torch.promote_types(logical, torch.float32)
+    eps = torch.finfo(computed_in).eps
+    wanted = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            scaled = ScaledTensor.encode(x.to(logical), torch.float32).requires_grad_(mode is torch.enable_grad)
+            found.append(torch.rms_norm(scaled, (8,)).detach().decode(torch.float64))
+    assert all(same_bits(found[0], other) for other in found[1:])
+    assert (found[0] - wanted).abs().max() <= 1e-5 * wanted.abs().max()
