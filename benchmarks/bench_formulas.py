@@ -145,10 +145,16 @@ def scaled_error(mode: str, net: nn.Module, x: Tensor, d: Any, wanted: list[Tens
         return error(run(model, x, d), wanted)
 
 
-def measure(formula: Formula, seed: int, modes: tuple[str, ...] = MODES, backend: str = "aot_eager") -> list[dict]:
+def measure(
+    formula: Formula,
+    seed: int,
+    modes: tuple[str, ...] = MODES,
+    backend: str = "aot_eager",
+    gains: tuple[float, ...] = GAINS,
+) -> list[dict]:
     """One formula at each width: errors of autocast and of every mode; whether plain float32 is finite."""
     rows = []
-    for gain in GAINS:
+    for gain in gains:
         torch.manual_seed(seed)
         net = Net(formula, gain)
         x, d = data(seed)

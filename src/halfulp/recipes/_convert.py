@@ -92,7 +92,7 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
             # All components of gradients too: a float16 gradient alone underflows without loss scaling.
             multicomponent(model, recipe.components, getattr(torch, recipe.param_dtype), gradients="components")
         elif recipe.payload:
-            scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul)
+            scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul, wide="none")
         elif recipe.param_dtype == "float64":
             buffers = _to_float64(model)
         elif recipe.narrow:

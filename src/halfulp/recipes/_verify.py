@@ -148,7 +148,7 @@ def verify(
     gradients = {name: 0.0 for name, value in wanted.items() if value is not None}
     first, counts, left = None, {}, []
     for _ in range(trials):
-        other = scalify(copy.deepcopy(model), torch.float32, rescale="norms")
+        other = scalify(copy.deepcopy(model), torch.float32, rescale="norms", wide="none")
         left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
         _shift(other.parameters(), generator)
         _, got, steps = one_step(other, batch, loss_of)

@@ -33,7 +33,7 @@ def scalify(
     matmul: str | None = None,
     where: Where = None,
     rescale: Rescale = "auto",
-    wide: WideMode = "none",
+    wide: WideMode = "autocast",
 ) -> Given:
     """Hold a model's parameters as payload x scale, so that every tensor of its passes is: in place, and returned.
 

@@ -17,7 +17,7 @@ from ._promotion import WideMode, check_wide, home_for
 from ._scaled_tensor import ScaledTensor
 
 
-def scalify_function(function: Callable, dtype: torch.dtype = torch.float16, wide: WideMode = "none") -> Callable:
+def scalify_function(function: Callable, dtype: torch.dtype = torch.float16, wide: WideMode = "autocast") -> Callable:
     """A function whose floating arguments are encoded as it is called, but for those whose names contain "mask".
 
     What comes out is as what went in: with plain arguments the scaled tensors among the results, however nested, are
