@@ -150,13 +150,6 @@ def test_inductor_gives_the_same(seed):
         assert _distance(_gradients(compiled(model, *given), model), expected) <= 1e-5
 
 
-def test_a_plain_gradient_of_a_compiled_scaled_output_is_refused(seed):
-    model, (x, _) = scalify(_mlp(), torch.float16), _mlp_batch()
-    y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
-    with pytest.raises(RuntimeError, match="tangent"):
-        y.backward(torch.randn(24, 8))
-
-
 @pytest.mark.parametrize("exponent", [0, -20])
 def test_a_write_that_does_not_fit_is_refused_as_it_runs(exponent, seed):
     def written(x: torch.Tensor, value: float) -> torch.Tensor:

@@ -104,6 +104,13 @@ class ParameterNames:
         model = self._model()
         return iter(()) if model is None else model.parameters()
 
+    def parts(self) -> dict[int, str]:
+        """The names of the modules that have parts, by their ids: what runs in one is named after it."""
+        model = self._model()
+        modules = () if model is None else model.named_modules()
+        parts = ((name, one) for name, one in modules if next(one.children(), None) is not None)
+        return {id(one): (self._prefix + name).strip(".") for name, one in parts}
+
     def sharded(self) -> bool:
         """Whether parts of the model belong to FSDP, which computes with copies of its parameters."""
         from torch.distributed.fsdp import FSDPModule

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from . import _graph_operators, _graph_pass, _graph_roles, _graph_writer, _products
+from . import _graph_operators, _graph_pass, _graph_roles, _graph_sites, _graph_writer, _products
 from ._backward import Backward
 from ._borders import reached
 from ._graph_operators import scaled_here
-from ._graph_pass import Plan, path_of
+from ._graph_pass import Plan
+from ._graph_sites import listed, planned
 from ._graph_writer import move_gradients
-from ._products import kind_of, name_of
-from ._site import Site
 
 BACKENDS = ("inductor", "aot_eager")
 # What autograd calls a graph that is compiled.
 _GRAPH = "CompiledFunctionBackward"
-_ATTRIBUTE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]|__self__\.(\w+)")
 
 
 # the backend ------------------------------------------------------------------------------------------------
@@ -70,7 +66,7 @@ class Partition:
         """What torch's caches of graphs must know."""
         from torch._inductor.custom_graph_pass import get_hash_for_files
 
-        files = (_graph_operators, _graph_pass, _graph_roles, _graph_writer, _products)
+        files = (_graph_operators, _graph_pass, _graph_roles, _graph_sites, _graph_writer, _products)
         sources = get_hash_for_files((__file__, *(one.__file__ for one in files)))
         inner = self.inner.uuid() if self.inner else None
         return sources, self.scaler, *self.plan.words(), inner
@@ -141,7 +137,7 @@ def check_breaks(inputs: Sequence, backward: Backward) -> None:
 
 def _owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
     """The module that holds a parameter, if it is a scaler's; none is known of FSDP's copies of parameters."""
-    name = _listed(parameter, backward)
+    name = listed(parameter, backward)
     if name is not None:
         yield repr(name)
     elif isinstance(parameter, nn.Parameter) and any(one.sharded() for one in backward.names):
@@ -151,77 +147,3 @@ def _owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
 def _shortened(words: list[str], most: int = 5) -> str:
     rest = len(words) - most
     return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def planned(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
-    """The sites of a forward graph's products, with the keys of the eager front end, and of its parameters."""
-    placeholders = module.graph.find_nodes(op="placeholder")
-    parameters = {node: x for node, x in zip(placeholders, inputs) if isinstance(x, nn.Parameter)}
-    owners = {x: _owner(node, x, backward) for node, x in parameters.items()}
-    parents = {owner.rpartition(".")[0] for owner in owners.values()}
-    keys: dict[str, str] = {}
-    calls: Counter[str] = Counter()
-    made_at: dict[nn.Parameter, Site] = {}
-    for node in _nodes(module, parameters):
-        stack = node.meta.get("source_fn_stack")
-        if node.op not in ("call_function", "call_method") or not stack:
-            continue
-        kind = kind_of(node.target)
-        read = [parameters[x] for x in node.all_input_nodes if x in parameters]
-        place = [owners[read[0]]] if read else _place(node, parents)
-        if kind not in ("product", "cell") or not read:
-            # Other functions have products in their derivatives, too.
-            place = [*place, name_of(node.target)]
-        key = ".".join(place)
-        path = path_of(stack)
-        keys[path] = f"{key}#{calls[key]}" if calls[key] else key
-        calls[key] += kind != "cell"
-        if kind in ("product", "cell"):
-            made_at |= {x: backward.sites.open(keys[path]) for x in read if x not in made_at}
-    for parameter in owners:
-        backward.reads(parameter, made_at.get(parameter, backward.sites.anchor))
-    return Plan(
-        keys,
-        tuple(node in parameters for node in placeholders),
-        rounds=backward.format is not None,
-        watches=backward.policy.wants_operands,
-    )
-
-
-def _nodes(module: GraphModule, parameters: dict[Node, nn.Parameter], outer: tuple = ()) -> Iterator[Node]:
-    """A graph's nodes, and those of checkpoints' bodies; which of those are parameters is noted on the way."""
-    for node in module.graph.nodes:
-        stack = node.meta.get("source_fn_stack")
-        if stack and outer:
-            # All checkpoints have one name there.
-            stack = node.meta["source_fn_stack"] = [*outer, stack[-1]]
-        yield node
-        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
-            body = getattr(module, node.args[0].target)
-            given = zip(body.graph.find_nodes(op="placeholder"), node.args[1:])
-            parameters |= {x: parameters[y] for x, y in given if isinstance(y, Node) and y in parameters}
-            yield from _nodes(body, parameters, tuple(stack))
-
-
-def _owner(node: Node, parameter: nn.Parameter, backward: Backward) -> str:
-    """The qualified name of the module that holds a parameter."""
-    return _listed(parameter, backward) or _path(node.meta["grapharg"].source.name).rpartition(".")[0] or "model"
-
-
-def _listed(parameter: Tensor, backward: Backward) -> str | None:
-    return next((name for name in (one.of(parameter) for one in backward.names) if name), None)
-
-
-def _path(source: str) -> str:
-    return ".".join(a or b for a, b in _ATTRIBUTE.findall(source))
-
-
-def _place(node: Node, parents: set[str]) -> list[str]:
-    """The innermost module with parts that a node runs in."""
-    for path, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
-        # A part is reached through what stands in the place of its forward.
-        name = path.replace(".forward.inner.__self__", "").partition("__self__.")[2]
-        found = [parent for parent in parents if name and f".{parent}".endswith(f".{name}")]
-        if found:
-            return [min(found, key=len)]
-    return []

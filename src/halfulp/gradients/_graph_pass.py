@@ -20,29 +20,35 @@ class Plan:
     """What the forward graph tells of a backward graph.
 
     Attributes:
-        keys: The site of each product of the forward graph, by its path there.
+        keys: The site of each function of the forward graph, by its path there.
         parameters: Which inputs of the forward graph are parameters.
+        products: The paths of those that are products.
+        opening: The paths of others that open a site, as they read parameters alone.
         rounds: Whether gradients are rounded to a format of their own.
         watches: Whether the policy reads the operands of products.
     """
 
     keys: Mapping[str, str]
     parameters: tuple[bool, ...]
+    products: frozenset[str] = frozenset()
+    opening: frozenset[str] = frozenset()
     rounds: bool = False
     watches: bool = False
 
     def words(self) -> tuple:
         """All that a backward graph depends on, for caches."""
-        return tuple(self.keys.items()), self.parameters, self.rounds, self.watches
+        functions = tuple(self.keys.items()), tuple(sorted(self.products)), tuple(sorted(self.opening))
+        return *functions, self.parameters, self.rounds, self.watches
 
     @functools.cached_property
     def ranks(self) -> dict[str, int]:
         """The places of sites in the order of the forward pass."""
-        return {key: i for i, key in enumerate(dict.fromkeys(self.keys.values()), 1)}
+        opened = dict.fromkeys(key for key in self.keys.values() if key != GLOBAL)
+        return {key: i for i, key in enumerate(opened, 1)}
 
     def rank(self, key: str) -> int:
         """The place of a site; the global one is before all, and then those that the forward pass does not know."""
-        return self.ranks.get(key, -1 if key == GLOBAL else 0)
+        return -1 if key == GLOBAL else self.ranks.get(key, 0)
 
 
 def path_of(stack: Sequence[tuple]) -> str:
@@ -52,12 +58,13 @@ def path_of(stack: Sequence[tuple]) -> str:
 
 @dataclasses.dataclass
 class Crossing:
-    """A gradient that moves from one site to another for some of its readers."""
+    """A gradient that moves from one site to another for some of its readers, as a rounded copy where there is one."""
 
     node: Node
     source: str
     target: str
     readers: list[Node]
+    rounded: Node | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +127,7 @@ class Placement:
         self.gradients: dict[Node, None] = {}
         self.roles: dict[Node, Role] = {}
         self._calls: dict[Node, str] = {}
+        self._pinned: dict[Node, str] = {}
         self._collect(module.graph.nodes)
         self._products = {add: product for add in self.gradients if (product := self._added(add))}
         self._sums = {product: add for add, product in self._products.items()}
@@ -137,17 +145,36 @@ class Placement:
             if node.op == "placeholder" and "tangents" in node.name:
                 self.gradients[node] = None
             elif node.op not in ("placeholder", "output") and any(x in self.gradients for x in node.all_input_nodes):
-                self.roles[node] = role = role_of(node, self.gradients)
-                if role == "product":
+                self.roles[node] = role = self._role(node)
+                if role in ("product", "opening"):
                     self._calls[node] = self._key(node)
+                elif role == "linear" and self._plan.rounds and not self._adds_up(node):
+                    path = self._path(node)
+                    if path is not None:
+                        self._pinned[node] = self._plan.keys[path]
                 if role != "shape" and carries(node):
                     self.gradients[node] = None
 
-    def _key(self, node: Node) -> str:
-        """The site of a product: that of the forward function it is the derivative of."""
+    def _adds_up(self, node: Node) -> bool:
+        """Whether a node is a sum of gradients of one tensor, which no forward function is the reason of."""
+        return node.target is torch.ops.aten.add.Tensor and all(x in self.gradients for x in node.args[:2])
+
+    def _role(self, node: Node) -> Role:
+        role, path = role_of(node, self.gradients), self._path(node)
+        if role == "product" and path is not None and path not in self._plan.products:
+            # A step of another function's derivative, of which the eager front end sees the whole.
+            return "other" if self._plan.keys[path] == GLOBAL else "linear"
+        return "opening" if role == "linear" and path in self._plan.opening else role
+
+    def _path(self, node: Node) -> str | None:
+        """The forward function that a node is in the derivative of."""
         stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
         paths = (path_of(stack[:end]) for end in range(len(stack), 0, -1))
-        return next((self._plan.keys[path] for path in paths if path in self._plan.keys), f"backward.{node.name}")
+        return next((path for path in paths if path in self._plan.keys), None)
+
+    def _key(self, node: Node) -> str:
+        path = self._path(node)
+        return f"backward.{node.name}" if path is None else self._plan.keys[path]
 
     def _added(self, add: Node) -> Node | None:
         """The product that a compiler makes one addmm of, with the sum that alone reads it; the last of two."""
@@ -165,8 +192,10 @@ class Placement:
             return None
         if reader in self._products:
             return self._works_at(self._products[reader])
+        if reader in self._pinned:
+            return self._pinned[reader]
         match self.roles[reader]:
-            case "product":
+            case "product" | "opening":
                 return self._works_at(reader)
             case "other":
                 return GLOBAL
@@ -205,12 +234,14 @@ class Placement:
 
     def _site(self, node: Node) -> str:
         role = self.roles.get(node, "other")
-        if role == "product":
+        if role in ("product", "opening"):
             return self._works_at(node)
         if node in self._products:
             return self._works_at(self._products[node])
         if role == "other":
             return GLOBAL
+        if node in self._pinned:
+            return self._pinned[node]
         inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
         if role in ("part", "widening"):
             return inputs[0]
@@ -232,7 +263,7 @@ class Placement:
         if reader.op == "output":
             return GLOBAL
         match self.roles[reader]:
-            case "product":
+            case "product" | "opening":
                 return self._works_at(reader)
             case "other":
                 return GLOBAL
@@ -243,7 +274,8 @@ class Placement:
 
     def keys(self) -> list[str]:
         """All sites, the global one and then the others in forward's order."""
-        return [GLOBAL, *sorted(set(self._calls.values()), key=self._plan.rank)]
+        known = {*self._calls.values(), *self._pinned.values()} - {GLOBAL}
+        return [GLOBAL, *sorted(known, key=self._plan.rank)]
 
     def crossings(self) -> list[Crossing]:
         """Every gradient that moves, once for each site that it moves to."""
@@ -272,11 +304,17 @@ class Placement:
         return "passed" if self._leads[gradient] else "weight"
 
     def products(self, moved: Collection[Node]) -> list[Product]:
-        """All products, once gradients have been moved."""
-        return [self._product(node, moved) for node in self._calls]
+        """All products, once gradients have been moved, and what else gives a site its parameters' gradients."""
+        return [self._product(node, moved) for node in self._calls if not self._is_a_step(node)]
+
+    def _is_a_step(self, node: Node) -> bool:
+        """Whether a node is on the way to the gradient of what was read without a product."""
+        return self.roles[node] == "opening" and any(self.roles.get(x) == "opening" for x in node.users)
 
     def _product(self, node: Node, moved: Collection[Node]) -> Product:
         reads = [x for x in node.all_input_nodes if x in self.gradients or x in moved]
+        # What comes to a site is rounded, and a product rounds what it reads; no other function does.
+        reads = reads if self.roles[node] == "product" else []
         several = isinstance(node.meta["val"], tuple | list)
         made = [*node.users] if several else [self._sums.get(node, node)]
         made = [x for x in made if x in self.gradients and carries(x)]

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-Role = Literal["product", "linear", "part", "widening", "shape", "other"]
+# Opening: linear, in the derivative of a function that reads parameters alone, whose gradients have its site.
+Role = Literal["product", "opening", "linear", "part", "widening", "shape", "other"]
 
 # Functions of a gradient and one more operand, by the places of both.
 MATRIX = {

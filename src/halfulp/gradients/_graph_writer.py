@@ -34,6 +34,9 @@ def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
         for crossing in crossings:
             if crossing.source == GLOBAL and crossing.target in dtypes:
                 writer.watch_loss(crossing, dtypes[crossing.target])
+    for crossing in crossings:
+        if plan.rounds and crossing.source != GLOBAL:
+            crossing.rounded = writer.copy_rounded(crossing)
     moved = {writer.move(crossing): crossing for crossing in crossings}
     products = placement.products(moved)
     if plan.watches:
@@ -56,12 +59,10 @@ def _telling(products: Iterable[Product]) -> Iterator[Product]:
 
 
 def _inexact(moved: dict[Node, Crossing], products: Iterable[Product]) -> dict[Node, None]:
-    """What a format rounds: all that products read or make, and whatever comes to a site or leaves one."""
+    """What a format rounds for all its readers: what products read, and whatever comes to a site."""
     arrived = [node for node, crossing in moved.items() if crossing.target != GLOBAL]
-    left = [crossing.node for crossing in moved.values() if crossing.source != GLOBAL]
     read = [base_of(node) for product in products for node in product.reads]
-    made = [node for product in products for node, *_ in product.makes]
-    return dict.fromkeys([*arrived, *left, *read, *made])
+    return dict.fromkeys([*arrived, *read])
 
 
 def _limiting(
@@ -81,14 +82,15 @@ def _limiting(
         return rounds or node.meta["val"].dtype == torch.float16
 
     for product in products:
-        for gradient in product.gradients():
+        # What is rounded is measured as it leaves its site.
+        for gradient in product.gradients() if not rounds else ((x, "received", False) for x in product.reads):
             add(product.key, *gradient)
     for node, crossing in moved.items():
         if crossing.target != GLOBAL and narrow(node):
             add(crossing.target, node, "received")
         left = placement.stored(crossing.node)
         if crossing.source != GLOBAL and narrow(left):
-            add(crossing.source, left, placement.kind(left))
+            add(crossing.source, crossing.rounded or left, placement.kind(left))
     for node, key in placement.sites.items():
         if key != GLOBAL and narrows(node):
             # It was wide when it came to the site.
@@ -124,13 +126,19 @@ class Writer:
         vector = self._vector(node)
         with self._module.graph.inserting_before(min(crossing.readers)):
             factor = self.write(torch.ops.aten.select.int, vector, 0, self._places[crossing.source, crossing.target])
-            wide = self.write(cast, node, torch.float32) if half else node
+            moves = crossing.rounded or node
+            wide = self.write(cast, moves, torch.float32) if half else moves
             times = torch.ops.aten.mul.Tensor if node.meta["val"].dim() else moved_number
             moved = self.write(times, wide, factor)
             moved = self.write(cast, moved, dtype) if half else moved
         for reader in crossing.readers:
             reader.replace_input_with(node, moved)
         return moved
+
+    def copy_rounded(self, crossing: Crossing) -> Node:
+        """What moves, rounded to the scaler's format, for this crossing alone."""
+        with self._module.graph.inserting_before(min(crossing.readers)):
+            return self.write(rounded, crossing.node, self._scaler)
 
     def round(self, node: Node) -> Node:
         """The node rounded to the scaler's format; all its readers take that."""

@@ -58,9 +58,17 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
 
 
 def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
-    """Whether this is a positive number that a payload cannot hold under the scale; if unknown, whether it may be."""
-    wide = storage in (torch.float32, torch.bfloat16)
-    if not isinstance(number, (int, float)) or not number > 0 or wide:
+    """Whether this is a positive number that a payload cannot hold under the scale; if unknown, whether it may be.
+
+    Compiled optimizers divide by what has the other sign, and add a tensor of one number.
+    """
+    if storage in (torch.float32, torch.bfloat16):
+        return False
+    if type(number) is not ScaledTensor and isinstance(number, Tensor) and not number.dim():
+        if not _powers.in_sight(number):
+            return True
+        number = abs(number.item())
+    if not isinstance(number, (int, float)) or not number > 0:
         return False
     held = _powers.known(scale)
     return number < (_LARGEST_EPS if held is None else smallest(storage) * held)

@@ -198,7 +198,10 @@ def mul(a: Any, b: Any) -> Tensor:
     like = first_scaled((a, b))
     x, y = operand(a, like), operand(b, like)
     scale, rest = _powers.product(x._scale, y._scale)
-    return result(widened(x) * widened(y), scale, rest, storage_of((a, b)), dtype)
+    # Compilers take addcmul_(g, g) of a second moment apart: squares need twice the range of what is squared.
+    is_square = a is b and not _powers.in_sight(x._payload)
+    storage = torch.float32 if is_square else storage_of((a, b))
+    return result(widened(x) * widened(y), scale, rest, storage, dtype)
 
 
 @implements(aten.div.Tensor, aten.div.Scalar, family="bilinear")

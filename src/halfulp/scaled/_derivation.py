@@ -35,6 +35,10 @@ def derived(operator: OpOverload) -> Callable:
     name = operator._schema.name.removeprefix("aten::")
     if name in _PRIMITIVES:
         return rule_of(_PRIMITIVES[name])
+    if name == "prims::fma":
+        from ._fused_add import fma
+
+        return fma
     if operator._schema.is_mutable:
         return _written_or_refused(operator, name)
     if operator._can_decompose():

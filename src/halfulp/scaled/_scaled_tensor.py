@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import resolved
-from ..tensors import graph_key
+from ..kernels import resolved, untraced
+from ..tensors import _tangents, graph_key
 from ..tensors._wrappers import refuse_fully_shard
 from . import _powers, _saving
 from ._powers import PowerRounding
@@ -76,6 +76,7 @@ class ScaledTensor(torch.Tensor):
         return wrap(resolved(payload.detach(), "a payload"), _powers.as_scale(scale, payload.device), dtype, home)
 
     @classmethod
+    @untraced
     def __torch_dispatch__(cls, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
         try:
             home = home_of(arguments, options)
@@ -259,17 +260,20 @@ class ScaledTensor(torch.Tensor):
         torch._C.TensorBase.data.__set__(self, value)
         self._payload, self._scale = value._payload, value._scale
 
+    @untraced
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, torch.dtype, torch.dtype | None]]:
         # The payload's dtype too: a compiled backward reads a gradient's memory as the dtype that it was traced with.
         return ["_payload", "_scale"], (self.dtype, self._payload.dtype, self._home)
 
     @staticmethod
+    @untraced
     def __tensor_unflatten__(inner: dict[str, Tensor], context: tuple, size: Any, stride: Any) -> ScaledTensor:
         return wrap(inner["_payload"], inner["_scale"], context[0], context[2])
 
     def _stable_hash_for_caching(self) -> str:
         return graph_key(self, RULES.values())
 
+    @untraced
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
         if expected is torch.Tensor:
             return self.detach().decode()
@@ -280,6 +284,7 @@ class ScaledTensor(torch.Tensor):
         return _encoding.of_kind(self.detach(), *context)
 
 
+@untraced
 def wrap(
     payload: Tensor, scale: Tensor, dtype: torch.dtype, home: torch.dtype | None = None, requires_grad: bool = False
 ) -> ScaledTensor:
@@ -326,3 +331,15 @@ def _check_logical(dtype: object) -> None:
     allowed = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     if dtype not in allowed:
         raise ValueError(f"dtype={dtype}: a logical dtype is one of {', '.join(map(str, allowed))}")
+
+
+def _tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
+    """A plain gradient in the logical dtype, storage and home that a compiled backward pass was traced for."""
+    from . import _encoding
+
+    dtype, storage, home = context
+    made = _encoding.encode(x, storage, None, "nearest")
+    return wrap(made._payload, made._scale, dtype, home)
+
+
+_tangents.register(ScaledTensor, _tangent)

@@ -37,7 +37,9 @@ def write(x: Tensor, value: Any) -> Tensor:
     if value.shape != x.shape and torch.broadcast_shapes(value.shape, x.shape) != x.shape:
         raise RuntimeError(f"a value of shape {list(value.shape)} for a tensor of shape {list(x.shape)}")
     if covers_memory(x):
-        payload, scale = widened(value), value._scale
+        # In the same storage nothing is computed: with such copies torch ends a graph, and new tensors are none of it.
+        same = value._payload.dtype == x._payload.dtype
+        payload, scale = value._payload if same else widened(value), value._scale
     else:
         scale = _kept(x._scale, value._scale)
         factor = _powers.ratio(value._scale, scale)
@@ -46,7 +48,7 @@ def write(x: Tensor, value: Any) -> Tensor:
             payload = widened(value)
             payload = payload.masked_fill(payload != 0, torch.inf)
         _check_fits(x, payload, value)
-    x._payload.copy_(narrowed(payload, x._payload.dtype))
+    x._payload.copy_(payload if payload.dtype == x._payload.dtype else narrowed(payload, x._payload.dtype))
     x._scale.copy_(scale)
     return x
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import Parts
-from . import _numbers, _saving, _scale, _text
+from ..kernels import untraced
+from . import _numbers, _saving, _scale, _tangents, _text
 from ._backward import FIRST, check_gradients
 from ._graph_cache import graph_key
 from ._registry import RULES, implements, rule_of
@@ -57,6 +58,7 @@ class MCTensor(torch.Tensor):
         raise TypeError("make an MCTensor by MCTensor.encode(values) or MCTensor.from_components(tensors)")
 
     @classmethod
+    @untraced
     def __torch_dispatch__(cls, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
         return rule_of(operator)(*arguments, **(options or {}))
 
@@ -260,12 +262,14 @@ class MCTensor(torch.Tensor):
     def _set_part(self, position: int, part: Tensor) -> None:
         self._parts = (*self._parts[:position], part, *self._parts[position + 1 :])
 
+    @untraced
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int, bool]]:
         names = [f"_part_{i}" for i in range(len(self._parts))]
         scaled = self._scale is not None
         return names + (["_scale"] if scaled else []), (self._gradients, len(self._parts), scaled)
 
     @staticmethod
+    @untraced
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[str, int, bool], size: Any, stride: Any
     ) -> MCTensor:
@@ -274,15 +278,18 @@ class MCTensor(torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         return graph_key(self, RULES.values())
 
+    @untraced
     def __coerce_tangent_metadata__(self) -> MCTensor:
         return wrap((_scale.plain(self),), None, FIRST) if self._gradients == FIRST else self
 
+    @untraced
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
         if expected is torch.Tensor:
             return _scale.plain(self)
         return _tangent(self, context) if expected in (None, MCTensor) else None
 
 
+@untraced
 def wrap(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
     """Components of equal shape and strides as an MCTensor, as they are."""
     first = parts[0]
@@ -314,10 +321,4 @@ def _tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
     return MCTensor.encode(x.detach(), components, x.dtype, "auto" if scaled else "none", gradients=gradients)
 
 
-def _plain_tangent(x: Tensor, context: Any, expected: type | None = None) -> MCTensor | None:
-    """What torch asks a gradient of another type than a compiled backward pass was traced for: its form, or None."""
-    return _tangent(x, context) if expected is MCTensor else None
-
-
-# A plain gradient may reach a compiled graph that gave an MCTensor, and torch asks the gradient for its other form.
-torch.Tensor.__coerce_same_metadata_as_tangent__ = _plain_tangent
+_tangents.register(MCTensor, _tangent)
