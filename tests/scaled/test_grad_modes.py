@@ -45,3 +45,14 @@ def test_rms_norm_without_eps_takes_torchs_in_every_mode(logical, seed):
             found.append(torch.rms_norm(scaled, (8,)).detach().decode(torch.float64))
     assert all(same_bits(found[0], other) for other in found[1:])
     assert (found[0] - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", ["hfft2", "hfftn", "ihfft2", "ihfftn", "irfft2", "fft2"])
+def test_formulas_that_conjugate_do_so_inside_rules(name, seed):
+    """torch leaves a conjugate undone until a kernel wants it, and below autograd nobody would do it."""
+    x, function = torch.randn(4, 6), getattr(torch.fft, name)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found = function(ScaledTensor.encode(x, torch.float32))
+        found = found.decode() if isinstance(found, ScaledTensor) else found
+        torch.testing.assert_close(found, function(x), rtol=1e-5, atol=1e-5)

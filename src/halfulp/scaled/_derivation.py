@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels import torch_operators
 from ..tensors import collective_rule, functional_form, is_collective, is_written, note_fallback
 from . import _lost_updates
+from ._encoding import lazy_conjugates
 from ._form import decoded, encoded, logical_of, plain, storage_of
 from ._registry import RULES, rule_of
 from ._scaled_tensor import ScaledTensor, wrap
@@ -92,7 +93,7 @@ def _in_ordinary_mode(formula: Callable, arguments: tuple, options: dict) -> Any
             return x
         return given[id(x)][1] if id(x) in given else wrap(x._payload, x._scale, x.dtype, x._home)
 
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), lazy_conjugates():
         results = _call(formula, *tree_map(ordinary, (arguments, options)))
     return tree_map(inferred, results)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -73,7 +74,20 @@ def rescaled(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
 
 def in_complex_numbers(operator: Any, arguments: tuple, options: dict) -> Any:
     """An operator on values, with plain results: complex numbers carry no scale."""
-    return operator(*tree_map(plain, arguments), **tree_map(plain, options))
+    with lazy_conjugates():
+        return operator(*tree_map(plain, arguments), **tree_map(plain, options))
+
+
+def lazy_conjugates() -> AbstractContextManager:
+    """Let torch see that a complex tensor is still to be conjugated or negated, inside a rule too.
+
+    Below autograd torch leaves out what does so, for its own kernels have no such operands any more; but formulas of
+    several operators make them, and their results would silently be wrong.
+    """
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor):
+        exclude = exclude.remove(key)
+    return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 
 def refuse_sparse(operator: Any, arguments: tuple, options: dict) -> None:
