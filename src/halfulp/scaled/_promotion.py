@@ -7,13 +7,13 @@ others take the widest storage that is among their operands.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from . import _powers
 from ._eight_bits import unit_scale
@@ -148,20 +148,21 @@ def promoting(operator: OpOverload) -> Callable:
         if prepare is not None:
             arguments, options = prepare(arguments, options)
         results = rule_of(operator)(*arguments, **options)
-        if writes:
-            return results
-        results = _marked(results, home)
+        written = {id(x) for x in tree_leaves((arguments, options))} if writes else ()
+        results = _marked(results, home, written)
         return brought_home(results) if accumulates and is_wide(results) and _is_accumulating() else results
 
     return run
 
 
-def _marked(results: Any, home: torch.dtype) -> Any:
+def _marked(results: Any, home: torch.dtype, written: Container[int]) -> Any:
+    """Results with the home, but for arguments that are written, which have their own or none."""
     if type(results) is ScaledTensor:
-        results._home = results._home or home
+        if id(results) not in written:
+            results._home = results._home or home
     elif isinstance(results, (list, tuple)):
         for result in results:
-            _marked(result, home)
+            _marked(result, home, written)
     return results
 
 
