@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from halfulp.scaled import ScaledTensor
 
 ROOT = Path(__file__).resolve().parents[2]
-ENTRIES, SAMPLES = 30, 1
+ENTRIES, SAMPLES = 20, 1
 
 
 @pytest.fixture
