@@ -22,7 +22,15 @@ STEPS = 12
 ROWS = (8, 6, 7, 8, 5, 9)
 TIME, WORDS, CLASSES = 12, 19, 5
 # What the losses of a technique may differ by: one rounding of its storage, as steps add them up.
-BARS = {"float32": 1e-4, "fp16": 1e-2, "e4m3": 0.1, "fp8 products": 5e-2, "two components": 1e-4, "scaler": 1e-4}
+BARS = {
+    "float32": 1e-4,
+    "fp16": 1e-2,
+    "e4m3": 0.1,
+    "fp8 products": 5e-2,
+    "two components": 1e-4,
+    "scaler": 1e-4,
+    "scaler, e5m2": 1e-2,
+}
 MOST = 2
 
 
@@ -160,13 +168,15 @@ def technique(name: str, model):
             hu.scalify(model, torch.float16, matmul="fp8")
         case "two components":
             hu.multicomponent(model, 2)
-    scaler = hu.AdaptiveGradScaler(model) if name == "scaler" else None
+    scaler = None
+    if name.startswith("scaler"):
+        scaler = hu.AdaptiveGradScaler(model, format="e5m2" if name.endswith("e5m2") else None)
     if name == "two components":
         return torch.optim.SGD(model.parameters(), lr=0.05), None
     return hu.optim.AdamW(model.named_parameters(), lr=2e-3), scaler
 
 
-TECHNIQUES = ("float32", "fp16", "e4m3", "fp8 products", "two components", "scaler")
+TECHNIQUES = ("float32", "fp16", "e4m3", "fp8 products", "two components", "scaler", "scaler, e5m2")
 PARTS = ("step", "model")
 
 

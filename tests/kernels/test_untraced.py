@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfulp.kernels import untraced
+from halfulp.kernels import uncompiled, untraced
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -41,3 +41,13 @@ def test_what_a_graph_calls_is_traced_as_ever():
     run = torch.compile(lambda x: _left_alone(x) - 1, backend=lambda m, _: captured.append(m) or m, fullgraph=True)
     assert torch.equal(run(torch.ones(2)), torch.full((2,), 3.0))
     assert len(captured) == 1
+
+
+def test_a_graph_breaks_where_an_uncompiled_function_is_called():
+    captured = []
+    function = uncompiled(lambda x: _called(x) * 3)
+    run = torch.compile(lambda x: function(x + 1) - 1, backend=lambda m, _: captured.append(m) or m)
+    assert torch.equal(run(torch.ones(2)), torch.full((2,), 8.0))
+    assert len(captured) == 2
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="runs uncompiled"):
+        torch.compile(lambda x: function(x), backend="eager", fullgraph=True)(torch.ones(2))

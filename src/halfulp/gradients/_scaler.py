@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from ..formats import Format
+from ..kernels import uncompiled
 from ..rounding import Rounding
 from ._amp_scaling import has_gradients, stepped, stepped_with, takes_scaler
 from ._attach import attach, unwrapped
@@ -133,6 +134,7 @@ class AdaptiveGradScaler(GrowthSettings):
 
     # what GradScaler has --------------------------------------------------------------------------------------
 
+    @uncompiled
     def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
         """The loss times ``get_scale()``; a backward pass from there has exponents. Nested lists and tuples too.
 
@@ -164,6 +166,7 @@ class AdaptiveGradScaler(GrowthSettings):
         self._controller.losses.append(output.detach())
         return scaled
 
+    @uncompiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer's parameters by ``get_scale()``, before clipping them, say.
 
@@ -187,6 +190,7 @@ class AdaptiveGradScaler(GrowthSettings):
         self._tensor(torch.device(self._device))
         super().unscale_(optimizer)
 
+    @uncompiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step()`` if all gradients are finite, after `unscale_` if that was not called; its result.
 
@@ -222,6 +226,7 @@ class AdaptiveGradScaler(GrowthSettings):
         self.last_step = self._controller.skip(untouched) if overflowed else LastStep(applied=True)
         return result if whole else stepped(optimizer, flags, overflowed, args, kwargs)
 
+    @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration: exponents that overflowed fall, measured ones follow the policy.
 

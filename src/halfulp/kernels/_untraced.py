@@ -29,3 +29,14 @@ def untraced(function: Function) -> Function:
     skip = _frames._FrameAction.SKIP
     _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def uncompiled(function: Function) -> Function:
+    """Let torch.compile break its graph where a function is called, and run it as it is, as a decorator.
+
+    What torch.compiler.disable marks its wrapper with, without the wrapper.
+    """
+    untraced(function)
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = f"{function.__qualname__} of halfulp runs uncompiled"
+    return function
