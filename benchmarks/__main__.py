@@ -34,6 +34,7 @@ NAMES = (
     "startup",
     "many_tensors",
     "torch_contract",
+    "compiled",
 )
 
 
