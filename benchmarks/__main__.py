@@ -26,6 +26,8 @@ NAMES = (
     "scaled",
     "scaled_architectures",
     "scaled_starts",
+    "formulas",
+    "wide",
     "two_families",
     "gradient_exactness",
     "gradient_overhead",
