@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
 from halfulp.scaled._promotion import FAMILIES_OF, brought_home, home_for, operands_of
@@ -139,3 +140,35 @@ def test_other_homes_are_refused(home):
         ScaledTensor.encode(torch.ones(2), home=home)
     with pytest.raises(ValueError, match=r"allowed are torch\.float16"):
         ScaledTensor(torch.ones(2), 1.0, home=home)
+
+
+def test_results_do_not_depend_on_how_wide_values_are_split(seed):
+    weight, bias = tensor(6, 8), tensor(6)
+    payload = torch.randn(4, 8)
+    gradient = ScaledTensor.encode(torch.randn(4, 6), home=torch.float16)
+    found = []
+    for power in (0, 9, -13):
+        x = ScaledTensor(payload * 2.0**-power, 2.0**power, home=torch.float16).requires_grad_()
+        y = functional.linear(x * x.sigmoid(), weight, bias)
+        y.backward(gradient)
+        found.append([v.decode() for v in (y.detach(), x.grad, weight.grad, bias.grad)])
+        weight.grad = bias.grad = None
+    for other in found[1:]:
+        assert all(same_bits(a, b) for a, b in zip(found[0], other))
+
+
+def test_an_optimizer_of_torch_trains_them_as_without(seed):
+    start, x = torch.nn.Linear(8, 4), torch.randn(16, 8)
+    ends = []
+    for wide in ("autocast", "none"):
+        model = hu.scalify(copy.deepcopy(start), wide=wide)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), torch.arange(16) % 4).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        assert {p.payload.dtype for p in model.parameters()} == {torch.float16}
+        ends.append(model.weight.detach().decode())
+    moved = (ends[1] - start.weight.detach()).norm()
+    assert (ends[0] - ends[1]).norm() <= 3e-2 * moved
