@@ -48,7 +48,7 @@ class WatchedForward(Forward):
         if region is None and traced():
             return self.inner(*args, **kwargs)
         if region is None or self._role == "model":
-            self._backward.join(self._module())
+            self._backward.join()
         if region is None:
             with watched(), Region(self._backward, self._names) as region:
                 region.path = [self._place] if self._place else []
@@ -154,11 +154,10 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
         TypeError: no module.
         ValueError: it is compiled, wrapped by another scaler, or holds tensors with scales or components of their own.
     """
-    # A compiled forward pass does not tell who called it.
-    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
-    backward.parallel = backward.parallel or (wrapped and torch.distributed.get_world_size(model.process_group) > 1)
-    model = unwrapped(model)
+    wrapper, model = model, unwrapped(model)
     check(model)
+    # A compiled forward pass does not tell who called it.
+    backward.processes.watch(wrapper)
     names = ParameterNames(model, prefix)
     backward.names.add(names)
     if mode == "module":

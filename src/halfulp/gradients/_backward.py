@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 
 from ..formats import Format
 from ..rounding import Nearest, Rounding, quantize
 from ._measure import Measurements, narrow
 from ._operands import Factor
-from ._parallel import in_parallel
+from ._parallel import Processes
 from ._policy import Policy
 from ._site import Site, Sites
 from ._strides import shifted
@@ -74,8 +74,8 @@ class Backward:
         self.roundings = 0
         # Where one scale holds for all and nobody looks, GradScaler's own graph is all that is needed.
         self.idle = not policy.per_site and not policy.measures and format is None
-        # Whether other processes add their gradients to these.
-        self.parallel = False
+        # Those that add their gradients to these.
+        self.processes = Processes()
         self.active = False
         self.measuring = True
         self.passes = 0
@@ -117,10 +117,10 @@ class Backward:
         """Shut the edges."""
         self.active = False
 
-    def join(self, model: nn.Module | None) -> None:
-        """Note, once in an iteration, whether a model's gradients are shared with other processes."""
+    def join(self) -> None:
+        """Note, once in an iteration, which processes share the gradients."""
         if not self.order and not self.forwards:
-            self.parallel = self.parallel or in_parallel(model)
+            self.processes.find()
 
     def check_seen(self) -> None:
         """Warn, once, where a scaled loss came from no forward pass that has sites: one scale holds for all then."""

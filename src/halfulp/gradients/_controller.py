@@ -14,7 +14,6 @@ from ..formats import fp16
 from ._backward import Backward
 from ._measure import Measured, by_site, copied
 from ._overflow import Culprit, all_finite, downstream, measured_culprits, unmeasured_culprits
-from ._parallel import least
 from ._policy import Amax, lowest
 from ._schedule import is_measured
 from ._site import Reading, Site
@@ -73,6 +72,7 @@ class Controller:
         self._measured: list[Measured] = []
         self._culprits: list[Culprit] = []
         self._skipped = False
+        backward.processes.after_join(self.catch_up)
         # Whether exponents are to blame for that: not for a loss that is no number.
         self._overflowed = False
         self._again = False
@@ -81,7 +81,9 @@ class Controller:
         """Whether any flag is set; measurements of the iteration come along in the same copy."""
         values, measured = self.backward.measurements.read(flags)
         self._measured += measured
-        return any(value != 0 for value in values)
+        found = any(value != 0 for value in values)
+        # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
+        return not self._agreed("step", int(not found))[0]
 
     def skip(self, untouched: bool) -> LastStep:
         """A step that must not be taken, as gradients are not finite: who is to blame.
@@ -91,7 +93,11 @@ class Controller:
         self._skipped = True
         finite = all(copied([all_finite(loss) for loss in self.losses]))
         found = self._found(untouched) if finite and self.policy.per_site else None
-        finite, unknown = map(bool, self._agreed(int(finite), int(found is None)))
+        if self.backward.processes.joining:
+            # Nobody can be asked: it may be another's.
+            finite, unknown = True, False
+        else:
+            finite, unknown = map(bool, self._agreed("skipped step", int(finite), int(found is None)))
         if not finite:
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
         self._overflowed = True
@@ -116,27 +122,45 @@ class Controller:
         """Who is to blame as far as this process knows, by measurements or parameters' gradients."""
         backward = self.backward
         found = measured_culprits(self._measured)
-        if found or not untouched or backward.parallel:
+        if found or not untouched or backward.processes:
             return found or None
         return unmeasured_culprits(backward.readers(), backward.reached(), backward.edges(), backward.measuring)
 
     def update(self) -> None:
         """Set the exponents of the next iteration."""
+        before = self.sites.anchor.exponent
         if self.policy.per_site:
             self._update_sites()
         else:
             self._update_anchor()
-        anchor = self.sites.anchor
-        if self.backward.measuring or self._skipped:
-            exponent, calm = self._agreed(anchor._exponent, int(not self._again))
+        if self.backward.processes.joining and self.policy.measures:
+            self._keep_together(before)
+        elif self.backward.measuring or self._skipped:
+            anchor = self.sites.anchor
+            exponent, calm = self._agreed("update", anchor.exponent, int(not self._again))
             anchor.exponent, self._again = exponent, not calm
         self._renew()
 
-    def _agreed(self, *values: int) -> list[int]:
-        """The least of all processes' values, each; met at skipped steps and measured or skipped iterations alone."""
-        if not (self.backward.parallel and self.policy.measures):
+    def _agreed(self, occasion: str, *values: int) -> list[int]:
+        """The least of all processes' values, each: at steps, skipped steps, and the ends of iterations they know."""
+        processes = self.backward.processes
+        if not processes or processes.joining:
             return list(values)
-        return least(list(values), self.device())
+        return processes.least(occasion, self.iteration, list(values), self.device())
+
+    def _keep_together(self, before: int) -> None:
+        """The global exponent where nobody can be asked: of what all know alone, which is whether steps are skipped."""
+        falls = self._skipped and (self._row > 1 or not self.policy.per_site)
+        self._set(self.sites.anchor, before - _FALL // 2 if falls else before)
+        self._again = False
+
+    def catch_up(self) -> None:
+        """Take over the numbers of the process that went furthest, after some had no inputs left."""
+        anchor = self.sites.anchor
+        numbers = [self.iteration, self.since, self._restarted, self._row, anchor.exponent]
+        numbers = self.backward.processes.furthest(numbers, self.device())
+        self.iteration, self.since, self._restarted, self._row, anchor.exponent = numbers
+        self.backward.measuring = is_measured(self.iteration, self._restarted, self.interval)
 
     def device(self) -> torch.device:
         """Where the parameters are."""

@@ -43,7 +43,7 @@ class ModuleForward(Forward):
             return self.inner(*args, **kwargs) if self._inside else self._between_borders(args, kwargs)
 
     def _between_borders(self, args: tuple, kwargs: dict) -> Any:
-        self._backward.join(None)
+        self._backward.join()
         self._backward.order.setdefault(self._site)
         args, kwargs = mapped((args, kwargs), once(self._entering))
         given = list(carriers_in((args, kwargs)))

@@ -1,28 +1,164 @@
-"""What data-parallel processes must agree on: the global exponent, at which their gradients are added up."""
+"""What processes that share gradients agree on: overflows, the global exponent, and the next measurement."""
 
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
+from ..tensors import shard_groups, sharded_modules
+from ._join import Joining
 
-def in_parallel(model: nn.Module | None) -> bool:
-    """Whether gradients of a model, or of the one whose forward pass runs now, are shared with other processes."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    if torch.distributed.get_world_size() == 1:
-        return False
-    if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
-        return True
-    # Whoever shards a model has loaded it.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return model is not None and fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
+# One for each occasion at which processes meet; they are part of the message.
+OCCASIONS = ("step", "skipped step", "update")
 
 
-def least(values: list[int], device: torch.device) -> list[int]:
-    """The least of all processes' numbers, one by one."""
-    found = torch.tensor(values, device=device, dtype=torch.int64)
-    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN)
-    return found.tolist()
+class Processes:
+    """The processes that share a scaler's gradients, by DistributedDataParallel or FSDP2.
+
+    They meet at every step whose gradients a scaler checks, after a skipped one, and at the update of an iteration that
+    was measured or skipped, all of which they know alike; a message is six integers, of which each rank learns the
+    least. It goes to the wrapper's own group, and tells who is out of step, so that nobody takes another's message for
+    an answer. Within a wrapper's ``join()`` nothing is sent, as some processes have no inputs left; at its end they
+    take over the numbers of the one that went furthest.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[Any] = []
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._joins: list[Joining] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    @property
+    def joining(self) -> bool:
+        """Whether processes may have run out of inputs, in ``join()``."""
+        return any(join.active for join in self._joins)
+
+    def watch(self, model: nn.Module) -> None:
+        """Look for wrappers around a model and in it, now and where it runs."""
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            self._wrapped(model, known=True)
+        self._models.append(weakref.ref(model))
+        for group in _groups_of(model):
+            self._add(group)
+
+    def find(self) -> None:
+        """The same, once in an iteration, in the forward pass of a model.
+
+        Raises:
+            ValueError: a wrapper whose ``join()`` began before it was known, or a model that is split by tensors.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        active = nn.parallel.DistributedDataParallel._active_ddp_module
+        if active is not None:
+            self._wrapped(active, known=False)
+        for model in (one() for one in self._models):
+            for group in () if model is None else _groups_of(model):
+                self._add(group)
+
+    def least(self, occasion: str, iteration: int, values: list[int], device: torch.device) -> list[int]:
+        """The least of all processes' values, one by one: at most two integers.
+
+        Raises:
+            RuntimeError: another process died, or did not come by, or is out of step.
+        """
+        place = OCCASIONS.index(occasion)
+        message = [iteration, -iteration, place, -place, *values, *[0] * (2 - len(values))]
+        found = torch.tensor(message, device=device, dtype=torch.int64)
+        for group in self._groups:
+            try:
+                dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+                least = found.tolist()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"AdaptiveGradScaler waited for the other processes at the {occasion} of iteration {iteration}: "
+                    "one of them died, or does not call scaler.step() and scaler.update() as often as this one. "
+                    f"torch.distributed says: {error}"
+                ) from error
+            if least[0] != -least[1] or least[2] != -least[3]:
+                others = f"from {least[0]} to {-least[1]}, at {OCCASIONS[least[2]]!r} to {OCCASIONS[-least[3]]!r}"
+                raise RuntimeError(
+                    f"processes that share gradients are out of step: this one is at the {occasion} of iteration "
+                    f"{iteration}, all are at iterations {others}. Call scaler.step() and scaler.update() equally "
+                    "often in every process, and load the same state in all"
+                )
+        return least[4 : 4 + len(values)]
+
+    def furthest(self, numbers: list[int], device: torch.device) -> list[int]:
+        """The numbers of the process whose first one is the largest."""
+        mine = torch.tensor(numbers, device=device, dtype=torch.int64)
+        for group in self._groups:
+            every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(every, mine, group=group)
+            mine = max(every, key=lambda one: int(one[0]))
+        return mine.tolist()
+
+    def let_go(self) -> None:
+        """Take back what was put on wrappers."""
+        for join in self._joins:
+            join.restore()
+        self._joins.clear()
+
+    def after_join(self, catch_up: Any) -> None:
+        """What every process calls at the end of a ``join()``."""
+        self.catch_up = catch_up
+
+    def catch_up(self) -> None:
+        """Nothing, until `after_join` says what."""
+
+    def _wrapped(self, wrapper: nn.parallel.DistributedDataParallel, known: bool) -> None:
+        if any(join.wrapper() is wrapper for join in self._joins):
+            return
+        if not known and wrapper._join_config.enable:
+            raise ValueError(
+                "the model runs in a DistributedDataParallel whose join() began before its AdaptiveGradScaler knew of "
+                "it, so that they would not end together: make the scaler of the wrapper, AdaptiveGradScaler(ddp)"
+            )
+        self._add(wrapper.process_group)
+        self._joins.append(Joining(wrapper, lambda: self.catch_up()))
+
+    def _add(self, group: Any) -> None:
+        if dist.get_world_size(group) > 1 and not any(group is known for known in self._groups):
+            self._groups.append(group)
+
+
+def _groups_of(model: nn.Module) -> Iterator[Any]:
+    """The process groups of FSDP2 in a model.
+
+    Raises:
+        ValueError: parameters are DTensors that it does not hold.
+    """
+    # Whoever shards a model has loaded these.
+    fsdp, dtensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
+    if dtensor is None:
+        return
+    sharded: set[int] = set()
+    modules = list(model.modules())
+    for module in modules if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            for group in shard_groups(module):
+                sharded |= {id(one.sharded_param) for one in group.fsdp_params}
+                yield from group.mesh_info.mesh.get_all_groups()
+    if any(isinstance(m, dtensor.DTensor) and id(m) not in sharded for x in modules for m in x._parameters.values()):
+        _check_split(model, sharded, dtensor.DTensor)
+
+
+def _check_split(model: nn.Module, sharded: set[int], kind: type) -> None:
+    """Refuse parameters that are split among processes by tensor parallel."""
+    groups = (group for module in sharded_modules() for group in shard_groups(module))
+    held = {id(one.sharded_param) for group in groups for one in group.fsdp_params} | sharded
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, kind) and id(parameter) not in held:
+            raise ValueError(
+                f"parameter {name!r} is a DTensor of a parallel plan (tensor parallel): processes would hold parts of "
+                "one gradient at exponents of their own. AdaptiveGradScaler takes DistributedDataParallel and "
+                "fully_shard; for tensor parallel take torch.amp.GradScaler, or bfloat16"
+            )

@@ -27,6 +27,7 @@ from ._recorder import Recorder
 from ._site import HIGHEST, exponent_of
 from ._state import check_entries, check_places, check_state, state_of
 from ._table import SiteTable
+from ._unscale import unscaled_by_kind
 
 
 class AdaptiveGradScaler(GrowthSettings):
@@ -184,11 +185,18 @@ class AdaptiveGradScaler(GrowthSettings):
             raise ValueError(
                 "there is nothing to unscale, as no backward pass started at scaler.scale(loss) since the last "
                 "scaler.update(): call scaler.scale(loss).backward(), or multiply gradients that you set by hand by "
-                "scaler.get_scale()"
+                "scaler.get_scale(). A stage of a pipeline without a loss has nothing to scale: exponents do not "
+                "follow gradients between processes, take torch.amp.GradScaler there"
             )
         controller.backward.end()
         self._tensor(torch.device(self._device))
         super().unscale_(optimizer)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        own = super()._unscale_grads_
+        return unscaled_by_kind(lambda *given: own(*given, allow_fp16), optimizer, inv_scale, found_inf)
 
     @uncompiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -404,4 +412,5 @@ class AdaptiveGradScaler(GrowthSettings):
         for detach in self._detach:
             detach()
         self._detach.clear()
+        self._controller.backward.processes.let_go()
         self._enabled = False

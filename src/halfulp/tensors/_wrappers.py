@@ -34,7 +34,9 @@ class Wrappers:
             _rebuild(module)
         # What module.to() has fully_shard do: read the shards again, and pad them.
         with torch.no_grad():
-            for shard in (shard for module in self.sharded for group in _groups(module) for shard in group.fsdp_params):
+            for shard in (
+                shard for module in self.sharded for group in shard_groups(module) for shard in group.fsdp_params
+            ):
                 shard.reset_sharded_param()
 
     def __or__(self, other: Wrappers) -> Wrappers:
@@ -70,7 +72,7 @@ def find_wrappers(named: list[tuple[str, Tensor]], what: str, replaced: bool) ->
             _refuse_shards(named, what)
         for module in sharded_modules():
             held = [id(p) for p in module.parameters(recurse=False) if id(p) in shards]
-            groups = _groups(module)
+            groups = shard_groups(module)
             held += [id(one.sharded_param) for group in groups for one in group.fsdp_params]
             mine = [names[key] for key in held if key in shards]
             if mine and groups:
@@ -131,7 +133,7 @@ def sharded_modules() -> list[nn.Module]:
     return [x for x in gc.get_objects() if issubclass(type(x), fsdp.FSDPModule)]
 
 
-def _groups(module: nn.Module) -> Iterable:
+def shard_groups(module: nn.Module) -> Iterable:
     """fully_shard's groups of parameters at a module."""
     state = module._get_fsdp_state()
     # torch 2.12 has one group at a module, or None.

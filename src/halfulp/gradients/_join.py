@@ -1,0 +1,73 @@
+"""DistributedDataParallel's ``join()``, where processes run out of inputs at different iterations."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.join import JoinHook
+
+
+class Joining:
+    """A wrapper's ``join_hook``, which also tells a scaler when a ``join()`` begins and ends.
+
+    Args:
+        wrapper: whose hook it takes the place of.
+        end: called in every process when all have run out of inputs.
+
+    """
+
+    def __init__(self, wrapper: nn.parallel.DistributedDataParallel, end: Callable[[], None]) -> None:
+        self.wrapper = weakref.ref(wrapper)
+        self._begun = False
+        self._end = end
+        wrapper.join_hook = self
+
+    @property
+    def active(self) -> bool:
+        """Whether processes may have run out of inputs, and others go on."""
+        config = self.wrapper()._join_config
+        return self._begun and config.enable and not config.throw_on_early_termination
+
+    def __call__(self, **kwargs: Any) -> JoinHook:
+        """The wrapper's own hook, and what a scaler does at the end."""
+        wrapper = self.wrapper()
+        self._begun = True
+        return _Hook(type(wrapper).join_hook(wrapper, **kwargs), self)
+
+    def end(self) -> None:
+        """No process has inputs left."""
+        self._begun = False
+        self._end()
+
+    def restore(self) -> None:
+        """Give the wrapper its own hook back."""
+        wrapper = self.wrapper()
+        if wrapper is not None and wrapper.__dict__.get("join_hook") is self:
+            del wrapper.__dict__["join_hook"]
+
+    def __reduce__(self) -> tuple:
+        # A copy of the wrapper has no scaler.
+        return plain_join_hook, (self.wrapper(),)
+
+
+def plain_join_hook(wrapper: nn.parallel.DistributedDataParallel) -> Callable[..., JoinHook]:
+    """The ``join_hook`` of a wrapper's class."""
+    return lambda **kwargs: type(wrapper).join_hook(wrapper, **kwargs)
+
+
+class _Hook(JoinHook):
+    def __init__(self, own: JoinHook, joining: Joining) -> None:
+        self._own = own
+        self._joining = joining
+
+    def main_hook(self) -> None:
+        """What the wrapper sends, for a process without inputs; the scaler sends nothing."""
+        self._own.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """The model of the last process for all, and its scaler's numbers."""
+        self._own.post_hook(is_last_joiner)
+        self._joining.end()
