@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,16 @@ from torch import Tensor
 from ..formats import fp16
 from ._backward import Backward
 from ._measure import Measured, by_site, copied
-from ._overflow import Culprit, all_finite, downstream, measured_culprits, unmeasured_culprits
+from ._overflow import (
+    Culprit,
+    all_finite,
+    downstream,
+    explains,
+    is_blind,
+    is_wide,
+    measured_culprits,
+    unmeasured_culprits,
+)
 from ._policy import Amax, lowest
 from ._schedule import is_measured
 from ._site import Reading, Site
@@ -143,10 +151,7 @@ class Controller:
 
     def _agreed(self, occasion: str, *values: int) -> list[int]:
         """The least of all processes' values, each: at steps, skipped steps, and the ends of iterations they know."""
-        processes = self.backward.processes
-        if not processes or processes.joining:
-            return list(values)
-        return processes.least(occasion, self.iteration, list(values), self.device())
+        return self.backward.processes.agreed(occasion, self.iteration, list(values), self.device)
 
     def _keep_together(self, before: int) -> None:
         """The global exponent where nobody can be asked: of what all know alone, which is whether steps are skipped."""
@@ -246,7 +251,7 @@ class Controller:
     def _doubt(self) -> None:
         """Note that any site of this iteration may have overflowed; they fall if the next one does not show which."""
         for site in self.backward.reached():
-            if not _wide(site):
+            if not is_wide(site):
                 self._note(site, doubted=True)
 
     def _note(self, site: Site, doubted: bool = False) -> None:
@@ -267,7 +272,7 @@ class Controller:
             self._acquit()
         # What follows an activation's overflow gets the same room for one step, a measured one.
         spreading = [one.site for one in self._culprits if one.spreads]
-        blind = [site for site in downstream(spreading, self.backward.reached()) if _blind(site, readings)]
+        blind = [site for site in downstream(spreading, self.backward.reached()) if is_blind(site, readings)]
         fallen = dict.fromkeys([*culprits, *blind])
         for site in fallen:
             self._lower(site)
@@ -295,7 +300,7 @@ class Controller:
         A site that would have overflowed then explains them. While there is none, all that may have overflowed fall.
         """
         doubted = [site for site in self.sites if site.doubted]
-        if any(_explains(kinds, site.overflowed) for site, kinds in readings.items() if site.doubted):
+        if any(explains(kinds, site.overflowed) for site, kinds in readings.items() if site.doubted):
             self._acquit()
             return
         for site in doubted:
@@ -323,7 +328,7 @@ class Controller:
             # It cannot fall further, and is finite there.
             return True
         # Operands alone do not tell of sums for weights.
-        return not lost and not self.policy.wants_operands and _explains(kinds, site.overflowed)
+        return not lost and not self.policy.wants_operands and explains(kinds, site.overflowed)
 
     def _rise(self, readings: dict[Site, dict[str, Reading]]) -> bool:
         """Raise all where everything is stored as zero, and what the loss gave is not known, as in compiled graphs."""
@@ -408,24 +413,3 @@ class Controller:
         self._culprits.clear()
         self.losses.clear()
         self._skipped = self._overflowed = self._again = False
-
-
-def _explains(kinds: dict[str, Reading], exponent: int) -> bool:
-    """Whether gradients like these may overflow at an exponent: they come to half of the largest number, or more."""
-    return any(
-        reading.format is not None and reading.finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
-        for reading in kinds.values()
-    )
-
-
-def _wide(site: Site) -> bool:
-    """Whether nothing at a site is narrow: it reaches as far as float32."""
-    return site.measured and site.format is None
-
-
-def _blind(site: Site, readings: dict[Site, dict]) -> bool:
-    """Whether a site that an overflow reached was not measured in this iteration with finite gradients."""
-    if _wide(site):
-        return False
-    kinds = readings.get(site)
-    return kinds is None or not all(reading.finite for reading in kinds.values())

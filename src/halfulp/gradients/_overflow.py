@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from ._measure import Measured, by_site, copied
-from ._site import Site
+from ._site import Reading, Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,3 +84,24 @@ def all_finite(gradient: Tensor) -> Tensor:
     gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.isfinite(values).all()
+
+
+def explains(kinds: dict[str, Reading], exponent: int) -> bool:
+    """Whether gradients like these may overflow at an exponent: they come to half of the largest number, or more."""
+    return any(
+        reading.format is not None and reading.finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
+        for reading in kinds.values()
+    )
+
+
+def is_wide(site: Site) -> bool:
+    """Whether nothing at a site is narrow: it reaches as far as float32."""
+    return site.measured and site.format is None
+
+
+def is_blind(site: Site, readings: dict[Site, dict]) -> bool:
+    """Whether a site that an overflow reached was not measured in this iteration with finite gradients."""
+    if is_wide(site):
+        return False
+    kinds = readings.get(site)
+    return kinds is None or not all(reading.finite for reading in kinds.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -63,6 +63,10 @@ class Processes:
         for model in (one() for one in self._models):
             for group in () if model is None else _groups_of(model):
                 self._add(group)
+
+    def agreed(self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]) -> list[int]:
+        """`least`; the values as they are where gradients are not shared, or nobody can be asked."""
+        return values if self.joining or not self else self.least(occasion, iteration, values, device())
 
     def least(self, occasion: str, iteration: int, values: list[int], device: torch.device) -> list[int]:
         """The least of all processes' values, one by one: at most two integers.
