@@ -123,10 +123,11 @@ def test_a_loaded_state_governs_random_bits_and_states(named, stepped):
         assert same_bits(one["exp_avg"], two["exp_avg"])
 
 
+@pytest.mark.parametrize("count", [64, 4096])
 @pytest.mark.parametrize("update", ["split8", "kahan"])
-def test_memory_of_states_and_companions_replaced_between_steps(update, seed):
+def test_memory_of_states_and_companions_replaced_between_steps(update, count, seed):
     """An offloader swaps `.data` of what the state holds: a step goes on in the memory that is there."""
-    start, gradients = torch.randn(64).bfloat16(), [torch.randn(64).bfloat16() for _ in range(4)]
+    start, gradients = torch.randn(count).bfloat16(), [torch.randn(count).bfloat16() for _ in range(4)]
     found = []
     for replaces in (False, True):
         weight = torch.nn.Parameter(start.clone())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from ._stores import STORES, Store
 from ._weight_update import WeightUpdate
 
 NARROW = (torch.bfloat16, torch.float16)
+SMALL = 1024
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ class Slot:
         state: the parameter's entry in the optimizer's state.
         held: its companions, then the tensors of its states, local.
         held_at: their addresses when they were looked at.
+        is_small: whether looking at all of them would cost more than a step of their elements.
         address, shape, stride, contiguous: of the local parameter when it was looked at.
         others: addresses of the components behind the first, where the parameter holds several.
         plain: neither a DTensor nor a tensor class of ours.
@@ -89,11 +92,13 @@ class Slot:
     step: int = 0
     constants: tuple[float, ...] = ()
     copied: tuple[torch.Tensor, ...] | None = None
-    held_at: tuple[int, ...] = ()
+    held_at: Sequence[int] = ()
+    is_small: bool = False
 
     def __post_init__(self) -> None:
         """Note where the tensors lie."""
-        self.held_at = tuple([tensor.data_ptr() for tensor in self.held])
+        self.held_at = [tensor.data_ptr() for tensor in self.held]
+        self.is_small = bool(self.held) and math.prod(self.shape) < SMALL
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -179,11 +184,15 @@ def still_true(slot: Slot, parameter: torch.Tensor, rule: UpdateRule, options: t
         return False
     if kind.inside and tuple([other.data_ptr() for other in own_parts(parameter)[1:]]) != slot.others:
         return False
-    for key, tensor, address in zip(kind.tensors, slot.held, slot.held_at):
+    held, addresses = slot.held, slot.held_at
+    for key, tensor in zip(kind.tensors, held):
         kept = state.get(key)
-        if (kept is not tensor and local(kept) is not tensor) or tensor.data_ptr() != address:
+        if kept is not tensor and local(kept) is not tensor:
             return False
-    return True
+    if slot.is_small:  # of its companions and states a step looks at the memory of one, by turns
+        turn = slot.step % len(held)
+        return held[turn].data_ptr() == addresses[turn]
+    return [tensor.data_ptr() for tensor in held] == addresses
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
