@@ -129,11 +129,12 @@ def walk(update, dtype, count, seed, chosen="reference", steps=3):
             wanted = [w + u for w, u in zip(held, updates)]
             held = [value.clone() for value in optimizer.float32_state_dict(model).values()]
             for row, (parameter, value, u) in enumerate(zip(parameters, wanted, updates)):
-                scale, place = parameter.scale.item(), _place(store, value, parameter.scale.item())
+                scale = parameter.scale.item()
+                shown = parameter.payload.detach().double() * scale
+                place = torch.maximum(_place(store, value, scale), _place(store, shown, scale))  # either side of 2^k
                 slack = 2.0**-22 * u.abs().double() if own.compensates else 0.0  # u + c, not p + c, is rounded
                 if update == "kahan-literal":  # which rounds the update itself, and the sums on the way
                     slack = slack + 4 * place + 4 * _place(store, u, scale)
-                shown = parameter.payload.detach().double() * scale
                 if not bool(((shown - value).abs() <= rounding * place + slack).all()):
                     broken.append((k, row, "payload"))
                 fine = 2 * _place(store, place, scale) + slack if own.compensates else place * (own.name != "master")
