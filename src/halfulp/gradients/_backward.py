@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ..formats import Format
+from ..kernels import untraced
 from ..rounding import Nearest, Rounding, quantize
 from ._measure import Measurements, narrow
 from ._operands import Factor
@@ -39,6 +40,7 @@ class Widening(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
+    @untraced
     def backward(ctx, gradient: Tensor) -> Tensor:
         """What the edge's hook makes of it."""
         changed = ctx.arrive((gradient,))
@@ -102,6 +104,7 @@ class Backward:
 
     # what a backward pass goes through ----------------------------------------------------------------------
 
+    @untraced
     def begin(self, gradients: tuple) -> None:
         """The first node of a scaled loss: open the edges until this backward pass ends."""
         if torch.is_grad_enabled():
@@ -113,6 +116,7 @@ class Backward:
         self._task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self.end)
 
+    @untraced
     def end(self) -> None:
         """Shut the edges."""
         self.active = False
@@ -161,6 +165,7 @@ class Backward:
         return self._crossings.keys()
 
     def _crossing(self, source: Site, target: Site) -> Hook:
+        @untraced
         def cross(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
             if self._shut() or gradient is None:
@@ -175,6 +180,7 @@ class Backward:
 
         return cross
 
+    @untraced
     def round_all(self, gradients: tuple) -> tuple | None:
         """The hook of a product's result: its gradient is rounded to the format before the product reads it."""
         if not self.active:
@@ -199,6 +205,7 @@ class Backward:
     def watch_operands(self, site: Site, factor: Factor) -> Hook:
         """The hook of a product's result, in measured iterations: a policy looks at both factors."""
 
+        @untraced
         def look(gradients: tuple) -> None:
             if self.active and gradients[0] is not None:
                 self.propose(site, gradients[0], factor, site.stored)
@@ -265,6 +272,7 @@ class Backward:
         return self._arrivals[key]
 
     def _arrival(self, site: Site, stored: Format | None) -> Hook:
+        @untraced
         def arrive(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
             if self._shut() or gradient is None:

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..kernels import untraced
+
 # Kernels choose by how far the first element, and each row, is from a multiple of this many bytes.
 _ALIGNMENT = 64
 # A part of a tensor that lies in more than so many times its own memory is moved together.
@@ -78,6 +80,7 @@ class Copied(torch.autograd.Function):
         return restored(tensor.clone(), tensor)
 
     @staticmethod
+    @untraced
     def backward(ctx, gradient: Tensor) -> Tensor:
         """The same gradient."""
         return gradient

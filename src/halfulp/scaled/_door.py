@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..kernels import define_operator
+from ..kernels import define_operator, untraced
 from ._form import LOGICALS, encoded
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
@@ -33,6 +33,7 @@ def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 
+@untraced
 def _backward(context: Any, gradient: Tensor) -> tuple:
     plain = gradient.decode(context.dtype) if isinstance(gradient, ScaledTensor) else gradient
     return plain, None, None
@@ -77,6 +78,7 @@ class _PlainInput(torch.autograd.Function):
         context.dtype = inputs[0].dtype
 
     @staticmethod
+    @untraced
     def backward(context: Any, gradient: Tensor) -> Tensor:
         return _backward(context, gradient)[0]
 
@@ -107,6 +109,7 @@ def remove(model: nn.Module) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
+@untraced
 def _keep_gradients_plain(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict]:
     def entered(x: Any) -> Any:
         if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):

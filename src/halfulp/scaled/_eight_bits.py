@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import define_operator
+from ..kernels import define_operator, untraced
 from . import _powers
 from ._form import EIGHT_BITS, check_storage, made, narrowed, widened
 from ._registry import implements
@@ -170,6 +170,7 @@ def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.dtype = inputs[2]
 
 
+@untraced
 def _cast_backward(context: Any, gradient: Tensor) -> tuple:
     return gradient if context.dtype is None else _cast(gradient, context.dtype, None), None, None
 

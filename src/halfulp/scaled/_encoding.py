@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..kernels import untraced
 from ..tensors import MCTensor
 from . import _powers
 from ._form import (
@@ -131,6 +132,7 @@ class _Encode(torch.autograd.Function):
         context.dtype, context.storage, context.home = inputs[0].dtype, inputs[1], inputs[4]
 
     @staticmethod
+    @untraced
     def backward(context: Any, gradient: Tensor) -> tuple:
         plain = decode(gradient, context.dtype) if isinstance(gradient, ScaledTensor) else gradient
         return plain, None, None, None, None
@@ -156,6 +158,7 @@ class _Decode(torch.autograd.Function):
         context.storage, context.dtype, context.home = x._payload.dtype, x.dtype, x._home
 
     @staticmethod
+    @untraced
     def backward(context: Any, gradient: Tensor) -> tuple:
         if not isinstance(gradient, ScaledTensor):
             gradient = encode(gradient.to(context.dtype), context.storage, None, "nearest", context.home)
@@ -180,6 +183,7 @@ class _Rescale(torch.autograd.Function):
         pass
 
     @staticmethod
+    @untraced
     def backward(context: Any, gradient: Tensor) -> tuple:
         return gradient, None
 

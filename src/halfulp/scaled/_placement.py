@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..kernels import untraced
 from ..tensors._places import matcher
 from ._rescale import Side, check_side, rescale, root_mean_square
 from ._scaled_tensor import ScaledTensor
@@ -149,6 +150,7 @@ def _replaced(arguments: tuple, options: dict, change: Callable[[Tensor], Tensor
     return (*arguments[:place], change(arguments[place]), *arguments[place + 1 :]), options
 
 
+@untraced
 def _rescale_input(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
     """A forward pre-hook."""
     side = module.__dict__.get(_SIDE)
@@ -200,6 +202,7 @@ class _Measured(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @untraced
     def backward(context: Any, gradient: Tensor) -> tuple:
         _note(*context.place, gradient)
         return gradient, None, None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
-from ..kernels import define_operator
+from ..kernels import define_operator, untraced
 from ._promotion import brought_home, is_wide
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
@@ -43,6 +43,7 @@ class _BringHome(torch.autograd.Function):
         pass
 
     @staticmethod
+    @untraced
     def backward(context: Any, gradient: Tensor) -> Tensor:
         return gradient
 
@@ -77,6 +78,7 @@ def _has_home(parameter: Tensor) -> bool:
     return isinstance(parameter, ScaledTensor) and parameter.home is not None
 
 
+@untraced
 def _bring_inputs_home(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
     """A forward pre-hook. Compilers choose themselves what to keep, and the products' rules do the same there."""
     if torch.compiler.is_compiling() or not any(map(is_wide, (*arguments, *options.values()))):
@@ -85,6 +87,7 @@ def _bring_inputs_home(module: nn.Module, arguments: tuple, options: dict) -> tu
     return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
 
 
+@untraced
 def _bring_results_home(module: nn.Module, arguments: tuple, results: Any) -> Any:
     """A forward hook: where torch has no fused kernel, a recurrent layer ends in pointwise operators."""
     if torch.compiler.is_compiling():

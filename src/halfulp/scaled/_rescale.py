@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..kernels import define_operator
+from ..kernels import define_operator, untraced
 from . import _powers
 from ._form import made, widened
 from ._registry import implements
@@ -112,5 +112,6 @@ class _Rescale(torch.autograd.Function):
         return x.view_as(x) if side == "gradient" else _change(x, by)
 
     @staticmethod
+    @untraced
     def backward(context: Any, gradient: Tensor) -> tuple:
         return gradient if context.side == "forward" else _change(gradient, context.by), None, None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import define_operator
+from ..kernels import define_operator, untraced
 from ._backward import COMPONENTS
 from ._mctensor import MCTensor
 from ._registry import implements
@@ -32,6 +32,7 @@ def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.count = len(x._parts) if isinstance(x, MCTensor) and x._gradients == COMPONENTS else 0
 
 
+@untraced
 def _backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
     if not context.count or isinstance(gradient, MCTensor):
         return gradient.to(context.kind), None

@@ -254,10 +254,10 @@ class MCTensor(torch.Tensor):
         return [*self._parts, *([] if self._scale is None else [self._scale])]
 
     # A compiler reads and replaces the components by name.
-    _part_0 = property(lambda self: self._parts[0], lambda self, part: self._set_part(0, part))
-    _part_1 = property(lambda self: self._parts[1], lambda self, part: self._set_part(1, part))
-    _part_2 = property(lambda self: self._parts[2], lambda self, part: self._set_part(2, part))
-    _part_3 = property(lambda self: self._parts[3], lambda self, part: self._set_part(3, part))
+    _part_0, _part_1, _part_2, _part_3 = (
+        property(untraced(lambda self, i=i: self._parts[i]), untraced(lambda self, part, i=i: self._set_part(i, part)))
+        for i in range(4)
+    )
 
     def _set_part(self, position: int, part: Tensor) -> None:
         self._parts = (*self._parts[:position], part, *self._parts[position + 1 :])
@@ -309,6 +309,7 @@ class _Encode(torch.autograd.Function):
         return made.detach()
 
     @staticmethod
+    @untraced
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if context.dtype is None:
             return gradient, None

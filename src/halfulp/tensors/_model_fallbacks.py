@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..kernels import untraced
 from . import _fallback
 
 _COUNTS = "_halfulp_fallbacks"
@@ -56,6 +57,7 @@ def remove(module: nn.Module) -> None:
         _fallback._running.counts = None
 
 
+@untraced
 def _begin(module: nn.Module, arguments: Any) -> None:
     """From here on fallbacks are this model's."""
     _fallback._running.counts = module.__dict__[_COUNTS]
