@@ -93,14 +93,18 @@ class Kahan(WeightUpdate):
         """The equation of the class."""
         held = self._held(store, parts)
         p, c = held if ratio == 1.0 else (part * ratio for part in held)
+        still, whole = c == held[1], p + c
+        # Under a smaller scale p and c may be far larger than what they leave, beside which u would be lost.
+        c, p = torch.where(still, c, c - (whole - p)), torch.where(still, p, whole)
         draws, y = list(draws), u + c
-        taken = torch.where((u == 0) & (c == held[1]), -0.0, y)
+        taken = torch.where((u == 0) & still, -0.0, y)
         code = store.encode(p + taken, draws.pop(0) if self.weight == "stochastic" else None)
         s = store.decode(code)
         rest = (p - s) + y
         if self.literal:
-            found = self._literal(store, p, c, u)
-            s, rest = (torch.where(p == held[0], *pair) for pair in zip(found, (s, rest)))
+            found = self._literal(store, held[0], held[1] if ratio == 1.0 else held[1] * ratio, u)
+            unmoved = held[0] * ratio == held[0]
+            s, rest = (torch.where(unmoved, *pair) for pair in zip(found, (s, rest)))
             code = store.encode(s, None)
         rest = torch.where((s - s) == 0, rest, 0.0)
         parts[0].copy_(code)
@@ -144,10 +148,14 @@ def write_kahan_second(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
 def write_compensated(a0, a1, i, p, c, held, u, random_weight, random_residual):
     """Piece: both roundings; a weight that became infinite or NaN keeps no residual.
 
-    A residual that is not as it was read is under another scale, in whose last places it may be too large for p.
+    A residual that is not as it was read is under another scale, in whose last places it may be too large for p; under
+    a smaller one both may be far larger than their sum, beside which u would be lost.
     """
+    still, whole = c == held, p + c
+    c = c if still else c - (whole - p)
+    p = p if still else whole
     y = u + c
-    code = weight_round(p + (NEGATIVE_ZERO if u == ZERO and c == held else y), random_weight)
+    code = weight_round(p + (NEGATIVE_ZERO if u == ZERO and still else y), random_weight)
     s = weight_real(code)
     none = s - s
     rest = (p - s) + y
@@ -168,11 +176,13 @@ def read_literal(a0, a1, a2, a3, i):
 def write_literal(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     """Piece: the paper's algorithm, every intermediate rounded; the equation of Kahan where the scale changes."""
     y = weight_real(weight_nearest(weight_real(weight_nearest(u, r0)) + c, r0))
-    y = y if p == held else u + c
-    code = weight_nearest(p + (NEGATIVE_ZERO if u == ZERO and p == held else y), r0)
+    same, whole = p == held, p + c
+    y = y if same else u + (c - (whole - p))
+    p = p if same else whole
+    code = weight_nearest(p + (NEGATIVE_ZERO if u == ZERO and same else y), r0)
     s = weight_real(code)
     none = s - s
-    lost = weight_real(weight_nearest(p - s, r0)) if p == held else p - s
+    lost = weight_real(weight_nearest(p - s, r0)) if same else p - s
     left = weight_nearest(lost + y, r0)
     left = left if none == none else sub(word(none), word(none))
     weight_save(a0, i, code)
