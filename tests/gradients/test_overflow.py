@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfulp as hu
-from halfulp.gradients import Constant, Dynamic, _controller
+from halfulp.gradients import Constant, Dynamic
+from halfulp.gradients._parallel import Processes
 
 from .exponents import batch, clear, mean_square, mlp, own, sites
 
@@ -331,10 +332,10 @@ def test_what_nothing_measures_ends(clipped, parallel, seed, monkeypatch):
         def forward(self, x):
             return self.first(x) * Overflowing.apply(self.gain)
 
-    monkeypatch.setattr(_controller, "least", lambda values, device: values)
+    monkeypatch.setattr(Processes, "agreed", lambda self, occasion, iteration, values, device: values)
+    monkeypatch.setattr(Processes, "__bool__", lambda self: parallel)
     model, x = Model(), batch()
     scaler = hu.AdaptiveGradScaler(model, format="fp16")
-    scaler._controller.backward.parallel = parallel
     opt = torch.optim.SGD(model.parameters(), lr=0.0)
     applied = []
     for _ in range(40):
