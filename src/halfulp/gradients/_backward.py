@@ -224,8 +224,9 @@ class Backward:
     def propose_at_loss(self, site: Site, gradient: Tensor, stored: Format | None) -> None:
         """Ask how far a wide gradient at the global exponent should be scaled before the format rounds it."""
         stored = self.format or stored
-        if stored is not None:
-            site.proposals += self.policy.at_the_loss(gradient, stored, self.sites.anchor)
+        proposal = None if stored is None else self.policy.at_the_loss(site, gradient, stored, self.sites.anchor)
+        if proposal is not None:
+            site.proposals.append(proposal)
 
     def reads(
         self, parameter: Tensor, site: Site, sharded: Callable[[], bool] = lambda: False, listed: bool = True

@@ -33,6 +33,29 @@ _BISECTIONS = 64  # a range of 2^12 binades shrinks below the spacing of float64
 _ROUNDING_OF_LOGS = 2.0**-36  # a sum of a few logarithms below 2^11 is nearer than this to the true one
 
 
+class LogScale(float):
+    """log2(alpha) of a rule, min(max(lower, 0), upper), with the two bounds that it is made of.
+
+    Attributes:
+        lower: what keeps from underflow; -infinity where nothing asks for it.
+        upper: what keeps from overflow, and wins; infinity where nothing could.
+
+    >>> LogScale(3.5, 2.0), LogScale(3.5, 2.0).lower
+    (2.0, 3.5)
+    """
+
+    lower: float
+    upper: float
+
+    def __new__(cls, lower: float, upper: float) -> LogScale:
+        made = super().__new__(cls, min(max(lower, 0.0), upper))
+        made.lower, made.upper = lower, upper
+        return made
+
+
+NOTHING = LogScale(-math.inf, math.inf)
+
+
 def bounds(format: Format | str | torch.dtype) -> tuple[float, float]:
     """u_min and u_max of a format: its smallest positive and its largest number.
 
@@ -92,7 +115,7 @@ def underflow_bound(
         # The largest of the four corner products of the two ranges is the product of the largest magnitudes.
         log_largest = math.log2(fan) + _log2(gradient.amax) + _log2(weight.amax)
     if log_sigma == -math.inf:
-        return 0.0
+        return NOTHING
     threshold = math.sqrt(2) * torch.special.erfinv(torch.tensor(share, dtype=torch.float64, device="cpu")).item()
     return _between(math.log2(u_min) - math.log2(threshold) - log_sigma, log_largest, u_max)
 
@@ -114,7 +137,7 @@ def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float,
     if not gradient.finite:
         return math.nan
     if not gradient.nonzero:
-        return 0.0
+        return NOTHING
     # sqrt(2) erfinv(2 share - 1), without the cancellation at small shares.
     quantile = NormalDist().inv_cdf(share)
     log_alpha = math.log2(u_min) - (gradient.mean + gradient.std * quantile) / math.log(2)
@@ -162,7 +185,7 @@ def element_wise(
     _check(1 if fan is None else fan, u_min, u_max)
     g, w = wide(g), wide(w)
     if not (g.numel() and w.numel()):
-        return 0.0
+        return NOTHING
     g, w = g.reshape(-1, g.shape[-1]), w.reshape(w.shape[0], -1).T
     table = torch.stack([*_extremes(g), *_extremes(w)]).to("cpu").double().log2()
     least, largest = table[0] + table[2], table[1] + table[3]
@@ -170,7 +193,7 @@ def element_wise(
         return math.nan
     least, largest = least.min().item(), largest.max().item()
     if largest == -math.inf:
-        return 0.0
+        return NOTHING
     if rescue_share is not None:
         least = _rescued(g, w, rescue_share, least, largest)
     return _between(math.log2(u_min) - least, math.log2(g.shape[-1] if fan is None else fan) + largest, u_max)
@@ -191,7 +214,7 @@ def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_m
     if not (gradient.finite and weight.finite):
         return math.nan
     if not (gradient.nonzero and weight.nonzero):
-        return 0.0
+        return NOTHING
     log_fan = math.log2(fan)
     least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_LEAST_PRODUCT))
     largest = math.log2(gradient.amax) + math.log2(weight.amax)
@@ -244,9 +267,9 @@ def _log2(value: float) -> float:
     return math.log2(value) if value else -math.inf
 
 
-def _between(log_alpha: float, log_largest: float, u_max: float) -> float:
+def _between(log_alpha: float, log_largest: float, u_max: float) -> LogScale:
     """At least 1, and then at most what sends the largest number to u_max, in logarithms."""
-    return min(max(log_alpha, 0.0), math.log2(u_max) - log_largest)
+    return LogScale(log_alpha, math.log2(u_max) - log_largest)
 
 
 def _extremes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

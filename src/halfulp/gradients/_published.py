@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,9 +22,17 @@ from ._estimators import (
     underflow_bound,
 )
 from ._moments import LogMoments, Moments
+from ._observed import observed, sampled
 from ._operands import Operands
 from ._policy import Policy
-from ._site import Site
+from ._site import HIGHEST, Site
+
+
+class Proposal(NamedTuple):
+    """The least exponent that keeps from underflow, and the most that cannot overflow, which wins."""
+
+    least: int
+    most: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +40,8 @@ class Published(Policy):
     """What the estimators of Zhao et al. (arXiv 1910.12385, IJCAI-20) have in common.
 
     Each gives alpha, by which a product's gradient should be multiplied so that what the product passes on stays in
-    range; the exponent of the product's site rises by floor(log2 alpha). Statistics are made, and copied to the host
+    range, as a lower bound against underflow and an upper one against overflow; of all products of a site the largest
+    lower bound holds, and then the smallest upper one. Statistics are made, and copied to the host
     product by product, in measured iterations only.
 
     Args:
@@ -45,30 +55,41 @@ class Published(Policy):
     wants_operands = True
 
     @abc.abstractmethod
-    def log2_alpha(self, operands: Operands, format: Format) -> float:
-        """The base-2 logarithm of alpha; NaN where an operand is not finite."""
+    def log2_alpha(self, operands: Operands, format: Format) -> list[float]:
+        """The base-2 logarithms of alpha, by each rule of the policy; NaN where an operand is not finite."""
 
-    def proposed(self, site: Site, operands: Operands, format: Format, anchor: Site) -> int | None:
-        """The exponent of a site by its product's operands, whose gradient is stored at the present one."""
-        alpha = self.log2_alpha(operands, format)
+    def proposed(self, site: Site, operands: Operands, format: Format, anchor: Site) -> Proposal | None:
+        """What a product's operands ask of its site's exponent; the gradient is stored at the present one."""
         # Zeros alone say nothing of how far to go.
-        if math.isnan(alpha) or not bool(operands.gradient.any()):
+        if not bool(operands.gradient.any()):
             return None
-        alpha = bounded(
-            alpha,
+        return self._proposal(site.exponent, self.log2_alpha(operands, format), site, anchor)
+
+    def _proposal(self, exponent: int, alphas: list[float], site: Site, anchor: Site) -> Proposal | None:
+        """The bounds of several rules as one, of a gradient that is stored at an exponent."""
+        if any(map(math.isnan, alphas)):
+            return None
+        cap = bounded(
+            math.inf,
             self.scale_bound or math.inf,
             self.accumulated_bound or math.inf,
             accumulated=2.0 ** (site.exponent - anchor.exponent),
         )
-        return site.exponent + power_of_two(alpha)
+        lower = max([0.0, *(alpha.lower for alpha in alphas)])
+        upper = min(min(alpha.upper for alpha in alphas), cap + (site.exponent - exponent))
+        # Up for what must be reached, down for what must not be passed.
+        least = exponent - power_of_two(-lower)
+        return Proposal(least, HIGHEST if upper == math.inf else exponent + power_of_two(upper))
 
-    def at_the_loss(self, gradient: Tensor, format: Format, anchor: Site) -> list[int]:
-        """Proposals for the site whose wide gradient is about to be rounded: none, but for those with a rule for it."""
-        return []
+    def at_the_loss(self, site: Site, gradient: Tensor, format: Format, anchor: Site) -> Proposal | None:
+        """The same of a wide gradient that is about to be rounded at a site; none without a rule for it."""
+        return None
 
     def exponent(self, site: Site) -> int | None:
-        """The least that its products propose, as each knows how far it may go."""
-        return min(site.proposals, default=None)
+        """The largest that anything asks for against underflow, at most the least that anything allows."""
+        if not site.proposals:
+            return None
+        return min(max(one.least for one in site.proposals), min(one.most for one in site.proposals))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +97,9 @@ class UnderflowBound(Published):
     """At most a share of what a product passes on may underflow, if its operands are Gaussian and independent.
 
     See `halfulp.gradients._estimators.underflow_bound` for the equations. At the loss, where a wide gradient is rounded
-    before the first product, the rule for lognormal gradients holds (IJCAI-20).
+    before the first product, the rule for lognormal gradients (IJCAI-20) holds too. The published rules are lower
+    bounds of a scale; so is what the gradient of the loss, and a sample of each product's sums, show by themselves, and
+    the largest is taken.
 
     Args:
         version: ``"sum"`` counts the terms of each sum (IJCAI-20), ``"product"`` does not (the first paper).
@@ -88,19 +111,28 @@ class UnderflowBound(Published):
 
     name = "underflow-bound"
 
-    def log2_alpha(self, operands: Operands, format: Format) -> float:
-        """See the class."""
+    def log2_alpha(self, operands: Operands, format: Format) -> list[float]:
+        """By the published rule; by that for what arrives, which is stored too; and by what a sample of sums shows."""
         low, high = bounds(format)
+        limits = {"share": self.share, "u_min": low, "u_max": high}
         gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)
-        return underflow_bound(
-            gradient, weight, operands.fan, version=self.version, share=self.share, u_min=low, u_max=high
-        )
+        found = [
+            underflow_bound(gradient, weight, operands.fan, version=self.version, **limits),
+            underflow_bound(gradient, **limits),
+        ]
+        if gradient.finite and weight.finite:
+            found.append(observed(sampled(operands.gradient, operands.weight), **limits))
+        return found
 
-    def at_the_loss(self, gradient: Tensor, format: Format, anchor: Site) -> list[int]:
-        """What keeps a lognormal gradient, stored at the global exponent, from underflow."""
+    def at_the_loss(self, site: Site, gradient: Tensor, format: Format, anchor: Site) -> Proposal | None:
+        """What keeps a gradient at the global exponent from underflow, be it Gaussian, lognormal, or as it is."""
         low, high = bounds(format)
-        alpha = lognormal(LogMoments.of(gradient), share=self.share, u_min=low, u_max=high)
-        return [] if math.isnan(alpha) else [anchor.exponent + power_of_two(alpha)]
+        limits = {"share": self.share, "u_min": low, "u_max": high}
+        moments = Moments.of(gradient)
+        if not (moments.finite and moments.nonzero):
+            return None
+        alphas = [lognormal(LogMoments.of(gradient), **limits), underflow_bound(moments, **limits)]
+        return self._proposal(anchor.exponent, [*alphas, observed(gradient, **limits)], site, anchor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +147,11 @@ class ElementWise(Published):
 
     name = "element-wise"
 
-    def log2_alpha(self, operands: Operands, format: Format) -> float:
+    def log2_alpha(self, operands: Operands, format: Format) -> list[float]:
         """See `halfulp.gradients._estimators.element_wise`."""
         low, high = bounds(format)
-        return element_wise(
-            operands.gradient,
-            operands.weight,
-            u_min=low,
-            u_max=high,
-            fan=operands.fan,
-            rescue_share=self.rescue_share,
-        )
+        limits = {"u_min": low, "u_max": high, "fan": operands.fan, "rescue_share": self.rescue_share}
+        return [element_wise(operands.gradient, operands.weight, **limits)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +160,8 @@ class AbsRange(Published):
 
     name = "abs-range"
 
-    def log2_alpha(self, operands: Operands, format: Format) -> float:
+    def log2_alpha(self, operands: Operands, format: Format) -> list[float]:
         """See `halfulp.gradients._estimators.abs_range`."""
         low, high = bounds(format)
-        return abs_range(
-            Moments.of(operands.gradient), Moments.of(operands.weight), operands.fan, u_min=low, u_max=high
-        )
+        gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)
+        return [abs_range(gradient, weight, operands.fan, u_min=low, u_max=high)]

@@ -64,7 +64,7 @@ class Site:
         merged: Whether it follows the global exponent for good, and why; None where it does not.
         readings: The last measurement by kind: "received" (the gradient that arrives), "passed" (what its product
             passes on), "weight" (of its parameters).
-        proposals: Exponents that a policy made of the product's operands, in this iteration.
+        proposals: The least and the most exponent that a policy made of each product's operands, in this iteration.
         stored: The narrow format that its product computes in, whatever its operands were cast from; None if wide.
         history: Largest magnitudes by kind, of the latest measurements.
         format: The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
@@ -83,7 +83,7 @@ class Site:
         self.key = key
         self.merged: str | None = None
         self.readings: dict[str, Reading] = {}
-        self.proposals: list[int] = []
+        self.proposals: list[tuple[int, int]] = []
         self.history: deque[dict[str, float]] = deque(maxlen=HISTORY)
         self.format: Format | None = None
         self.measured = False
