@@ -32,6 +32,7 @@ NAMES = (
     "gradient_exactness",
     "gradient_overhead",
     "gradient_safety",
+    "gradient_schedules",
     "suite",
     "startup",
     "many_tensors",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor
 
 from ..formats import fp16
 from ._backward import Backward
-from ._measure import Measured, by_site, copied
+from ._last_step import LastStep as LastStep
+from ._measure import Measured, by_site, copied, recovered
 from ._overflow import (
     Culprit,
     all_finite,
@@ -20,6 +20,7 @@ from ._overflow import (
     is_blind,
     is_wide,
     measured_culprits,
+    suspects,
     unmeasured_culprits,
 )
 from ._policy import Amax, lowest
@@ -28,28 +29,11 @@ from ._site import Reading, Site
 from ._state import load_sites
 
 # For so many intervals an overflow is remembered, times the site's patience.
-_MEMORY = 8
+_MEMORY = 4
 # After so many skipped steps in a row, or overflows of one site, all exponents of the iteration fall as one scale.
-_ROW, _STRIKES = 8, 4
+_ROW, _STRIKES = 4, 4
 _FALL = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class LastStep:
-    """What the last ``scaler.step(optimizer)`` did.
-
-    Attributes:
-        applied: Whether the optimizer stepped.
-        reason: Why it did not, in words; empty where it did.
-        culprits: The sites that overflowed, each with the exponent that it had.
-    """
-
-    applied: bool
-    reason: str = ""
-    culprits: tuple[tuple[str, int], ...] = ()
-
-    def __str__(self) -> str:
-        return "applied" if self.applied else f"skipped: {self.reason}"
+_SHORT = 4
 
 
 class Controller:
@@ -117,7 +101,7 @@ class Controller:
         if found is None and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
         if found is None and not self.backward.measuring:
-            self._doubt()
+            self._doubt(untouched and not self.backward.processes)
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
         found = found or [Culprit(anchor, spreads=False)]
@@ -233,7 +217,7 @@ class Controller:
         fallen = self._fall(readings)
         if self.backward.measuring and not self._skipped:
             self._settle_doubts(readings)
-        lost = self._recovered(readings)
+        lost = recovered(self.backward.edges(), readings)
         for site, kinds in readings.items():
             if site not in fallen and all(reading.finite for reading in kinds.values()):
                 self._follow(site, kinds, site in lost)
@@ -248,16 +232,21 @@ class Controller:
         known = [site.exponent for site in self.sites if site.measured and site.format is not None]
         self.sites.lowest = min(known, default=None)
 
-    def _doubt(self) -> None:
-        """Note that any site of this iteration may have overflowed; they fall if the next one does not show which."""
-        for site in self.backward.reached():
+    def _doubt(self, told: bool) -> None:
+        """Note which sites of this iteration may have overflowed; they fall if the next ones do not show which.
+
+        ``told``: parameters' gradients are as backward left them, and narrow it down.
+        """
+        backward = self.backward
+        order = backward.reached()
+        known = suspects(backward.readers(), backward.edges()) if told else set()
+        may = [*known, *downstream(list(known), order)] if known else order
+        for site in dict.fromkeys(may):
             if not is_wide(site):
                 self._note(site, doubted=True)
 
     def _note(self, site: Site, doubted: bool = False) -> None:
-        # What falls and falls and overflows all the same may be blamed for others.
-        memory = _MEMORY // 4 if site.strikes >= _STRIKES else _MEMORY
-        site.note_overflow(self.iteration, memory * self.interval, site.exponent, doubted)
+        site.note_overflow(self.iteration, _MEMORY * self.interval, site.exponent, doubted)
 
     def _fall(self, readings: dict[Site, dict[str, Reading]]) -> dict[Site, None]:
         """Lower the sites that overflowed, and those that saw infinities only; which these were."""
@@ -275,18 +264,22 @@ class Controller:
         blind = [site for site in downstream(spreading, self.backward.reached()) if is_blind(site, readings)]
         fallen = dict.fromkeys([*culprits, *blind])
         for site in fallen:
+            if site not in culprits:
+                # What comes again and again would show in one site after the other.
+                self._note(site, doubted=True)
             self._lower(site)
         return fallen
 
     def _fall_together(self) -> dict[Site, None]:
-        """One falling scale for all sites of the iteration: blaming single ones led nowhere."""
-        sites = [*self.backward.reached(), self.sites.anchor]
-        highest = max(site.exponent for site in sites)
-        for site in sites:
+        """One falling scale for all, sites that are seldom used too: blaming single ones led nowhere."""
+        reached = dict.fromkeys([*self.backward.reached(), self.sites.anchor])
+        highest = max(site.exponent for site in reached)
+        for site in self.sites:
             if site.exponent > highest - _FALL:
                 self._set(site, highest - _FALL)
-                site.note_overflow(self.iteration, _MEMORY * self.interval, highest, doubted=True)
-        return dict.fromkeys(sites)
+                if site in reached:
+                    site.note_overflow(self.iteration, _MEMORY * self.interval, highest, doubted=True)
+        return reached
 
     def _lower(self, site: Site) -> None:
         """Lower a site, at once to where a longer memory of measurements wants it."""
@@ -304,8 +297,12 @@ class Controller:
             self._acquit()
             return
         for site in doubted:
-            if site.exponent >= site.overflowed:
+            if site.exponent >= site.overflowed and not self._may_be_gone(site):
                 self._lower(site)
+
+    def _may_be_gone(self, site: Site) -> bool:
+        """Whether one overflow is all that is remembered, of a spike maybe."""
+        return site.strikes == site.patience == 1
 
     def _acquit(self) -> None:
         for site in self.sites:
@@ -339,23 +336,16 @@ class Controller:
             self._set(site, self._short_of_overflow(site, 2 * site.exponent - self.policy.lowered(site)))
         return True
 
-    def _recovered(self, readings: dict[Site, dict[str, Reading]]) -> set[Site]:
-        """The sites where all that arrives is stored as zero, though it was larger; how large is filled in."""
-        found = set()
-        for source, target in self.backward.edges():
-            arrived = readings.get(source, {}).get("received")
-            passed = readings.get(target, {}).get("passed")
-            if arrived is not None and arrived.amax == 0 and passed is not None and passed.finite and passed.amax:
-                readings[source]["received"] = dataclasses.replace(arrived, amax=passed.amax)
-                found.add(source)
-        return found
-
     def _allowed(self, site: Site, exponent: int) -> int:
         """The exponent that is wanted, or what an overflow lowered the site to, as long as that is remembered."""
         self._forget(site)
-        if site.overflowed is None:
+        if site.overflowed is None or self._may_be_gone(site):
             return exponent
-        return min(exponent, site.overflowed + self.policy.lowered(site) - site.exponent)
+        return min(exponent, site.overflowed - self._short(site))
+
+    def _short(self, site: Site) -> int:
+        """How far a site stays from where it overflowed: each time that it overflows again, it stays further away."""
+        return min(_SHORT, site.exponent - self.policy.lowered(site))
 
     def _short_of_overflow(self, site: Site, exponent: int) -> int:
         """The exponent that is wanted; halfway to where the site overflowed lately, if it is not short of that.
@@ -368,7 +358,7 @@ class Controller:
         half = (site.exponent + site.overflowed) // 2
         if not self.policy.wants_operands:
             # What is all zero where an overflow lowered it to may go that far from now on.
-            site.overflowed = max(site.overflowed, half + site.exponent - self.policy.lowered(site))
+            site.overflowed = max(site.overflowed, half + self._short(site))
         return half
 
     def _forget(self, site: Site) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -66,6 +67,18 @@ def by_site(measured: list[Measured]) -> dict[Site, dict[str, Reading]]:
     for one in measured:
         kinds = found.setdefault(one.site, {})
         kinds[one.kind] = kinds[one.kind].joined(one.reading) if one.kind in kinds else one.reading
+    return found
+
+
+def recovered(edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, Reading]]) -> set[Site]:
+    """The sites where all that arrives is stored as zero, though it was larger; how large is filled in."""
+    found = set()
+    for source, target in edges:
+        arrived = readings.get(source, {}).get("received")
+        passed = readings.get(target, {}).get("passed")
+        if arrived is not None and arrived.amax == 0 and passed is not None and passed.finite and passed.amax:
+            readings[source]["received"] = dataclasses.replace(arrived, amax=passed.amax)
+            found.add(source)
     return found
 
 

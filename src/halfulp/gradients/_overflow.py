@@ -39,6 +39,38 @@ def measured_culprits(measured: list[Measured]) -> list[Culprit]:
     return found
 
 
+def suspects(readers: Iterable[tuple[Tensor, Site]], edges: Iterable[tuple[Site, Site]]) -> set[Site]:
+    """The sites that may have overflowed, from the parameters' gradients alone; none where all of those are finite.
+
+    What overflows shows in all that comes later in backward, so that only the first of the sites with infinite
+    gradients count, and those that pass gradients to them, up to the first whose parameters' gradients are finite.
+    """
+    finite = _finite_sites(readers)
+    above: dict[Site, list[Site]] = {}
+    for source, target in edges:
+        above.setdefault(source, []).append(target)
+    found: set[Site] = set()
+    for site in (site for site, known in finite.items() if not known):
+        way, seen = [site], {site}
+        while way:
+            for target in above.get(way.pop(), ()):
+                if target not in seen:
+                    seen.add(target)
+                    way += [] if target in finite else [target]
+        if all(finite.get(one, True) for one in seen - {site}):
+            found |= seen
+    return found
+
+
+def _finite_sites(readers: Iterable[tuple[Tensor, Site]]) -> dict[Site, bool]:
+    """Whether the gradients of the parameters that each site reads are finite."""
+    read = [(parameter, site) for parameter, site in readers if parameter.grad is not None]
+    finite: dict[Site, bool] = {}
+    for (_, site), flag in zip(read, copied([all_finite(parameter.grad) for parameter, _ in read])):
+        finite[site] = finite.get(site, True) and flag
+    return finite
+
+
 def unmeasured_culprits(
     readers: Iterable[tuple[Tensor, Site]], order: list[Site], edges: Iterable[tuple[Site, Site]], guess: bool
 ) -> list[Culprit] | None:
@@ -54,10 +86,7 @@ def unmeasured_culprits(
         edges: pairs of a site and one that passes gradients to it.
         guess: whether to, as measuring did not tell either.
     """
-    read = [(parameter, site) for parameter, site in readers if parameter.grad is not None]
-    finite: dict[Site, bool] = {}
-    for (_, site), flag in zip(read, copied([all_finite(parameter.grad) for parameter, _ in read])):
-        finite[site] = finite.get(site, True) and flag
+    finite = _finite_sites(readers)
     known = [site for site in order if site in finite]
     bad = [site for site in known if not finite[site]]
     if not bad:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+import statistics
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -14,6 +15,8 @@ from ._site import Site
 _BY_NAME: dict[str, type[Policy]] = {}
 # Beyond 2^15 more room in the format serves nobody, and sums of squares would leave float32.
 _TOP = 15
+# Powers of two left free above peaks, and in formats of so many binades above what is usual.
+_PEAK_ROOM, _WIDE, _WIDE_ROOM = 3, 30, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +87,8 @@ class Amax(Policy):
 
     Args:
         headroom: Powers of two left free above the activations' gradients, which grow in sums on their way, and from
-            batch to batch; None for 8 in formats of 30 and more binades, else 3, or a sixth of fewer than 18.
+            batch to batch; None for 3, or a sixth of fewer than 18 binades, and in formats of 30 and more binades for 8
+            above the median of the measurements that count.
         weight_headroom: The same above the parameters' gradients.
         measurements: How many of the last measurements count, times the site's patience; exponents fall at once and
             rise when a peak is this old.
@@ -108,16 +112,35 @@ class Amax(Policy):
             # What no narrow format stores has no limit, whatever it was before.
             return None
         limits = []
-        for kind, peak in peaks(site, self.measurements * site.patience).items():
+        for kind, sizes in _sizes(site, self.measurements * site.patience).items():
             room = self.weight_headroom if kind == "weight" else self.headroom
-            room = _headroom(site.format) if room is None else room
-            limits.append(top(site) - room - (math.frexp(peak)[1] - 1))
+            limits.append(top(site) - _above(sizes, room, site.format))
         return min(limits, default=None)
 
 
-def _headroom(format: Format) -> int:
-    """What is left free by default: 3 made steps be skipped that a falling scale takes."""
-    return 8 if format.binades >= 30 else min(3, format.binades // 6)
+def _above(sizes: list[float], room: int | None, format: Format) -> int:
+    """How far the top is to be above 1: by the headroom above the largest size, or one that goes by their spread.
+
+    3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest.
+    """
+    largest = math.frexp(max(sizes))[1] - 1
+    if room is not None:
+        return largest + room
+    usual = largest + min(_PEAK_ROOM, format.binades // 6)
+    if format.binades < _WIDE:
+        return usual
+    return max(usual, math.frexp(statistics.median(sizes))[1] - 1 + _WIDE_ROOM)
+
+
+def _sizes(site: Site, measurements: int) -> dict[str, list[float]]:
+    """The sizes of true gradients of each kind that a narrow format stored, over the last measurements; no zeros."""
+    recent = list(site.history)[-measurements:]
+    found: dict[str, list[float]] = {}
+    for entry in recent:
+        for kind, size in entry.items():
+            if size > 0:
+                found.setdefault(kind, []).append(size)
+    return found
 
 
 def peaks(site: Site, measurements: int) -> dict[str, float]:

@@ -1,0 +1,364 @@
+"""Random schedules of losses, and what scalers make of their gradients: the search for a schedule that never trains.
+
+Weights stand still, so that a schedule says all: whose loss it is in which iteration, and by which power of two it is
+multiplied. What one scale for all makes of it then follows from a table: which gradients are zero, and whether any is
+infinite, by loss and by the sum of its power and the scale's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import warnings
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+import halfulp as hu
+
+FORMATS = ("fp16", "bf16", "e5m2")
+KINDS = ("heads", "shared", "growing", "experts")
+LOOPS = ("plain", "unscale", "clip", "accumulate", "two optimizers", "update each")
+ITERATIONS, SETTLED = 320, 64
+WIDTH, ROWS, EXPERTS = 8, 4, 32
+GROWTH, START = 2000, 16
+ROW, MORE_SKIPS, MORE_ZEROS = 32, 0.02, 0.001
+
+Loss = tuple[int, int]  # a task, and the length of its sequence or the number of its expert
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """One training loop: `random` draws it from its seed alone.
+
+    Attributes:
+        kind: Of the model: a trunk with a head for each task, the same sites for all, a recurrent cell whose sequence
+            grows, or experts of which each loss uses one.
+        loop: How the scaler is called.
+        steps: For each iteration the losses that it differentiates, each with the power of two that multiplies it.
+    """
+
+    seed: int
+    format: str
+    kind: str
+    loop: str
+    steps: tuple[tuple[tuple[Loss, int], ...], ...]
+
+    @classmethod
+    def random(cls, seed: int, iterations: int = ITERATIONS) -> Schedule:
+        """The schedule of a seed."""
+        draw = random.Random(seed)
+        format, kind, loop = draw.choices(FORMATS, (3, 1, 3))[0], draw.choice(KINDS), draw.choice(LOOPS)
+        tasks = draw.randint(1, 4)
+        spread = draw.choice((0, 4, 10, 20, 30))
+        powers = [draw.randint(-spread, spread) for _ in range(tasks)]
+        turns = _turns(draw, tasks, iterations)
+        drift, noise = draw.choice((0, 0, -10, 10)), draw.choice((0, 0, 2))
+        spikes = draw.choice((0.0, 0.0, 0.01))
+        steps = []
+        for k in range(iterations):
+            several = draw.randint(1, 3) if loop == "accumulate" else 1
+            losses = []
+            for i in range(several):
+                task = turns[(k + i) % iterations]
+                power = powers[task] + drift * k // iterations + draw.randint(-noise, noise)
+                power += draw.randint(8, 20) if draw.random() < spikes else 0
+                losses.append(((task, _variant(draw, kind, k, iterations)), power))
+            steps.append(tuple(losses))
+        return cls(seed, format, kind, loop, tuple(steps))
+
+    def __str__(self) -> str:
+        return f"{self.seed}: {self.format}, {self.kind}, {self.loop}"
+
+
+def _turns(draw: random.Random, tasks: int, iterations: int) -> list[int]:
+    """Whose turn it is: in rounds of 1 to 16 iterations, blocks, or at random, some tasks seldom."""
+    kind = draw.choice(("round", "blocks", "random"))
+    if kind == "round":
+        period = draw.randint(1, 16)
+        pattern = [draw.randrange(tasks) for _ in range(period)]
+        return [pattern[k % period] for k in range(iterations)]
+    if kind == "blocks":
+        length = draw.randint(1, 40)
+        return [k // length % tasks for k in range(iterations)]
+    weights = [draw.choice((1.0, 1.0, 0.1, 0.03)) for _ in range(tasks)]
+    return draw.choices(range(tasks), weights, k=iterations)
+
+
+def _variant(draw: random.Random, kind: str, k: int, iterations: int) -> int:
+    if kind == "growing":
+        return 1 + 8 * k // iterations
+    return min(EXPERTS - 1, int(draw.paretovariate(0.5)) - 1) if kind == "experts" else 0
+
+
+class Model(nn.Module):
+    """The model of a schedule; its losses read fixed batches."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__()
+        torch.manual_seed(schedule.seed)
+        self.kind = schedule.kind
+        self.trunk = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4 if self.kind == "heads" else 1))
+        parts = {"growing": 1, "experts": EXPERTS}.get(self.kind, 0)
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(parts))
+        self.batches = torch.randn(4, ROWS, WIDTH)
+
+    def forward(self, loss: Loss) -> Tensor:
+        task, variant = loss
+        h = self.trunk(self.batches[task]).tanh()
+        if self.kind == "growing":
+            for _ in range(variant):
+                h = torch.tanh(1.5 * self.parts[0](h))
+        elif self.kind == "experts":
+            h = h + self.parts[variant](h).tanh()
+        return self.heads[task % len(self.heads)](h)
+
+    def groups(self, loop: str) -> list[list[nn.Parameter]]:
+        """The parameters of each optimizer."""
+        if loop not in ("two optimizers", "update each"):
+            return [list(self.parameters())]
+        return [list(self.trunk.parameters()), [*self.heads.parameters(), *self.parts.parameters()]]
+
+
+@dataclasses.dataclass
+class Gradients:
+    """What one iteration left: which elements are not zero, of each optimizer's parameters, and whether all are finite.
+
+    Only parameters with a gradient count; where an optimizer has none, nobody knows whether they are finite.
+    """
+
+    nonzero: list[dict[int, Tensor]]
+    finite: list[bool | None]
+
+    def __add__(self, other: Gradients) -> Gradients:
+        return Gradients(
+            [
+                {key: a[key] | b[key] if key in a and key in b else a.get(key, b.get(key)) for key in a | b}
+                for a, b in zip(self.nonzero, other.nonzero)
+            ],
+            [b if a is None else a if b is None else a and b for a, b in zip(self.finite, other.finite)],
+        )
+
+
+def gradients_of(groups: list[list[nn.Parameter]]) -> Gradients:
+    """Of the parameters as they are."""
+    nonzero: list[dict[int, Tensor]] = []
+    finite: list[bool | None] = []
+    for group in groups:
+        given = {number: p.grad for number, p in enumerate(group) if p.grad is not None}
+        nonzero.append({number: gradient != 0 for number, gradient in given.items()})
+        # A sum is not finite where an element is not.
+        total = sum(float(gradient.double().abs().sum()) for gradient in given.values())
+        finite.append(math.isfinite(total) if given else None)
+    return Gradients(nonzero, finite)
+
+
+class OneScale:
+    """What one scale for all gradients makes of a schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.model = Model(schedule)
+        self.groups = self.model.groups(schedule.loop)
+        self.scaler = hu.AdaptiveGradScaler(self.model, policy="constant", format=schedule.format, init_scale=1.0)
+        self._known: dict[tuple[Loss, int], Gradients] = {}
+        self._plain: dict[Loss, Gradients] = {}
+
+    def plain(self, loss: Loss) -> Gradients:
+        """In float32."""
+        if loss not in self._plain:
+            self.model.zero_grad()
+            _value(self.model, loss).backward()
+            self._plain[loss] = gradients_of(self.groups)
+        return self._plain[loss]
+
+    def gradients(self, loss: Loss, power: int) -> Gradients:
+        """Of a loss times 2^power."""
+        power = max(-120, min(100, power))
+        if (loss, power) not in self._known:
+            self.model.zero_grad()
+            self.scaler.scale(_value(self.model, loss) * 2.0**power).backward()
+            self._known[loss, power] = gradients_of(self.groups)
+            self.scaler.set_exponents({})
+        return self._known[loss, power]
+
+    def step(self, losses: tuple[tuple[Loss, int], ...], exponent: int) -> Gradients:
+        """Of an iteration at a scale of 2^exponent."""
+        first, *others = [self.gradients(loss, power + exponent) for loss, power in losses]
+        for other in others:
+            first = first + other
+        return first
+
+    def truth(self, losses: tuple[tuple[Loss, int], ...]) -> Gradients:
+        """Of an iteration in float32."""
+        first, *others = [self.plain(loss) for loss, _ in losses]
+        for other in others:
+            first = first + other
+        return first
+
+    @cached_property
+    def limits(self) -> dict[Loss, int]:
+        """The least power at which a loss overflows."""
+        found = {}
+        for loss in {loss for losses in self.schedule.steps for loss, _ in losses}:
+            low, high = -60, 100
+            while high - low > 1:
+                middle = (low + high) // 2
+                overflows = False in self.gradients(loss, middle).finite
+                low, high = (low, middle) if overflows else (middle, high)
+            found[loss] = high
+        return found
+
+    def room(self, losses: tuple[tuple[Loss, int], ...]) -> int:
+        """The largest exponent at which an iteration does not overflow."""
+        return min(self.limits[loss] - power for loss, power in losses) - 1
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a scaler made of a schedule.
+
+    Attributes:
+        skipped: Of all optimizer steps, the share.
+        row: The most iterations in a row that were skipped while all gradients fitted the format at scale 1, of all or
+            of one task alone.
+        zeros: Of the settled, applied steps' elements that are not zero in float32, the share that is.
+    """
+
+    skipped: float
+    row: int
+    zeros: float
+
+
+class Count:
+    """Counts steps and zeros."""
+
+    def __init__(self, one: OneScale) -> None:
+        self.one = one
+        self.steps = self.skips = self.lost = self.held = self.row = 0
+        self._rows: dict[object, int] = {}
+
+    def add(self, k: int, found: Gradients, skipped: list[bool]) -> None:
+        """An iteration's optimizer steps."""
+        losses = self.one.schedule.steps[k]
+        self.steps += len(skipped)
+        self.skips += sum(skipped)
+        fits = self.one.room(losses) >= 0
+        for whose in ("all", *(loss[0] for loss, _ in losses)):
+            self._rows[whose] = self._rows.get(whose, 0) + 1 if any(skipped) and fits else 0
+            self.row = max(self.row, self._rows[whose])
+        if k >= SETTLED:
+            truth = self.one.truth(losses).nonzero
+            done = iter(skipped)
+            for wanted, got in zip(truth, found.nonzero):
+                if got and not next(done, True):
+                    self.held += sum(int(x.sum()) for x in wanted.values())
+                    self.lost += sum(int((x & ~got[key]).sum()) for key, x in wanted.items())
+
+    def outcome(self) -> Outcome:
+        """All in all."""
+        return Outcome(self.skips / max(1, self.steps), self.row, self.lost / max(1, self.held))
+
+
+def _value(model: Model, loss: Loss) -> Tensor:
+    return model(loss).square().mean()
+
+
+def adaptive(schedule: Schedule, one: OneScale, **options) -> Outcome:
+    """`AdaptiveGradScaler`'s, by running it."""
+    model = Model(schedule)
+    scaler = hu.AdaptiveGradScaler(model, format=schedule.format, **options)
+    groups = model.groups(schedule.loop)
+    optimizers = [torch.optim.SGD(group, lr=0.0) for group in groups]
+    count = Count(one)
+    for k, losses in enumerate(schedule.steps):
+        model.zero_grad()
+        for loss, power in losses:
+            scaler.scale(_value(model, loss) * 2.0**power).backward()
+        found = gradients_of(groups)
+        skipped = []
+        for number, (group, optimizer) in enumerate(zip(groups, optimizers)):
+            if schedule.loop == "update each" and number != k % len(groups):
+                continue
+            if schedule.loop in ("unscale", "clip"):
+                scaler.unscale_(optimizer)
+            if schedule.loop == "clip":
+                nn.utils.clip_grad_norm_(group, 1.0)
+            scaler.step(optimizer)
+            skipped.append(not scaler.last_step.applied)
+        scaler.update()
+        if schedule.loop == "update each":
+            found = Gradients(
+                [x if number == k % len(groups) else {} for number, x in enumerate(found.nonzero)], found.finite
+            )
+        count.add(k, found, skipped)
+    least = min(row.exponent for row in scaler.sites())
+    if not least >= -30:
+        raise RuntimeError(f"an exponent of {least}")
+    return count.outcome()
+
+
+def falling(schedule: Schedule, one: OneScale) -> Outcome:
+    """`torch.amp.GradScaler`'s, by the table."""
+    return _one(schedule, one, START, adapts=True)
+
+
+def constant(schedule: Schedule, one: OneScale, budget: float) -> Outcome:
+    """The best constant scale's: the largest that skips at most such a share of the steps."""
+    rooms = sorted(one.room(losses) for losses in schedule.steps)
+    skips = min(len(rooms) - 1, int(budget * len(rooms)))
+    return _one(schedule, one, min(60, rooms[skips]), adapts=False)
+
+
+def _one(schedule: Schedule, one: OneScale, exponent: int, adapts: bool) -> Outcome:
+    count, good = Count(one), 0
+    for k, losses in enumerate(schedule.steps):
+        found = one.step(losses, exponent)
+        flags = found.finite
+        if schedule.loop == "update each":
+            mine = k % len(flags)
+            found = Gradients([x if n == mine else {} for n, x in enumerate(found.nonzero)], flags)
+            flags = [flags[mine]]
+        skipped = [flag is False for flag in flags if flag is not None]
+        count.add(k, found, skipped)
+        good = 0 if any(skipped) else good + 1
+        if adapts:
+            exponent += -1 if any(skipped) else 0
+            if good == GROWTH:
+                exponent, good = exponent + 1, 0
+    return count.outcome()
+
+
+@dataclasses.dataclass
+class Finding:
+    """A schedule, and the three outcomes."""
+
+    schedule: Schedule
+    ours: Outcome
+    torch: Outcome
+    best: Outcome
+
+    @property
+    def broken(self) -> list[str]:
+        """What does not hold, in words."""
+        said = []
+        if self.ours.row > ROW:
+            said.append(f"{self.ours.row} skips in a row")
+        if self.ours.skipped > self.torch.skipped + MORE_SKIPS:
+            said.append(f"skips {self.ours.skipped:.1%}, GradScaler {self.torch.skipped:.1%}")
+        if self.ours.zeros > self.best.zeros + MORE_ZEROS:
+            said.append(f"zeros {self.ours.zeros:.2%}, best constant scale {self.best.zeros:.2%}")
+        return said
+
+
+def tried(seed: int, **options) -> Finding:
+    """The schedule of a seed, under all three."""
+    schedule = Schedule.random(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one = OneScale(schedule)
+        ours = adaptive(schedule, one, **options)
+        return Finding(schedule, ours, falling(schedule, one), constant(schedule, one, ours.skipped))

@@ -1,0 +1,23 @@
+"""LastStep: what became of an optimizer's step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class LastStep:
+    """What the last ``scaler.step(optimizer)`` did.
+
+    Attributes:
+        applied: Whether the optimizer stepped.
+        reason: Why it did not, in words; empty where it did.
+        culprits: The sites that overflowed, each with the exponent that it had.
+    """
+
+    applied: bool
+    reason: str = ""
+    culprits: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        return "applied" if self.applied else f"skipped: {self.reason}"
