@@ -82,12 +82,14 @@ def test_everything_after_the_first_culprit_in_backward_is_downstream():
 AGREE = """
 import os, sys, torch
 import torch.distributed as dist
-from halfulp.gradients._parallel import least
+from halfulp.gradients._parallel import Processes
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+processes = Processes()
+processes._add(dist.group.WORLD)
 for pair in ((3, -5), (-5, 3), (7, 7), (0, 60), (-60, -30)):
-    assert least([pair[rank], rank], torch.device("cpu")) == [min(pair), 0], pair
+    assert processes.agreed("update", 7, [pair[rank], rank], lambda: torch.device("cpu")) == [min(pair), 0], pair
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)
