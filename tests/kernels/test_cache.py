@@ -157,3 +157,26 @@ def test_import_does_no_work(python, cache):
     """
     assert python(program) == "False\n"
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("ingredient", ["numba", "llvmlite", "processor", "machinery", "signature"])
+def test_a_file_belongs_to_a_compiler_a_processor_and_a_signature(cache, monkeypatch, ingredient):
+    """Machine code that another of them made is another file."""
+    import llvmlite
+    import numba
+
+    from halfulp.kernels import _cache
+
+    before = _cache.MachineCodeCache("kernel", "key of void(int64)")._path(None)
+    key = "key of void(int32)" if ingredient == "signature" else "key of void(int64)"
+    changes = {
+        "numba": (numba, "__version__", "0"),
+        "llvmlite": (llvmlite, "__version__", "0"),
+        "processor": (_cache, "processor", lambda: ("x86_64", "another", "")),
+        "machinery": (_cache, "_machinery", lambda: "edited"),
+    }
+    if ingredient in changes:
+        monkeypatch.setattr(*changes[ingredient])
+    after = _cache.MachineCodeCache("kernel", key)._path(None)
+    assert before != after
+    assert before.parent == after.parent

@@ -104,6 +104,37 @@ def test_digest_sees_pieces_constants_and_bindings():
     assert digest(thrice) == before
 
 
+KERNEL = """
+from halfulp.kernels._scalar import add, mul
+import numpy as np
+FACTOR = np.uint32(3)
+def piece(x, y=2, *, z=5): return add(x, mul(y, z))
+def kernel(x): return piece(mul(x, FACTOR), 7)
+"""
+EDITS = {
+    "an operation": ("return add(x, mul", "return mul(x, mul"),
+    "a literal": ("FACTOR), 7", "FACTOR), 8"),
+    "the type of a literal": ("FACTOR), 7", "FACTOR), 7.0"),
+    "a constant of the file": ("uint32(3)", "uint32(4)"),
+    "the type of a constant": ("uint32(3)", "uint64(3)"),
+    "a default": ("y=2", "y=3"),
+    "a default of a keyword": ("z=5", "z=6"),
+    "what a name stands for": ("import add, mul", "import mul as add, add as mul"),
+    "the order of arguments": ("mul(x, FACTOR)", "mul(FACTOR, x)"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_whatever_changes_machine_code_changes_its_key(edit: str) -> None:
+    def key(source: str) -> str:
+        exec(compile(source, "kernel.py", "exec"), space := {"__name__": "kernel"})
+        return digest(space["kernel"])
+
+    assert KERNEL.count(EDITS[edit][0]) == 1
+    assert key(KERNEL) == key(KERNEL)
+    assert key(KERNEL.replace(*EDITS[edit])) != key(KERNEL)
+
+
 def uses_a_module(x):
     return np.uint32(x)
 

@@ -82,6 +82,7 @@ def _rebuild(function: Callable, bind: dict, done: dict) -> types.FunctionType:
         if value is not None:
             namespace[name] = _compiled(value, bind, done)
     rebuilt = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
+    rebuilt.__kwdefaults__ = function.__kwdefaults__
     # Symbols are global to a process: two pieces of one name, loaded from the cache, would be linked as one.
     rebuilt.__qualname__ = f"{function.__name__}_{digest(function, bind)[:16]}"
     return rebuilt
@@ -131,6 +132,7 @@ def _feed(sink, function: Callable, bind: dict, seen: dict) -> None:
     if known:
         return
     _feed_code(sink, function.__code__)
+    sink.update(repr((function.__defaults__, function.__kwdefaults__)).encode())
     for name in _names(function.__code__):
         value = resolve(function, name, bind)
         sink.update(name.encode())
