@@ -98,7 +98,9 @@ def test_rules_of_values_trace_into_one_graph(seed, storage):
     x = ScaledTensor.encode(torch.rand(12) + 0.5, storage).requires_grad_()
     eager = many(x)
     compiled = torch.compile(many, backend="aot_eager", fullgraph=True)(x)
-    torch.testing.assert_close(compiled.detach().decode(), eager.detach().decode(), rtol=1e-6, atol=1e-6)
+    # A graph keeps squares in float32 that float16 payloads round eagerly.
+    apart = 1e-6 if storage == torch.float32 else 4e-3
+    torch.testing.assert_close(compiled.detach().decode(), eager.detach().decode(), rtol=apart, atol=apart)
     (expected,), (found,) = (torch.autograd.grad(y.sum(), x) for y in (eager, compiled))
     rtol = 1e-5 if storage == torch.float32 else 1e-2
     torch.testing.assert_close(found.decode(), expected.decode(), rtol=rtol, atol=rtol)

@@ -17,7 +17,8 @@ from ._graph_pass import Plan, path_of
 from ._products import Kind, kind_of, name_of
 from ._site import GLOBAL
 
-_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+# The higher-order operator that dynamo makes of torch.utils.checkpoint, by name.
+_CHECKPOINT = "tag_activation_checkpoint"
 _ATTRIBUTE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]|__self__\.(\w+)")
 # Dynamo writes `a += b` and `a[i] = b` with functions of Python's operator module.
 _WRITES = {*("iadd", "isub", "imul", "itruediv", "ipow", "ior", "iand", "ixor", "imatmul", "setitem")}
@@ -73,7 +74,7 @@ class _Walk:
                 stack = node.meta["source_fn_stack"] = [*outer, stack[-1]]
             if node.target is torch._C._set_grad_enabled:
                 self._records = bool(node.args[0])
-            elif node.target is _CHECKPOINT:
+            elif getattr(node.target, "__name__", "") == _CHECKPOINT:
                 self._sites[node] = self._checkpoint(getattr(module, node.args[0].target), node, tuple(stack or ()))
             elif node.op in ("call_function", "call_method") and stack:
                 self._visit(node, path_of(stack))
