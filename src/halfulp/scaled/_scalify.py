@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..tensors import _companions, _model_fallbacks
+from ..tensors import _companions, _model_fallbacks, _outer_modules
 from ..tensors._holders import check_holders
 from ..tensors._places import Place, Where, check_has_shape, chosen, places, with_marks
 from . import _door, _placement, _product_layers
@@ -114,12 +114,15 @@ def scalify(
     _door.install(model)
     _companions.install_check(model)
     _model_fallbacks.install(model)
+    _outer_modules.watch()
     _placement.remove(model)
     _placement.install(sides)
     _product_layers.remove(model)
     _product_layers.install(model)
     _set_products(model, matmul)
     wrappers.follow()
+    for wrapper in wrappers.data_parallel:
+        _outer_modules.install(wrapper)
     return model
 
 

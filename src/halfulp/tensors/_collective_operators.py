@@ -19,6 +19,12 @@ from torch._ops import OpOverload
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
 PLAIN_FORMS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast")
 
+# What is said too where tensor parallel begins, before any parameter is a DTensor.
+_SCATTERED = (
+    ". Parameters: parallelize_module begins by this, and its layers add and scatter plain tensors. Use "
+    "DistributedDataParallel, or give the plan plain parameters"
+)
+
 Write = Callable[[Tensor, Tensor], Any]
 
 
@@ -43,7 +49,11 @@ def collective_rule(
     """
 
     def refused(*arguments: Any, **options: Any) -> NoReturn:
-        refuse(operator)
+        try:
+            refuse(operator)
+        except NotImplementedError as error:
+            more = _SCATTERED if operator._schema.name == "c10d::scatter_" else ""
+            raise NotImplementedError(f"{error}{more}") from None
 
     if operator.namespace == "c10d_functional" and operator._can_decompose():
         return operator.decompose  # older names, which give way to the operators of _c10d_functional

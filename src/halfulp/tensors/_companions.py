@@ -48,6 +48,11 @@ def register(layout: Layout) -> None:
     _layouts[layout.kind] = layout
 
 
+def layout_of(tensor: object) -> Layout | None:
+    """How a tensor lies in a state_dict; None if it has no companions."""
+    return _layouts.get(type(tensor))
+
+
 def install(module: nn.Module) -> None:
     """Save and load this module's own parameters of such classes as plain tensors."""
     if _save not in module._state_dict_hooks.values():
@@ -94,7 +99,7 @@ def check_version(metadata: Mapping) -> None:
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor, Layout]]:
-    own = [(key, value, _layouts.get(type(value))) for key, value in module._parameters.items()]
+    own = [(key, value, layout_of(value)) for key, value in module._parameters.items()]
     return [place for place in own if place[2] is not None]
 
 

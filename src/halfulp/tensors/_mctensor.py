@@ -52,7 +52,8 @@ class MCTensor(torch.Tensor):
     _gradients: str
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    fsdp_pre_all_gather = fsdp_post_all_gather = refuse_fully_shard
+    # fully_shard asks for the first one before it changes a parameter, and older versions for the others after that.
+    _fsdp_orig_uid = fsdp_pre_all_gather = fsdp_post_all_gather = property(refuse_fully_shard)
 
     def __new__(cls, *arguments: object, **options: object) -> MCTensor:
         raise TypeError("make an MCTensor by MCTensor.encode(values) or MCTensor.from_components(tensors)")

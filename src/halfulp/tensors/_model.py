@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import _companions, _model_fallbacks
+from . import _companions, _model_fallbacks, _outer_modules
 from . import _recurrent as _recurrent
 from . import _state_dict as _state_dict
 from ._backward import COMPONENTS, FIRST, check_gradients
@@ -84,7 +84,10 @@ def multicomponent(
         _companions.install(place.module)
     _companions.install_check(model)
     _model_fallbacks.install(model)
+    _outer_modules.watch()
     wrappers.follow()
+    for wrapper in wrappers.data_parallel:
+        _outer_modules.install(wrapper)
     return model
 
 

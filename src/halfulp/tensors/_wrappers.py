@@ -177,10 +177,8 @@ def replace_data(parameter: Tensor, value: Tensor) -> None:
         parameter.grad = gradient.to(value.dtype)
 
 
-def refuse_fully_shard(
-    tensor: Tensor, mesh: object, outer_size: object, outer_stride: object, module: nn.Module, mp_policy: object
-) -> NoReturn:
-    """What a tensor subclass answers where fully_shard asks it for the parts to gather.
+def refuse_fully_shard(tensor: Tensor) -> NoReturn:
+    """What the class of a tensor answers where fully_shard looks for its own attributes, before it shards one.
 
     Raises:
         NotImplementedError: always.
@@ -188,5 +186,6 @@ def refuse_fully_shard(
     name = type(tensor).__name__
     raise NotImplementedError(
         f"fully_shard of {name} parameters: it gathers and reduces one plain tensor per parameter, and these have "
-        "several. Use DistributedDataParallel, or shard plain parameters (param_dtype= works with fully_shard)"
+        "several. Use DistributedDataParallel, or shard plain parameters of a model made again (param_dtype= of "
+        "hu.optim and hu.AdaptiveGradScaler work with fully_shard)"
     )
