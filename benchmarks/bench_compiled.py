@@ -1,6 +1,7 @@
 """Compiled training beside eager: `python -m benchmarks.bench_compiled [--only 'gpt2/*/step'] [--backend aot_eager]`.
 
-Rows that a run does not choose stay as the file has them.
+Rows that a run does not choose stay as the file has them. The file is written after every row, and with `--missing` a
+run goes on where another was stopped.
 """
 
 import argparse
@@ -273,6 +274,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["*"], help="patterns of model/technique/part")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager"])
     parser.add_argument("--fresh", action="store_true", help="forget the rows that the file has")
+    parser.add_argument("--missing", action="store_true", help="leave out the rows that the file has")
     given = parser.parse_args()
     import torch
 
@@ -281,15 +283,17 @@ def main() -> None:
     known: dict[tuple, dict] = {}
     if result.path().exists() and not given.fresh:
         known = {_key(one): one for one in load(FOLDER / "compiled.json").tables[0].rows}
-    for key in ((m, t, p) for m in MODELS for t in TECHNIQUES for p in PARTS):
-        if any(fnmatch.fnmatch("/".join(key), pattern) for pattern in given.only):
-            names = dict(zip(("model", "technique", "compiled part"), key), backend=given.backend)
-            known[_key(names)] = {**names, **row(*key, given.backend)}
-            print(known[_key(names)], flush=True)
     order = {key: i for i, key in enumerate((m, t, p) for m in MODELS for t in TECHNIQUES for p in PARTS)}
-    rows = sorted(known.values(), key=lambda one: (order[_key(one)[:3]], one["backend"]))
-    result.tables = [Table("Compiled beside eager", COLUMNS, rows)]
-    save(dataclasses.replace(result))
+    for key in order:
+        names = dict(zip(("model", "technique", "compiled part"), key), backend=given.backend)
+        is_chosen = any(fnmatch.fnmatch("/".join(key), pattern) for pattern in given.only)
+        if not is_chosen or (given.missing and _key(names) in known):
+            continue
+        known[_key(names)] = {**names, **row(*key, given.backend)}
+        print(known[_key(names)], flush=True)
+        rows = sorted(known.values(), key=lambda one: (order[_key(one)[:3]], one["backend"]))
+        result.tables = [Table("Compiled beside eager", COLUMNS, rows)]
+        save(dataclasses.replace(result))
 
 
 def _key(one: dict) -> tuple:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import copy
 import gc
 import statistics
 import time
@@ -14,11 +15,11 @@ from ._results import Result, Table, save
 from .bench_scaled import loss, model_and_batch
 
 TEXT = """`hu.scalify(model)`, which keeps float32 payloads where autocast computes in float32, beside \
-`hu.scalify(model, wide="none")`, which does not. Memory: every tensor that autograd keeps for the backward \
-pass of transformers' GPT-2 (4 layers, width 128, 2 x 128 tokens, no dropout, cross-entropy), each memory \
-once, parameters left out. Time: forward and backward pass with the loss, one thread, eagerly, in CPU \
-seconds, the two by turns."""
-# The bar is on text by characters; vocabularies weigh more in so small a model than in a large one.
+`hu.scalify(model, wide="none")`, which does not. Memory: every tensor that the graph of the loss keeps for the \
+backward pass of transformers' GPT-2 (4 layers, width 128, 2 x 128 tokens, no dropout, cross-entropy), each memory \
+once, parameters left out. Gradients: all together, their distance from float64's from the same parameters. Time: \
+forward and backward pass with the loss, one thread, eagerly, in CPU seconds, the two by turns."""
+# Vocabularies weigh more in so small a model than in a large one.
 VOCABULARIES = (96, 1000)
 MOST = 40 / 62
 SHAPES = ("gpt 128", "gpt 384", "mlp 1024", "GPT-2")
@@ -43,8 +44,8 @@ def run_gpt2(model: Any, ids: Any) -> Any:
     return functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def kept_bytes(model: Any, run: Callable[[], Any]) -> int:
-    """What autograd keeps between the passes, parameters left out."""
+def kept_bytes(model: Any, loss: Any) -> int:
+    """What the graph of a loss keeps for the backward pass, parameters left out."""
     import torch
 
     import halfulp as hu
@@ -53,16 +54,33 @@ def kept_bytes(model: Any, run: Callable[[], Any]) -> int:
         return (x.payload if isinstance(x, hu.ScaledTensor) else x).untyped_storage()
 
     own = {memory(p).data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def pack(x: Any) -> Any:
-        if memory(x).data_ptr() not in own:
-            kept[memory(x).data_ptr()] = memory(x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        run()
+    kept, seen, ahead = {}, set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        ahead += [before for before, _ in node.next_functions]
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved")]
+        for one in (x for entry in saved for x in (entry if isinstance(entry, (list, tuple)) else (entry,))):
+            if isinstance(one.data, torch.Tensor) and memory(one.data).data_ptr() not in own:
+                kept[memory(one.data).data_ptr()] = memory(one.data)
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def gradients(model: Any, ids: Any) -> Any:
+    """All of them in a row, in float64."""
+    import torch
+
+    run_gpt2(model, ids).backward()
+    found = [p.grad for p in model.parameters()]
+    return torch.cat([(g.decode(torch.float64) if hasattr(g, "decode") else g.double()).flatten() for g in found])
+
+
+def _in_float64(model: Any) -> Any:
+    import halfulp as hu
+
+    return hu.scaled.unscalify(copy.deepcopy(model)).double()
 
 
 def memory_table() -> Table:
@@ -72,7 +90,7 @@ def memory_table() -> Table:
     import halfulp as hu
 
     table = Table("Memory that autograd keeps", {"vocabulary": "", "model": "", "MiB": ".2f", "x float32": ".3f"})
-    table.columns |= {"bar": "", "met": ""}
+    table.columns |= {"gradients": ".2e", "bar": "", "met": ""}
     ways = {
         "float32": (lambda model: model, contextlib.nullcontext),
         "bfloat16 autocast": (lambda model: model, lambda: torch.autocast("cpu", torch.bfloat16)),
@@ -84,11 +102,14 @@ def memory_table() -> Table:
         for name, (change, context) in ways.items():
             model, ids = gpt2(vocabulary)
             model = change(model)
+            wanted = gradients(_in_float64(model), ids)
             with context():
-                found = kept_bytes(model, lambda model=model, ids=ids: run_gpt2(model, ids))
+                found = kept_bytes(model, run_gpt2(model, ids))
+                error = ((gradients(model, ids) - wanted).norm() / wanted.norm()).item()
             whole = whole or found
             row = {"vocabulary": str(vocabulary), "model": name, "MiB": found / 2**20, "x float32": found / whole}
-            has_bar = name == "scaled float16" and vocabulary == VOCABULARIES[0]
+            row["gradients"] = error
+            has_bar = name == "scaled float16"
             bar = {"bar": f"<= {MOST:.3f}", "met": found / whole <= MOST} if has_bar else {"bar": "", "met": None}
             table.add(**row, **bar)
     return table

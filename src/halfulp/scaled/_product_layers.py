@@ -1,4 +1,9 @@
-"""Layers of products: their float32 input is brought home before autograd saves it, so that the narrow copy is kept."""
+"""Layers of products: of their float32 input, and of what the last multiplication before it saved, narrow copies stay.
+
+In a chain of pointwise operators between two products, as `0.5 * h * (1 + torch.tanh(...))` of GPT-2, the product and
+its multiplication would each keep float32 tensors for the backward pass. The product rounds its operand to the home in
+any case; so one more rounding of a factor, which the gradient of the other one is multiplied by, is of the same size.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
 from ..kernels import define_operator, untraced
-from ._promotion import brought_home, is_wide
+from ._promotion import brought_home, is_wide, widen
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -83,8 +88,37 @@ def _bring_inputs_home(module: nn.Module, arguments: tuple, options: dict) -> tu
     """A forward pre-hook. Compilers choose themselves what to keep, and the products' rules do the same there."""
     if torch.compiler.is_compiling() or not any(map(is_wide, (*arguments, *options.values()))):
         return None
+    for x in (*arguments, *options.values()):
+        if is_wide(x) and x.grad_fn is not None:
+            _narrow_last_factors(x.grad_fn)
     entered = _entering()
     return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
+
+
+# What moves elements and saves none of them.
+_MOVES = frozenset(
+    f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Clone")
+)
+
+
+def _narrow_last_factors(node: Any) -> None:
+    """Let the multiplication that made a product's operand keep its factors in the home, widened as they are used.
+
+    A factor that what computed it keeps too (a result of tanh, an operand given from outside) stays, as a narrow copy
+    would be memory on top; so does what has hooks already, as of offloading and checkpointing.
+    """
+    while node is not None and node.name() in _MOVES:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != "MulBackward0":
+        return
+    makers = [maker for maker, _ in node.next_functions]
+    for maker, saved in zip(makers, (node._raw_saved_self, node._raw_saved_other)):
+        is_kept = maker is None or maker.name() in _MOVES or hasattr(maker, "_raw_saved_result")
+        if not is_kept and not isinstance(maker, _LEAF) and saved.unpack_hook is None and is_wide(saved.data):
+            saved.register_hooks(brought_home, widen)
+
+
+_LEAF = torch._C._functions.AccumulateGrad
 
 
 @untraced

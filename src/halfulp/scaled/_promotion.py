@@ -55,7 +55,8 @@ def is_wide(x: Any) -> bool:
     return type(x) is ScaledTensor and x._home is not None and x._payload.dtype == torch.float32
 
 
-def _widen(x: Any) -> Any:
+def widen(x: Any) -> Any:
+    """A scaled tensor with a float32 payload; whatever else as it is."""
     if type(x) is not ScaledTensor or x._payload.dtype == torch.float32:
         return x
     return wrap(widened(x), x._scale, x.dtype, x._home)
@@ -74,7 +75,7 @@ def _each(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tupl
 
 def widening(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Every payload in float32."""
-    return _each(_widen, arguments, options)
+    return _each(widen, arguments, options)
 
 
 def homing(arguments: tuple, options: dict) -> tuple[tuple, dict]:
@@ -85,7 +86,7 @@ def homing(arguments: tuple, options: dict) -> tuple[tuple, dict]:
 def widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Every payload in float32 where one is; lists are left to their rules, which take the widest."""
     if any(map(is_wide, arguments)) or any(map(is_wide, options.values())):
-        return tuple(map(_widen, arguments)), {name: _widen(x) for name, x in options.items()}
+        return tuple(map(widen, arguments)), {name: widen(x) for name, x in options.items()}
     return arguments, options
 
 
