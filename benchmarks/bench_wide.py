@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._harness import set_threads
-from ._results import Result, Table, save
+from ._results import FOLDER, Result, Table, load, save
 from .bench_scaled import loss, model_and_batch
 
 TEXT = """`hu.scalify(model)`, which keeps float32 payloads where autocast computes in float32, beside \
@@ -165,13 +165,18 @@ def time_table(rounds: int) -> Table:
 
 
 def main() -> None:
-    """Both tables."""
+    """Both tables, or one beside the other as the file has it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", choices=("memory", "time"))
     arguments = parser.parse_args()
     set_threads(1)
     warnings.simplefilter("ignore")
-    tables = [memory_table(), time_table(arguments.rounds)]
+    tables = load(FOLDER / "wide.json").tables if arguments.only else [None, None]
+    if arguments.only != "time":
+        tables[0] = memory_table()
+    if arguments.only != "memory":
+        tables[1] = time_table(arguments.rounds)
     save(Result("wide", "float32 payloads: what they cost", TEXT, "python -m benchmarks.bench_wide", tables=tables))
 
 
