@@ -11,6 +11,7 @@ NAMES = (
     "quantize",
     "adamw",
     "small_updates",
+    "verdicts",
     "states",
     "overhead",
     "claims",

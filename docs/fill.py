@@ -544,6 +544,13 @@ def compatibility() -> str:
     return _every_table("compatibility")
 
 
+def verdicts() -> str:
+    """How often compare says what, by gap, noise and seeds."""
+    columns = ("gap", "noise", *(f"{seeds} seeds" for seeds in (3, 5, 10, 20, 40)))
+    keep = lambda row: row["losses"] == "normal" and row["noise"] >= 0.005  # noqa: E731
+    return _benchmark("verdicts", "Verdicts", columns, keep)
+
+
 def small_updates() -> str:
     """How much of small updates each weight update keeps."""
     columns = ("weight update", "bytes", *(f"2^-{k}" for k in ("9", "15", "21", "23.25", "24", "25", "26.6")))
@@ -650,6 +657,7 @@ PLACES: dict[str, Callable[[], str]] = {
         state_errors,
         state_displacement,
         small_updates,
+        verdicts,
         compatibility,
         accuracy_digits,
     )

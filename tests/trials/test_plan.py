@@ -1,9 +1,11 @@
 """Which trials a comparison consists of."""
 
+import dataclasses
 import json
 
 import pytest
 
+from halfulp import recipes
 from halfulp.trials._defaults import DEFAULT_RECIPES, DEFAULT_TASKS
 from halfulp.trials._plan import plan
 
@@ -55,8 +57,26 @@ def test_what_cannot_be_planned(arguments: tuple, words: str) -> None:
         plan(*arguments)
 
 
+@pytest.mark.parametrize("seeds", ["3", b"3", True, ["0", "1"], [0.0, 1.0], 3.0, None])
+def test_seeds_are_integers(seeds) -> None:
+    with pytest.raises(TypeError, match=r"seeds is how many .* or which .*, got"):
+        plan("digits", ["fp32"], seeds, 1, None)
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp32-twin"])
+def test_the_controls_names_are_theirs(name: str) -> None:
+    control = recipes.get(name)
+    assert plan("digits", [dataclasses.replace(control, description="mine")], 1, 1, None)
+    for change in ({"param_dtype": "bfloat16"}, {"perturb": 1e-3}, {"state_dtype": "8bit"}):
+        with pytest.raises(ValueError, match=rf"'{name}' belongs to float32.*give yours another name"):
+            plan("digits", [dataclasses.replace(control, **change)], 1, 1, None)
+
+
+def test_one_recipe_needs_no_list() -> None:
+    assert [trial.recipe.name for trial in plan("digits", "bf16", 1, 1, None)] == ["fp32", "bf16"]
+
+
 def test_names_become_file_names() -> None:
-    from halfulp import recipes
 
     with pytest.raises(ValueError, match="file name"):
         plan("digits", [recipes.get("bf16").replace(name="../x")], 1, 1, None)

@@ -1,8 +1,11 @@
 """Rows: means and gaps paired by seed."""
 
+import json
+
 import pytest
 
-from halfulp.trials._row import rows
+from halfulp.trials._evidence import Evidence
+from halfulp.trials._row import check, rows
 
 
 def test_gaps_are_paired_by_seed(make_record) -> None:
@@ -23,8 +26,9 @@ def test_the_twin_sets_what_counts(make_record) -> None:
     records += [make_record("bf16-kahan", seed, 1.1) for seed in range(3)]
     _, twin, kahan = rows("tiny", records)
     assert twin.verdict == "control"
-    assert kahan.noise == pytest.approx(0.2)
-    assert kahan.tolerance == pytest.approx(3 * twin.noise)
+    scatter = (0.05 / 3) ** 0.5
+    assert kahan.noise == pytest.approx(3.182 * scatter / 3**0.5)
+    assert kahan.tolerance == pytest.approx(3 * scatter)
     assert kahan.verdict == "no difference"
 
 
@@ -50,6 +54,24 @@ def test_divergence_is_a_result(make_record) -> None:
     row = rows("tiny", records)[1]
     assert (row.verdict, row.diverged) == ("diverged", 1)
     assert row.loss is row.gap is None
+
+
+def test_a_judged_loss_that_is_not_finite_is_divergence(make_record) -> None:
+    records = [make_record("fp32", seed, 1.0) for seed in range(3)]
+    records += [make_record("bf16", seed, 1.0 if seed else None, diverged_at=None) for seed in range(3)]
+    row = rows("tiny", records)[1]
+    assert (row.verdict, row.diverged) == ("diverged", 1)
+    assert row.loss is row.gap is None
+
+
+@pytest.mark.parametrize("damage", [{}, None, [], "text", {"curve": []}])
+def test_what_is_no_trial_is_refused_by_the_missing_field(make_record, damage) -> None:
+    record = make_record("fp32", 0, 1.0)
+    check(record)
+    with pytest.raises(ValueError, match=r"it has no '|of another kind"):
+        check(record | {"result": damage})
+    with pytest.raises(ValueError, match=r"not the JSON of a comparison: it has no '|of another kind"):
+        Evidence.from_json(json.dumps({"schema": 1, "run": {}, "trials": [record | {"result": damage}]}))
 
 
 def test_skipped_and_underflow_are_means(make_record) -> None:

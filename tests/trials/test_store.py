@@ -15,11 +15,24 @@ def trials():
     return plan("digits", ["fp32", "bf16"], 1, 5, None)
 
 
-def test_what_is_kept_is_found_again(tmp_path: Path, trials) -> None:
+@pytest.fixture
+def result(make_record):
+    return make_record("fp32", 0, 1.5)["result"]
+
+
+def test_what_is_kept_is_found_again(tmp_path: Path, trials, result) -> None:
     store = Store(tmp_path / "out")
     assert store.begin(trials, resume=False) == {}
-    store.keep(trials[0], {"curve": [], "value": 1.5})
-    assert Store(tmp_path / "out").begin(trials, resume=True) == {trials[0].key: {"curve": [], "value": 1.5}}
+    store.keep(trials[0], result)
+    assert Store(tmp_path / "out").begin(trials, resume=True) == {trials[0].key: result}
+
+
+@pytest.mark.parametrize("damage", [{}, None, {"curve": []}])
+def test_a_file_without_a_result_is_refused(tmp_path: Path, trials, damage) -> None:
+    store = Store(tmp_path / "out")
+    store.keep(trials[0], damage)
+    with pytest.raises(ValueError, match=r"is not a finished trial .* delete it and resume again"):
+        store.begin(trials, resume=True)
 
 
 def test_other_settings_are_refused(tmp_path: Path, trials) -> None:

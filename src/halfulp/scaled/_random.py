@@ -61,8 +61,9 @@ def normal_(x: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = Non
 
 @implements(aten.bernoulli_.float, family="random")
 def bernoulli_(x: Any, p: float = 0.5, *, generator: Any = None) -> Tensor:
-    """Zeros and ones written in place."""
-    return write(x, aten.bernoulli.p(x, p, generator=generator))
+    """Zeros and ones written in place, drawn in the order of the memory as torch draws them."""
+    like = torch.empty_like(x._payload if isinstance(x, ScaledTensor) else x, dtype=torch.float32)
+    return write(x, like.bernoulli_(p, generator=generator))
 
 
 def _like(operator: OpOverload) -> None:

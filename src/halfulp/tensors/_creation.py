@@ -123,9 +123,8 @@ def full_like(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
 
 def _drawn_in_place(operator: OpOverload) -> Callable:
     def draw(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
-        return write_value(
-            x, operator(torch.empty(x.shape, dtype=torch.float64, device=x.device), *arguments, **options)
-        )
+        # torch draws in the order of the memory: with the strides of the components one seed gives one mask.
+        return write_value(x, operator(torch.empty_like(x._parts[0], dtype=torch.float64), *arguments, **options))
 
     return draw
 

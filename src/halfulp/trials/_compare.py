@@ -19,7 +19,7 @@ Listener = Callable[[str, Trial, Any], None]
 
 def compare(
     task: str | Task | Sequence[str | Task],
-    recipes: Sequence[str | Recipe] = DEFAULT_RECIPES,
+    recipes: str | Recipe | Sequence[str | Recipe] = DEFAULT_RECIPES,
     seeds: int | Sequence[int] = 3,
     steps: int | None = None,
     data: str | None = None,
@@ -52,7 +52,8 @@ def compare(
 
     Raises:
         ValueError: an unknown name, missing data, an output folder that cannot be written or holds another comparison,
-            or settings that differ from those of the trials to resume.
+            settings that differ from those of the trials to resume, or another recipe called fp32 or fp32-twin.
+        TypeError: seeds that are no integers.
         TrialError: a trial crashed or its worker was killed. What had finished is kept in ``out``.
     """
     trials = plan(task, recipes, seeds, steps, data)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ._row import Record, Row, rows
+from ._row import Record, Row, check, rows
 
 SCHEMA = 1
 
@@ -71,6 +71,8 @@ class Evidence:
             data = json.loads(text)
             if data["schema"] != SCHEMA:
                 raise ValueError(f"schema {data['schema']}, this version reads {SCHEMA}")
+            for record in data["trials"]:
+                check(record)
             return cls(trials=tuple(data["trials"]), run=data["run"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"not the JSON of a comparison: {error}") from None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import operator
 import platform
 import re
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ def _version(package: str) -> str | None:
 
 def plan(
     task: str | Task | Sequence[str | Task],
-    recipes: Sequence[str | Recipe],
+    recipes: str | Recipe | Sequence[str | Recipe],
     seeds: int | Sequence[int],
     steps: int | None,
     data: str | None,
@@ -66,10 +67,12 @@ def plan(
     The float32 reference is always among the recipes, in front: every gap is measured against it.
 
     Raises:
-        ValueError: an unknown or repeated name, no seeds, or no steps.
+        ValueError: an unknown or repeated name, no seeds, no steps, or another recipe under the name of a control.
+        TypeError: seeds that are no integers.
     """
     tasks = [registry.get(one, data) for one in ([task] if isinstance(task, str | Task) else task)]
-    rows = [catalog.get(one) for one in recipes]
+    rows = [catalog.get(one) for one in ([recipes] if isinstance(recipes, str | Recipe) else recipes)]
+    _check_controls(rows)
     if all(recipe.name != REFERENCE for recipe in rows):
         rows.insert(0, catalog.get(REFERENCE))
     numbers = _seeds(seeds)
@@ -89,6 +92,19 @@ def plan(
     ]
 
 
+def _check_controls(recipes: Sequence[Recipe]) -> None:
+    """Every gap is measured against the reference and judged by the twin: no other recipe may bear their names."""
+    for recipe in recipes:
+        if recipe.name not in (REFERENCE, TWIN):
+            continue
+        control = catalog.get(recipe.name)
+        if dataclasses.replace(recipe, description=control.description) != control:
+            raise ValueError(
+                f"the name {recipe.name!r} belongs to float32, against which every recipe is measured, and the recipe "
+                "given under it differs: give yours another name"
+            )
+
+
 def _check_loops(tasks: Sequence[Task], recipes: Sequence[Recipe]) -> None:
     """A task with a loop of its own would not round gradients."""
     own = [task.name for task in tasks if hasattr(task, "trial")]
@@ -101,9 +117,15 @@ def _check_loops(tasks: Sequence[Task], recipes: Sequence[Recipe]) -> None:
 
 
 def _seeds(seeds: int | Sequence[int]) -> list[int]:
-    numbers = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
+    allowed = "seeds is how many (an int, at least 1) or which (ints, 0 and up)"
+    if isinstance(seeds, str | bytes | bool):
+        raise TypeError(f"{allowed}, got {seeds!r}")
+    try:
+        numbers = list(range(seeds)) if isinstance(seeds, int) else [operator.index(seed) for seed in seeds]
+    except TypeError:
+        raise TypeError(f"{allowed}, got {seeds!r}") from None
     if not numbers or min(numbers) < 0:
-        raise ValueError(f"seeds is how many (at least 1) or which (0 and up), got {seeds!r}")
+        raise ValueError(f"{allowed}, got {seeds!r}")
     _once("seed", [str(number) for number in numbers])
     return numbers
 

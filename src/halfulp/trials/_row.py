@@ -18,7 +18,7 @@ class Row:
     Attributes:
         task, recipe, description: Whose line it is.
         seeds: How many trials.
-        diverged: In how many the loss stopped being finite; then the means are None.
+        diverged: In how many the training loss or the judged loss was not finite; then the means are None.
         loss, loss_spread: The loss that judges the task, in float32 on the decoded weights.
         gap, gap_spread: Minus float32's loss, paired by seed.
         noise: What a gap must exceed to be called one, from three seeds on.
@@ -80,6 +80,21 @@ def rows(task: str, records: Sequence[Record]) -> list[Row]:
     return [_row(task, recipe, own, reference, twins) for recipe, own in by_recipe.items()]
 
 
+def check(record: Record) -> None:
+    """Refuse what is not a finished trial as this version writes it.
+
+    Raises:
+        ValueError: a field is missing or of another kind; the message names it.
+    """
+    try:
+        rows(record["settings"]["task"]["name"], [record])
+        list(record["result"]["curve"])
+    except KeyError as missing:
+        raise ValueError(f"it has no {missing.args[0]!r}") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"a field is of another kind: {error}") from None
+
+
 def judged(record: Record) -> float | None:
     """The loss of a trial that judges its task; None where it diverged."""
     part = record["settings"]["task"]["judged_by"].removesuffix("_loss")
@@ -94,8 +109,10 @@ def _gaps(own: dict[int, Record], reference: dict[int, Record]) -> list[float]:
 def _row(task: str, recipe: str, own: dict[int, Record], reference: dict[int, Record], twins: list[float]) -> Row:
     results = [record["result"] for record in own.values()]
     settings = next(iter(own.values()))["settings"]["recipe"]
-    diverged = sum(result["diverged_at"] is not None for result in results)
     losses = [judged(record) for record in own.values()]
+    diverged = sum(
+        result["diverged_at"] is not None or loss is None for result, loss in zip(results, losses, strict=True)
+    )
     gaps = _gaps(own, reference) if not diverged else []
     baseline = _mean([judged(record) for record in reference.values()])
     limit, allowed = noise(gaps, twins, baseline or 0.0), tolerance(twins, baseline or 0.0)

@@ -11,6 +11,7 @@ from typing import Any
 import filelock
 
 from ._plan import Trial
+from ._row import check
 
 
 class Store:
@@ -123,7 +124,7 @@ def _matching(path: Path, trial: Trial) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings, result = record["settings"], record["result"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is not a finished trial; delete it and resume again") from None
+        raise ValueError(_unfinished(path)) from None
     wanted = json.loads(json.dumps(trial.settings()))
     if settings != wanted:
         where, had, has = _difference(settings, wanted)
@@ -131,7 +132,15 @@ def _matching(path: Path, trial: Trial) -> dict[str, Any]:
             f"cannot resume: {path} was trained with {where} = {had!r}, this run has {has!r}; use the same settings "
             "or another folder with --out"
         )
+    try:
+        check(record)
+    except ValueError as error:
+        raise ValueError(_unfinished(path, f" ({error})")) from None
     return result
+
+
+def _unfinished(path: Path, why: str = "") -> str:
+    return f"{path} is not a finished trial{why}; delete it and resume again"
 
 
 def _difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
