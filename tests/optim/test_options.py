@@ -1,11 +1,13 @@
 """Bad input: each answered with what was given, what is allowed and what to do, before anything is written."""
 
+import functools
+
 import pytest
 import torch
 
 import halfulp as hu
 
-from .laws import differing, snapshot
+from .laws import UPDATES, differing, snapshot
 
 KINDS = [hu.optim.SGD, hu.optim.Adam, hu.optim.AdamW, hu.optim.Lion]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -146,10 +148,10 @@ def test_a_group_that_any_error_stops_is_added_to_none(wrapped, error, monkeypat
     given = [_parameter()]
     optimizer = hu.optim.wrap(torch.optim.SGD, given, lr=0.1) if wrapped else hu.optim.SGD(given, lr=0.1)
 
-    def fail():
+    def fail(groups):
         raise error("no")
 
-    monkeypatch.setattr(optimizer, "_check_overlaps", fail)
+    monkeypatch.setattr("halfulp.optim._optimizer.refuse_overlaps", fail)
     with pytest.raises(error, match="no"):
         optimizer.add_param_group({"params": [_parameter()]})
     assert len(optimizer.param_groups) == 1
@@ -225,11 +227,43 @@ def test_averages_with_the_optimizer_of_another_model_are_refused():
         hu.optim.EMA(model, optimizer=hu.optim.AdamW(other.parameters()))
 
 
-def test_an_optimizer_says_which_updates_are_in_effect():
-    model = torch.nn.Linear(2, 2)
-    text = repr(hu.optim.AdamW(model.parameters(), weight_update="split8"))
-    assert "float32 exact (2 tensors)" in text
-    assert "weight_update= does nothing for float32 parameters: give param_dtype=" in text
-    text = repr(hu.optim.AdamW(model.parameters(), weight_update="split8", param_dtype=torch.bfloat16))
-    assert "bfloat16 split8 (2 tensors)" in text
-    assert "does nothing" not in text
+def _makers():
+    """Everything that takes a weight update for parameters that may be float32, and what makes them narrow."""
+    yield "AdamW", hu.optim.AdamW, {"param_dtype": torch.bfloat16}
+    yield "groups", lambda params, **given: hu.optim.SGD([{"params": params, **given}]), {"param_dtype": torch.bfloat16}
+    yield "added", _added, {"param_dtype": torch.bfloat16}
+    yield "wrap", functools.partial(hu.optim.wrap, torch.optim.SGD), {"param_dtype": torch.bfloat16}
+    yield (
+        "EMA",
+        lambda params, **given: hu.optim.EMA(torch.nn.ParameterList(params), **given),
+        {"dtype": torch.bfloat16},
+    )
+
+
+def _added(params, **given):
+    optimizer = hu.optim.SGD([torch.nn.Parameter(torch.ones(2).bfloat16())])
+    optimizer.add_param_group({"params": params, **given})
+
+
+@pytest.mark.parametrize("update", [name for name in UPDATES if name != "exact"])
+@pytest.mark.parametrize(("make", "narrow"), [pytest.param(*row[1:], id=row[0]) for row in _makers()])
+def test_a_weight_update_that_no_parameter_can_use_is_refused(make, narrow, update):
+    feeds_back = UPDATES[update].feeds_back
+    if feeds_back and make is not hu.optim.AdamW:
+        return  # refused for another reason
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    ((key, value),) = narrow.items()
+    with pytest.raises(ValueError, match=rf"these are float32 .*: give {key}={value} as well, or leave weight_update"):
+        make(params, weight_update=UPDATES[update])
+    assert all(parameter.dtype == torch.float32 for parameter in params)
+    make(params, weight_update=UPDATES[update], **narrow)
+
+
+def test_float32_parameters_beside_narrow_ones_take_no_weight_update():
+    narrow, wide = torch.nn.Parameter(torch.ones(2).bfloat16()), torch.nn.Parameter(torch.ones(2))
+    optimizer = hu.optim.AdamW([{"params": [narrow]}, {"params": [wide]}], weight_update="split8")
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    assert "bfloat16 split8 (1 tensor), float32 exact (2 tensors)" in repr(optimizer)
+    hu.optim.AdamW([wide], weight_update="exact")
+    hu.optim.AdamW([wide], weight_update="kahan", format="e8m3")
+    hu.optim.AdamW([{"params": []}], weight_update="split8")

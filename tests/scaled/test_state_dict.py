@@ -259,6 +259,33 @@ def test_tied_parameters_save_and_load(seed):
     assert torch.equal(plain[0].weight, model[1].weight.decode())
 
 
+@pytest.mark.parametrize("convert", [hu.scalify, lambda m: hu.multicomponent(m, 2, torch.float16)])
+def test_what_a_state_dict_holds_can_be_swapped(convert, seed):
+    """torch.utils.swap_tensors, by which modules convert tensor subclasses, takes no tensor that is weakly held."""
+    model = convert(nn.Linear(4, 4))
+    for value in (*model.state_dict().values(), *model.parameters()):
+        before = value.detach().clone()
+        other = value.detach() * 0.5
+        other = nn.Parameter(other) if isinstance(value, nn.Parameter) else other
+        torch.utils.swap_tensors(value, other)
+        assert not torch.equal(value, before)
+        assert torch.equal(other, before)
+
+
+def test_tied_values_are_those_of_their_own_state_dict(seed):
+    model = hu.scalify(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)))
+    model[1].weight = model[0].weight
+    for factor in (2.0, 3.0):
+        with torch.no_grad():
+            model[0].weight.mul_(factor)
+        state = model.state_dict()
+        assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr()
+        assert torch.equal(state["1.weight"], model[1].weight.decode())
+        state["0.weight"].mul_(2.0)  # what somebody changes is not taken for the parameter's
+        model.state_dict(destination=state)
+        assert torch.equal(state["0.weight"], model[0].weight.decode())
+
+
 def test_optimizers_read_the_weights_of_a_scaled_model(seed):
     model = hu.scalify(net())
     optimizer = hu.optim.AdamW(model.parameters(), lr=1e-2)

@@ -178,8 +178,51 @@ for change in (scaled, components):
     check(change, sharded_first, "before sharding the model")
     check(change, sharded_later, "Use DistributedDataParallel, or shard plain parameters")
 """
+CONVERTED = """
+def converted(model, recipe):
+    return hu.recipes.optimizer(hu.convert(model, recipe), "AdamW", lr=0.05)
 
 
-@pytest.mark.parametrize("body", [NARROWED, REPLACED], ids=["param_dtype", "scalify and multicomponent"])
+def reverted(model, recipe):
+    return sgd(hu.revert(hu.convert(model, recipe)))
+
+
+for recipe in ("bf16-split8", "scaled-fp16"):
+    for act in (converted, reverted):
+        def change(model):
+            return act(model, recipe)
+        check(change, after, "")
+        check(change, inside, "convert before DistributedDataParallel(model)")
+        check(change, sharded_first, "convert before fully_shard(model)")
+    check(change, own_group, "has a process group of its own, and cannot be told")
+    check(lambda model: converted(model, recipe), before, "")
+
+
+def sharded_then_stepped(change):
+    model = shard(hu.convert(net(), recipe))
+    return trained(model, change(model))
+
+
+def from_the_narrow_start(model):
+    # fully_shard makes new parameters, beside which no low bits wait.
+    hu.convert(model, recipe)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.clone())
+    return hu.recipes.optimizer(model, "AdamW", lr=0.05)
+
+
+for recipe in ("fp16-kahan",):
+    got = sharded_then_stepped(lambda model: hu.recipes.optimizer(model, "AdamW", lr=0.05))
+    for mine, wanted in zip(got, alone(from_the_narrow_start), strict=True):
+        assert torch.equal(mine, wanted), recipe
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [NARROWED, REPLACED, CONVERTED],
+    ids=["param_dtype", "scalify and multicomponent", "convert and revert"],
+)
 def test_two_processes(body, in_two_processes):
     in_two_processes(START + body + END)

@@ -13,7 +13,7 @@ from ..scaled import ScaledTensor
 from ..tensors import MCTensor
 from ._blocks import scale_shape
 from ._identity import plain_names
-from ._outside_writes import agree, companions_beside, companions_now, loaded
+from ._outside_writes import CHECKSUM, agree, checksum_of, companions_beside, companions_now, is_written, loaded
 from ._saved import checked_groups, checked_state, whole_step
 from ._saved_states import ABSENT, block_of, check_version, codec_versions, saved_value
 from ._scaled_states import peak
@@ -45,15 +45,29 @@ class CheckpointMixin:
             saved = super().state_dict()
         finally:
             self._optimizer_state_dict_post_hooks = hooks
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
         for number, state in saved["state"].items():
             if not isinstance(number, int):  # what a hook, or the user, keeps for no parameter
                 continue
-            parameter = parameters[number]
+            group, position = places[number]
+            parameter, state = group["params"][position], {**state, **self._companions_to_save(group, position)}
             held = {name: _as_held(name, value, state, parameter) for name, value in state.items()}
             saved["state"][number] = codec_versions(state) | held
         saved["param_groups"] = [_plain_group(group) for group in saved["param_groups"]]
         return saved
+
+    def _companions_to_save(self, group: dict, position: int) -> dict[str, object]:
+        """The companions of a parameter that somebody has written since its step, and what tells which it was."""
+        try:
+            slot = self._known(group, position)
+        except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
+            return {}
+        if slot.agreement is None:
+            return {}
+        names = (name for name, _ in slot.kind.update.companions(slot.kind.store))
+        companions = dict(zip(names, companions_now(slot))) if is_written(slot) else {}
+        checksum = checksum_of(slot)
+        return companions if checksum is None else {**companions, CHECKSUM: checksum}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
@@ -112,7 +126,7 @@ class CheckpointMixin:
             for name, tensor in tensors.items():
                 local(held[name]).copy_(local(tensor))
             held["step"] = _steps_made(state, "")
-            loaded(self._slots[parameter])
+            loaded(self._slots[parameter], state.get(CHECKSUM))
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
@@ -125,7 +139,7 @@ class CheckpointMixin:
         slot = self._known(group, position)
         _steps_made(state, slot.name)
         fitted: dict[str, torch.Tensor] = {}
-        used = {"step"}
+        used = {"step", CHECKSUM}
         for codec, rule_state, names in zip(slot.kind.codecs, slot.kind.rule.states, slot.kind.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in ("", "_codes", "_scale", "_residual")}
             fitted |= _fit_state(slot, codec, rule_state, names, state)
@@ -246,12 +260,25 @@ class CheckpointMixin:
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: what is derived is left out, and made again."""
         self._settle_groups()
-        return super().__getstate__()
+        state, checksums = super().__getstate__(), []
+        held = state["state"] = state["state"].copy()
+        for group in self.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                saved = self._companions_to_save(group, position) if held.get(parameter) else {}
+                checksum = saved.pop(CHECKSUM, None)
+                if checksum is not None:
+                    checksums.append((parameter, checksum))
+                if saved:
+                    held[parameter] = {**held[parameter], **saved}
+        return {**state, "_checksums": checksums}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The counterpart."""
+        checksums = state.pop("_checksums", ())
         super().__setstate__(state)
         self._start_caches()
+        for parameter, checksum in checksums:
+            self._checksums[parameter] = checksum
 
 
 def _could_be_a_copy(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -47,6 +47,8 @@ AVERAGE = UpdateRule("average", average, (), ("take",), lambda group, step: (1 -
 class Averages(GivenOptimizer):
     """The averages of some tensors, stepped by the tensors themselves."""
 
+    narrowed_by = "dtype=torch.bfloat16"
+
     def rule(self, group: dict) -> UpdateRule:
         """a + (1 - decay) (w - a)."""
         return AVERAGE

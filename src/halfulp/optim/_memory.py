@@ -10,6 +10,8 @@ from ..kernels import has_own_memory, overlaps_itself, plain
 from ..kernels._plain_memory import refuse
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
+from ._eight_bits import PAYLOADS
+from ._stores import STORES, Store
 
 if TYPE_CHECKING:
     from ._slots import Slot
@@ -81,3 +83,21 @@ def gradient_memory(gradient: torch.Tensor, parameter: torch.Tensor, name: str) 
     if gradient.layout is not torch.strided:
         return gradient, 1.0  # refused, or kept sparse, where its dtype is looked at
     return plain(gradient, f"the gradient of {name}"), 1.0
+
+
+def gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:
+    """The store that a gradient's numbers are read by.
+
+    Raises:
+        ValueError: a sparse gradient, or one of another dtype.
+    """
+    if gradient.layout is not torch.strided:
+        raise ValueError(
+            f"parameter {name} has a sparse gradient: give its Embedding sparse=False, or use "
+            "hu.optim.wrap(torch.optim.SparseAdam, ...)"
+        )
+    if isinstance(parameter, ScaledTensor) and gradient.dtype in PAYLOADS:
+        return PAYLOADS[gradient.dtype]
+    if gradient.dtype not in STORES:
+        raise ValueError(f"the gradient of {name} is {gradient.dtype}: allowed are bfloat16, float16 and float32")
+    return STORES[gradient.dtype]

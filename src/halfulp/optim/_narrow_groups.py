@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..tensors._holders import check_holders, living_modules
+from ..tensors._holders import check_holders, check_overlaps, living_modules
 from ..tensors._wrappers import Wrappers, data_parallel_modules, replace_data, sharded_modules
 from ._narrowing import is_kept, take_float32
 from ._outside_writes import agree, settle
@@ -123,16 +123,50 @@ def refuse_left_behind(optimizer: Any) -> None:
         )
 
 
+def refuse_overlaps(groups: Iterable[dict]) -> None:
+    """Raise for two parameters over one memory, of which each would step the other's number."""
+    places = [(group, position) for group in groups for position in range(len(group["params"]))]
+    named = [(name_of(group, position), group["params"][position]) for group, position in places]
+    is_exact = all(group["param_dtype"] is None and group["format"] is None for group, _ in places)
+    if not is_exact or any(parameter.dtype != torch.float32 for _, parameter in named):
+        check_overlaps(named, "a narrow weight")
+
+
+def refuse_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
+    """Raise where none of the parameters can use the weight update that was chosen for their groups.
+
+    Some may be float32 beside narrow ones, or kept so by `halfulp.convert`.
+
+    Raises:
+        ValueError: all are float32.
+    """
+    idle = None
+    for group in groups:
+        chosen = group["weight_update"]
+        if chosen is None or chosen.name == "exact":
+            continue
+        for position, parameter in enumerate(group["params"]):
+            name = name_of(group, position)
+            if optimizer._kind(group, parameter, None, name).update.name != "exact":
+                return
+            if idle is None and not is_kept(parameter):
+                idle = name, chosen.name
+    if idle is not None:
+        raise ValueError(
+            f"weight_update={idle[1]!r} is for parameters of few bits, and all of these are float32 (such as "
+            f"{idle[0]}): give {optimizer.narrowed_by} as well, or leave weight_update out"
+        )
+
+
 def updates_in_effect(optimizer: Any) -> str:
     """Which weight update each dtype of an optimizer's parameters gets, whatever its groups ask for.
 
     >>> import halfulp as hu
-    >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> print(updates_in_effect(hu.optim.SGD([weight], weight_update="kahan")))
-    Weight updates in effect: float32 exact (1 tensor)
-    weight_update= does nothing for float32 parameters: give param_dtype=torch.bfloat16 as well, or leave it out
+    >>> weights = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    >>> print(updates_in_effect(hu.optim.SGD(weights, weight_update="kahan")))
+    Weight updates in effect: bfloat16 kahan (1 tensor), float32 exact (1 tensor)
     """
-    counts, idle = Counter(), False
+    counts = Counter()
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
             try:
@@ -141,9 +175,5 @@ def updates_in_effect(optimizer: Any) -> str:
                 update = "not steppable"
             dtype = str(memory(parameter).dtype).removeprefix("torch.")
             counts[dtype, update] += 1
-            idle |= update == "exact" and group["weight_update"] is not None and not is_kept(parameter)
     said = (f"{dtype} {update} ({n} tensor{'s' * (n > 1)})" for (dtype, update), n in counts.items())
-    hint = (
-        "\nweight_update= does nothing for float32 parameters: give param_dtype=torch.bfloat16 as well, or leave it out"
-    )
-    return f"Weight updates in effect: {', '.join(said) or 'none'}{hint if idle else ''}"
+    return f"Weight updates in effect: {', '.join(said) or 'none'}"

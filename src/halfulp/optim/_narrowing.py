@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..tensors._wrappers import replace_data
 from ._split import Split16
 from ._stores import STORES
 
@@ -28,17 +29,14 @@ def narrow(parameter: Tensor, dtype: torch.dtype) -> None:
     The parameter stays the same object, its gradient is narrowed too. What rounding dropped is held beside it, 2 bytes
     per element for bfloat16 and 4 for float16, until an optimizer takes it: `take_float32`.
     """
-    value, gradient = parameter.detach(), parameter.grad
+    value = parameter.detach()
     if dtype == torch.bfloat16:
         payload = torch.empty_like(value, dtype=dtype)
         low = torch.empty_like(value, dtype=torch.int16)
         _SPLIT.fill(STORES[dtype], [payload, low], value)
     else:
         payload, low = value.to(dtype), value.clone()
-    parameter.grad = None
-    parameter.data = payload
-    if gradient is not None:
-        parameter.grad = gradient.to(dtype)
+    replace_data(parameter, payload)
     if not parameter.is_meta:
         setattr(parameter, _HELD, _Held(low, parameter.data_ptr(), parameter._version))
 
@@ -55,11 +53,8 @@ def take_float32(parameter: Tensor) -> Tensor | None:
 
 def widen(parameter: Tensor) -> None:
     """Make a narrow parameter float32 in place, with the bits that are still held for it."""
-    value, gradient = take_float32(parameter), parameter.grad
-    parameter.grad = None
-    parameter.data = parameter.detach().float() if value is None else value.view_as(parameter)
-    if gradient is not None:
-        parameter.grad = gradient.float()
+    value = take_float32(parameter)
+    replace_data(parameter, parameter.detach().float() if value is None else value.view_as(parameter))
 
 
 def keep_float32(parameter: Tensor, kept: bool = True) -> None:

@@ -11,15 +11,23 @@ from ..formats import Format
 from ..kernels import plain
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
-from ..tensors._holders import check_overlaps
 from ._checkpoint import CheckpointMixin
 from ._eight_bits import PAYLOADS
 from ._format_store import format_store
 from ._identity import Identity, assign_identities, follow_parameters, note_identities
-from ._memory import check_memory, check_parameter, gradient_memory
+from ._memory import check_memory, check_parameter, gradient_memory, gradient_store
 from ._meter import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from ._multicomponent import update_of_components
-from ._narrow_groups import agree_on_companions, check_narrowing, name_of, narrow, refuse_left_behind, updates_in_effect
+from ._narrow_groups import (
+    agree_on_companions,
+    check_narrowing,
+    name_of,
+    narrow,
+    refuse_idle_update,
+    refuse_left_behind,
+    refuse_overlaps,
+    updates_in_effect,
+)
 from ._narrowing import is_kept
 from ._options import check_group, check_numbers
 from ._outside_writes import agree, agreement_of, settle
@@ -73,6 +81,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
     """
 
+    # The option that makes parameters narrow.
+    narrowed_by = "param_dtype=torch.bfloat16"
     # As copies are: all groups are there, and the first step is to come.
     _made, _stepped = True, False
 
@@ -94,6 +104,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         super().__init__(
             params, {**defaults, **own, "format": format, "seed": seed, "report_interval": report_interval}
         )
+        refuse_idle_update(self, self.param_groups)
         # After all groups were accepted: what is refused leaves every parameter as it was.
         narrow(self, self.param_groups, check_narrowing(self.param_groups))
         self._made = True
@@ -102,6 +113,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         """What is derived from groups and states, and made again after a copy or a load."""
         self._slots: TensorMap[Slot] = TensorMap()
         self._set_aside: TensorMap[dict] = TensorMap()
+        self._checksums: TensorMap[int] = TensorMap()
         self._identities: TensorMap[Identity] = TensorMap()
         self._tables = Tables()
         self._kinds: dict[tuple[Kind, torch.device], Kind] = {}
@@ -125,7 +137,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             raise ValueError(
                 "a param group holds the same parameter twice: it would make two steps in one; name it once"
             )
-        before = len(self.param_groups)
+        before, is_chosen = len(self.param_groups), param_group.get("weight_update") is not None
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -134,7 +146,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             assign_identities(group, self.param_groups[:before])
             for position, parameter in enumerate(group["params"]):
                 self._kind(group, parameter, None, name_of(group, position))
-            self._check_overlaps()
+            refuse_overlaps(self.param_groups)
+            refuse_idle_update(self, [group] if is_chosen else ())
             wrappers = check_narrowing([group]) if self._made else None
         except Exception:
             del self.param_groups[before:]
@@ -142,14 +155,6 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         note_identities(group, self._identities)
         if wrappers is not None:
             narrow(self, [group], wrappers)
-
-    def _check_overlaps(self) -> None:
-        """Raise for two parameters over one memory, of which each would step the other's number."""
-        places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
-        named = [(name_of(group, position), group["params"][position]) for group, position in places]
-        is_exact = all(group["param_dtype"] is None and group["format"] is None for group in self.param_groups)
-        if not is_exact or any(parameter.dtype != torch.float32 for _, parameter in named):
-            check_overlaps(named, "a narrow weight")
 
     def _kind(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> Kind:
         """What a step of a parameter consists of; without `gradient`, as it will be once narrowed."""
@@ -235,7 +240,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             None if known is None else known.lost,
         )
         if slot.accompanied:
-            slot.agreement = agreement_of(parameter, part, known)
+            slot.agreement = agreement_of(parameter, part, known, self._checksums.pop(parameter))
         self._slots[parameter] = slot
         return slot
 
@@ -244,7 +249,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         parameter = group["params"][position]
         slot = self._slots.get(parameter)
         if slot is None or not still_true(slot, parameter, self.rule(group), options_of(group), self.state[parameter]):
-            slot = self._prepare(group, position, PAYLOADS[memory(parameter).dtype])
+            slot = self._prepare(group, position, PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32]))
         return slot
 
     def _look_again(self) -> None:
@@ -339,7 +344,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             if slot is None or not slot.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
                 gradient, scale = gradient_memory(local(gradient), parameter, name_of(group, position))
             if slot is None or not _holds(slot, parameter, gradient, rule, options, states[parameter]):
-                slot = self._prepare(group, position, _gradient_store(gradient, parameter, name_of(group, position)))
+                slot = self._prepare(group, position, gradient_store(gradient, parameter, name_of(group, position)))
                 check_memory(slot, gradient)
             if gradient.shape != slot.shape:
                 raise ValueError(
@@ -404,16 +409,3 @@ def _holds(
     """Whether a parameter can step by a gradient as it is known."""
     fits = gradient.dtype is slot.kind.gradient.dtype and gradient.layout is torch.strided
     return fits and still_true(slot, parameter, rule, options, state)
-
-
-def _gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:
-    if gradient.layout is not torch.strided:
-        raise ValueError(
-            f"parameter {name} has a sparse gradient: give its Embedding sparse=False, or use "
-            "hu.optim.wrap(torch.optim.SparseAdam, ...)"
-        )
-    if isinstance(parameter, ScaledTensor) and gradient.dtype in PAYLOADS:
-        return PAYLOADS[gradient.dtype]
-    if gradient.dtype not in STORES:
-        raise ValueError(f"the gradient of {name} is {gradient.dtype}: allowed are bfloat16, float16 and float32")
-    return STORES[gradient.dtype]

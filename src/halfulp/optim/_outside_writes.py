@@ -5,13 +5,15 @@ somebody else has written it since, the elements that differ from what was there
 them where what was there is not known: their float32 value is then what the writer wrote. After such a write the
 payload is kept for some steps, so that a clamp or a projection at every step costs no bit of the elements that it
 leaves alone. A write through `.data`, which no counter sees, is judged element by element in the kernel
-(`_companion_fit`).
+(`_companion_fit`). Files and copies hold a checksum of the payload that their companions belong to, as no counter goes
+along.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,12 +33,13 @@ class Agreement:
     """When a parameter and its companions were last known to belong together.
 
     Attributes:
-        version: the parameter's counter then. ANY after loading companions, which go with a payload that may be loaded
-            before or after them; MOVED where the parameter has got other memory.
+        version: the parameter's counter then. ANY after loading or copying companions, which go with a payload that may
+            be loaded before or after them; MOVED where the parameter has got other memory.
         memory: the parameter's memory then, which tells what it held where it has got other memory since.
         payload: a copy of what it held then, where that is kept.
         steps: how many more steps it is kept for.
         scale: of a scaled parameter then, in whose units its companions are.
+        checksum: of the payload that loaded companions go with; None where the file does not say (sharded parameters).
     """
 
     version: int
@@ -44,19 +47,31 @@ class Agreement:
     payload: torch.Tensor | None = None
     steps: int = 0
     scale: float = 1.0
+    checksum: int | None = None
 
 
 ANY, MOVED = -1, -2
+CHECKSUM = "payload_checksum"
 
 
-def agreement_of(parameter: torch.Tensor, part: torch.Tensor, known: Slot | None) -> Agreement:
-    """The agreement of a parameter that is looked at, from what was known of it."""
+def agreement_of(
+    parameter: torch.Tensor, part: torch.Tensor, known: Slot | None, checksum: int | None = None
+) -> Agreement:
+    """The agreement of a parameter that is looked at, from what was known of it.
+
+    Args:
+        parameter: as the user holds it.
+        part: its memory.
+        known: what was known.
+        checksum: of the payload that its companions go with, where they are a copy that has not been looked at.
+    """
     memory, held = part.detach(), None if known is None else known.agreement
     if held is None:
-        return Agreement(parameter._version, memory)
+        version = parameter._version if checksum is None else ANY
+        return Agreement(version, memory, checksum=checksum)
     old = held.memory
     if held.version in (ANY, MOVED) or old.data_ptr() == memory.data_ptr() or old.shape != memory.shape:
-        return Agreement(held.version, memory, held.payload, held.steps, held.scale)
+        return replace(held, memory=memory)
     if held.version == parameter._version:  # not written in place before it moved: the old memory tells
         return Agreement(MOVED, memory, old.clone() if held.steps else old, held.steps, held.scale)
     return Agreement(MOVED, memory, held.payload, held.steps, held.scale)
@@ -65,8 +80,10 @@ def agreement_of(parameter: torch.Tensor, part: torch.Tensor, known: Slot | None
 def is_written(slot: Slot) -> bool:
     """Whether somebody else has written a parameter since it agreed with its companions."""
     held = slot.agreement
-    if held is None or held.version == ANY:
+    if held is None:
         return False
+    if held.version == ANY:
+        return held.checksum is not None and held.checksum != checksum_of(slot)
     parameter = slot.parameter
     now = parameter._version
     return held.version != now and _restored.get(parameter) != (held.version, now)
@@ -129,10 +146,20 @@ def agree(slot: Slot) -> None:
         held.payload = None
 
 
-def loaded(slot: Slot) -> None:
-    """Companions have come from a file, and belong to the payload beside it."""
+def loaded(slot: Slot, checksum: int | None) -> None:
+    """Companions have come from a file, and belong to the payload of which it has a checksum."""
     if slot.agreement is not None:
-        slot.agreement = Agreement(ANY, slot.agreement.memory)
+        is_sharded = hasattr(slot.parameter, "_local_tensor")
+        slot.agreement = Agreement(ANY, slot.agreement.memory, checksum=None if is_sharded else checksum)
+
+
+def checksum_of(slot: Slot) -> int | None:
+    """A checksum of what a parameter shows; None of a shard, which another number of processes would cut elsewhere."""
+    payload = slot.payloads[0]
+    if hasattr(slot.parameter, "_local_tensor") or payload.is_meta:
+        return None
+    shown = payload.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return zlib.crc32(shown, zlib.crc32(_scale(slot).hex().encode()) if slot.kind.scaled else 0)
 
 
 def note_restored(tensor: torch.Tensor, before: int, after: int) -> None:

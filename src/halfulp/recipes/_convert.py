@@ -14,7 +14,7 @@ from ..scaled import scalify, unscalify
 from ..tensors import multicomponent
 from ..tensors._holders import check_holders, holding_optimizers
 from ..tensors._model import single_component
-from ..tensors._wrappers import Wrappers
+from ..tensors._wrappers import Wrappers, replace_data
 from . import _casts, _catalog
 from ._plan import assign, check, check_range, islands, kept_parameters
 from ._recipe import Recipe
@@ -45,8 +45,9 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
     Afterwards make the optimizer, by `halfulp.recipes.optimizer` (the recipe's own weight updates and states) or by
     hand (``hu.optim.AdamW(model.named_parameters(), weight_update="kahan")``; leave ``param_dtype=`` out). The low
     bits of the float32 start wait beside the parameters, at 2 bytes per parameter (4 under float16), until the first
-    optimizer of ``halfulp.optim`` takes them. A copy of the model, another device and every write before that leave
-    them behind: the weights then start as the narrow ones show them.
+    optimizer of ``halfulp.optim`` takes them. A copy of the model, another device, fully_shard and every write before
+    that leave them behind: the weights then start as the narrow ones show them (``param_dtype=`` after fully_shard
+    keeps them).
 
     Order: move the model to its device, convert, then wrap it (DistributedDataParallel, fully_shard), compile it and
     make optimizers.
@@ -192,10 +193,7 @@ def _to_narrow(model: nn.Module, kept: set[str], dtype: torch.dtype) -> tuple[st
 
 def _to_float64(model: nn.Module) -> tuple[str, ...]:
     for parameter in model.parameters():
-        gradient, parameter.grad = parameter.grad, None
-        parameter.data = parameter.detach().double()
-        if gradient is not None:
-            parameter.grad = gradient.double()
+        replace_data(parameter, parameter.detach().double())
     changed = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
     _cast_buffers(model, changed, torch.float64)
     _casts.install_inputs(model, torch.float64)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 _LOADED = "_halfulp_loaded"
-# What stands under a parameter's own name in the newest state_dict, and when it was made.
-_values: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = {}
+# Of the newest state_dict, by its identity: each parameter's first name, and the versions of it and of its values.
+_first_names: dict[int, dict[int, tuple[str, int, int]]] = {}
 
 
 class Layout(NamedTuple):
@@ -121,20 +121,32 @@ def _tied(entries: dict[str, Tensor], name: str, parameter: Tensor, state_dict: 
     """The entries, in the memory that the parameter has under its other names.
 
     Savers that write shared memory once (transformers) would else write the values of a tied parameter under both names
-    and what stands beside them under one, and the values alone would be loaded last.
+    and what stands beside them under one, and the values alone would be loaded last. Nothing is referenced weakly, as
+    torch.utils.swap_tensors takes no tensor that is.
     """
-    key, made = id(parameter), (id(state_dict), parameter._version)
-    held, made_then = _values.get(key, (lambda: None, ()))
-    known = held()
-    if known is not None and made_then == (*made, known._version):
+    names = _first_names.get(id(state_dict))
+    if names is None:
+        _first_names.clear()  # those of another state_dict
+        names = _first_names[id(state_dict)] = {}
+    first, *versions = names.get(id(parameter), ("", -1, -1))
+    known = state_dict.get(first)
+    if _is_tied(entries, name, state_dict, first) and versions == [parameter._version, known._version]:
         return {**entries, name: known}
-
-    def forget(dead: weakref.ref) -> None:
-        if _values.get(key, (None,))[0] is dead:
-            del _values[key]
-
-    _values[key] = weakref.ref(entries[name], forget), (*made, entries[name]._version)
+    names[id(parameter)] = name, parameter._version, entries[name]._version
     return entries
+
+
+def _is_tied(entries: Mapping[str, Tensor], name: str, state_dict: Mapping, first: str) -> bool:
+    """Whether what stands beside a first name is, in memory, what stands beside another: no name alone tells it."""
+    beside = {entry.removeprefix(name): value for entry, value in entries.items() if entry != name}
+    others = {suffix: state_dict.get(first + suffix) for suffix in beside}
+    if first not in state_dict or not all(isinstance(other, Tensor) for other in others.values()):
+        return False
+    return bool(beside) and all(_is_same_memory(value, others[suffix]) for suffix, value in beside.items())
+
+
+def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+    return torch._C._is_alias_of(a, b) and a.storage_offset() == b.storage_offset() and a.shape == b.shape
 
 
 def _check_all(module: nn.Module, state_dict: Mapping, prefix: str, local_metadata: dict, *rest: Any) -> None:
