@@ -4,7 +4,7 @@ import ast
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,6 +59,7 @@ class Fault:
     new: str
     change: str
     again: int = 0
+    exactly: str = ""
 
     @property
     def package(self) -> str:
@@ -115,7 +116,8 @@ class Finder:
         change = f"{short(self.text(node))} -> {short(after)}"
         self.counts[function, change] += 1
         again = self.counts[function, change] - 1
-        self.found.append(Fault(self.file, function, node.lineno, kind, start, end, new, change, again))
+        exactly = f"{short(self.source[start:end].decode())} -> {short(new)}"
+        self.found.append(Fault(self.file, function, node.lineno, kind, start, end, new, change, again, exactly))
 
     def between(self, kind: str, function: str, node: ast.AST, left: ast.AST, right: ast.AST, word: str, new: str):
         """Replaces the operator between two operands."""
@@ -279,11 +281,12 @@ def shares(sizes: dict[str, int], count: int) -> dict[str, int]:
     return given
 
 
-def sample(root: Path, count: int, seed: int) -> list[Fault]:
-    """Faults of all packages and kinds in an order drawn by the seed, at most one of a function."""
+def sample(root: Path, count: int, seed: int, without: Collection[str] = ()) -> list[Fault]:
+    """Faults of all packages and kinds in an order drawn by the seed, at most one of a function, none in some files."""
     groups: dict[str, list[Fault]] = defaultdict(list)
     for fault in sorted(all_faults(root), key=lambda fault: fault.rank(seed)):
-        groups[fault.package].append(fault)
+        if fault.file not in without:
+            groups[fault.package].append(fault)
     chosen = []
     given = shares({name: len(group) for name, group in groups.items()}, count)
     for number, (name, group) in enumerate(sorted(groups.items())):

@@ -1,7 +1,8 @@
 """Plants sampled faults in a copy of the library, runs the tests that belong to each, and says which were caught.
 
-`python -m benchmarks.plant_faults` by hand; --list shows the sample, --resume goes on after an interruption, and
---survivors runs those again that were not caught.
+`python -m benchmarks.plant_faults` by hand; --list shows the sample, --resume goes on after an interruption,
+--survivors runs those again that were not caught (with --files to try more test files), and --more adds to the sample.
+A sample that is kept stays as it was drawn, however the source moves: a fault leaves it only with its line of source.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._faults import KINDS, Fault, planted, sample
+from ._faults import KINDS, Fault, all_faults, is_another_program, planted, sample
 from ._harness import ROOT
 from ._results import Result, Table, load, machine, save, show
 
@@ -35,7 +36,8 @@ TEXT = (
     "benchmarks/faults_equivalent.toml. Left out are messages, representations, the command line, pages, and kernels "
     "for CUDA."
 )
-FAULTS = dict.fromkeys(("file", "function", "line", "kind", "change", "verdict", "by", "commit"), "")
+FAULTS = dict.fromkeys(("file", "function", "line", "kind", "change", "replaced", "verdict", "by", "commit"), "")
+SEED = 20250117
 LAWS = ("tests/test_defaults.py",)  # they read every source, and are quick
 BAR = 0.9
 MEMORY = 12 << 30  # address space of one run: a fault may ask for any amount
@@ -111,11 +113,10 @@ class Copy:
         child = os.fork()
         if child == 0:
             self.in_child(kernels, said, tests)
-        status, used = wait(child, 6 * self.seconds)
+        status, used, late = wait(child, self.seconds)
         word, name = said.read_text().split("\n", 1)
         seconds = used.ru_utime + used.ru_stime
         if os.WIFSIGNALED(status):
-            late = os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
             return Run("too long" if late else "crashed", name, seconds)
         code = os.WEXITSTATUS(status)
         outcome = {0: "passed", 5: "none"}.get(code, "failed")
@@ -128,7 +129,6 @@ class Copy:
         code = 70
         try:
             os.setsid()
-            resource.setrlimit(resource.RLIMIT_CPU, (self.seconds, self.seconds + 5))
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
             source = str(self.root / "src")
             os.environ |= {"HALFULP_CACHE_DIR": str(kernels), "HALFULP_TEST_SEED": str(self.seed)}
@@ -191,21 +191,33 @@ def link_all(old: Path, new: Path) -> None:
                 shutil.copy2(entry.path, new / entry.name)
 
 
-def wait(child: int, seconds: float) -> tuple[int, resource.struct_rusage]:
-    """Its exit status and what it used; it and all that it started are ended when its time is up."""
-    end = time.monotonic() + seconds
+def wait(child: int, seconds: float) -> tuple[int, resource.struct_rusage, bool]:
+    """Its exit status, what it used, and whether it was too late: CPU time, or six times that of wall time, is up.
+
+    It and all that it started are ended. A limit of the kernel's on CPU time (RLIMIT_CPU) would let the child's own
+    clock of CPU time move in steps of several milliseconds, so that a short training step takes no time.
+    """
+    end, late = time.monotonic() + 6 * seconds, False
     while True:
-        done, status, used = os.wait4(child, os.WNOHANG)
+        done, status, used = os.wait4(child, 0 if late else os.WNOHANG)
         if done:
             break
-        if time.monotonic() > end:
+        late = time.monotonic() > end or cpu_seconds(child) > seconds
+        if late:
             os.kill(child, signal.SIGKILL)
-            _, status, used = os.wait4(child, 0)
-            break
         time.sleep(0.1)
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
-    return status, used
+    return status, used, late
+
+
+def cpu_seconds(process: int) -> float:
+    """What a process has used so far; 0 where the system has no /proc."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # Which tests belong to a line ------------------------------------------------------------------------------------
@@ -295,7 +307,8 @@ def package_of(row: dict) -> str:
 def row_of(fault: Fault) -> dict:
     """A fault that has not been run."""
     words = {"file": fault.file.removeprefix("src/halfulp/"), "function": fault.function, "line": fault.line}
-    return words | {"kind": fault.kind, "change": fault.change, "verdict": "not run", "by": "", "commit": ""}
+    words |= {"kind": fault.kind, "change": fault.change, "replaced": fault.exactly}
+    return words | {"verdict": "not run", "by": "", "commit": ""}
 
 
 def identity(row: dict) -> tuple[str, str, str]:
@@ -303,41 +316,72 @@ def identity(row: dict) -> tuple[str, str, str]:
     return row["file"], row["function"], row["change"]
 
 
+def kept_rows() -> list[dict]:
+    """The rows of an earlier run."""
+    path = write([], {}).path()
+    return load(path).tables[2].rows if path.exists() else []
+
+
+def still_there(rows: list[dict], seed: int) -> list[tuple[Fault, dict]]:
+    """The rows whose faults the source still has, which keep what was found, with the fault where it is now.
+
+    A row names its fault by file, function and change, not by line. Where these are not enough, "replaced" tells which
+    it was, and in rows that lack it the seed, which drew the first by rank.
+    """
+    faults: dict[tuple, list[Fault]] = {}
+    for fault in sorted(all_faults(ROOT), key=lambda fault: fault.rank(seed)):
+        faults.setdefault(identity(row_of(fault)), []).append(fault)
+    found = []
+    for row in rows:
+        alike = [x for x in faults.get(identity(row), []) if row.get("replaced") in (None, x.exactly)]
+        fault = next((x for x in alike if is_another_program((ROOT / x.file).read_bytes(), x)), None)
+        if fault is None:
+            print("no longer in the source:", row["file"], row["change"], row["verdict"])
+        else:
+            found.append((fault, row_of(fault) | {name: row[name] for name in ("verdict", "by", "commit")}))
+    return found
+
+
+def drawn(arguments: argparse.Namespace) -> list[tuple[Fault, dict]]:
+    """The sample: what is kept of an earlier run, filled up to the count; or more, from files that it left alone."""
+    kept = still_there(kept_rows(), SEED) if arguments.resume or arguments.survivors or arguments.more else []
+    used = {fault.file for fault, _ in kept}
+    if arguments.more:
+        fresh = sample(ROOT, arguments.more, arguments.seed, used)
+        return kept + [(fault, row_of(fault)) for fault in fresh]
+    places = {(fault.file, fault.function) for fault, _ in kept}
+    fresh = [x for x in sample(ROOT, arguments.count, arguments.seed) if (x.file, x.function) not in places]
+    return kept + [(fault, row_of(fault)) for fault in fresh[: max(0, arguments.count - len(kept))]]
+
+
 def main() -> None:
     """Draws the sample, plants each fault and writes results/faults.json after every one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=20250117, help="draws the faults, and is the tests' seed")
+    parser.add_argument("--seed", type=int, default=SEED, help="draws the faults, and is the tests' seed")
     parser.add_argument("--only", metavar="PACKAGE", help="run the sample's faults in one package")
     parser.add_argument("--list", action="store_true", help="print the sample and the tests of each, and plant nothing")
     parser.add_argument("--resume", action="store_true", help="keep what results/faults.json holds and go on")
     parser.add_argument("--survivors", action="store_true", help="keep what the file holds and run again what survived")
+    parser.add_argument("--more", type=int, default=0, help="add so many in files that the kept sample does not touch")
     parser.add_argument("--files", type=int, default=6, help="test files of one fault at most")
     parser.add_argument("--seconds", type=int, default=100, help="CPU seconds of one test file at most")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/halfulp", help="kernels to begin with")
     arguments = parser.parse_args()
-    faults = sample(ROOT, arguments.count, arguments.seed)
+    chosen = drawn(arguments)
     if arguments.list:
-        for fault in faults:
-            print(f"{fault.file}:{fault.line} {fault.function} [{fault.kind}] {fault.change}")
-            print("   ", *tests_of(fault, ROOT, arguments.files))
+        for fault, row in chosen:
+            print(f"{fault.file}:{fault.line} {fault.function} [{fault.kind}] {fault.change} | {row['verdict']}")
+            print("   ", fault.exactly, "|", *tests_of(fault, ROOT, arguments.files))
         return
-    plant(faults, arguments, kept_rows() if arguments.resume or arguments.survivors else {})
+    plant(chosen, arguments)
 
 
-def kept_rows() -> dict[tuple, dict]:
-    """The rows of an earlier run by what names them."""
-    path = write([], {}).path()
-    rows = load(path).tables[2].rows if path.exists() else []
-    return {identity(row): row for row in rows if row["verdict"] != "not run"}
-
-
-def plant(faults: list[Fault], arguments: argparse.Namespace, kept: dict[tuple, dict]) -> None:
+def plant(chosen: list[tuple[Fault, dict]], arguments: argparse.Namespace) -> None:
     """Runs what is not known yet."""
     for module in ("torch", "numba", "numpy", "pytest", "_pytest.doctest", "ml_dtypes", "mpmath"):
         __import__(module)
-    rows = [kept.get(identity(row_of(fault)), row_of(fault)) for fault in faults]
-    rows += [row for row in kept.values() if row not in rows]
+    rows = [row for _, row in chosen]
     known, facts = reasons(), machine()
     for row in rows:
         if identity(row) in known:
@@ -345,7 +389,7 @@ def plant(faults: list[Fault], arguments: argparse.Namespace, kept: dict[tuple, 
     again = {"survived"} if arguments.survivors else {"not run", "undecided"}
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder), arguments.cache, arguments.seconds, arguments.seed)
-        for fault, row in zip(faults, rows):
+        for fault, row in chosen:
             if row["verdict"] not in again or arguments.only not in (None, fault.package):
                 continue
             start = time.monotonic()

@@ -1,0 +1,18 @@
+"""Lets pytest run the doctests of any one file of the library."""
+
+import importlib
+from contextlib import suppress
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+
+
+def pytest_collect_file(file_path: Path) -> None:
+    """Imports a source by its name, with the packages above it.
+
+    pytest's own import of the first one would run the file twice: in its package's __init__ and again by itself, which
+    would define every class and operator twice.
+    """
+    if file_path.suffix == ".py" and not file_path.name.startswith("__") and SOURCES in file_path.parents:
+        with suppress(Exception):  # the collection of the file says it
+            importlib.import_module(".".join(file_path.relative_to(SOURCES).with_suffix("").parts))
