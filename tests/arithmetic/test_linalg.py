@@ -1,5 +1,8 @@
 """Linear algebra of expansions against mpmath: all digits, hard conditions, scales, matrices that have no answer."""
 
+import inspect
+import itertools
+
 import mpmath
 import pytest
 import torch
@@ -142,6 +145,35 @@ def test_stacks(seed):
     assert torch.allclose(q[0] @ r[0], a[..., :3, :])
     assert linalg.lstsq((a[..., :3],), (b,), 2, F64)[0].shape == (2, 3, 3, 2)
     assert torch.allclose(linalg.inverse((a,), 2, F64)[0] @ a, torch.eye(5, dtype=F64), atol=1e-9)
+
+
+STACKED = {
+    "solve": lambda a, b: (linalg.solve(a, b, 2, F64),),
+    "inverse": lambda a, b: (linalg.inverse(a, 2, F64),),
+    "lstsq": lambda a, b: (linalg.lstsq(a, b, 2, F64),),
+    "cholesky": lambda a, b: (linalg.cholesky(tuple(x + x.mT + 6 * torch.eye(5) for x in a), 2, F64),),
+    "qr": lambda a, b: linalg.qr(a, 2, F64),
+    "det": lambda a, b: (tuple(x[..., None] for x in linalg.det(a, 2, F64)),),
+}
+
+
+@pytest.mark.parametrize("stack", [(2,), (1, 2), (2, 1)])
+@pytest.mark.parametrize("name", STACKED)
+def test_a_stack_has_the_results_of_its_matrices(name, stack, seed):
+    # More rows than a determinant in exact integers, which stands in where the refined one fails, may have.
+    rows = 65 if name == "det" else 5
+    a = torch.randn(*stack, rows, rows, dtype=F64) / rows**0.5 + 2 * torch.eye(rows, dtype=F64)
+    b = torch.randn(*stack, rows, 2, dtype=F64)
+    found = STACKED[name]((a,), (b,))
+    for place in itertools.product(*map(range, stack)):
+        for many, one in zip(found, STACKED[name]((a[place],), (b[place],)), strict=True):
+            assert torch.allclose(many[0][place], one[0], rtol=1e-14, atol=1e-15)
+            assert torch.allclose(many[0][place] - one[0] + many[1][place], one[1], rtol=0, atol=1e-30)
+
+
+def test_every_public_function_is_held_to_stacks():
+    public = {name for name, x in vars(linalg).items() if inspect.isfunction(x) and x.__module__ == linalg.__name__}
+    assert {name for name in public if not name.startswith("_")} == STACKED.keys()
 
 
 def test_empty_and_one_by_one():

@@ -18,6 +18,7 @@ from halfulp.gradients import (
     RisingFloor,
     UnderflowBound,
 )
+from halfulp.gradients._policy import _BY_NAME
 from halfulp.gradients._site import Reading, Site
 
 from .exponents import batch, clear, mean_square, mlp, own, sites
@@ -204,6 +205,25 @@ def test_zero_gradients_leave_exponents(seed):
     for _ in range(4):
         assert stepped(scaler, model, lambda: mean_square(model(x)) * 0)
     assert set(sites(scaler).values()) == {5}
+
+
+@pytest.mark.parametrize("format", ["fp16", "e5m2", None])
+@pytest.mark.parametrize("policy", sorted(_BY_NAME))
+def test_under_every_policy_zero_gradients_stop_nothing(policy, format, seed):
+    """They have no largest one and no statistics; the next ones that are not zero are right."""
+    model, x = mlp(), batch()
+    scaler = hu.AdaptiveGradScaler(model, policy=policy, format=format, interval=1, init_scale=2.0**5)
+
+    def loss(factor):
+        with torch.autocast("cpu", torch.float16, enabled=format is None):
+            y = model(x)
+        return mean_square(y.float()) * factor
+
+    # A scale that rises from zeros may pass what half precision holds, and such a step is skipped.
+    assert any([stepped(scaler, model, lambda: loss(0.0)) for _ in range(3)])
+    applied = [stepped(scaler, model, lambda: loss(1.0)) for _ in range(12)]
+    assert any(applied)
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
 @pytest.mark.parametrize(("floor", "ceiling"), [(-30, 3), (3, 5), (12, 60), (4, 4)])

@@ -158,6 +158,58 @@ def test_sgd_refuses_nesterov_without_momentum_as_torch_does():
                 kind([torch.nn.Parameter(torch.zeros(3))], lr=0.1, **options)
 
 
+def _is_rule(given):
+    return isinstance(given, type) and issubclass(given, hu.optim.Optimizer) and given is not hu.optim.Optimizer
+
+
+RULES = sorted(name for name in dir(hu.optim) if _is_rule(getattr(hu.optim, name)))
+# A value of every option that is no optimizer's default.
+OTHER = {
+    "lr": 0.25,
+    "betas": (0.75, 0.5),
+    "eps": 0.125,
+    "weight_decay": 0.0625,
+    "momentum": 0.375,
+    "dampening": 0.5,
+    "amsgrad": True,
+    "nesterov": True,
+    "maximize": True,
+    "decoupled_weight_decay": True,
+    "weight_update": "kahan",
+    "param_dtype": torch.bfloat16,
+    "state_dtype": torch.float32,
+    "format": "bf16",
+    "seed": 17,
+    "report_interval": 3,
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_option_arrives_under_its_name(name, monkeypatch):
+    kind = getattr(hu.optim, name)
+    parameters = inspect.signature(kind).parameters
+    switches = ("foreach", "capturable", "differentiable", "fused")
+    options = [key for key in parameters if key not in ("params", *switches)]
+    assert set(options) <= OTHER.keys()
+    seen = {}
+
+    def begun(self, params, defaults, **given):
+        assert not seen.keys() & (defaults.keys() | given.keys())
+        seen.update(defaults | given)
+
+    monkeypatch.setattr(hu.optim.Optimizer, "__init__", begun)
+    for option in options:
+        assert parameters[option].default != OTHER[option]
+        needed = {"momentum": 0.9} if option == "nesterov" else {}
+        seen.clear()
+        kind([torch.nn.Parameter(torch.zeros(1))], **needed, **{option: OTHER[option]})
+        assert seen[option] == OTHER[option]
+        unchanged = {key: parameters[key].default for key in options if key not in (option, *needed)}
+        if issubclass(kind, hu.optim.AdamW):
+            unchanged["decoupled_weight_decay"] = True
+        assert {key: seen[key] for key in unchanged} == unchanged
+
+
 OWN = {
     "weight_update": None,
     "param_dtype": None,
@@ -168,11 +220,7 @@ OWN = {
 }
 
 
-def _is_rule(given):
-    return isinstance(given, type) and issubclass(given, hu.optim.Optimizer) and given is not hu.optim.Optimizer
-
-
-@pytest.mark.parametrize("name", sorted(name for name in dir(hu.optim) if _is_rule(getattr(hu.optim, name))))
+@pytest.mark.parametrize("name", RULES)
 def test_signatures_say_every_option(name):
     """torch's positional parameters in torch's order, then its keyword-only ones, then the same six of Optimizer."""
     mine = inspect.signature(getattr(hu.optim, name)).parameters

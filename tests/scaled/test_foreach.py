@@ -5,6 +5,7 @@ import torch
 
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
+from halfulp.scaled._registry import FAMILIES
 from halfulp.tensors import strict
 
 
@@ -68,6 +69,43 @@ def test_as_on_plain_tensors(case, dtype, seed):
     assert all(isinstance(x, ScaledTensor) for x in found)
     for x, y in zip(found, expected, strict=True):
         assert torch.allclose(x.decode(), y, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-7)
+
+
+FOREACH = {str(x): x for x in FAMILIES if x._schema.name.startswith("aten::_foreach_")}
+COUNT = 3
+GIVEN = {
+    "List[Tensor]": lambda: [torch.rand(3, 3) * 0.8 + 0.1 for _ in range(COUNT)],
+    "List[number]": lambda: [0.3, 0.7, 0.6],
+    "Tensor": lambda: torch.tensor(0.3),
+    "scalars": lambda: [0.3, 0.7, 0.6],
+    "number": lambda: 0.7,
+    "dtype": lambda: torch.float64,
+    "memory_format": lambda: torch.contiguous_format,
+    "bool": lambda: True,
+}
+
+
+@pytest.mark.parametrize("name", FOREACH)
+def test_every_argument_of_every_operator_on_lists_arrives(name, seed):
+    """With no argument at its default, by position and by name, on values that every function takes."""
+    operator = FOREACH[name]
+    places = operator._schema.arguments
+    plain = {place.name: GIVEN[place.name if place.name in GIVEN else str(place.type)]() for place in places}
+    if operator._overloadname == "Tensor" and "scalars" in plain:
+        plain["scalars"] = torch.tensor(plain["scalars"])
+    scaled = {
+        place: [ScaledTensor.encode(y, torch.float32) for y in x] if str(kind.type) == "List[Tensor]" else x
+        for (place, x), kind in zip(plain.items(), places)
+    }
+    kept = {place.name for place in places if place.kwarg_only}
+    results = []
+    for given in (plain, scaled):
+        positional = [x for place, x in given.items() if place not in kept]
+        found = operator(*positional, **{place: given[place] for place in kept})
+        results.append(given["self"] if found is None else found)
+    for wanted, found in zip(*results, strict=True):
+        assert found.dtype == wanted.dtype
+        assert torch.allclose(found.decode(found.dtype), wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_clipping_gradients(seed):

@@ -63,6 +63,15 @@ def test_the_scale_stays(case):
     assert torch.equal(CASES[case](x.view(1, 2)).scale, x.scale)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("softsign", "tanhshrink")])
+def test_the_gradients_scale_stays(case, seed):
+    x = ScaledTensor.encode(torch.randn(3, 4), torch.float16).requires_grad_()
+    y = CASES[case](x)
+    gradient = ScaledTensor(torch.randn(y.shape).half(), 2.0**-21)
+    (found,) = torch.autograd.grad(y, x, gradient)
+    assert torch.equal(found.scale, gradient.scale)
+
+
 @pytest.mark.parametrize("case", ["softplus", "logsigmoid", "hardsigmoid"])
 def test_what_does_not_vanish_at_zero_fits(case):
     for x in (torch.tensor([1e-9, -2e-9]), torch.zeros(2)):

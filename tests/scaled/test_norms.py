@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from halfulp.scaled import ScaledTensor
+from halfulp.scaled._registry import FAMILIES
 from halfulp.tensors import strict
 from halfulp.testing import check_rule
 
@@ -65,6 +66,100 @@ def test_running_statistics_move_as_in_float32(scaled_statistics, seed):
     found = [x.decode() if scaled_statistics else x for x in (mean, variance)]
     assert torch.allclose(found[0], plain.running_mean, rtol=1e-5, atol=1e-6)
     assert torch.allclose(found[1], plain.running_var, rtol=1e-5)
+
+
+EPS, MOMENTUM = 1e-3, 0.3
+
+
+def _forward(x, w, b, mean, variance, training):
+    """torch's results, and where it moves the running statistics, those."""
+    mean, variance = mean.clone(), variance.clone()
+    return (*aten.native_batch_norm.default(x, w, b, mean, variance, training, MOMENTUM, EPS), mean, variance)
+
+
+def _moving(call):
+    """An operator that moves running statistics in place, with those as further results."""
+
+    def run(x, w, b, mean, variance, training):
+        mean, variance = mean.clone(), variance.clone()
+        return (*call(x, w, b, mean, variance, training)[:3], mean, variance)
+
+    return run
+
+
+# Every operator of a batch normalisation, whatever the order of its arguments: whether it trains, and as which one.
+FORWARD = {
+    "native_batch_norm": (None, _moving(lambda *a: aten.native_batch_norm.default(*a, MOMENTUM, EPS))),
+    "_native_batch_norm_legit": (None, _moving(lambda *a: aten._native_batch_norm_legit.default(*a, MOMENTUM, EPS))),
+    "_native_batch_norm_legit.no_stats": (
+        True,
+        lambda x, w, b, mean, variance, training: aten._native_batch_norm_legit.no_stats(x, w, b, True, MOMENTUM, EPS),
+    ),
+    "_native_batch_norm_legit_no_training": (
+        False,
+        _moving(lambda *a: aten._native_batch_norm_legit_no_training.default(*a[:5], MOMENTUM, EPS)),
+    ),
+    "_native_batch_norm_legit_functional": (
+        None,
+        lambda *a: aten._native_batch_norm_legit_functional.default(*a, MOMENTUM, EPS),
+    ),
+    "_batch_norm_with_update": (
+        True,
+        _moving(lambda *a: aten._batch_norm_with_update.default(*a[:5], MOMENTUM, EPS)),
+    ),
+    "_batch_norm_with_update_functional": (
+        True,
+        lambda *a: [
+            x
+            for i, x in enumerate(aten._batch_norm_with_update_functional.default(*a[:5], MOMENTUM, EPS))
+            if i != 3  # the reserve
+        ],
+    ),
+    "_batch_norm_no_update": (False, _moving(lambda *a: aten._batch_norm_no_update.default(*a[:5], MOMENTUM, EPS))),
+    "cudnn_batch_norm": (None, _moving(lambda *a: aten.cudnn_batch_norm.default(*a, MOMENTUM, EPS))),
+    "miopen_batch_norm": (None, _moving(lambda *a: aten.miopen_batch_norm.default(*a, MOMENTUM, EPS))),
+}
+BACKWARD = {
+    "native_batch_norm_backward": (None, lambda *a: aten.native_batch_norm_backward.default(*a, EPS, [True] * 3)),
+    "batch_norm_backward": (
+        None,
+        lambda *a: aten.batch_norm_backward.default(*a, EPS, [True] * 3, torch.empty(0, dtype=torch.uint8)),
+    ),
+    "cudnn_batch_norm_backward": (
+        True,
+        lambda g, x, *a: aten.cudnn_batch_norm_backward.default(x, g, *a[:-1], EPS, torch.empty(0, dtype=torch.uint8)),
+    ),
+    "miopen_batch_norm_backward": (
+        True,
+        lambda g, x, *a: aten.miopen_batch_norm_backward.default(x, g, *a[:-1], EPS),
+    ),
+}
+
+
+def test_every_batch_normalisation_is_held_to_torchs():
+    held = {str(x).removeprefix("aten.").removesuffix(".default") for x, family in FAMILIES.items() if family == "norm"}
+    assert {name for name in held if "batch_norm" in name} == FORWARD.keys() | BACKWARD.keys()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
+@torch.no_grad()
+def test_every_batch_normalisation_gives_torchs_results(name, training, seed):
+    only, call = (FORWARD | BACKWARD)[name]
+    if only is (not training):
+        pytest.skip("not what this operator does")
+    g, x, w = torch.randn(3, 4, 5), torch.randn(3, 4, 5) * 3 + 1, torch.randn(4)
+    mean, variance = torch.randn(4), torch.rand(4) + 0.5
+    if name in FORWARD:
+        plain, reference = (x, w, torch.randn(4), mean, variance, training), _forward
+    else:
+        saved = aten.native_batch_norm.default(x, w, None, None, None, True, 0.0, EPS)[1:]
+        plain, reference = (g, x, w, mean, variance, *saved, training), BACKWARD["native_batch_norm_backward"][1]
+    scaled = [ScaledTensor(y * 8, 0.125) if isinstance(y, torch.Tensor) else y for y in plain]
+    with strict():
+        found = [y.decode() if isinstance(y, ScaledTensor) else y for y in call(*scaled)]
+    for y, wanted in zip(found, reference(*plain)):
+        assert torch.allclose(y, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

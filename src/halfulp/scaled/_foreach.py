@@ -20,6 +20,9 @@ _SINGLE = {
     "norm": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype),
     "powsum": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype) ** order,
     "max": lambda x: torch.amax(x),
+    # torch's own of one tensor take no number.
+    "maximum": lambda x, other: (torch.maximum if isinstance(other, Tensor) else torch.clamp_min)(x, other),
+    "minimum": lambda x, other: (torch.minimum if isinstance(other, Tensor) else torch.clamp_max)(x, other),
     "copy": lambda x, source, non_blocking=False: aten.copy.default(x, source, non_blocking),
     "copy_": lambda x, source, non_blocking=False: x.copy_(source, non_blocking),
     "addcmul": lambda x, a, b, value=1: aten.addcmul.default(x, a, b, value=value),
@@ -28,6 +31,7 @@ _SINGLE = {
     "addcdiv_": lambda x, a, b, value=1: aten.addcdiv_.default(x, a, b, value=value),
     "zero_": lambda x: x.zero_(),
 }
+_NAMED = ("alpha", "dtype", "memory_format")
 
 
 def _each(operator: OpOverload, name: str) -> None:
@@ -55,8 +59,8 @@ def _each(operator: OpOverload, name: str) -> None:
 
 def _call(single: Callable, given: dict[str, Any]) -> Tensor:
     """By position what operators name in several ways, by name what they agree on."""
-    named = {key: x for key, x in given.items() if key in ("alpha", "dtype") and x is not None}
-    return single(*(x for key, x in given.items() if key not in ("alpha", "dtype")), **named)
+    named = {key: x for key, x in given.items() if key in _NAMED and x is not None}
+    return single(*(x for key, x in given.items() if key not in _NAMED), **named)
 
 
 def _register() -> None:
