@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..kernels._cache import MachineCodeCache
+from ..kernels._machine_code import machine_code
 from ._exact_pieces import A_STEP, B_STEP, BLOCKS, COLUMNS, ONE_BY_ONE, PER_ROW, RECORD, SHARE, SIZE, SMALLEST, A, B
 from ._exact_vectors import extracted, keeps_subnormals, peeled, ranges, unfolded
 from ._exact_words import BLOCK, LAYOUTS, Layout, block_size
@@ -61,11 +61,7 @@ def compile_blocks(dtype: torch.dtype, product: bool) -> Callable:
                 records[block, 0] = summands
 
     run.__name__ = name
-    kernel = inlined(run)
-    kernel._cache = MachineCodeCache(name, key)
-    kernel.compile("void(int64, int64, int64[::1], int64[:,::1], int64, int64)")
-    kernel.disable_compile()
-    return kernel
+    return machine_code(inlined(run), name, key, "void(int64, int64, int64[::1], int64[:,::1], int64, int64)")
 
 
 def _decision(layout: Layout, dtype: torch.dtype, product: bool, cutting: Callable) -> Callable:

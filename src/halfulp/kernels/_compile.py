@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from ._cache import MachineCodeCache
+from ._machine_code import machine_code
 from ._scalar import SCALARS
 
 Bindings = Mapping[str, object]
@@ -40,12 +40,11 @@ def compile_kernel(function: Callable, signature: str, bind: Bindings | None = N
     import numba
 
     bound = dict(bind or {})
-    rebuilt = _rebuild(function, bound, {})
+    done: dict = {}
+    rebuilt = _rebuild(function, bound, done)
     dispatcher = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(rebuilt)
-    dispatcher._cache = MachineCodeCache(function.__name__, digest(function, bound) + signature)
-    dispatcher.compile(signature)
-    dispatcher.disable_compile()
-    return dispatcher
+    pieces = [piece for piece in done.values() if hasattr(piece, "overloads")]
+    return machine_code(dispatcher, function.__name__, digest(function, bound) + signature, signature, pieces)
 
 
 def on_tensors(function: Callable) -> Callable:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ._cache import MachineCodeCache
+from ._machine_code import machine_code
 from ._processor import has_fused_vectors, vector_bits
 from ._trace import Trace
 from ._vector_instructions import Instructions, hidden_one, size_of
@@ -50,10 +50,7 @@ def _dispatcher(run: Callable, name: str, key: str) -> Callable:
 
     run.__name__ = run.__qualname__ = f"{name}_{key[:16]}"
     dispatcher = numba.njit(nogil=True, error_model="numpy")(run)
-    dispatcher._cache = MachineCodeCache(name, key + _source())
-    dispatcher.compile("void(int64, int64, int64)")
-    dispatcher.disable_compile()
-    return dispatcher
+    return machine_code(dispatcher, name, key + _source(), "void(int64, int64, int64)")
 
 
 @functools.cache

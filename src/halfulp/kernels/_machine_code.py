@@ -1,0 +1,68 @@
+"""The machine code of one kernel, from the cache or compiled, without the memory that only the compiler needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ._cache import MachineCodeCache
+
+
+def machine_code(
+    dispatcher: Callable, name: str, key: str, signature: str, pieces: Iterable[Callable] = ()
+) -> Callable:
+    """The dispatcher with machine code for one signature, and for no other.
+
+    Args:
+        dispatcher: what numba.njit made of a kernel.
+        name: of the cache entry.
+        key: of the cache entry: whatever the machine code depends on, short of the compiler and the processor.
+        signature: Numba's signature string.
+        pieces: dispatchers of what the kernel inlines.
+    """
+    from numba.core.compiler_lock import global_compiler_lock
+
+    with global_compiler_lock:
+        _free_pass_managers()
+        dispatcher._cache = MachineCodeCache(name, key)
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
+        for result in dispatcher.overloads.values():
+            _free_copy_to_inline(result.library)
+        for part in (dispatcher, *pieces):
+            _forget_compilation(part)
+    return dispatcher
+
+
+def _forget_compilation(dispatcher: Callable) -> None:
+    """Of a compilation keep what calling and inlining it need: what a kernel that was loaded has, too."""
+    for signature, result in dispatcher.overloads.items():
+        dispatcher.overloads[signature] = result._replace(type_annotation="", call_helper=None, metadata=None)
+
+
+def _free_copy_to_inline(library: object) -> None:
+    """Free the code that the cache entry was made of or came with: no kernel is inlined into another."""
+    copy, library._shared_module, library._linking_libraries = library._shared_module, None, []
+    if copy is not None and copy is not library._final_module:
+        copy.close()
+
+
+def _free_pass_managers() -> None:
+    """Let llvmlite free its pass managers; else each keeps .02 to .3 MB for ever, and a kernel needs a dozen.
+
+    They have a method for it, NewPassManager._dispose; the empty one of ObjectRef, their first base, hides it (0.44 to
+    0.50). Where a version has mended that, or has no such classes, nothing is done.
+    """
+    from llvmlite.binding import ffi
+
+    for kind in _pass_managers():
+        if kind._dispose is ffi.ObjectRef._dispose:
+            hidden = [base.__dict__["_dispose"] for base in kind.__mro__[1:] if "_dispose" in base.__dict__]
+            kind._dispose = next((method for method in hidden if method is not ffi.ObjectRef._dispose), kind._dispose)
+
+
+def _pass_managers() -> Iterable[type]:
+    from llvmlite import binding
+
+    names = ("ModulePassManager", "FunctionPassManager")
+    module = getattr(binding, "newpassmanagers", None)
+    return [getattr(module, name) for name in names if hasattr(module, name)]
