@@ -34,6 +34,8 @@ NAMES = (
     "gradient_overhead",
     "gradient_safety",
     "gradient_schedules",
+    "gradient_trainings",
+    "underflow_bound",
     "suite",
     "startup",
     "many_tensors",

@@ -470,6 +470,38 @@ def two_families() -> str:
     return _benchmark("two_families", "One family", columns)
 
 
+def gradient_trainings() -> str:
+    """Skips, zeros and losses of trainings with both scalers."""
+    pairs = [f"{name}, {method}" for name in ("skipped", "after step 20", "zeros") for method in _SCALERS]
+    losses = [f"loss, {method}" for method in ("float32", *_SCALERS)]
+    return _benchmark("gradient_trainings", "Trainings", ("training", "steps", *pairs, *losses))
+
+
+_SCALERS = ("GradScaler", "halfulp")
+
+
+def gradient_trainings_note() -> str:
+    """What the table of trainings says."""
+    return _wrapped("gradient_trainings")
+
+
+def bound_simulated() -> str:
+    """How often the underflow bound held."""
+    columns = ("format", "gradients of", "number", "share within", "at the limit of overflow", "largest share")
+    return _benchmark("underflow_bound", "The underflow bound", columns)
+
+
+def _wrapped(name: str) -> str:
+    """A benchmark's text and the note of its table."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    if not path.exists():
+        return ""
+    from benchmarks._results import load
+
+    result = load(path)
+    return textwrap.fill(f"{result.text} {result.tables[0].note}", 120, break_on_hyphens=False)
+
+
 def gradient_cost() -> str:
     """What exponents cost in time."""
     return _every_table("gradient_overhead")
@@ -617,6 +649,9 @@ PLACES: dict[str, Callable[[], str]] = {
         gradient_layers,
         gradient_setting,
         two_families,
+        gradient_trainings,
+        gradient_trainings_note,
+        bound_simulated,
         gradient_cost,
         gradient_exactness,
         gradient_exactness_short,
