@@ -38,4 +38,4 @@ def test_it_compares_every_gradient_that_there_is_and_no_other(seed):
 
 def test_a_gradient_that_is_lost_under_some_scale_is_a_difference(seed):
     found = verify_exponents(_Model(_LostWhenLarge.apply), torch.randn(3), None, torch.sum, 8, seed)
-    assert found["left_out"] is not None, "a loss scale of 2^24 loses the gradient"
+    assert found["wrong"] == ["gradient 'weight' under a loss scale of 2^24 alone"]

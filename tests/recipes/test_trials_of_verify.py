@@ -5,20 +5,21 @@ import torch
 from torch import nn
 
 from halfulp.recipes import _verify, verify
+from halfulp.recipes._step import one_step
 
 
 @pytest.mark.parametrize("offs", [(0.0, 0.5, 0.25), (0.5, 0.0, 0.0), (0.0, 0.0, 0.125)])
 def test_a_report_is_the_maximum_over_trials(monkeypatch, offs):
     model = nn.Linear(3, 2)
-    seen = []
+    left = list(offs)
 
-    def difference(wanted, got):
-        # Two parameters a trial.
-        seen.append(offs[len(seen) // 2])
-        return seen[-1]
+    def step(*arguments):
+        run, off = one_step(*arguments), left.pop(0)
+        return type(run)(run.values, {name: grad * (1 + off) for name, grad in run.gradients.items()}, run.steps)
 
-    monkeypatch.setattr(_verify, "difference", difference)
+    monkeypatch.setattr(_verify, "one_step", step)
     found = verify(model, torch.ones(4, 3), "scaled-fp16", trials=3)
-    assert len(seen) == 6
-    assert set(found.gradients.values()) == {max(offs)}
+    assert not left
+    assert list(found.gradients.values()) == [pytest.approx(max(offs))] * 2
+    assert found.wrong == ["gradient 'weight'", "gradient 'bias'"]
     assert not found.passed

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ..gradients import AdaptiveGradScaler
-from ._step import LossOf, difference, one_step, reference
+from ._agreement import agrees
+from ._copies import copy_of, untouched
+from ._step import LossOf, Run, difference, in_float64, one_step, pairs, reference
 
 # Random exponents lie in this range; differences of two are far from float32's limits.
 LOWEST, HIGHEST = -12, 24
+_GLOBAL = "global"
 
 
 def verify_exponents(
@@ -32,20 +35,23 @@ def verify_exponents(
     Raises:
         ValueError: the scaler is another model's, or of several models.
     """
-    wanted, _ = reference(copy.deepcopy(model), batch, loss)
     mode = "function" if scaler is None else scaler.mode_of(model)
-    proof = Proof(model, batch, loss, wanted, mode, torch.Generator().manual_seed(seed))
-    merged = proof.merged(trials)
+    with untouched(model):
+        proof = Proof(model, batch, loss, mode, torch.Generator().manual_seed(seed))
+        merged = proof.merged(trials)
     if scaler is not None:
         scaler.merge(*merged, reason="not exact by itself")
+    wanted = proof.plain.gradients
     return {
         "technique": "gradients",
-        "gradients": proof.differences,
+        "gradients": proof.gradients,
+        "values": proof.values,
+        "wrong": list(proof.wrong),
         "first": None,
         "fallbacks": {},
         "unused": [name for name, value in wanted.items() if value is None],
         "left_alone": [],
-        "left_out": None if proof.linear else "the loss scale itself, as the model changes its gradients by their size",
+        "left_out": None,
         "trials": trials,
         "seed": seed,
         "merged": merged,
@@ -53,67 +59,94 @@ def verify_exponents(
 
 
 class Proof:
-    """A copy of a model with a scaler of its own, run under random exponents.
+    """Copies of a model, each with a scaler of its own, run under random exponents.
+
+    Each run is compared with one whose exponents are all 0, and that one with the plain model, so that what attaching a
+    scaler changes is not taken for what an exponent does.
 
     Attributes:
-        differences: The largest relative difference of each gradient over the draws that counted.
-        linear: Whether one scale for all gradients is exact; else none is drawn for the global exponent.
+        plain: the run without a scaler.
+        gradients, values: the largest relative difference from it, over the runs that counted.
+        wrong: what differs by more than another order of sums explains, in words, each once.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss: LossOf,
-        wanted: Mapping[str, Tensor | None],
-        mode: str,
-        generator: torch.Generator,
-    ) -> None:
-        self._model = copy.deepcopy(model)
-        self._state = copy.deepcopy(self._model.state_dict())
-        self._batch, self._loss, self._wanted = batch, loss, wanted
-        self._scaler = AdaptiveGradScaler(self._model, mode=mode, init_scale=1.0, float32_outputs=False)
+    def __init__(self, model: nn.Module, batch: Any, loss: LossOf, mode: str, generator: torch.Generator) -> None:
+        self._model, self._batch, self._loss, self._mode = model, batch, loss, mode
         self._generator = generator
-        self.differences: dict[str, float] = {}
-        self.linear = True
+        self._state: Mapping[str, Any] | None = None
+        self.plain = reference(model, batch, loss)
+        self._exact: Run | None = None
+        self._exact_known = False
+        self.gradients = {name: 0.0 for name, value in self.plain.gradients.items() if value is not None}
+        self.values = dict.fromkeys(self.plain.values, 0.0)
+        self.wrong: dict[str, None] = {}
 
     def merged(self, trials: int) -> list[str]:
         """Draw exponents and merge sites until all draws are exact, or every site is merged."""
-        self._run({})
-        keys = [row.site for row in self._scaler.sites().rows[1:]]
-        # A model that bounds or rounds its own gradients is not exact under any loss scale.
-        self.linear = not any(any(self._run({"global": exponent}).values()) for exponent in (LOWEST, HIGHEST))
+        baseline = self._run({})
+        self._judge(baseline, "")
+        keys = [key for key in self._state["sites"] if key != _GLOBAL]
+        for exponent in (LOWEST, HIGHEST):
+            # A model or a hook that bounds or rounds gradients by their size is right under no other loss scale.
+            self._judge(self._run({_GLOBAL: exponent}), f" under a loss scale of 2^{exponent} alone")
         merged: list[str] = []
-        self.differences = {}
+        linear = not self.wrong
         for _ in range(trials):
-            draw = self._draw(["global", *keys] if self.linear else keys)
-            found = self._run(draw)
-            if any(found.values()):
+            draw = self._draw([_GLOBAL, *keys] if linear else keys)
+            found = self._run(draw, merged)
+            if _differ(baseline, found):
                 own = [key for key in keys if key not in merged]
-                alone = [key for key in own if any(self._run({key: draw[key] or 1}).values())]
+                alone = [key for key in own if _differ(baseline, self._run({key: draw[key] or 1}, merged))]
                 # Where none is wrong by itself, none can be told from the others.
-                self._scaler.merge(*(alone or own))
                 merged += alone or own
-                found = self._run(draw)
-            for name, value in found.items():
-                self.differences[name] = max(value, self.differences.get(name, 0.0))
+                found = self._run(draw, merged)
+            self._judge(found, "")
         return merged
+
+    def _judge(self, found: Run, where: str) -> None:
+        """Compare a run with the plain one."""
+        for name, (wanted, got) in pairs(self.plain, found).items():
+            off = difference(wanted, got)
+            own = self.gradients if name not in found.values and name not in self.plain.values else self.values
+            key = name.removeprefix("gradient ").strip("'") if own is self.gradients else name
+            if off or key in own:
+                own[key] = max(own.get(key, 0.0), off)
+            if off and not agrees(wanted, got, self._exactly(name)):
+                self.wrong[f"{name}{where}"] = None
+
+    def _exactly(self, name: str) -> Tensor | None:
+        """The result of that name in float64, which is run once and only where something differs."""
+        if not self._exact_known:
+            self._exact = in_float64(self._model, self._batch, self._loss, self.plain)
+            self._exact_known = True
+        return None if self._exact is None else pairs(self._exact, self._exact)[name][0]
 
     def _draw(self, keys: list[str]) -> dict[str, int]:
         kind = {"dtype": torch.int64, "device": "cpu"}
         draws = torch.randint(LOWEST, HIGHEST + 1, (len(keys),), generator=self._generator, **kind)
         return dict(zip(keys, draws.tolist()))
 
-    def _run(self, exponents: dict[str, int]) -> dict[str, float]:
-        """Each gradient's difference under these exponents, 0 elsewhere."""
-        self._model.load_state_dict(self._state)
-        self._scaler.set_exponents(exponents)
-        scale = self._scaler.get_scale()
-        _, got, _ = one_step(self._model, self._batch, self._loss, self._scaler.scale)
-        unscaled = {name: None if value is None else value / scale for name, value in got.items()}
-        given = {name for name, value in self._wanted.items() if value is not None}
-        return {
-            name: difference(self._wanted.get(name), value)
-            for name, value in unscaled.items()
-            if name in given or value is not None
-        }
+    def _run(self, exponents: dict[str, int], merged: list[str] | None = None) -> Run:
+        """A copy's step under these exponents, 0 elsewhere, its gradients unscaled."""
+        model = copy_of(self._model)
+        scaler = AdaptiveGradScaler(model, mode=self._mode, init_scale=1.0, float32_outputs=False)
+        if self._state is not None:
+            scaler.load_state_dict(self._state_with(exponents, merged or []))
+        scale = scaler.get_scale()
+        run = one_step(model, self._batch, self._loss, scaler.scale)
+        if self._state is None:
+            self._state = scaler.state_dict()
+        gradients = {name: None if value is None else value / scale for name, value in run.gradients.items()}
+        return Run(run.values, gradients, [])
+
+    def _state_with(self, exponents: dict[str, int], merged: list[str]) -> dict[str, Any]:
+        state = copy.deepcopy(dict(self._state))
+        for key, site in state["sites"].items():
+            site["exponent"] = exponents.get(key, 0)
+            site["merged"] = site["merged"] or ("not exact by itself" if key in merged else None)
+        state["scale"] = 2.0 ** exponents.get(_GLOBAL, 0)
+        return state
+
+
+def _differ(baseline: Run, found: Run) -> bool:
+    return any(difference(*both) for both in pairs(baseline, found).values())

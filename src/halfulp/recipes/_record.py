@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,10 @@ class Step(NamedTuple):
     operator: str
     place: str
     results: tuple[Tensor, ...]
+
+    def kind(self) -> tuple:
+        """What the same step of another run has in common with it."""
+        return self.operator, self.place, tuple(tuple(x.shape) for x in self.results)
 
 
 class Recorder(TorchDispatchMode):
@@ -54,22 +60,27 @@ class Recorder(TorchDispatchMode):
             handle.remove()
 
 
-def first_difference(wanted: list[Step], got: list[Step]) -> tuple[str, str, float] | None:
-    """The first operator whose results differ: its name, where it ran, the largest relative difference.
+def aligned(wanted: list[Step], got: list[Step]) -> Iterator[tuple[int, Step, Step]]:
+    """The steps that two runs share, in order, with the place of the first among the wanted.
 
-    Operators that only one of the runs has (conversions at the door, rescaling) are passed over: the two sequences are
-    matched by name and shapes.
+    Operators that only one run has (conversions at the door, rescaling) are passed over: the two are matched as two
+    versions of a text, by operator, module and shapes.
     """
-    place = 0
-    for step in got:
-        shapes = [x.shape for x in step.results]
-        for ahead in range(place, min(place + 32, len(wanted))):
-            other = wanted[ahead]
-            if other.operator == step.operator and [x.shape for x in other.results] == shapes:
-                place = ahead + 1
-                if not all(map(same_bits, other.results, step.results)):
-                    return step.operator, step.place, max(map(relative, other.results, step.results))
-                break
+    ours, theirs = ([step.kind() for step in steps] for steps in (wanted, got))
+    if ours == theirs:
+        yield from zip(range(len(wanted)), wanted, got, strict=True)
+        return
+    matcher = difflib.SequenceMatcher(None, ours, theirs, autojunk=False)
+    for left, right, count in matcher.get_matching_blocks():
+        for offset in range(count):
+            yield left + offset, wanted[left + offset], got[right + offset]
+
+
+def first_difference(wanted: list[Step], got: list[Step]) -> tuple[str, str, float] | None:
+    """The first operator whose results differ: its name, where it ran, the largest relative difference."""
+    for _, ours, theirs in aligned(wanted, got):
+        if not all(map(same_bits, ours.results, theirs.results)):
+            return theirs.operator, theirs.place, max(map(relative, ours.results, theirs.results))
     return None
 
 

@@ -1,47 +1,96 @@
-"""One forward and backward pass of a model, for what compares two."""
+"""One forward and backward pass of a model, with all that it gave, for what compares two."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import same_bits
+from ._copies import copy_of, same_randomness
 from ._record import Recorder, Step, plain, relative
 
 LossOf = Callable[[Any], Tensor]
+
+# A run in float64 that is farther from float32's than this drew other random numbers, or computed something else.
+_SAME_RUN = 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one step of a model gave, decoded.
+
+    Attributes:
+        values: the loss, floating outputs and floating buffers, by what they are called in a report.
+        gradients: of each parameter that trains, by name; None where there is none.
+        steps: what every operator gave, in order.
+    """
+
+    values: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    steps: list[Step]
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss."""
+        return self.values["the loss"]
 
 
 def _as_it_is(loss: Tensor) -> Tensor:
     return loss
 
 
-def reference(model: nn.Module, batch: Any, loss_of: LossOf) -> tuple[dict[str, Tensor | None], list[Step]]:
-    """The gradients and operators of plain float32, which must be finite to be compared with."""
-    loss, gradients, steps = one_step(model, batch, loss_of)
-    if not bool(loss.isfinite().all()):
-        raise ValueError(f"in plain float32 the loss is {loss.item()}: nothing to compare with; give another batch")
-    if all(grad is None for grad in gradients.values()):
+def reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Run:
+    """A step of a copy in plain float32, which must be finite, and the same when it is run again.
+
+    Raises:
+        ValueError: nothing to compare with.
+    """
+    run = one_step(copy_of(model), batch, loss_of)
+    if not bool(run.loss.isfinite().all()):
+        raise ValueError(f"in plain float32 the loss is {run.loss.item()}: nothing to compare with; give another batch")
+    if all(grad is None for grad in run.gradients.values()):
         raise ValueError("in plain float32 no parameter has a gradient: give a loss that depends on one that trains")
-    for name, grad in gradients.items():
+    for name, grad in run.gradients.items():
         if grad is not None and not bool(grad.isfinite().all()):
             raise ValueError(
                 f"in plain float32 the gradient of {name!r} is not finite: nothing to compare with; give another batch"
             )
-    return gradients, steps
+    again = one_step(copy_of(model), batch, loss_of)
+    for name, (first, second) in pairs(run, again).items():
+        if difference(first, second):
+            raise ValueError(
+                f"two runs of the plain model differ in {name}: it keeps a state that a copy does not (a closure's, a "
+                "global one, a random generator of its own), and nothing can be proved; make that state a buffer or an "
+                "attribute of a module"
+            )
+    return run
 
 
-def one_step(
-    model: nn.Module, batch: Any, loss_of: LossOf, scaled: Callable[[Tensor], Tensor] = _as_it_is
-) -> tuple[Tensor, dict[str, Tensor | None], list[Step]]:
-    """The loss of one step, the gradients of what ``scaled`` makes of it, decoded, and what its operators gave."""
+def in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Run) -> Run | None:
+    """The same step in float64, which tells what float32 loses itself; None where it does not run there."""
+    try:
+        wide = one_step(copy_of(model).double(), tree_map(_double, batch), loss_of)
+    except Exception:  # whatever a model of somebody else's raises in another dtype
+        return None
+    same = all(
+        a is not None and b is not None and a.shape == b.shape and relative(a, b) < _SAME_RUN
+        for a, b in pairs(plain, wide).values()
+        if a is not None or b is not None
+    )
+    return wide if same else None
+
+
+def one_step(model: nn.Module, batch: Any, loss_of: LossOf, scaled: Callable[[Tensor], Tensor] = _as_it_is) -> Run:
+    """Run a model on a batch, and backward from what ``scaled`` makes of the loss."""
     model.zero_grad()
-    with torch.random.fork_rng(), Recorder(model) as recorder:
-        torch.manual_seed(0)
-        loss = loss_of(_called(model, batch))
+    with same_randomness(), Recorder(model) as recorder:
+        output = _called(model, batch)
+        loss = loss_of(output)
         if not isinstance(loss, Tensor):
             raise TypeError(f"the loss gave a {type(loss).__name__}: give a scalar tensor, loss=lambda output: ...")
         if loss.numel() != 1:
@@ -50,7 +99,30 @@ def one_step(
             scaled(loss).backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     gradients = {name: None if grad is None else plain(grad) for name, grad in trained.items()}
-    return loss.detach(), gradients, recorder.steps
+    return Run(_values(model, output, loss), gradients, recorder.steps)
+
+
+def _values(model: nn.Module, output: Any, loss: Tensor) -> dict[str, Tensor]:
+    values = {"the loss": loss}
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    values |= {f"output {index}": x for index, x in enumerate(leaves) if _floating(x)}
+    values |= {f"buffer {name!r}": x for name, x in model.named_buffers() if _floating(x)}
+    return {name: plain(x) for name, x in values.items()}
+
+
+def pairs(wanted: Run, got: Run) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    """What two runs gave, side by side: the loss, outputs, buffers and gradients."""
+    values = {name: (wanted.values.get(name), got.values.get(name)) for name in {**wanted.values, **got.values}}
+    names = {**wanted.gradients, **got.gradients}
+    return values | {f"gradient {name!r}": (wanted.gradients.get(name), got.gradients.get(name)) for name in names}
+
+
+def _floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _double(x: Any) -> Any:
+    return x.double() if _floating(x) else x
 
 
 def _called(model: nn.Module, batch: Any) -> Any:
@@ -78,6 +150,9 @@ def default_loss(seed: int) -> LossOf:
 
 
 def difference(wanted: Tensor | None, got: Tensor | None) -> float:
+    """The relative norm of the difference, 0 where the bits are the same, infinite where one is missing."""
     if wanted is None or got is None:
         return 0.0 if wanted is got else float("inf")
+    if wanted.shape != got.shape:
+        return float("inf")
     return 0.0 if same_bits(wanted, got) else relative(wanted, got)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from typing import Any
@@ -14,15 +13,17 @@ from ..gradients import AdaptiveGradScaler
 from ..scaled import ScaledTensor, scalify
 from ..tensors import MCTensor, fallbacks
 from . import _catalog
+from ._agreement import agrees
+from ._copies import copy_of, untouched
 from ._exponents import verify_exponents
 from ._recipe import Recipe
-from ._record import first_difference
-from ._step import LossOf, default_loss, difference, one_step, reference
+from ._record import aligned, first_difference, relative
+from ._step import LossOf, Run, default_loss, difference, in_float64, one_step, pairs, reference
 
 # Scales between 2^-SPREAD and 2^SPREAD times the measured one.
 SPREAD = 12
-# A gradient is right if its bits or, behind a sum in another order, its leading 20 bits are.
-NEAR = 1e-6
+# How many wrong results a report names.
+_SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Verification:
     Attributes:
         technique: What was verified: "scaled" or "gradients".
         gradients: Relative difference to plain float32 of each parameter that has a gradient; 0 means equal bits.
+        values: The same of the loss, the floating outputs and the floating buffers.
+        wrong: Which gradients, values and operators differ by more than another order of sums explains.
         first: The first operator that is not bit-equal, the module or direction it ran in, and by how much; or None.
         fallbacks: Operators without a rule, and how often they ran.
         unused: Parameters that train but have no gradient in plain float32; nothing was compared there.
@@ -44,6 +47,8 @@ class Verification:
 
     technique: str
     gradients: dict[str, float]
+    values: dict[str, float]
+    wrong: list[str]
     first: tuple[str, str, float] | None
     fallbacks: dict[str, int]
     unused: list[str]
@@ -60,13 +65,14 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether every gradient is within 1e-6 of plain float32's and no operator fell back."""
-        return all(difference <= NEAR for difference in self.gradients.values()) and not self.fallbacks
+        """Whether all that the step gave is plain float32's, up to the order of sums, and no operator fell back."""
+        return not self.wrong and not self.fallbacks
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that JSON can hold; a difference that is not finite is None."""
         data = {**dataclasses.asdict(self), "equal": self.equal, "passed": self.passed}
-        data["gradients"] = {name: _finite(difference) for name, difference in self.gradients.items()}
+        for kind in ("gradients", "values"):
+            data[kind] = {name: _finite(difference) for name, difference in data[kind].items()}
         data["first"] = [*self.first[:2], _finite(self.first[2])] if self.first else None
         return data
 
@@ -76,6 +82,9 @@ class Verification:
         said = [f"{self.equal} of {len(self.gradients)} gradients are bit-equal to float32's under random {under}"]
         if worst is not None and self.gradients[worst]:
             said.append(f"the farthest is {worst}, by {self.gradients[worst]:.1e} of its norm")
+        if self.wrong:
+            more = f" and {len(self.wrong) - _SHOWN} more" if len(self.wrong) > _SHOWN else ""
+            said.append(f"not float32's: {', '.join(self.wrong[:_SHOWN])}{more}")
         if self.first:
             operator, place, difference = self.first
             said.append(f"the first operator that differs is {operator} in {place}, by {difference:.1e}")
@@ -87,9 +96,10 @@ class Verification:
             said.append(f"left alone: {', '.join(self.left_alone)}")
         if self.merged:
             said.append(f"merged into the global exponent, as not exact by themselves: {', '.join(self.merged)}")
+        head = "passed" if self.passed else "FAILED"
         if self.left_out:
-            said.append(f"left out, as no part of the proof: {self.left_out}")
-        return f"{'passed' if self.passed else 'FAILED'}: " + "; ".join(said)
+            head += f" ({self.left_out} left out, as no part of the proof)"
+        return f"{head}: " + "; ".join(said)
 
 
 def verify(
@@ -141,26 +151,78 @@ def verify(
             "as 'scaled-fp16' and 'fp16-adaptive'"
         )
     _check(model, loss, trials)
+    with untouched(model):
+        return _under_scales(model, batch, recipe, loss or default_loss(seed), trials, seed)
+
+
+def _under_scales(
+    model: nn.Module, batch: Any, recipe: Recipe, loss_of: LossOf, trials: int, seed: int
+) -> Verification:
     generator = torch.Generator().manual_seed(seed)
-    loss_of = loss or default_loss(seed)
-    wanted, wanted_steps = reference(copy.deepcopy(model), batch, loss_of)
-    unused = [name for name, value in wanted.items() if value is None]
-    gradients = {name: 0.0 for name, value in wanted.items() if value is not None}
+    wanted = reference(model, batch, loss_of)
+    exact: Run | None = None
+    gradients = {name: 0.0 for name, value in wanted.gradients.items() if value is not None}
+    values = dict.fromkeys(wanted.values, 0.0)
+    wrong: dict[str, None] = {}
     first, counts, left = None, {}, []
     for _ in range(trials):
-        other = scalify(copy.deepcopy(model), torch.float32, rescale="norms", wide="none")
+        other = scalify(copy_of(model), torch.float32, rescale="norms", wide="none")
         left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
         _shift(other.parameters(), generator)
-        _, got, steps = one_step(other, batch, loss_of)
-        for name, value in wanted.items():
-            off = difference(value, got.get(name))
-            if name in gradients or off:
-                gradients[name] = max(gradients.get(name, 0.0), off)
-        first = first or first_difference(wanted_steps, steps)
+        got = one_step(other, batch, loss_of)
+        if exact is None and _differs(wanted, got):
+            exact = in_float64(model, batch, loss_of, wanted) or _NOWHERE
+        _gather(gradients, values, wanted, got)
+        found = _wrong(wanted, got, exact or _NOWHERE)
+        astray = _wrong_operators(wanted, got, exact or _NOWHERE)
+        wrong |= dict.fromkeys([*found, *(f"operator {operator} in {place}" for operator, place, _ in astray)])
+        first = first or (astray[0] if astray else first_difference(wanted.steps, got.steps))
         for name, count in fallbacks(other).items():
             counts[name] = counts.get(name, 0) + count
     left_out = "eight-bit products" if recipe.matmul else None
-    return Verification("scaled", gradients, first, counts, unused, left, left_out, trials, seed)
+    return Verification(
+        "scaled", gradients, values, list(wrong), first, counts, _unused(wanted), left, left_out, trials, seed
+    )
+
+
+# Of a model that does not run in float64.
+_NOWHERE = Run({}, {}, [])
+
+
+def _differs(wanted: Run, got: Run) -> bool:
+    return any(difference(*both) for both in pairs(wanted, got).values()) or bool(
+        first_difference(wanted.steps, got.steps)
+    )
+
+
+def _gather(gradients: dict[str, float], values: dict[str, float], wanted: Run, got: Run) -> None:
+    """Keep the largest difference of each gradient and value."""
+    for kept, ours, theirs in ((gradients, wanted.gradients, got.gradients), (values, wanted.values, got.values)):
+        for name in {**ours, **theirs}:
+            off = difference(ours.get(name), theirs.get(name))
+            if name in kept or off:
+                kept[name] = max(kept.get(name, 0.0), off)
+
+
+def _wrong(wanted: Run, got: Run, exact: Run) -> list[str]:
+    """Which values and gradients do not agree."""
+    known = pairs(exact, exact)
+    return [
+        name
+        for name, (ours, theirs) in pairs(wanted, got).items()
+        if not agrees(ours, theirs, known.get(name, (None,))[0])
+    ]
+
+
+def _wrong_operators(wanted: Run, got: Run, exact: Run) -> list[tuple[str, str, float]]:
+    """Which operators do not agree, also those whose results nothing else shows, and by how much."""
+    wrong = []
+    precise = {place: theirs for place, _, theirs in aligned(wanted.steps, exact.steps)}
+    for place, ours, theirs in aligned(wanted.steps, got.steps):
+        best = precise[place].results if place in precise else [None] * len(ours.results)
+        if not all(map(agrees, ours.results, theirs.results, best)):
+            wrong.append((theirs.operator, theirs.place, max(map(relative, ours.results, theirs.results))))
+    return wrong
 
 
 def _check(model: nn.Module, loss: LossOf | None, trials: int) -> None:
@@ -189,6 +251,10 @@ def _shift(parameters: Any, generator: torch.Generator) -> None:
 def _moved(x: ScaledTensor, generator: torch.Generator) -> ScaledTensor:
     power = int(torch.randint(-SPREAD, SPREAD + 1, (), generator=generator, dtype=torch.int64, device="cpu"))
     return x.with_scale((x.scale * 2.0**power).clamp(2.0**-126, 2.0**127)).detach()
+
+
+def _unused(run: Run) -> list[str]:
+    return [name for name, value in run.gradients.items() if value is None]
 
 
 def _finite(difference: float) -> float | None:
