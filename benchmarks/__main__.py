@@ -12,6 +12,7 @@ NAMES = (
     "adamw",
     "small_updates",
     "verdicts",
+    "verify",
     "states",
     "overhead",
     "claims",

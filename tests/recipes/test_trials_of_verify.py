@@ -13,9 +13,9 @@ def test_a_report_is_the_maximum_over_trials(monkeypatch, offs):
     model = nn.Linear(3, 2)
     left = list(offs)
 
-    def step(*arguments):
-        run, off = one_step(*arguments), left.pop(0)
-        return type(run)(run.values, {name: grad * (1 + off) for name, grad in run.gradients.items()}, run.steps)
+    def step(*arguments, **options):
+        run, off = one_step(*arguments, **options), left.pop(0)
+        return type(run)(run.values, {name: grad * (1 + off) for name, grad in run.gradients.items()})
 
     monkeypatch.setattr(_verify, "one_step", step)
     found = verify(model, torch.ones(4, 3), "scaled-fp16", trials=3)

@@ -8,7 +8,7 @@ from torch import nn
 
 from halfulp.kernels import same_bits
 from halfulp.recipes import verify
-from halfulp.recipes._record import relative
+from halfulp.recipes._agreement import relative
 from halfulp.scaled import ScaledTensor, scalify, unscalify
 from halfulp.scaled._registry import RULES
 from halfulp.tensors import multicomponent, single_component

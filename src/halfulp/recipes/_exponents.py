@@ -137,7 +137,7 @@ class Proof:
         if self._state is None:
             self._state = scaler.state_dict()
         gradients = {name: None if value is None else value / scale for name, value in run.gradients.items()}
-        return Run(run.values, gradients, [])
+        return Run(run.values, gradients)
 
     def _state_with(self, exponents: dict[str, int], merged: list[str]) -> dict[str, Any]:
         state = copy.deepcopy(dict(self._state))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import same_bits
+from ..scaled import ScaledTensor
+from ._agreement import relative
 from ._copies import copy_of, same_randomness
-from ._record import Recorder, Step, plain, relative
 
 LossOf = Callable[[Any], Tensor]
 
@@ -27,12 +29,10 @@ class Run:
     Attributes:
         values: the loss, floating outputs and floating buffers, by what they are called in a report.
         gradients: of each parameter that trains, by name; None where there is none.
-        steps: what every operator gave, in order.
     """
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
-    steps: list[Step]
 
     @property
     def loss(self) -> Tensor:
@@ -77,18 +77,28 @@ def in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Run) -> Run
         wide = one_step(copy_of(model).double(), tree_map(_double, batch), loss_of)
     except Exception:  # whatever a model of somebody else's raises in another dtype
         return None
-    same = all(
-        a is not None and b is not None and a.shape == b.shape and relative(a, b) < _SAME_RUN
-        for a, b in pairs(plain, wide).values()
-        if a is not None or b is not None
-    )
-    return wide if same else None
+    both = list(pairs(plain, wide).values())
+    if any((a is None) != (b is None) or (a is not None and a.shape != b.shape) for a, b in both):
+        return None
+    # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
+    ours, theirs = (_joined(run.gradients.values()) for run in (plain, wide))
+    return wide if relative(plain.loss, wide.loss) < _SAME_RUN and relative(ours, theirs) < _SAME_RUN else None
 
 
-def one_step(model: nn.Module, batch: Any, loss_of: LossOf, scaled: Callable[[Tensor], Tensor] = _as_it_is) -> Run:
-    """Run a model on a batch, and backward from what ``scaled`` makes of the loss."""
+def _joined(gradients: Iterable[Tensor | None]) -> Tensor:
+    return torch.cat([gradient.double().flatten() for gradient in gradients if gradient is not None])
+
+
+def one_step(
+    model: nn.Module,
+    batch: Any,
+    loss_of: LossOf,
+    scaled: Callable[[Tensor], Tensor] = _as_it_is,
+    watch: contextlib.AbstractContextManager | None = None,
+) -> Run:
+    """Run a model on a batch, and backward from what ``scaled`` makes of the loss, under ``watch``."""
     model.zero_grad()
-    with same_randomness(), Recorder(model) as recorder:
+    with same_randomness(), watch or contextlib.nullcontext():
         output = _called(model, batch)
         loss = loss_of(output)
         if not isinstance(loss, Tensor):
@@ -99,7 +109,7 @@ def one_step(model: nn.Module, batch: Any, loss_of: LossOf, scaled: Callable[[Te
             scaled(loss).backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     gradients = {name: None if grad is None else plain(grad) for name, grad in trained.items()}
-    return Run(_values(model, output, loss), gradients, recorder.steps)
+    return Run(_values(model, output, loss), gradients)
 
 
 def _values(model: nn.Module, output: Any, loss: Tensor) -> dict[str, Tensor]:
@@ -115,6 +125,12 @@ def pairs(wanted: Run, got: Run) -> dict[str, tuple[Tensor | None, Tensor | None
     values = {name: (wanted.values.get(name), got.values.get(name)) for name in {**wanted.values, **got.values}}
     names = {**wanted.gradients, **got.gradients}
     return values | {f"gradient {name!r}": (wanted.gradients.get(name), got.gradients.get(name)) for name in names}
+
+
+def plain(x: Tensor) -> Tensor:
+    """A copy of the values, decoded."""
+    x = x.detach()
+    return x.decode(torch.float32) if isinstance(x, ScaledTensor) else x.clone()
 
 
 def _floating(x: Any) -> bool:

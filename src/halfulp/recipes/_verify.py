@@ -16,8 +16,8 @@ from . import _catalog
 from ._agreement import agrees
 from ._copies import copy_of, untouched
 from ._exponents import verify_exponents
+from ._operators import Difference, OperatorCheck
 from ._recipe import Recipe
-from ._record import aligned, first_difference, relative
 from ._step import LossOf, Run, default_loss, difference, in_float64, one_step, pairs, reference
 
 # Scales between 2^-SPREAD and 2^SPREAD times the measured one.
@@ -35,7 +35,8 @@ class Verification:
         gradients: Relative difference to plain float32 of each parameter that has a gradient; 0 means equal bits.
         values: The same of the loss, the floating outputs and the floating buffers.
         wrong: Which gradients, values and operators differ by more than another order of sums explains.
-        first: The first operator that is not bit-equal, the module or direction it ran in, and by how much; or None.
+        first: The first operator that is wrong, or else the first whose bits are not those of torch's own on the same
+            operands: its name, the module or direction it ran in, and by how much; or None.
         fallbacks: Operators without a rule, and how often they ran.
         unused: Parameters that train but have no gradient in plain float32; nothing was compared there.
         left_alone: Parameters that the recipe does not change.
@@ -164,35 +165,42 @@ def _under_scales(
     gradients = {name: 0.0 for name, value in wanted.gradients.items() if value is not None}
     values = dict.fromkeys(wanted.values, 0.0)
     wrong: dict[str, None] = {}
-    first, counts, left = None, {}, []
+    first: Difference | None = None
+    unequal: Difference | None = None
+    counts: dict[str, int] = {}
+    left: list[str] = []
     for _ in range(trials):
         other = scalify(copy_of(model), torch.float32, rescale="norms", wide="none")
         left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
         _shift(other.parameters(), generator)
-        got = one_step(other, batch, loss_of)
-        if exact is None and _differs(wanted, got):
+        check = OperatorCheck(other)
+        got = one_step(other, batch, loss_of, watch=check)
+        if exact is None and any(difference(*both) for both in pairs(wanted, got).values()):
             exact = in_float64(model, batch, loss_of, wanted) or _NOWHERE
         _gather(gradients, values, wanted, got)
-        found = _wrong(wanted, got, exact or _NOWHERE)
-        astray = _wrong_operators(wanted, got, exact or _NOWHERE)
-        wrong |= dict.fromkeys([*found, *(f"operator {operator} in {place}" for operator, place, _ in astray)])
-        first = first or (astray[0] if astray else first_difference(wanted.steps, got.steps))
+        operators = [f"operator {one.operator} in {one.place}" for one in check.wrong]
+        wrong |= dict.fromkeys([*_wrong(wanted, got, exact or _NOWHERE), *operators])
+        first, unequal = first or next(iter(check.wrong), None), unequal or check.unequal
         for name, count in fallbacks(other).items():
             counts[name] = counts.get(name, 0) + count
     left_out = "eight-bit products" if recipe.matmul else None
     return Verification(
-        "scaled", gradients, values, list(wrong), first, counts, _unused(wanted), left, left_out, trials, seed
+        "scaled",
+        gradients,
+        values,
+        list(wrong),
+        first or unequal,
+        counts,
+        _unused(wanted),
+        left,
+        left_out,
+        trials,
+        seed,
     )
 
 
 # Of a model that does not run in float64.
-_NOWHERE = Run({}, {}, [])
-
-
-def _differs(wanted: Run, got: Run) -> bool:
-    return any(difference(*both) for both in pairs(wanted, got).values()) or bool(
-        first_difference(wanted.steps, got.steps)
-    )
+_NOWHERE = Run({}, {})
 
 
 def _gather(gradients: dict[str, float], values: dict[str, float], wanted: Run, got: Run) -> None:
@@ -212,17 +220,6 @@ def _wrong(wanted: Run, got: Run, exact: Run) -> list[str]:
         for name, (ours, theirs) in pairs(wanted, got).items()
         if not agrees(ours, theirs, known.get(name, (None,))[0])
     ]
-
-
-def _wrong_operators(wanted: Run, got: Run, exact: Run) -> list[tuple[str, str, float]]:
-    """Which operators do not agree, also those whose results nothing else shows, and by how much."""
-    wrong = []
-    precise = {place: theirs for place, _, theirs in aligned(wanted.steps, exact.steps)}
-    for place, ours, theirs in aligned(wanted.steps, got.steps):
-        best = precise[place].results if place in precise else [None] * len(ours.results)
-        if not all(map(agrees, ours.results, theirs.results, best)):
-            wrong.append((theirs.operator, theirs.place, max(map(relative, ours.results, theirs.results))))
-    return wrong
 
 
 def _check(model: nn.Module, loss: LossOf | None, trials: int) -> None:
