@@ -19,7 +19,7 @@ from ._encoding import lazy_conjugates
 from ._form import decoded, encoded, logical_of, plain, storage_of
 from ._registry import RULES, rule_of
 from ._scaled_tensor import ScaledTensor, wrap
-from ._writing import write
+from ._writing import check_written_at, write
 
 aten = torch_operators("aten")
 _RESIZE = ("resize_", "resize_as_", "set_")
@@ -158,6 +158,7 @@ def _written(operator: OpOverload, functional: OpOverload, name: str, *arguments
     for target, result in zip(targets, results, strict=True):
         if result.shape != target.shape:
             raise RuntimeError(f"a result of shape {list(result.shape)} for an output of shape {list(target.shape)}")
+    check_written_at(name, given, targets[0], results[0])
     for target, result in zip(targets, results, strict=True):
         write(target, result)
     if update is not None:

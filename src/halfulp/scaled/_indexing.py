@@ -17,7 +17,7 @@ from ._families import value_of
 from ._form import decoded, first_scaled, operand
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
-from ._writing import write
+from ._writing import check_written_at, write
 
 aten = torch_operators("aten")
 
@@ -41,7 +41,10 @@ def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Te
 @implements(aten._index_put_impl_.default, family="indexing")
 def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Tensor:
     """The same in place."""
-    return write(x, index_put(x, indices, values, accumulate))
+    result = index_put(x, indices, values, accumulate)
+    given = {"indices": indices, "values": values, "accumulate": accumulate}
+    check_written_at("_index_put_impl_", given, x, result)
+    return write(x, result)
 
 
 @implements(aten.scatter.src, family="indexing")

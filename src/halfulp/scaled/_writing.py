@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,19 @@ from . import _powers
 from ._form import narrowed, operand, plain, smallest, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
+
+# Operators that write at places, and what the values are called that they write.
+_WRITTEN_AT = {
+    "masked_fill_": ("value",),
+    "masked_scatter_": ("source",),
+    "index_put_": ("values",),
+    "_index_put_impl_": ("values",),
+    "index_fill_": ("value",),
+    "index_copy_": ("source",),
+    "scatter_": ("src", "value"),
+    "put_": ("source",),
+    "fill_diagonal_": ("fill_value",),
+}
 
 
 @implements(torch_operators("aten").copy_.default, family="writing")
@@ -89,6 +103,43 @@ def _check_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
             "shares with the memory it is a view of: it is as it was. Write into x.clone(), or give the whole tensor a "
             "larger scale first, x.with_scale(...)"
         )
+
+
+def check_written_at(name: str, given: Mapping[str, Any], x: Any, result: Any) -> None:
+    """Refuse a write at indices or under a mask of which nothing is left, as one into a part of a tensor is.
+
+    Constants have no say in a scale; large ones saturate, but one that vanishes leaves zeros that nobody asked for.
+
+    Args:
+        name: of the operator that writes, such as "masked_fill_".
+        given: its arguments by name.
+        x: what is written into.
+        result: what it becomes.
+
+    Raises:
+        ValueError: the largest of the values is 0 in x's payload under the scale of the result; x is as it was.
+    """
+    source = next((given[key] for key in _WRITTEN_AT.get(name, ()) if key in given), None)
+    if source is None or given.get("accumulate") or given.get("reduce") or not isinstance(x, ScaledTensor):
+        return
+    value = operand(source, x)
+    if not all(map(_powers.in_sight, (value._payload, value._scale, result._scale))) or not _is_anywhere(given, value):
+        return
+    largest = widened(value).abs().amax().item() * value._scale.item()
+    scale = result._scale.item()
+    if largest and largest <= scale * (smallest(x._payload.dtype) / 2):
+        raise ValueError(
+            f"a value of magnitude {largest:g} is 0 in {x._payload.dtype} under the scale {scale:g} of the tensor that "
+            f"{name} writes it into: it is as it was. Give the tensor a smaller scale first, x.copy_(x.with_scale(...))"
+        )
+
+
+def _is_anywhere(given: Mapping[str, Any], value: ScaledTensor) -> bool:
+    """Whether anything is written at all."""
+    places = [given[key] for key in ("mask", "index") if key in given]
+    places += [index for index in given.get("indices", ()) if index is not None]
+    masks = (place for place in places if place.dtype in (torch.bool, torch.uint8))
+    return bool(value.numel()) and all(place.numel() for place in places) and all(bool(mask.any()) for mask in masks)
 
 
 def _is_too_large(payload: Tensor, value: ScaledTensor, largest: float) -> Tensor:
