@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..formats import Format
+from ..gradients._forward import NotScriptedError
 from ..rounding import Nearest, Rounding
 from ..tensors._holders import EMULATED
-from ._region import Region, region
+from ._region import Region, refuse_recording, region, untraceable
 from ._report import describe
 from ._unit import CONTAINERS, Unit
 
@@ -41,9 +43,33 @@ class Emulation:
             return self.target
         return self._before or type(self.target).forward.__get__(self.target)
 
-    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
+    @property
+    def __code__(self) -> types.CodeType:
+        """The plain forward pass's, which torch.export reads before it calls."""
+        return self._original.__code__
+
+    @property
+    def __globals__(self) -> dict:
+        """What torch.jit.script reads first; it then compiles the source of what stands here, and not the plain one."""
+        raise NotScriptedError(untraceable("torch.jit.script"))
+
     def __call__(self, *args, **kwargs):
-        """The model's forward, or the function, with every operator rounded."""
+        """The model's forward, or the function, with every operator rounded.
+
+        Raises:
+            NotImplementedError: torch.export, torch.jit.trace or make_fx records the call.
+        """
+        if torch.compiler.is_exporting():
+            raise NotImplementedError(untraceable("torch.export"))
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(
+                "an emulated model runs eagerly, and every operator is rounded: no fullgraph=True"
+            )
+        return self._emulated(*args, **kwargs)
+
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
+    def _emulated(self, *args, **kwargs):
+        refuse_recording()
         if isinstance(self.target, nn.Module):
             self._check_parameters()
         args, kwargs = self._each(self._rounded, args, kwargs)
@@ -135,6 +161,8 @@ def emulate(
       loss, is not: put it in `with emulation.region():`, or emulate the loss function.
     - `torch.compile` does not see the model: it breaks the graph there and gives the bits of eager mode
       (`fullgraph=True` is refused by torch).
+    - What records a graph to run elsewhere (`torch.export`, `torch.jit`, `make_fx`, ONNX) is refused: roundings are no
+      operators of the model. `remove()` first exports the plain model, whose numbers are float32's.
 
     Args:
         model: a module with float32 or float64 parameters, changed in place; or any function.

@@ -121,7 +121,8 @@ def _modes() -> list[_Mode]:
 class Region:
     """A `with` block that rounds with a unit; inside a block of the same settings it joins that one.
 
-    Entering raises RuntimeError inside a block of other settings, and inside a transform of torch.func.
+    Entering raises RuntimeError inside a block of other settings and inside a transform of torch.func, and
+    NotImplementedError where a graph is recorded (torch.export, torch.jit.trace, make_fx).
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -140,6 +141,7 @@ class Region:
                 "emulation inside grad, vmap or another transform of torch.func is not possible: gradients could not "
                 "be rounded; use loss.backward()"
             )
+        refuse_recording()
         mode = _Mode(self.unit)
         self._entered.append((mode, torch.backends.mha.get_fastpath_enabled()))
         modes.append(mode)
@@ -159,6 +161,24 @@ class Region:
         torch.backends.mha.set_fastpath_enabled(fast)
         if kind is None:
             mode.link()
+
+
+def untraceable(recorder: str) -> str:
+    """What is said to who records an emulated model as a graph."""
+    return (
+        f"{recorder} would record an emulated model without its roundings: end the emulation (its remove(); the handle "
+        "is the model's forward) and record the plain model, whose numbers are float32's, or run the model as it is"
+    )
+
+
+def refuse_recording() -> None:
+    """Raise where the operators that run are recorded."""
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(untraceable("torch.export"))
+    if torch.jit.is_tracing():
+        raise NotImplementedError(untraceable("torch.jit.trace"))
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        raise NotImplementedError(untraceable("make_fx"))
 
 
 def _check_joins(unit: Unit, around: Unit) -> None:
