@@ -9,6 +9,7 @@ import torch
 
 from ..scaled import ScaledTensor
 from ._optimizer import Optimizer, _holds
+from ._options import check_number
 from ._outside_writes import settle
 from ._program import Kind
 from ._rule import UpdateRule
@@ -52,8 +53,13 @@ class GivenOptimizer(Optimizer):
 
     def _check_numbers(self, group: dict) -> None:
         lr = group.get("lr")
+        if isinstance(lr, torch.Tensor):
+            check_number("lr", lr)
         if isinstance(lr, (int, float, torch.Tensor)) and not (math.isfinite(value := float(lr)) and value >= 0):
             raise ValueError(f"lr={value} is not allowed: give a finite number that is not negative")
+
+    def _check_switches(self, group: dict) -> None:
+        """They are the wrapped optimizer's."""
 
     def _current(self, group: dict, position: int, given: Store) -> Slot:
         """What is known of a parameter, looked at again if it has changed."""

@@ -29,7 +29,7 @@ from ._narrow_groups import (
     updates_in_effect,
 )
 from ._narrowing import is_kept
-from ._options import check_group, check_numbers
+from ._options import SWITCHES, check_group, check_numbers, refuse_torch_switches
 from ._outside_writes import agree, agreement_of, settle
 from ._program import Kind
 from ._rule import UpdateRule
@@ -143,6 +143,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         try:
             self._check_numbers(group)
             check_group(group, self.defaults)
+            self._check_switches(group)
             assign_identities(group, self.param_groups[:before])
             for position, parameter in enumerate(group["params"]):
                 self._kind(group, parameter, None, name_of(group, position))
@@ -325,6 +326,10 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
     def _check_numbers(self, group: dict) -> None:
         """Check what a scheduler may write; raises ValueError."""
         check_numbers(group)
+
+    def _check_switches(self, group: dict) -> None:
+        """Refuse what chooses another implementation in torch.optim."""
+        refuse_torch_switches(type(self).__name__, **{name: group.get(name) for name in SWITCHES})
 
     def _collect(self, group: dict, batches: dict[tuple[int, bool], list[Slot]]) -> None:
         """Sort a group's parameters with gradients into batches of one kind."""

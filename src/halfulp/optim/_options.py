@@ -72,16 +72,27 @@ def _check_emulated(group: dict) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Raise TypeError for a hyper-parameter that is no number."""
-    if not isinstance(value, numbers.Real | torch.Tensor):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a number")
+    """Check that a hyper-parameter is one real number, or a tensor that holds one.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: a tensor of several, one without memory, or one that wants a gradient.
+    """
+    is_tensor = isinstance(value, torch.Tensor)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}: give a number")
+    if is_tensor and value.numel() != 1:
+        raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+    if is_tensor and (value.is_complex() or value.dtype == torch.bool):
+        raise TypeError(f"{name} is a tensor of {value.dtype}: give a real number")
+    if is_tensor and value.is_meta:
+        raise ValueError(f"{name} is a tensor on the meta device, which holds no number: give one on a real device")
+    if is_tensor and value.requires_grad:
+        raise ValueError(f"{name} requires a gradient, which a step here does not give: give {name}.detach()")
 
 
 def check_numbers(group: dict) -> None:
     """Check the hyper-parameters, also those that a scheduler writes; nothing has been changed when this raises."""
-    lr = group["lr"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}")
     for name in ("lr", "eps", "weight_decay", "momentum"):
         if name in group:
             check_number(name, group[name])
@@ -90,7 +101,7 @@ def check_numbers(group: dict) -> None:
                 raise ValueError(f"{name}={value} is not allowed: give a finite number that is not negative")
     betas = group.get("betas", (0.0, 0.0))
     for beta in betas if isinstance(betas, tuple | list) else ():
-        check_number("a beta", beta)
+        check_number("beta", beta)
     if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
         raise ValueError(f"betas={betas!r} are not allowed: give two numbers in [0, 1)")
     check_number("dampening", group.get("dampening", 0.0))
@@ -98,8 +109,11 @@ def check_numbers(group: dict) -> None:
         raise ValueError(f"dampening={group['dampening']} is not allowed: give a finite number")
 
 
+SWITCHES = ("foreach", "differentiable", "capturable", "fused")
+
+
 def refuse_torch_switches(name: str, **switches: bool | None) -> None:
-    """torch.optim's switches that choose an implementation.
+    """Refuse torch.optim's switches that choose another implementation, of an optimizer or of one param group.
 
     Raises:
         NotImplementedError: a switch that asks for what this optimizer does not do.

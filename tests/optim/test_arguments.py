@@ -1,0 +1,204 @@
+"""torch's contract of arguments: what a number may be, closures, groups, mixed dtypes, switches of implementation."""
+
+import inspect
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.kernels import same_bits
+
+KINDS = ["SGD", "Adam", "AdamW", "Lion", "wrap"]
+
+
+def _made(name, parameters, options):
+    if name == "wrap":
+        return hu.optim.wrap(torch.optim.Adagrad, parameters, **options)
+    return getattr(hu.optim, name)(parameters, **options)
+
+
+def _numbers():
+    """Every hyper-parameter that is a number, of every optimizer, with how it is given and a value."""
+    for name in ("SGD", "Adam", "AdamW", "Lion"):
+        yield name, "lr", lambda value: {"lr": value}, 0.25
+        yield name, "weight_decay", lambda value: {"weight_decay": value}, 0.5
+        if name == "SGD":
+            yield name, "momentum", lambda value: {"momentum": value}, 0.5
+            yield name, "dampening", lambda value: {"momentum": 0.5, "dampening": value}, 0.25
+            continue
+        yield name, "beta", lambda value: {"betas": (value, 0.5)}, 0.75
+        if name != "Lion":
+            yield name, "eps", lambda value: {"eps": value}, 0.125
+
+
+NUMBERS = [pytest.param(*row, id=f"{row[0]}-{row[1]}") for row in _numbers()]
+WRONG = {
+    "bool": (True, TypeError, "is bool: give a number"),
+    "text": ("0.5", TypeError, "is str: give a number"),
+    "bool tensor": (torch.tensor(True), TypeError, "is a tensor of torch.bool: give a real number"),
+    "complex tensor": (torch.tensor(0.5 + 0j), TypeError, "is a tensor of torch.complex64: give a real number"),
+    "two": (torch.tensor([0.5, 0.5]), ValueError, r"must be one number, got a tensor of shape \(2,\)"),
+    "meta": (torch.tensor(0.5, device="meta"), ValueError, "on the meta device, which holds no number"),
+    "gradient": (torch.tensor(0.5, requires_grad=True), ValueError, r"does not give: give \w+\.detach\(\)"),
+}
+
+
+def _after_two_steps(optimizer, parameters):
+    for step in range(2):
+        for k, parameter in enumerate(parameters):
+            generator = torch.Generator().manual_seed(10 * k + step)
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        with hu.kernels.engine("reference"):
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+@pytest.mark.parametrize(("name", "key", "given", "value"), NUMBERS)
+def test_a_number_may_be_a_tensor_of_one(name, key, given, value):
+    found = []
+    for number in (value, torch.tensor(value), torch.tensor([value], dtype=torch.float64), torch.tensor(value).half()):
+        parameters = [torch.nn.Parameter(torch.ones(4, 4).bfloat16())]
+        found += _after_two_steps(getattr(hu.optim, name)(parameters, **given(number)), parameters)
+    assert all(same_bits(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("name", "key", "given", "value"), NUMBERS)
+def test_what_is_no_number_is_refused(name, key, given, value, wrong):
+    number, error, words = WRONG[wrong]
+    parameter = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(error, match=f"^{key}.*{words}"):
+        getattr(hu.optim, name)([parameter], **given(number))
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Lion"])
+def test_a_scheduler_writes_into_a_rate_that_is_a_tensor(name):
+    found = []
+    for rate in (0.5, torch.tensor(0.5)):
+        parameters = [torch.nn.Parameter(torch.ones(4).bfloat16())]
+        optimizer = getattr(hu.optim, name)(parameters, lr=rate)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for _ in range(3):
+            _after_two_steps(optimizer, parameters)
+            scheduler.step()
+        assert isinstance(optimizer.param_groups[0]["lr"], type(rate))
+        found += parameters
+    assert same_bits(found[0].detach(), found[1].detach())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_dtypes_may_stand_in_one_group(name):
+    """Each parameter steps as it does alone; what none of them can be is refused by name."""
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    together = [torch.nn.Parameter(torch.linspace(-1, 1, 64).to(dtype)) for dtype in dtypes]
+    alone = [torch.nn.Parameter(parameter.detach().clone()) for parameter in together]
+    options = {"weight_update": "master", "state_dtype": torch.float32}
+    options = {"weight_update": "master"} if name == "wrap" else options
+    found = _after_two_steps(_made(name, together, {"lr": 0.1, **options}), together)
+    for k, parameter in enumerate(alone):
+        own = dict(options)
+        if parameter.dtype == torch.float32:
+            del own["weight_update"]
+        optimizer = _made(name, [parameter], {"lr": 0.1, **own})
+        for step in range(2):
+            generator = torch.Generator().manual_seed(10 * k + step)
+            parameter.grad = torch.randn(64, generator=generator).to(parameter.dtype)
+            with hu.kernels.engine("reference"):
+                optimizer.step()
+        assert same_bits(found[k], parameter.detach()), parameter.dtype
+    for dtype in (torch.complex64, torch.float64):
+        with pytest.raises(ValueError, match=rf"parameter #3 is {dtype}: allowed are bfloat16, float16 and float32"):
+            _made(name, [*together, torch.nn.Parameter(torch.ones(2, dtype=dtype))], {"lr": 0.1})
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_groups_may_be_empty(name):
+    parameter = torch.nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = _made(name, [{"params": []}, {"params": [parameter]}, {"params": [], "lr": 0.5}], {"lr": 0.1})
+    _after_two_steps(optimizer, [parameter])
+    assert not torch.equal(parameter, torch.ones(4))
+    other = _made(name, [{"params": []}, {"params": [parameter]}, {"params": []}], {"lr": 0.1})
+    other.load_state_dict(optimizer.state_dict())
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.1, 0.5]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_closure_is_evaluated_with_gradients_and_its_loss_returned(name):
+    parameter = torch.nn.Parameter(torch.full((4,), 2.0))
+    optimizer, calls = _made(name, [parameter], {"lr": 0.1}), []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        calls.append(loss)
+        return loss
+
+    with torch.no_grad(), hu.kernels.engine("reference"):
+        losses = [optimizer.step(closure) for _ in range(3)]
+    assert losses == calls, "once a step"
+    assert losses[0] == 16.0
+    assert losses[0] > losses[1] > losses[2] > parameter.square().sum()
+    assert optimizer.step(lambda: None) is None
+
+
+def test_a_closure_of_a_line_search_is_evaluated_as_often_as_it_asks():
+    found = []
+    for make in (lambda *a, **b: torch.optim.LBFGS(*a, **b), lambda *a, **b: hu.optim.wrap(torch.optim.LBFGS, *a, **b)):
+        parameter, calls = torch.nn.Parameter(torch.tensor([3.0, -1.0])), []
+        optimizer = make([parameter], lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
+
+        def closure(optimizer=optimizer, parameter=parameter, calls=calls):
+            optimizer.zero_grad()
+            loss = (parameter[0] ** 2 + 10 * (parameter[1] - parameter[0] ** 2) ** 2).sum()
+            loss.backward()
+            calls.append(loss.item())
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        found.append((losses, calls, parameter.tolist()))
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 6
+
+
+SWITCHES = {
+    "foreach": {True: "one fused kernel", False: None, None: None},
+    "capturable": {True: "outside CUDA graphs", False: None, None: None},
+    "differentiable": {True: "not differentiable", False: None, None: None},
+    "fused": {True: None, False: "every step here is fused", None: None},
+}
+
+
+@pytest.mark.parametrize(("switch", "value"), [(switch, value) for switch in SWITCHES for value in SWITCHES[switch]])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Lion"])
+def test_switches_of_implementation_are_right_or_refused_in_groups_too(name, switch, value):
+    words, parameter = SWITCHES[switch][value], torch.nn.Parameter(torch.ones(2))
+    kind = getattr(hu.optim, name)
+
+    def whole():
+        return kind([parameter], **{switch: value})
+
+    def group():
+        return kind([{"params": [parameter], switch: value}])
+
+    def added():
+        kind([torch.nn.Parameter(torch.ones(2))]).add_param_group({"params": [parameter], switch: value})
+
+    has_switch = switch in inspect.signature(kind).parameters
+    for make in (whole, group, added)[not has_switch :]:
+        if words is None:
+            make()
+            continue
+        with pytest.raises(NotImplementedError, match=rf"{name}\({switch}={value}\): .*{words}"):
+            make()
+
+
+def test_switches_of_a_file_of_torchs_choose_nothing():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    theirs = torch.optim.AdamW([parameter], foreach=True)
+    parameter.grad = torch.ones(2)
+    theirs.step()
+    optimizer = hu.optim.AdamW([parameter])
+    optimizer.load_state_dict(theirs.state_dict())
+    optimizer.step()
+    assert optimizer.state[parameter]["step"] == 2
