@@ -180,3 +180,114 @@ def test_a_merged_site_follows_the_global_one(seed):
     trained(scaler, model, 3)
     assert scaler.sites()["2"].exponent == scaler.sites()["global"].exponent
     assert str(scaler.sites()).splitlines()[4].split()[:2] == ["2", "global"]
+
+
+def measured(seed):
+    """A scaler with nine sites, in three blocks of two layers each, a head and the global one."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential()
+    model.blocks = torch.nn.Sequential(*(mlp(2) for _ in range(3)))
+    model.head = torch.nn.Linear(8, 8)
+    scaler = hu.AdaptiveGradScaler(model, format="fp16", interval=1)
+    trained(scaler, model, 3)
+    return scaler
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wanted"),
+    [
+        ("head", ["head"]),
+        ("blocks.1", ["blocks.1.0", "blocks.1.2"]),
+        ("blocks", [f"blocks.{i}.{j}" for i in range(3) for j in (0, 2)]),
+        ("blocks.*.2", ["blocks.0.2", "blocks.1.2", "blocks.2.2"]),
+        ("*[02].0", ["blocks.0.0", "blocks.2.0"]),
+        ("block", []),
+        ("HEAD", []),
+    ],
+)
+def test_sites_by_a_pattern(pattern, wanted, seed):
+    scaler = measured(seed)
+    assert [row.site for row in scaler.sites(pattern)] == wanted
+    assert [row.site for row in scaler.sites(pattern=pattern)] == wanted
+
+
+def test_a_layers_later_calls_match_its_name(seed):
+    layer = torch.nn.Linear(8, 8)
+    model = torch.nn.Sequential(layer, torch.nn.Tanh(), layer)
+    scaler = hu.AdaptiveGradScaler(model)
+    trained(scaler, model, 1)
+    assert [row.site for row in scaler.sites("0")] == ["0", "0#1"]
+
+
+def test_sites_by_kind_hold_that_kind_alone(seed):
+    scaler = measured(seed)
+    every, weights = scaler.sites(), scaler.sites(kind="weight")
+    assert [row.site for row in weights] == [row.site for row in every if row.amax["weight"] is not None]
+    for row in weights:
+        reading = scaler._controller.sites[row.site].readings["weight"]
+        assert (row.zero, row.subnormal, row.elements) == (reading.zero, reading.subnormal, reading.elements)
+        assert row.amax == {"received": None, "passed": None, "weight": reading.amax}
+        assert row.format == "fp16"
+
+
+def test_the_worst_come_first_and_those_that_are_not_known_last(seed):
+    scaler = measured(seed)
+    for site, zero in zip(scaler._controller.sites, (None, 0.2, 0.4, None, 0.1, 0.9)):
+        if zero is None:
+            site.readings = {}
+        else:
+            site.readings["weight"] = dataclasses.replace(site.readings["weight"], zero=zero, elements=10**9)
+    rows = scaler.sites(sort="underflow").rows
+    shares = [row.underflow for row in rows if row.underflow is not None]
+    assert shares == sorted(shares, reverse=True)
+    assert [row.site for row in rows[:2]] == ["blocks.2.0", "blocks.0.2"]
+    assert all(row.underflow is None for row in rows[len(shares) :])
+    assert len(rows) == len(scaler.sites())
+    margins = [row.margin for row in scaler.sites(sort="margin") if row.margin is not None]
+    assert margins == sorted(margins)
+    assert len(margins) > 3
+    exponents = [row.exponent for row in scaler.sites(sort="exponent")]
+    assert exponents == sorted(exponents)
+    assert [row.site for row in scaler.sites(sort="site")] == sorted(row.site for row in rows)
+    scaler._controller.sites["head"].overflows = 3
+    assert scaler.sites(sort="overflows").rows[0].site == "head"
+
+
+def test_the_margin_is_what_is_left_to_the_formats_largest_number(seed):
+    scaler = measured(seed)
+    row = scaler.sites()["head"]
+    stored = max(value for value in row.amax.values() if value) * 2.0**row.exponent
+    assert stored * 2.0**row.margin == pytest.approx(65504)
+    assert scaler.sites()["global"].margin is None
+
+
+def test_a_selection_prints_how_many_there_are(seed):
+    scaler = measured(seed)
+    table = scaler.sites("blocks", sort="margin", limit=3)
+    assert len(table) == 3
+    lines = str(table).splitlines()
+    assert len(lines) == 6
+    assert lines[-1] == "(3 of 8 sites)"
+    assert "margin" in lines[0]
+    assert str(scaler.sites("nothing")) == "none of 8 sites"
+    assert "of 8" not in str(scaler.sites())
+    every = scaler.sites()
+    assert every[1] is every.rows[1]
+    assert every[:2].rows == every.rows[:2]
+    assert str(every[:2]).endswith("(2 of 8 sites)")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kind": "bias"}, "kind is 'received', 'passed', 'weight' or None, got 'bias'"),
+        ({"sort": "zero"}, "sort is 'underflow', 'margin', 'overflows', 'exponent', 'site' or None, got 'zero'"),
+        ({"limit": 0}, "limit is a number of rows"),
+        ({"limit": 2.0}, "limit is a number of rows"),
+        ({"limit": True}, "limit is a number of rows"),
+    ],
+)
+def test_a_selection_that_is_not_there_is_refused(options, words):
+    scaler = hu.AdaptiveGradScaler(mlp())
+    with pytest.raises(ValueError, match=words):
+        scaler.sites(**options)

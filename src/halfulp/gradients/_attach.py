@@ -17,6 +17,7 @@ from ._custom import watched
 from ._forward import Forward, traced
 from ._modules import attach_modules
 from ._region import Region, current
+from ._replay import Replay, Replays
 
 Role = Literal["model", "part", "layer"]
 
@@ -42,6 +43,7 @@ class WatchedForward(Forward):
         self._names = names
         self._place = place
         self._role = role
+        self._replays = Replays(backward, names)
 
     def _with_edges(self, args: tuple, kwargs: dict) -> Any:
         region = current()
@@ -49,12 +51,12 @@ class WatchedForward(Forward):
             return self.inner(*args, **kwargs)
         if region is None or self._role == "model":
             self._backward.join()
+        if region is None and self._replays.ready():
+            with Replay(self._backward, self._replays) as replay:
+                return replay.run(self.inner, args, kwargs, self._widens)
         if region is None:
-            with watched(), Region(self._backward, self._names) as region:
-                region.path = [self._place] if self._place else []
-                region.take((args, kwargs))
-                return region.leave(self.inner(*args, **kwargs), self._widens())
-        if self._role != "part":
+            return self._in_region(args, kwargs)
+        if self._role != "part" or region.replaying:
             return self.inner(*args, **kwargs)
         depth = len(region.path)
         region.path.append(self._place)
@@ -63,6 +65,17 @@ class WatchedForward(Forward):
         finally:
             # Names left by parts that raised go, too.
             del region.path[depth:]
+
+    def _in_region(self, args: tuple, kwargs: dict) -> Any:
+        with watched(), Region(self._backward, self._names) as region:
+            region.path = [self._place] if self._place else []
+            region.recording = recording = self._replays.recording()
+            region.take((args, kwargs))
+            out = self.inner(*args, **kwargs)
+            if recording is not None:
+                region.recording = None
+                self._replays.learn(recording, (args, kwargs), out, region.begun)
+            return region.leave(out, self._widens())
 
     def _marked(self, out: Any) -> Any:
         return super()._marked(out) if self._role == "model" else out

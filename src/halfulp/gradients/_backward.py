@@ -15,6 +15,7 @@ from torch.autograd import Variable
 from ..formats import Format
 from ..kernels import untraced
 from ..rounding import Nearest, Rounding, quantize
+from ._borders import Unmarked, check_exits
 from ._measure import Measurements, narrow
 from ._operands import Factor
 from ._parallel import Processes
@@ -85,6 +86,8 @@ class Backward:
         # Whether reentrant checkpoints ran, whose backward passes begin inside of this one.
         self.replayed = False
         self.measurements = Measurements()
+        self.unmarked = Unmarked()
+        self._replays = True
         self.order: dict[Site, None] = {}
         # Sites that gradients left for others, in backward's order.
         self._left: dict[Site, None] = {}
@@ -120,6 +123,33 @@ class Backward:
     def end(self) -> None:
         """Shut the edges."""
         self.active = False
+
+    def end_unless_differentiating(self) -> None:
+        """Shut the edges where no backward pass runs: none is open then, even if the last one raised."""
+        if torch._C._current_graph_task_id() == -1:
+            self.end()
+
+    def check_exits(self, node: Any) -> None:
+        """Check that what is read outside of models is an output of them; it is not known of those without regions.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if check_exits(node, self.sites.anchor, self.unmarked):
+            self.rest()
+
+    def rest(self) -> None:
+        """Let one global scale hold until the next update, and regions, which tell more, see all that comes then."""
+        self.second_order, self.active, self._replays = True, False, False
+
+    def may_replay(self) -> bool:
+        """Whether a forward pass of now may go without a region: only what it multiplies gradients by is wanted."""
+        wanted = self._replays and not self.measuring and not self.second_order and self.format is None
+        return wanted and not torch._C._len_torch_dispatch_stack()
+
+    def note_left(self, sites: Iterable[Site]) -> None:
+        """Note that gradients pass from these sites, in forward's order, to others."""
+        self._left.update(dict.fromkeys(reversed(list(sites))))
 
     def join(self) -> None:
         """Note, once in an iteration, which processes share the gradients."""
@@ -168,7 +198,7 @@ class Backward:
         @untraced
         def cross(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
-            if self._shut() or gradient is None:
+            if self.shut() or gradient is None:
                 return None
             self._left[source] = None
             if target is self.sites.anchor and self.measuring and self.policy.wants_operands:
@@ -253,6 +283,10 @@ class Backward:
             self._lookups = lookups
             list(self.readers())
 
+    def reader_of(self, parameter: Tensor) -> Site | None:
+        """The site that read a parameter last; None where none did."""
+        return self._readers.get(id(parameter))
+
     def readers(self) -> Iterator[tuple[Tensor, Site]]:
         """Every parameter of the models, or read since the last update, and the site that read it last.
 
@@ -276,7 +310,7 @@ class Backward:
         @untraced
         def arrive(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
-            if self._shut() or gradient is None:
+            if self.shut() or gradient is None:
                 return None
             changed = self.rounded(gradient)
             if self.measuring:
@@ -311,12 +345,14 @@ class Backward:
             self.measurements.add(source, "received", gradient, stored)
         return gradient
 
-    def _shut(self) -> bool:
+    def shut(self) -> bool:
         """Whether edges do nothing; what is differentiated once more shuts them for the whole iteration."""
-        if not self.active and torch.is_grad_enabled() and not self.second_order:
-            self._switch_off()
+        if not self.active:
+            if torch.is_grad_enabled() and not self.second_order:
+                self._switch_off()
+            return True
         # A backward pass inside of this one is none of a scaled loss, unless it is a checkpoint's.
-        return not self.active or (not self.replayed and torch._C._current_graph_task_id() != self._task)
+        return torch._C._current_graph_task_id() != self._task and not self.replayed
 
     def _switch_off(self) -> None:
         self.second_order = True

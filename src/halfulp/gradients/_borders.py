@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -9,6 +10,8 @@ from ._site import Site
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 LEAF = 2**62
+# How many forward passes without edges are known.
+_KEPT = 4096
 
 
 def mark(node: Any, above: Site, below: Site, anchor: Site) -> None:
@@ -35,18 +38,45 @@ def reached(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
             pending += [following for following, _ in node.next_functions]
 
 
-def check_exits(node: Any, anchor: Site) -> None:
+class Unmarked:
+    """Which nodes belong to forward passes without edges, by when they were made; of the latest of these."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, begin: int, end: int) -> None:
+        """Note a forward pass by autograd's sequence numbers before and after it."""
+        place = bisect.bisect(self._begins, begin)
+        self._begins.insert(place, begin)
+        self._ends.insert(place, end)
+        del self._begins[:-_KEPT], self._ends[:-_KEPT]
+
+    def has(self, node: Any) -> bool:
+        """Whether a node is one of these, as far as the numbers tell: each thread counts for itself."""
+        number = node._sequence_nr()
+        place = bisect.bisect(self._begins, number) - 1
+        return place >= 0 and number < self._ends[place]
+
+
+def check_exits(node: Any, anchor: Site, unmarked: Unmarked) -> bool:
     """Follow what is read outside back to the forward passes it came from, which it must reach through their outputs.
 
     From any other tensor of a model every path leads over an edge, as only edges lead out of a site, and all of them
     are marked. Models of other scalers, whose edges do nothing, are passed through.
 
+    Returns:
+        Whether a forward pass without edges is reached so, which cannot be told from other ways by its marks.
+
     Raises:
         ValueError: it reaches into one by another way.
     """
+    escaped = False
     for behind in reached([node], lambda one: anchor in one.metadata):
-        site, _ = behind.metadata.get(anchor, (anchor, anchor))
-        if site is not anchor:
+        site, _ = behind.metadata.get(anchor, (None, None))
+        if site is None:
+            escaped |= unmarked.has(behind)
+        elif site is not anchor:
             raise ValueError(
                 f"a tensor from inside the model, at {site.key!r}, is read outside, by the loss or on its way into "
                 "another forward pass, and is not part of the model's output, such as one kept in an attribute, or in "
@@ -54,6 +84,7 @@ def check_exits(node: Any, anchor: Site) -> None:
                 "in one of these, or take AdaptiveGradScaler(mode='module'), where what modules return may be kept "
                 "anywhere (as numbers that a function computed, losses of their own, may be in any mode)"
             )
+    return escaped
 
 
 def check_units(node: Any, anchor: Site) -> None:

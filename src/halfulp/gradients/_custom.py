@@ -41,7 +41,7 @@ def watched() -> Iterator[None]:
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     apply = super(_SingleLevelFunction, cls).apply
     region = current()
-    if region is None or not torch.is_grad_enabled() or cls in (Widening, Copied):
+    if region is None or region.replaying or not torch.is_grad_enabled() or cls in (Widening, Copied):
         return apply(*args, **kwargs)
     if cls is checkpoint.CheckpointFunction:
         args = (_replayed(args[0], region), *args[1:])

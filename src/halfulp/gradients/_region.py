@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ._backward import Backward, Widening
-from ._borders import LEAF, check_exits, is_exit, mark
+from ._borders import LEAF, is_exit, mark
 from ._current import by_itself, current, put, unwatched
+from ._learned import Names, Recording
 from ._measure import narrow
 from ._nesting import carriers_in, mapped, once
 from ._operands import Factor, factors_of, is_parameter
@@ -23,16 +24,6 @@ from ._site import Site
 from ._strides import copied
 
 _TAG = "_halfulp_site"
-
-
-class Names(Protocol):
-    """Which module a parameter belongs to."""
-
-    def of(self, parameter: nn.Parameter) -> str | None:
-        """Its qualified name; None where the model does not list the parameter."""
-
-    def sharded(self) -> bool:
-        """Whether the model is FSDP's."""
 
 
 class Region(TorchFunctionMode):
@@ -47,6 +38,8 @@ class Region(TorchFunctionMode):
         names: Gives the module of each parameter.
     """
 
+    replaying = False
+
     def __init__(self, backward: Backward, names: Names) -> None:
         super().__init__()
         self.path: list[str] = []
@@ -54,14 +47,14 @@ class Region(TorchFunctionMode):
         self._anchor = backward.sites.anchor
         self._names = names
         self._calls: Counter[str] = Counter()
+        # What later forward passes know of this one; None where they need not.
+        self.recording: Recording | None = None
         self._rank: dict[Site, int] = {}
 
     def __enter__(self) -> Region:
         self._outer = current()
-        if torch._C._current_graph_task_id() == -1:
-            # Outside of backward no edge is open, even if the last backward pass raised.
-            self._backward.end()
-        self._begun = torch._C._autograd._get_sequence_nr()
+        self._backward.end_unless_differentiating()
+        self.begun = torch._C._autograd._get_sequence_nr()
         super().__enter__()
         put(self)
         return self
@@ -74,6 +67,7 @@ class Region(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if by_itself():
+            self._fail_recording()
             return torch.compiler.disable(self.__torch_function__)(function, types, args, kwargs)
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
@@ -98,12 +92,21 @@ class Region(TorchFunctionMode):
         arrivals: list[Tensor] = []
         # Edges run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
         kwargs = self._moved(kwargs, site, arrivals, function)
-        out = function(*self._moved(args, site, arrivals, function), **kwargs)
+        out = self._run(site, function, self._moved(args, site, arrivals, function), kwargs)
         self._arrive(arrivals, out, site)
         made = self._made(out, site, kind)
         if kind == "product" and self._backward.measuring and self._backward.policy.wants_operands:
             self._watch_operands(factors_of(function, args, kwargs), out, site)
         return made
+
+    def _run(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
+        if self.recording is None:
+            return function(*args, **kwargs)
+        return self.recording.run(site, function, args, kwargs)
+
+    def _fail_recording(self) -> None:
+        if self.recording is not None:
+            self.recording.failed = True
 
     def _property(self, function: Callable, args: tuple, carriers: list[Tensor]) -> Any:
         """A property; some, such as ``x.mT``, carry their tensor's gradient."""
@@ -119,13 +122,14 @@ class Region(TorchFunctionMode):
             return function(*args, **kwargs)
         arrivals: list[Tensor] = []
         site = self._common(function, first)
-        out = function(*self._moved(args[:1], site, arrivals), *args[1:], **kwargs)
+        out = self._run(site, function, (*self._moved(args[:1], site, arrivals), *args[1:]), kwargs)
         self._arrive(arrivals, out, site)
         return self._made(out, site, "plain")
 
     def _apart(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Views of the arguments, one each, which stay where their tensors are."""
         tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        self._fail_recording()
         out = function(*args, **kwargs)
         for tensor, view in zip(tensors, [out] if isinstance(out, Tensor) else out):
             if view.requires_grad and not view.is_leaf:
@@ -146,7 +150,7 @@ class Region(TorchFunctionMode):
     def _outside(self, node: Any) -> None:
         """Note that a node of before the region is at the global exponent."""
         if node is not None and not is_exit(node, self._anchor):
-            check_exits(node, self._anchor)
+            self._backward.check_exits(node)
             mark(node, self._anchor, self._anchor, self._anchor)
 
     # sites ----------------------------------------------------------------------------------------------------
@@ -172,7 +176,7 @@ class Region(TorchFunctionMode):
         if self._backward.second_order:
             # Made by a derivative within the model: all gradients have the global exponent until the next update.
             return
-        if node is not None and self._begun <= node._sequence_nr() < LEAF and not is_exit(node, self._anchor):
+        if node is not None and self.begun <= node._sequence_nr() < LEAF and not is_exit(node, self._anchor):
             raise NotImplementedError(
                 f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
                 f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
@@ -200,6 +204,8 @@ class Region(TorchFunctionMode):
         self._calls[key] = call + 1
         site = self._backward.sites.open(f"{key}#{call}" if call else key)
         self._rank[site] = len(self._rank)
+        if self.recording is not None:
+            self.recording.opened.setdefault(site)
         self._backward.order.setdefault(site)
         return site
 
@@ -232,10 +238,15 @@ class Region(TorchFunctionMode):
 
     def _read(self, parameter: Tensor, site: Site, arrivals: list[Tensor], function: Callable | None) -> Tensor:
         """A parameter as a reader at ``site`` may take it."""
-        self._backward.reads(parameter, site, self._names.sharded, self._names.of(parameter) is not None)
+        listed = self._names.of(parameter) is not None
+        self._backward.reads(parameter, site, self._names.sharded, listed)
+        if not listed or parameter.dtype == torch.float16 or type(parameter) is not nn.Parameter:
+            self._fail_recording()
         if site is self._anchor:
             return parameter
         arrivals.append(view_of(parameter, function is not None and name_of(function).startswith("embedding")))
+        if self.recording is not None:
+            self.recording.edges.add(arrivals[-1].grad_fn)
         return arrivals[-1]
 
     def _arrive(self, arrivals: list[Tensor], out: Any, site: Site) -> None:
@@ -259,6 +270,8 @@ class Region(TorchFunctionMode):
         viewed = tensor.layout is torch.strided and not leaving
         out = tensor.view_as(tensor) if viewed else copied(tensor)
         out.grad_fn.register_prehook(self._backward.crossing(source, target))
+        if self.recording is not None:
+            self.recording.edges.add(out.grad_fn)
         mark(out.grad_fn, target, source, self._anchor)
         setattr(out, _TAG, target)
         return out
@@ -280,7 +293,8 @@ class Region(TorchFunctionMode):
         site = self.site_of(written) if written.requires_grad else self._common(function, carriers)
         arrivals: list[Tensor] = []
         kwargs = self._moved(kwargs, site, arrivals)
-        out = function(written, *self._moved(args[1:], site, arrivals), **kwargs) if args else function(**kwargs)
+        given = (written, *self._moved(args[1:], site, arrivals)) if args else ()
+        out = self._run(site, function, given, kwargs)
         self._arrive(arrivals, written, site)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
@@ -304,6 +318,8 @@ class Region(TorchFunctionMode):
             # Numbers are losses: they may leave the model by other ways than its output.
             out = self.edge(out, site, self._anchor, leaving=True)
             site = self._anchor
+            if self.recording is not None:
+                self.recording.number(out)
         return self._tagged(out, site)
 
     def _watch_operands(self, factors: Iterable[Factor], out: Any, site: Site) -> None:
@@ -321,6 +337,7 @@ class Region(TorchFunctionMode):
     @unwatched
     def through_anchor(self, call: Callable[[tuple], Any], args: tuple) -> Any:
         """Results of a call whose gradients, in and out, are at the global exponent."""
+        self._fail_recording()
         moved = self._moved(args, self._anchor, [])
         versions = [x._version for x in carriers_in(moved)]
         out = call(moved)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,20 +16,20 @@ from ..kernels import uncompiled
 from ..rounding import Rounding
 from ._amp_scaling import has_gradients, stepped, stepped_with, takes_scaler
 from ._attach import attach, unwrapped
-from ._borders import check_exits, check_units
+from ._borders import check_units
 from ._controller import LastStep
 from ._growth import GrowthSettings
 from ._options import controller_of, device_of, models_of
 from ._pickle import reduced, resume
 from ._policy import Policy, get_policy
 from ._recorder import Recorder
+from ._reports import SiteReports
 from ._site import HIGHEST, exponent_of
 from ._state import check_entries, check_places, check_state, state_of
-from ._table import SiteTable
 from ._unscale import unscaled_by_kind
 
 
-class AdaptiveGradScaler(GrowthSettings):
+class AdaptiveGradScaler(SiteReports, GrowthSettings):
     """Loss scaling with a power of two of its own for every gradient, exact, and without a change to the model.
 
     Each product of the model (linear layer, convolution, attention, ...) opens a *site* with an integer exponent e: in
@@ -160,7 +159,7 @@ class AdaptiveGradScaler(GrowthSettings):
             if self._mode == "module":
                 check_units(output.grad_fn, backward.sites.anchor)
             else:
-                check_exits(output.grad_fn, backward.sites.anchor)
+                backward.check_exits(output.grad_fn)
         scaled = output * self._tensor(output.device)
         if scaled.requires_grad:
             scaled.grad_fn.register_prehook(backward.begin)
@@ -289,23 +288,6 @@ class AdaptiveGradScaler(GrowthSettings):
         return self._scale.to(device, non_blocking=True)
 
     # what it tells --------------------------------------------------------------------------------------------
-
-    def sites(self) -> SiteTable:
-        """Every gradient's exponent and what was measured there last; ``print`` it for a table."""
-        return SiteTable.of(self._controller.sites)
-
-    def record(self, path: str | os.PathLike[str]) -> Recorder:
-        """From now on, write ``sites()`` and ``last_step`` to a ``.jsonl`` or ``.csv`` file at each measured iteration.
-
-        Returns:
-            The recorder, whose ``close()`` ends it.
-
-        Raises:
-            ValueError: another ending, or a file that cannot be written.
-        """
-        recorder = Recorder(path)
-        self._recorders.append(recorder)
-        return recorder
 
     def set_exponents(self, exponents: Mapping[str, int]) -> None:
         """Set sites' exponents by hand, all others to 0, and begin a new iteration: for experiments and proofs.

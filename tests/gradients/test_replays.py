@@ -1,0 +1,271 @@
+"""Forward passes without a region, once their graph is known: the same bits, sites and refusals as with one."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.gradients import _attach
+from halfulp.gradients._forward import Forward
+from halfulp.gradients._graph_walk import Matcher, Surroundings, walk
+
+from .exponents import ALL, WIDTH, assert_same, batch, case_of, clear, gradients, mean_square, plainly, scramble
+
+HALF = ["multilayer-perceptron", "hf-gpt2", "hf-llama", "lstm-cell"]
+# Custom Functions, writes into views, and parameters that a module writes itself stay with regions.
+
+
+def unmeasured(scaler, run, model):
+    """One backward pass of an iteration that is not measured."""
+    clear(model)
+    backward = scaler._controller.backward
+    backward.renew()
+    backward.measuring = False
+    scaler.scale(run()).backward()
+
+
+def replayed(scaler):
+    """Whether the last forward pass had no region."""
+    return bool(scaler._controller.backward.unmarked._begins)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_random_exponents_change_no_bit(name, seed):
+    case = case_of(name, seed)
+    wanted = plainly(seed, case.run, case.model)
+    scaler = hu.AdaptiveGradScaler(case.model)
+    for _ in range(4):
+        torch.manual_seed(seed)
+        unmeasured(scaler, case.run, case.model)
+    order = list(scaler._controller.backward.order)
+    scramble(scaler)
+    torch.manual_seed(seed)
+    unmeasured(scaler, case.run, case.model)
+    assert_same({key: gradient / scaler.get_scale() for key, gradient in gradients(case.model).items()}, wanted)
+    assert list(scaler._controller.backward.order) == order
+
+
+class Grows(torch.nn.Module):
+    """A model that calls its layer so often, whose features a loss may read."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer, self.last = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.calls, self.features = 1, None
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(self.calls):
+            x = x + torch.tanh(self.layer(x))
+        self.features = x
+        return self.last(x)
+
+
+def exact(scaler, run, model, seed):
+    """One forward pass of the model, by the scaler, beside one of a copy."""
+    model.features = None
+    plain = copy.deepcopy(model)
+    wanted = plainly(seed, lambda: run(plain), plain)
+    torch.manual_seed(seed)
+    unmeasured(scaler, lambda: run(model), model)
+    assert_same({key: gradient / scaler.get_scale() for key, gradient in gradients(model).items()}, wanted)
+
+
+def watch_regions(monkeypatch):
+    seen = []
+    enter = _attach.Region.__enter__
+    monkeypatch.setattr(_attach.Region, "__enter__", lambda self: (seen.append(self), enter(self))[1])
+    return seen
+
+
+def prepared(seed, **options):
+    """A model whose graph is known, under random exponents."""
+    torch.manual_seed(seed)
+    model, x = Grows(), batch()
+    scaler = hu.AdaptiveGradScaler(model, **options)
+    for _ in range(3):
+        unmeasured(scaler, lambda: mean_square(model(x)), model)
+    scramble(scaler)
+    return model, x, scaler
+
+
+def test_regions_see_measured_iterations_only_once_the_graph_is_known(seed, monkeypatch):
+    model, x, scaler = prepared(seed)
+    seen = watch_regions(monkeypatch)
+    for _ in range(3):
+        exact(scaler, lambda model: mean_square(model(x)), model, seed)
+    assert not seen
+    clear(model)
+    scaler._controller.backward.renew()
+    scaler._controller.backward.measuring = True
+    scaler.scale(mean_square(model(x))).backward()
+    assert len(seen) == 1
+    assert len(scaler._controller.backward.measurements)
+
+
+def test_a_graph_that_was_not_expected_has_right_gradients_and_is_learned(seed, monkeypatch):
+    model, x, scaler = prepared(seed)
+    seen = watch_regions(monkeypatch)
+    model.calls = 2
+    for wanted in (0, 1, 2, 3, 3):
+        exact(scaler, lambda model: mean_square(model(x)), model, seed)
+        assert len(seen) == wanted
+    assert "layer#1" in scaler._controller.sites
+
+
+def test_a_graph_that_is_new_each_time_is_seen_by_regions(seed, monkeypatch):
+    model, x, scaler = prepared(seed)
+    seen = watch_regions(monkeypatch)
+    for calls in range(2, 30):
+        model.calls = calls
+        exact(scaler, lambda model: mean_square(model(x)), model, seed)
+    assert len(seen) == 27
+
+
+def test_parameters_that_are_frozen_and_freed_are_exact(seed):
+    model, x, scaler = prepared(seed)
+    for frozen in (True, False, True, False):
+        model.layer.requires_grad_(not frozen)
+        for _ in range(3):
+            exact(scaler, lambda model: mean_square(model(x)), model, seed)
+
+
+def test_what_a_loss_reads_besides_the_output_has_one_scale_and_is_refused_the_next_time(seed):
+    model, x, scaler = prepared(seed)
+
+    def run(model):
+        return mean_square(model(x)) + mean_square(model.features)
+
+    exact(scaler, run, model, seed)
+    assert scaler._controller.backward.second_order
+    with pytest.raises(ValueError, match="is read outside"):
+        unmeasured(scaler, lambda: run(model), model)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_features_of_an_earlier_forward_pass_that_the_next_one_reads(measured, seed):
+    model, x, scaler = prepared(seed)
+    backward = scaler._controller.backward
+
+    def run(model):
+        backward.measuring = measured
+        model(x)
+        backward.measuring = False
+        return mean_square(model(model.features))
+
+    exact(scaler, run, model, seed)
+    assert backward.second_order
+    exact(scaler, run, model, seed)
+    assert not backward.second_order
+
+
+def test_other_backward_passes_see_true_gradients(seed):
+    model, x, scaler = prepared(seed)
+    wanted = plainly(seed, lambda: mean_square(model(x)), model)
+    loss = mean_square(model(x))
+    assert replayed(scaler)
+    loss.backward(retain_graph=True)
+    assert_same(gradients(model), wanted)
+    clear(model)
+    scaler.scale(loss).backward()
+    assert_same({key: gradient / scaler.get_scale() for key, gradient in gradients(model).items()}, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:gradients are taken with create_graph")
+def test_derivatives_of_derivatives_have_one_scale(seed):
+    model, x, scaler = prepared(seed)
+    x.requires_grad_()
+
+    def penalty(scale=lambda loss: loss):
+        (slope,) = torch.autograd.grad(scale(mean_square(model(x))), x, create_graph=True)
+        return slope
+
+    clear(model)
+    mean_square(penalty()).backward()
+    wanted = gradients(model)
+    for _ in range(4):
+        clear(model)
+        scaler._controller.backward.renew()
+        scaler._controller.backward.measuring = False
+        mean_square(penalty(scaler.scale) / scaler.get_scale()).backward()
+        assert_same(gradients(model), wanted)
+
+
+def test_exponents_that_change_between_forward_and_backward(seed):
+    model, x, scaler = prepared(seed)
+    wanted = plainly(seed, lambda: mean_square(model(x)), model)
+    loss = mean_square(model(x))
+    scramble(scaler)
+    scaler.scale(loss).backward()
+    assert_same({key: gradient / scaler.get_scale() for key, gradient in gradients(model).items()}, wanted)
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_a_replay_rounds_as_a_region_does(name, seed):
+    """Under autocast to float16, whose weights' casts a region never shares, and exponents that round differently."""
+    case = case_of(name, seed)
+
+    def run():
+        with torch.autocast("cpu", torch.float16, cache_enabled=False):
+            return case.run()
+
+    scaler = hu.AdaptiveGradScaler(case.model, float32_outputs=False)
+    for _ in range(3):
+        torch.manual_seed(seed)
+        unmeasured(scaler, run, case.model)
+    scramble(scaler, 6, 12)
+    found = []
+    for row in (None, 0):
+        for forward in scaler_forwards(case.model) if row == 0 else ():
+            forward._replays._row = row
+        torch.manual_seed(seed)
+        unmeasured(scaler, run, case.model)
+        found.append(gradients(case.model))
+    assert replayed(scaler)
+    assert_same(*found)
+
+
+def scaler_forwards(model):
+    return [module.forward for module in model.modules() if isinstance(module.__dict__.get("forward"), Forward)]
+
+
+def random_graph(draw):
+    """Outputs of a few operators on a few leaves, drawn anew from the same small choice."""
+    pool = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+    for _ in range(draw.randint(1, 4)):
+        a, b = draw.choice(pool), draw.choice(pool)
+        pool.append(draw.choice([torch.add, torch.matmul, lambda a, _: a.tanh(), lambda a, _: a * a])(a, b))
+    made = [x for x in pool if not x.is_leaf] or [pool[0] + pool[1]]
+    return [draw.choice(made) for _ in range(draw.randint(1, 2))]
+
+
+def test_a_matcher_knows_its_shape_and_no_other(seed):
+    draw, equal = random.Random(seed), 0
+    for _ in range(400):
+        begun = torch._C._autograd._get_sequence_nr()
+        first, second = random_graph(draw), random_graph(draw)
+        around = Surroundings(begun, frozenset())
+        roots = [[(x.grad_fn, x.output_nr) for x in outputs] for outputs in (first, second)]
+        (shape, nodes), (other, _) = (walk(one, around) for one in roots)
+        assert Matcher(shape).nodes(roots[0], around) == nodes
+        assert (Matcher(shape).nodes(roots[1], around) is not None) == (shape == other)
+        equal += shape == other
+    assert equal
+
+
+def test_a_matcher_tells_nodes_of_before_from_those_of_now():
+    w = torch.nn.Parameter(torch.ones(2, 2))
+    inner = w.tanh()
+    begun = torch._C._autograd._get_sequence_nr()
+    old, new = inner.exp(), w.tanh().exp()
+    around = Surroundings(begun, frozenset())
+    shapes = [walk([(x.grad_fn, 0)], around)[0] for x in (old, new)]
+    assert shapes[0] != shapes[1]
+    for shape, mine, other in ((shapes[0], old, new), (shapes[1], new, old)):
+        assert Matcher(shape).nodes([(mine.grad_fn, 0)], around) is not None
+        assert Matcher(shape).nodes([(other.grad_fn, 0)], around) is None
+    given = Surroundings(0, frozenset([inner.grad_fn]))
+    assert walk([(old.grad_fn, 0)], given)[0] == shapes[0]
+    assert Matcher(shapes[1]).nodes([(old.grad_fn, 0)], given) is None
