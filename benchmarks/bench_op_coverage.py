@@ -93,9 +93,7 @@ def examined(op, seed: int = 0, most: int | None = None) -> Entry:
     chance = random.Random(f"{seed} {entry.name}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        samples = list(enumerate(_samples(op)))
-        if most is not None and len(samples) > most:
-            samples = chance.sample(samples, most)
+        samples = _samples(op, most, chance)
         with recorded() as counts:
             for number, sample in samples:
                 if not _examine(op, sample, entry, chance, seed + number):
@@ -104,16 +102,22 @@ def examined(op, seed: int = 0, most: int | None = None) -> Entry:
     return entry
 
 
-def _samples(op) -> list:
-    """What torch calls the operator with in its own tests."""
+def _samples(op, most: int | None, chance: random.Random) -> list[tuple[int, object]]:
+    """What torch calls the operator with in its own tests, numbered: all, or a choice, and no more held at a time."""
     from torch.testing._internal import common_utils
     from torch.testing._internal.opinfo import core
 
+    kept: list[tuple[int, object]] = []
     # torch would look through the whole stack, sources included, for a unittest that asks.
     with contextlib.ExitStack() as stack:
         for module in (common_utils, core):
             stack.enter_context(unittest.mock.patch.object(module, "extract_test_fn", return_value=None))
-        return list(op.sample_inputs("cpu", torch.float32, requires_grad=False))
+        for found in enumerate(op.sample_inputs("cpu", torch.float32, requires_grad=False)):
+            if most is None or len(kept) < most:
+                kept.append(found)
+            elif (place := chance.randrange(found[0] + 1)) < most:
+                kept[place] = found
+    return kept
 
 
 def _examine(op, sample, entry: Entry, chance: random.Random, seed: int) -> bool:
