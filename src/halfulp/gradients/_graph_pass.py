@@ -25,6 +25,8 @@ class Plan:
         products: The paths of those that are products.
         opening: The paths of others that open a site, as they read parameters alone.
         rounds: Whether gradients are rounded to a format of their own.
+        repeating: The paths of those that are given one tensor more than once, each of which is read by itself.
+        wholes: The calls of modules that the eager front end meets as one function, by the paths of what runs there.
         watches: Whether the policy reads the operands of products.
     """
 
@@ -32,13 +34,15 @@ class Plan:
     parameters: tuple[bool, ...]
     products: frozenset[str] = frozenset()
     opening: frozenset[str] = frozenset()
+    repeating: frozenset[str] = frozenset()
+    wholes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rounds: bool = False
     watches: bool = False
 
     def words(self) -> tuple:
         """All that a backward graph depends on, for caches."""
-        functions = tuple(self.keys.items()), tuple(sorted(self.products)), tuple(sorted(self.opening))
-        return *functions, self.parameters, self.rounds, self.watches
+        listed = (tuple(sorted(paths)) for paths in (self.products, self.opening, self.repeating))
+        return tuple(self.keys.items()), *listed, tuple(self.wholes.items()), self.parameters, self.rounds, self.watches
 
     @functools.cached_property
     def ranks(self) -> dict[str, int]:
@@ -148,16 +152,25 @@ class Placement:
                 self.roles[node] = role = self._role(node)
                 if role in ("product", "opening"):
                     self._calls[node] = self._key(node)
-                elif role == "linear" and self._plan.rounds and not self._adds_up(node):
-                    path = self._path(node)
+                elif role == "linear" and self._plan.rounds:
+                    path = self._sums_for(node) if self._adds_up(node) else self._path(node)
                     if path is not None:
                         self._pinned[node] = self._plan.keys[path]
                 if role != "shape" and carries(node):
                     self.gradients[node] = None
 
     def _adds_up(self, node: Node) -> bool:
-        """Whether a node is a sum of gradients of one tensor, which no forward function is the reason of."""
+        """Whether a node is a sum of gradients of one tensor, for which autograd names no forward function."""
         return node.target is torch.ops.aten.add.Tensor and all(x in self.gradients for x in node.args[:2])
+
+    def _sums_for(self, add: Node) -> str | None:
+        """The function within whose derivative all is made that adds up, so that it reads the tensor itself once."""
+        made = list(add.args[:2])
+        for x in made:
+            made += x.args[:2] if self._adds_up(x) else ()
+        paths = [self._path(x) for x in made if not self._adds_up(x)]
+        is_one = None not in paths and len({self._plan.wholes.get(path, path) for path in paths}) == 1
+        return paths[0] if is_one and paths[0] not in self._plan.repeating else None
 
     def _role(self, node: Node) -> Role:
         role, path = role_of(node, self.gradients), self._path(node)
@@ -171,6 +184,38 @@ class Placement:
         stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
         paths = (path_of(stack[:end]) for end in range(len(stack), 0, -1))
         return next((path for path in paths if path in self._plan.keys), None)
+
+    def _whole(self, node: Node) -> str | None:
+        """The function of the eager front end that a node is in the derivative of."""
+        path = self._path(node)
+        return self._plan.wholes.get(path, path)
+
+    def _is_within(self, node: Node, whole: str) -> bool:
+        """Whether a gradient is made within a function's derivative, and not only added up there."""
+        if node not in self.roles:
+            return False
+        if self._adds_up(node):
+            return any(self._is_within(x, whole) for x in node.all_input_nodes)
+        return self._whole(node) == whole
+
+    def entering(self, product: Product, moved: Collection[Node]) -> Iterator[tuple[Node, list[Node]]]:
+        """The gradients that enter the derivative of the function which a product belongs to, on their way to it.
+
+        With each, what reads it there. Of gradients that such a function makes for itself the eager front end sees
+        none; those of a tensor that it reads and gives are two.
+        """
+        whole, seen = self._whole(product.node), set()
+        ahead = [(x, product.node) for x in product.reads]
+        while ahead:
+            node, reader = ahead.pop()
+            if whole is None or not self._is_within(node, whole):
+                yield node, [reader] if whole is None else self._readers(node, product.node, whole)
+            elif node not in seen:
+                seen.add(node)
+                ahead += [(x, node) for x in node.all_input_nodes if x in self.gradients or x in moved]
+
+    def _readers(self, node: Node, product: Node, whole: str) -> list[Node]:
+        return [reader for reader in node.users if reader is product or self._is_within(reader, whole)]
 
     def _key(self, node: Node) -> str:
         path = self._path(node)

@@ -60,6 +60,8 @@ def role_of(node: Node, gradients: Mapping[Node, None]) -> Role:
         return "other"
     if name in MATRIX:
         return "product" if _one_of(node, gradients, *MATRIX[name]) else "other"
+    if name == "_trilinear":
+        return "product" if sum(x in gradients for x in node.args[:3]) == 1 else "other"
     if name.endswith(("_backward", "_backward_data")) or name in ("_fused_rms_norm_backward",):
         if not _alone(node, gradients):
             return "other"

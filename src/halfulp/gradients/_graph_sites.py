@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ def planned(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
         tuple(node in parameters for node in placeholders),
         frozenset(walk.products),
         frozenset(walk.opening),
+        frozenset(walk.repeating),
+        walk.wholes,
         rounds=backward.format is not None,
         watches=backward.policy.wants_operands,
     )
@@ -54,6 +57,8 @@ class _Walk:
         self.keys: dict[str, str] = {}
         self.products: list[str] = []
         self.opening: list[str] = []
+        self.repeating: list[str] = []
+        self.wholes: dict[str, str] = {}
         self.read_at: dict[nn.Parameter, str] = {}
         self._parts = {str(key): name for one in backward.names for key, name in one.parts().items()}
         self._parameters = dict(parameters)
@@ -100,6 +105,11 @@ class _Walk:
             return
         site = self._site(node, kind, carriers)
         self.keys[path] = site
+        whole = self._call_of(node, _WHOLE)
+        if whole is not None:
+            self.wholes[path] = whole
+        if not isinstance(node.target, FunctionType) and self._repeats(node, carriers):
+            self.repeating.append(path)
         if kind in ("product", "cell"):
             self.products.append(path)
         elif all(x in self._parameters for x in carriers):
@@ -122,6 +132,11 @@ class _Walk:
             return self._parameters[node].requires_grad
         leaves = pytree.tree_leaves(node.meta.get("example_value"))
         return node in self._sites or any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+
+    def _repeats(self, node: Node, carriers: list[Node]) -> bool:
+        """Whether a function is given one of these tensors more than once."""
+        given = pytree.tree_leaves((node.args, node.kwargs))
+        return any(sum(x is y for y in given) > 1 for x in carriers)
 
     def _site(self, node: Node, kind: Kind, carriers: list[Node]) -> str:
         whole = self._call_of(node, _WHOLE)

@@ -42,8 +42,9 @@ def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
     if plan.watches:
         for product in _telling(products):
             writer.watch(product)
-    final = {node: writer.round(node) for node in _inexact(moved, products)} if plan.rounds else {}
-    for key, gradients in _limiting(placement, products, moved, plan.rounds).items():
+    entering = {product.node: list(placement.entering(product, moved)) for product in products} if plan.rounds else {}
+    final = _round(writer, moved, entering) if plan.rounds else {}
+    for key, gradients in _limiting(placement, products, moved, entering, plan.rounds).items():
         writer.observe(key, [(final.get(node, node), kind, shared) for node, kind, shared in gradients])
     module.graph.lint()
     module.recompile()
@@ -58,15 +59,27 @@ def _telling(products: Iterable[Product]) -> Iterator[Product]:
         yield from [product for product in those if product.passes] or those[:1]
 
 
-def _inexact(moved: dict[Node, Crossing], products: Iterable[Product]) -> dict[Node, None]:
-    """What a format rounds for all its readers: what products read, and whatever comes to a site."""
-    arrived = [node for node, crossing in moved.items() if crossing.target != GLOBAL]
-    read = [base_of(node) for product in products for node in product.reads]
-    return dict.fromkeys([*arrived, *read])
+# By the node of a product, the gradients that enter its function's derivative, and what reads each there.
+Entering = dict[Node, list[tuple[Node, list[Node]]]]
+
+
+def _round(writer: Writer, moved: dict[Node, Crossing], entering: Entering) -> dict[Node, Node]:
+    """Round whatever comes to a site, for all its readers, and what enters a product, for those there alone."""
+    final = {node: writer.round(node) for node, crossing in moved.items() if crossing.target != GLOBAL}
+    for node, readers in (pair for pairs in entering.values() for pair in pairs):
+        if node not in final:
+            final[node] = writer.round(node, [])
+        for reader in readers:
+            reader.replace_input_with(node, final[node])
+    return final
 
 
 def _limiting(
-    placement: Placement, products: Iterable[Product], moved: dict[Node, Crossing], rounds: bool
+    placement: Placement,
+    products: Iterable[Product],
+    moved: dict[Node, Crossing],
+    entering: Entering,
+    rounds: bool,
 ) -> dict[str, list[tuple[Node, str, bool]]]:
     """What is measured at each site, once, as another view of a gradient is none: all that may overflow there.
 
@@ -83,7 +96,9 @@ def _limiting(
 
     for product in products:
         # What is rounded is measured as it leaves its site.
-        for gradient in product.gradients() if not rounds else ((x, "received", False) for x in product.reads):
+        for gradient in (
+            product.gradients() if not rounds else ((x, "received", False) for x, _ in entering[product.node])
+        ):
             add(product.key, *gradient)
     for node, crossing in moved.items():
         if crossing.target != GLOBAL and narrow(node):
@@ -140,11 +155,12 @@ class Writer:
         with self._module.graph.inserting_before(min(crossing.readers)):
             return self.write(rounded, crossing.node, self._scaler)
 
-    def round(self, node: Node) -> Node:
-        """The node rounded to the scaler's format; all its readers take that."""
+    def round(self, node: Node, readers: Collection[Node] | None = None) -> Node:
+        """The node rounded to the scaler's format; its readers take that, or those that are given."""
         with self._module.graph.inserting_after(node):
             result = self.write(rounded, node, self._scaler)
-        node.replace_all_uses_with(result, delete_user_cb=lambda reader: reader is not result)
+        taken = list(node.users) if readers is None else readers
+        node.replace_all_uses_with(result, delete_user_cb=lambda reader: reader is not result and reader in taken)
         return result
 
     def observe(self, key: str, gradients: Collection[tuple[Node, str, bool]]) -> None:

@@ -311,7 +311,10 @@ class Region(TorchFunctionMode):
             return out
         if kind == "product":
             site.stored = narrow(out.dtype)
-        if kind == "product" and self._backward.format is not None and out.grad_fn not in nodes:
+        if kind == "cell" and self._backward.format is not None:
+            # A cell reads its own results, too, as it does the new state: a copy's gradient is what others send.
+            out = copied(out)
+        if kind in ("product", "cell") and self._backward.format is not None and out.grad_fn not in nodes:
             nodes.add(out.grad_fn)
             out.grad_fn.register_prehook(self._backward.round_all)
         if out.dim() == 0 and site is not self._anchor and not out._is_view():
