@@ -25,7 +25,7 @@ from ._policy import Policy, get_policy
 from ._recorder import Recorder
 from ._reports import SiteReports
 from ._site import HIGHEST, exponent_of
-from ._state import check_entries, check_places, check_state, state_of
+from ._state import check_entries, check_places, check_state, sites_by_name, state_of
 from ._unscale import unscaled_by_kind
 
 
@@ -360,6 +360,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
             return
         if not state_dict:
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
+        state_dict = sites_by_name(state_dict)
         check_entries(state_dict)
         sites, given = self._controller.sites, state_dict.get("sites")
         if given is not None and len(sites) > 1:
@@ -370,6 +371,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
 
     def _take(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that is this model's."""
+        state_dict = sites_by_name(state_dict)
         anchor = exponent_of("the state's scale", state_dict["scale"])
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})

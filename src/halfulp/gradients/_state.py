@@ -17,9 +17,12 @@ _AN_EXPONENT = f"an integer from {LOWEST} to {HIGHEST}"
 _Wanted = dict[str, tuple[str, Callable[[Any], bool]]]
 
 
-def state_of(sites: Sites) -> dict[str, Any]:
-    """The exponents, and what policies look back on, by site."""
-    return {
+def state_of(sites: Sites) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """The exponents, and what policies look back on: pairs of a site's name and its entries.
+
+    A tuple is one entry to torch.distributed.checkpoint, which of a dict loads only the names that it finds before.
+    """
+    found = {
         site.key: {
             "exponent": site._exponent,
             "merged": site.merged,
@@ -32,6 +35,16 @@ def state_of(sites: Sites) -> dict[str, Any]:
         }
         for site in sites
     }
+    return tuple(found.items())
+
+
+def sites_by_name(state_dict: object) -> object:
+    """A state whose sites are a dict, where they are pairs, as `state_of` gives them; else the state as it is."""
+    pairs = state_dict.get("sites") if isinstance(state_dict, Mapping) else None
+    if not pairs or not isinstance(pairs, (tuple, list)):
+        return state_dict
+    is_pairs = all(isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs)
+    return {**state_dict, "sites": dict(pairs)} if is_pairs else state_dict
 
 
 def check_entries(state_dict: object) -> None:
@@ -109,7 +122,7 @@ _TORCH: _Wanted = {
     "_growth_tracker": ("a whole number", _is_whole),
 }
 _OURS: _Wanted = {
-    "sites": (f"a dict of sites by name, {GLOBAL!r} among them", _are_sites),
+    "sites": (f"a dict of sites by name, or pairs of name and site, {GLOBAL!r} among them", _are_sites),
     "progress": (
         "[iteration, steps at this scale, whether it is measured, roundings, where measured ones are counted from, "
         "skipped steps in a row]",

@@ -135,7 +135,8 @@ class Proof:
         scale = scaler.get_scale()
         run = one_step(model, self._batch, self._loss, scaler.scale)
         if self._state is None:
-            self._state = scaler.state_dict()
+            state = scaler.state_dict()
+            self._state = {**state, "sites": dict(state["sites"])}
         gradients = {name: None if value is None else value / scale for name, value in run.gradients.items()}
         return Run(run.values, gradients)
 

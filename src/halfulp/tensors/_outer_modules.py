@@ -1,4 +1,4 @@
-"""Modules that take in another one: companions load through the prefix they add, and what they cannot hold is refused.
+"""Modules that take in another one: what they do to parameters with companions is completed, or refused.
 
 torch tells of every module and parameter that is registered anywhere; `watch` listens from the first model on whose
 parameters have companions. Nothing else sees a wrapper when it is made.
@@ -10,12 +10,15 @@ import sys
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
+from ..kernels import untraced
+from ._backward import FIRST
 from ._companions import layout_of
 
 _listening: list[Any] = []
@@ -36,6 +39,8 @@ def install(wrapper: nn.Module) -> None:
     """
     if not any(getattr(hook, "hook", None) is _put_prefix for hook in wrapper._load_state_dict_pre_hooks.values()):
         wrapper.register_load_state_dict_pre_hook(_put_prefix)
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            wrapper.register_forward_hook(_complete_gradients)
 
 
 def _taken_in(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
@@ -81,6 +86,47 @@ def _without_prefixes(module: nn.Module | None, name: str) -> str:
             kept.append(part)
         module = None if module is None else module._modules.get(part)
     return ".".join(kept)
+
+
+def _complete_gradients(wrapper: nn.Module, inputs: Any, output: Any) -> None:
+    """Give parameters that only other processes used the kind of gradient that these processes have.
+
+    With find_unused_parameters the reducer makes such a gradient itself, of the plain numbers that have arrived; where
+    the parameter was used it writes them into the gradient that is there, and rounds. Processes would drift apart.
+    """
+    if wrapper.find_unused_parameters and not wrapper.gradient_as_bucket_view:
+        _complete_after_backward(wrapper, output)
+
+
+@untraced
+def _complete_after_backward(wrapper: nn.Module, output: Any) -> None:
+    engine, queued = torch.autograd.Variable._execution_engine, []
+
+    def after(callbacks: int) -> None:
+        # Callbacks run in turn: behind the reducer's own, which a callback of torch's own may have put there.
+        if callbacks:
+            engine.queue_callback(lambda: after(callbacks - 1))
+        else:
+            _complete(wrapper)
+
+    def begin(gradient: Tensor) -> None:
+        if not queued:
+            queued.append(True)
+            engine.queue_callback(lambda: after(2))
+
+    for x in nn.parallel.distributed._find_tensors(output):
+        if x.requires_grad:
+            x.register_hook(begin)
+
+
+def _complete(wrapper: nn.Module) -> None:
+    with torch.no_grad():
+        for _, parameter in _named(wrapper):
+            is_plain = type(parameter.grad) is Tensor and getattr(parameter, "gradients", None) != FIRST
+            if is_plain:
+                gradient = torch.zeros_like(parameter.detach())
+                gradient.copy_(parameter.grad)
+                parameter.grad = gradient
 
 
 def _refuse_split(module: nn.Module, name: str, parameter: Tensor | None) -> None:
