@@ -56,3 +56,27 @@ EXP = {"half-space": half_space_exp, "ball": ball_exp}
 
 def size(name: str, p: list[mpf]) -> mpf:
     return p[-1] if name == "half-space" else (1 - dot(p, p)) / 2
+
+
+def _symmetry(name: str, x: list[mpf], z: list[mpf]) -> list[mpf]:
+    """The geodesic symmetry at x: it takes each geodesic through x to itself, backwards."""
+    if name == "half-space":
+        moved = [(a - b) / x[-1] for a, b in zip(z[:-1], x[:-1])] + [z[-1] / x[-1]]
+        whole = dot(moved, moved)
+        ends = [-a / whole for a in moved[:-1]] + [moved[-1] / whole]
+        return [b + x[-1] * a for a, b in zip(ends[:-1], x[:-1])] + [x[-1] * ends[-1]]
+    back = _mobius([-a for a in x], z)
+    return _mobius(x, [-a for a in back])
+
+
+def _mobius(p: list[mpf], w: list[mpf]) -> list[mpf]:
+    pw, pp, ww = dot(p, w), dot(p, p), dot(w, w)
+    return [((1 + 2 * pw + ww) * a + (1 - pp) * b) / (1 + 2 * pw + pp * ww) for a, b in zip(p, w)]
+
+
+def transport(name: str, p: list[mpf], step: list[mpf], w: list[mpf]) -> list[mpf]:
+    """Parallel transport is the derivative of the transvection: the symmetries at the start and half way."""
+    middle = EXP[name](p, [a / 2 for a in step])
+    h = mpf(10) ** -50
+    moved = [_symmetry(name, middle, _symmetry(name, p, [a + sign * h * b for a, b in zip(p, w)])) for sign in (1, -1)]
+    return [(a - b) / (2 * h) for a, b in zip(*moved)]

@@ -43,15 +43,18 @@ class PoincareBall(Manifold):
         m = 1 - |p|^2, s is the length of the step and n = 1 + 2 t <p, v> + t^2 |p|^2.
         """
         m = margin(point)
-        direction, length = unit(step)
-        gap = like(m, step)
-        t, rest = travel(2 * (length / gap))
         place = like(point, step)
-        along, radius = unit(place)
-        inwards = gap / (1 + radius) + radius * rest
-        both = along + direction
-        n = inwards * inwards + radius * t * (both * both).sum(-1, keepdim=True)
+        direction, t, radius, inwards, both = self._course(place, like(m, step), step)
+        n = inwards * inwards + radius * t * both
         return self.project(point + m * (t * (direction + t * place) / n))
+
+    def _course(self, place: torch.Tensor, gap: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The unit vector v of a step, t, |p|, 1 - t |p| and |v + p / |p||^2: what nothing cancels in."""
+        direction, length = unit(step)
+        t, rest = travel(2 * (length / gap))
+        along, radius = unit(place)
+        both = along + direction
+        return direction, t, radius, gap / (1 + radius) + radius * rest, (both * both).sum(-1, keepdim=True)
 
     def log(self, point: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See Manifold: d (1 - |p|^2) / 2 along (1 - |p|^2) (q - p) - |q - p|^2 p."""
@@ -61,14 +64,18 @@ class PoincareBall(Manifold):
         return direction * (m * (self.distance(point, other).unsqueeze(-1) / 2))
 
     def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-        """See Manifold. A vector keeps its length over 1 - |p|^2, and its angle to the geodesic."""
+        """See Manifold. A vector keeps its length over 1 - |p|^2, and its angle to the geodesic.
+
+        The geodesic ends along (1 - t^2 |p|^2) v + 2 t (1 + t <p, v>) p, the derivative by t of what `exp` gives: the
+        direction from the point to its rounded end would turn vectors at small steps.
+        """
         point = like(point, vector)
-        end = self.exp(point, step)
-        difference, m = end - point, margin(end)
-        squares = (difference * difference).sum(-1, keepdim=True)
-        before, _ = unit(step)
-        after, _ = unit(m * difference + squares * end)
-        return m / margin(point) * turned(vector, before, torch.where(squares == 0, before, after))
+        m = margin(point)
+        place = like(point, step)
+        before, t, radius, inwards, both = self._course(place, like(m, step), step)
+        x = t * radius
+        after, _ = unit(inwards * (1 + x) * before + 2 * t * (inwards + x * both / 2) * place)
+        return margin(self.exp(point, step)) / m * turned(vector, before, after)
 
     def size(self, point: torch.Tensor) -> torch.Tensor:
         """(1 - |p|^2) / 2."""
