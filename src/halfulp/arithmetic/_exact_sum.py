@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels import define_operator
+from ..kernels import define_operator, under_transform
 from . import _exact_kernels as kernels
 from ._exact_words import LAYOUTS, WORDS
 
@@ -47,7 +47,7 @@ def exact_sum(
     (0.0, 1.0, 1.0)
     """
     _check(x, "exact_sum")
-    return _sum(x, _dims(x.dim(), dim), keepdim, _result(dtype, x.dtype))
+    return _differentiable_sum(x, _dims(x.dim(), dim), keepdim, _result(dtype, x.dtype))
 
 
 def exact_dot(
@@ -78,7 +78,7 @@ def exact_dot(
     1e-300
     """
     a, b = _pair(a, b, "exact_dot")
-    return _dot(a, b, _dims(a.dim(), dim), keepdim, _result(dtype, a.dtype))
+    return _differentiable_dot(a, b, _dims(a.dim(), dim), keepdim, _result(dtype, a.dtype))
 
 
 def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = None) -> torch.Tensor:
@@ -247,7 +247,7 @@ def _spread(gradient: torch.Tensor, shape: torch.Size, dims: list[int], keepdim:
 
 
 def _remember_sum(ctx, inputs, output) -> None:
-    x, ctx.dims, ctx.keepdim, _ = inputs
+    x, ctx.dims, ctx.keepdim, ctx.result = inputs
     ctx.shape, ctx.dtype = x.shape, x.dtype
 
 
@@ -256,8 +256,10 @@ def _sum_backward(ctx, gradient):
 
 
 def _remember_dot(ctx, inputs, output) -> None:
-    a, b, ctx.dims, ctx.keepdim, _ = inputs
+    a, b, ctx.dims, ctx.keepdim, ctx.result = inputs
     ctx.save_for_backward(a, b)
+    if hasattr(ctx, "save_for_forward"):  # not the context of an operator
+        ctx.save_for_forward(a, b)
 
 
 def _dot_backward(ctx, gradient):
@@ -288,3 +290,59 @@ def _dot_of_batch(info, places, a, b, dim, keepdim, dtype):
 
 torch.library.register_vmap("halfulp::exact_sum", _sum_of_batch)
 torch.library.register_vmap("halfulp::exact_dot", _dot_of_batch)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum where a transform of torch.func is at work."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, dims, keepdim, dtype):
+        return _sum(x, dims, keepdim, dtype)
+
+    setup_context = staticmethod(_remember_sum)
+    backward = staticmethod(_sum_backward)
+
+    @staticmethod
+    def jvp(ctx, tangent, *rest):
+        """The sum of the tangent, rounded once."""
+        return _differentiable_sum(tangent, ctx.dims, ctx.keepdim, ctx.result)
+
+
+class _Dot(torch.autograd.Function):
+    """The dot product where a transform of torch.func is at work."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a, b, dims, keepdim, dtype):
+        return _dot(a, b, dims, keepdim, dtype)
+
+    setup_context = staticmethod(_remember_dot)
+    backward = staticmethod(_dot_backward)
+
+    @staticmethod
+    def jvp(ctx, for_a, for_b, *rest):
+        """The products of each tangent with the other operand, each sum of them rounded once."""
+        a, b = ctx.saved_tensors
+        parts = [
+            _differentiable_dot(tangent, other, ctx.dims, ctx.keepdim, ctx.result)
+            for tangent, other in ((for_a, b), (for_b, a))
+            if tangent is not None
+        ]
+        return sum(parts[1:], parts[0])
+
+
+def _differentiable_sum(x: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
+    if under_transform():
+        return _Sum.apply(x, dims, keepdim, dtype)
+    return _sum(x, dims, keepdim, dtype)
+
+
+def _differentiable_dot(
+    a: torch.Tensor, b: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    if under_transform():
+        return _Dot.apply(a, b, dims, keepdim, dtype)
+    return _dot(a, b, dims, keepdim, dtype)

@@ -17,6 +17,7 @@ from ._fold import ACROSS as ACROSS
 from ._fold import BLOCK as BLOCK
 from ._fold import Fold as Fold
 from ._fold import compile_fold as compile_fold
+from ._functional import under_transform as under_transform
 from ._index_map import CHUNK as CHUNK
 from ._index_map import IndexMap as IndexMap
 from ._index_map import chunk_table as chunk_table

@@ -31,7 +31,8 @@ def quantize(
 
     The rules are those of `halfulp.formats.round_exact`, bit for bit: NaN stays NaN, an infinity and what rounds
     beyond the largest number become what the overflow policy says. float64 is rounded directly, not through float32.
-    The result carries no gradient, as rounding is flat almost everywhere; `straight_through` is the form for training.
+    The result carries no gradient, as rounding is flat almost everywhere, and under a transform of torch.func its
+    derivative is 0, as torch.round's; `straight_through` is the form for training, whose derivative counts as 1.
 
     Under a `BlockFormat` every block of elements along `dim` is divided by its scale, rounded and multiplied again;
     elements saturate. The last block of a row may be shorter. A block of zeros stays, and a block with a NaN or an
@@ -198,6 +199,17 @@ def _nothing(*arguments) -> None:
 
 
 _quantize = define_operator("quantize(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _new, _like)
+
+
+def _of_batch(info, places, x, target: list[int], seed: int, counter: int) -> tuple[torch.Tensor, int]:
+    """Elements are rounded one by one; random bits are numbered within each sample, as without a batch."""
+    x = x.movedim(places[0], 0)
+    if Target(*target).mode != STOCHASTIC:
+        return _quantize(x, target, seed, counter), 0
+    return torch.stack([_quantize(sample, target, seed, counter) for sample in x]), 0
+
+
+torch.library.register_vmap("halfulp::quantize", _of_batch)
 _quantize_into = define_operator(
     "quantize_into(Tensor x, int[] target, int seed, SymInt counter, Tensor(a!) out) -> ()", _into, _nothing
 )

@@ -17,10 +17,21 @@ _BACKWARD = 0x6261636B
 class _StraightThrough(torch.autograd.Function):
     """y = round(x), dL/dx = round(dL/dy); the derivative of either rounding counts as 1."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, forward, backward, rounding, backward_rounding, overflow, counter):
-        ctx.backward_choice = (backward, backward_rounding, overflow, counter)
+    def forward(x, forward, backward, rounding, backward_rounding, overflow, counter):
         return x.view_as(x) if forward is None else quantize(x, forward, rounding, overflow=overflow, counter=counter)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, _, backward, _, backward_rounding, overflow, counter = inputs
+        ctx.backward_choice = (backward, backward_rounding, overflow, counter)
+
+    @staticmethod
+    def jvp(ctx, tangent, *rest):
+        """What moves the value moves the rounded one as far."""
+        return tangent.view_as(tangent)
 
     @staticmethod
     def backward(ctx, gradient):

@@ -143,9 +143,9 @@ def unit_scale(values: Tensor, storage: torch.dtype) -> Tensor:
 def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
     if forward is None:
         return x.clone()
-    wide = x.to(torch.float32)
-    scale = unit_scale(wide, forward)
-    return (narrowed(wide / scale, forward).to(torch.float32) * scale).to(x.dtype)
+    wide = x if x.dtype == torch.float64 else x.to(torch.float32)
+    scale = unit_scale(x.to(torch.float32), forward)
+    return (narrowed(wide / scale, forward).to(wide.dtype) * scale).to(x.dtype)
 
 
 _cast = define_operator(

@@ -122,10 +122,9 @@ class _Encode(torch.autograd.Function):
         wide = x if x.dtype == torch.float64 else x.to(torch.float32)
         if scale is None:
             scale = measured_scale(x, storage, rounding)
-        payload = (wide / scale.to(wide.dtype)).to(torch.float32)
-        _check_fits(wide, payload, storage, scale)
-        payload = payload.clone() if payload is x else narrowed(payload, storage)
-        return wrap(payload, scale, x.dtype, home)
+        payload = wide / scale.to(wide.dtype)
+        _check_fits(wide, payload.to(torch.float32), storage, scale)
+        return wrap(narrowed(payload, storage), scale, x.dtype, home)
 
     @staticmethod
     def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:

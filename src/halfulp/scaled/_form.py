@@ -55,9 +55,11 @@ def widened(x: ScaledTensor) -> Tensor:
 
 
 def narrowed(values: Tensor, storage: torch.dtype) -> Tensor:
-    """float32 values rounded to a payload type; finite ones beyond its range saturate, infinities stay (or are NaN)."""
+    """Values rounded once to a payload type; finite ones beyond its range saturate, infinities stay (or are NaN)."""
     if storage == values.dtype:
         return values
+    if values.dtype == torch.float64 and storage != torch.float32:
+        values = _rounded_to_odd(values)
     if storage in (torch.bfloat16, torch.float32):
         return values.to(storage)
     if _fits(values, storage):
@@ -65,6 +67,18 @@ def narrowed(values: Tensor, storage: torch.dtype) -> Tensor:
     largest = torch.finfo(storage).max
     kept = values if storage in _INFINITE else torch.nan
     return torch.where(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
+
+
+def _rounded_to_odd(values: Tensor) -> Tensor:
+    """float64 values in float32, the last bit 1 where digits were cut off.
+
+    Of such a value, rounding to 22 bits or fewer makes what it makes of the float64 one (Boldo and Melquiond, IEEE
+    Transactions on Computers 57, 2008), where rounding to float32 first may meet a tie that is none.
+    """
+    near = values.to(torch.float32)
+    cut = torch.where(near.double().abs() > values.abs(), torch.nextafter(near, torch.zeros_like(near)), near)
+    odd = (cut.view(torch.int32) | 1).view(torch.float32)
+    return torch.where((cut.double() != values) & near.isfinite(), odd, near)
 
 
 def _fits(values: Tensor, storage: torch.dtype) -> bool:
@@ -184,7 +198,7 @@ def encoded(values: Tensor, storage: torch.dtype, scale: Tensor | None = None, d
     wide = values if values.dtype in (torch.float32, torch.float64) else values.to(torch.float32)
     value = _powers.known(scale)
     payload = wide / (scale.to(wide.dtype) if value is None else value)
-    return made(payload.to(torch.float32) if storage != torch.float32 else payload, scale, storage, dtype)
+    return made(payload, scale, storage, dtype)
 
 
 def operand(x: Any, like: ScaledTensor) -> ScaledTensor:

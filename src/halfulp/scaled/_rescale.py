@@ -22,7 +22,10 @@ _SHORT = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def rescale(x: Tensor, by: Statistic = "rms", side: Side = "forward") -> Tensor:
-    """The same values with a payload of magnitude about 1.
+    """The values under a scale that brings the payload to a magnitude of about 1.
+
+    The same values but for the smallest: what falls below the storage's smallest normal number under the new scale
+    loses digits there, down to 0. With a float32 payload or within half of the storage's binades none does.
 
     payload / 2^k and scale * 2^k, with 2^k next to the root mean square, the largest or the mean magnitude of the
     payload's finite non-zero elements. Payloads that would leave the storage's range get a larger scale, and zeros keep
@@ -60,7 +63,7 @@ def check_side(side: object) -> None:
 
 
 def rescaled(x: ScaledTensor, by: Statistic = "rms") -> ScaledTensor:
-    """The same values, the payload's statistic next to 1."""
+    """The values under the scale that brings the payload's statistic next to 1."""
     if not x.numel():
         return x.clone()
     power = power_of_payload(x._payload, by)

@@ -1,0 +1,64 @@
+"""Differentiable functions under every transform of torch.func, and in forward mode, beside torch's own."""
+
+import warnings
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import halfulp as hu
+from halfulp.rounding import straight_through
+
+# Ours, and what has the same derivatives.
+FUNCTIONS = {
+    "exact_sum": (lambda x: hu.exact_sum(x, -1).sin(), lambda x: x.sum(-1).sin()),
+    "exact_sum in float64": (lambda x: hu.exact_sum(x, dtype=torch.float64), lambda x: x.double().sum()),
+    "exact_dot": (lambda x: hu.exact_dot(x, x.cos()), lambda x: (x * x.cos()).sum()),
+    "exact_dot along": (lambda x: hu.exact_dot(x, x, -1, keepdim=True), lambda x: (x * x).sum(-1, keepdim=True)),
+    "straight_through": (lambda x: straight_through(x, "e8m20") ** 2, lambda x: x**2),
+    "quantize": (lambda x: hu.quantize(x, "e8m20") ** 2, lambda x: x.round() ** 2 * 0 + x.detach() ** 2),
+}
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(f(x)))[0],
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, 2 * x])),
+    "grad of a batch": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(torch.stack([x, 2 * x])),
+    "forward mode": lambda f, x: _forward(f, x),
+}
+
+
+def _forward(f, x):
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, x.cos()))).tangent
+        return torch.zeros_like(f(x)) if tangent is None else tangent
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_are_torchs(name, transform, seed):
+    ours, theirs = FUNCTIONS[name]
+    x = torch.randn(5)
+    with warnings.catch_warnings():
+        # torch warns of what it uses itself.
+        warnings.filterwarnings("ignore", module="torch")
+        got, wanted = (TRANSFORMS[transform](f, x) for f in (ours, theirs))
+    if name == "quantize" and transform != "vmap":
+        wanted = torch.zeros_like(wanted)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_compiled_sum_has_a_gradient(seed):
+    x = torch.randn(5, requires_grad=True)
+    torch.compile(lambda x: hu.exact_dot(x, x), backend="aot_eager", fullgraph=True)(x).backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+
+
+def test_random_bits_of_a_batch_are_those_of_each_sample(seed):
+    x = torch.randn(3, 100)
+    rounding = hu.rounding.Stochastic(seed)
+    got = torch.func.vmap(lambda x: hu.quantize(x, "bf16", rounding))(x)
+    assert torch.equal(got, torch.stack([hu.quantize(row, "bf16", rounding) for row in x]))
