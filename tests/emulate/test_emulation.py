@@ -297,3 +297,23 @@ def test_explain(seed):
     for words in ("e8m3, up rounding: 2 tensors", "aten.addmm", "NativeLayerNormBackward0", "aten.t ", "statistics"):
         assert words in text
     assert "not in e8m3" not in text
+
+
+def _through_data(parameter, value):
+    parameter.data.sub_(value)
+
+
+def _to_memory(parameter, value):
+    parameter.detach().numpy()[...] -= value.numpy()
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.sub_, _through_data, _to_memory])
+def test_a_parameter_that_leaves_the_format_is_refused_however_it_was_written(write, seed):
+    model = nn.Linear(4, 3)
+    emulate(model, "e8m3")
+    x = torch.randn(2, 4)
+    model(x)
+    with torch.no_grad():
+        write(model.bias, torch.full((3,), 2.0**-20))
+    with pytest.raises(ValueError, match=r"'bias' was given numbers that e8m3 does not have: update it"):
+        model(x)

@@ -31,7 +31,7 @@ class Emulation:
         self.unit = unit
         self.parameters = parameters
         self._before = vars(target).get("forward") if isinstance(target, nn.Module) else None
-        self._versions: dict[int, int] = {}
+        self._seen: dict[int, tuple[int, int]] = {}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -108,7 +108,7 @@ class Emulation:
         return f"Emulation({name}, {self.unit.format.name}, {self.unit.rounding})"
 
     def __getstate__(self) -> dict:
-        return vars(self) | {"_versions": {}}
+        return vars(self) | {"_seen": {}}
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         """An argument without gradient as the format's numbers."""
@@ -124,7 +124,9 @@ class Emulation:
         if self.parameters == "keep":
             return
         for parameter in self.target.parameters():
-            if self._versions.get(id(parameter)) == parameter._version:
+            # A write through .data changes no version.
+            state = parameter._version, _sum_of_bits(parameter)
+            if self._seen.get(id(parameter)) == state:
                 continue
             if _misses(parameter, self.unit):
                 names = [name for name, value in self.target.named_parameters() if value is parameter]
@@ -133,7 +135,7 @@ class Emulation:
                     f"with an optimizer of halfulp.optim and format={self.unit.format.name!r}, or say "
                     "emulate(..., parameters='keep') to let operators read float32 parameters"
                 )
-            self._versions[id(parameter)] = parameter._version
+            self._seen[id(parameter)] = state
 
 
 def emulate(
@@ -270,3 +272,11 @@ def _off_format(target: object, unit: Unit) -> dict[str, int]:
         return {}
     counts = {name: _misses(value, unit) for name, value in _state(target)}
     return {name: count for name, count in counts.items() if count}
+
+
+def _sum_of_bits(parameter: Tensor) -> int:
+    """The bits of all elements as integers, added up; with wrap-around where there are many."""
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(parameter.element_size())
+    if words is None or not parameter.is_floating_point() or parameter.is_meta:
+        return 0
+    return int(parameter.detach().view(words).sum(dtype=torch.int64))
