@@ -349,9 +349,11 @@ def drawn(arguments: argparse.Namespace) -> list[tuple[Fault, dict]]:
     if arguments.more:
         fresh = sample(ROOT, arguments.more, arguments.seed, used)
         return kept + [(fault, row_of(fault)) for fault in fresh]
+    if len(kept) >= arguments.count:
+        return kept
     places = {(fault.file, fault.function) for fault, _ in kept}
     fresh = [x for x in sample(ROOT, arguments.count, arguments.seed) if (x.file, x.function) not in places]
-    return kept + [(fault, row_of(fault)) for fault in fresh[: max(0, arguments.count - len(kept))]]
+    return kept + [(fault, row_of(fault)) for fault in fresh[: arguments.count - len(kept)]]
 
 
 def main() -> None:
@@ -360,6 +362,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--seed", type=int, default=SEED, help="draws the faults, and is the tests' seed")
     parser.add_argument("--only", metavar="PACKAGE", help="run the sample's faults in one package")
+    parser.add_argument("--match", default="", metavar="TEXT", help="run those with the text in their file or change")
     parser.add_argument("--list", action="store_true", help="print the sample and the tests of each, and plant nothing")
     parser.add_argument("--resume", action="store_true", help="keep what results/faults.json holds and go on")
     parser.add_argument("--survivors", action="store_true", help="keep what the file holds and run again what survived")
@@ -391,6 +394,8 @@ def plant(chosen: list[tuple[Fault, dict]], arguments: argparse.Namespace) -> No
         copy = Copy(Path(folder), arguments.cache, arguments.seconds, arguments.seed)
         for fault, row in chosen:
             if row["verdict"] not in again or arguments.only not in (None, fault.package):
+                continue
+            if arguments.match not in f"{row['file']} {row['change']}":
                 continue
             start = time.monotonic()
             row["verdict"], row["by"] = copy.verdict(fault, tests_of(fault, copy.root, arguments.files))
