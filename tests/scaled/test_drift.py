@@ -37,6 +37,34 @@ def test_rows_name_module_operator_and_pass(seed):
     assert dict(model.first._forward_pre_hooks) == before
 
 
+class Trained(nn.Module):
+    """A network that a module's own forward pass trains."""
+
+    class Trainer(nn.Module):
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            y.square().sum().backward()
+            return y.detach()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.trainer = Net(), self.Trainer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trainer(self.net(x))
+
+
+def test_sums_of_gradients_are_of_no_module(seed):
+    """A node that adds to a parameter's gradient was made by no forward pass, wherever a backward one runs it."""
+    model = hu.scalify(Trained())
+    with drift(model) as report:
+        for _ in range(2):
+            model(torch.randn(8, 16))
+    rows = [(row.operator, row.module) for row in report.rows if row.side == "backward"]
+    assert [module for operator, module in rows if operator == "add_"] == [""]
+    assert ("pow", "trainer") in rows
+    assert ("mm", "net.second") in rows
+
+
 def test_the_measures(seed):
     x = ScaledTensor(torch.tensor([4.0, -4.0, 0.0, torch.inf]).half(), 2.0**-20)
     with drift(nn.Identity()) as report:

@@ -2,12 +2,14 @@
 
 import io
 import pickle
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from halfulp.trials import tasks
+from halfulp import recipes
+from halfulp.trials import _trial, tasks
 from halfulp.trials.tasks import Task
 
 
@@ -78,6 +80,26 @@ def test_settings_and_pickle(task: Task) -> None:
     assert task.settings()["name"] == task.name
     assert task.judged_by in ("train_loss", "validation_loss")
     assert all(0 < task.rate(step, task.steps) <= 1 for step in range(task.steps))
+
+
+def test_a_trial_trains_by_the_tasks_rule_and_hyper_parameters(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    if hasattr(task, "trial"):
+        pytest.skip("it brings its own loop")
+    made = []
+
+    class Stop(Exception):
+        pass
+
+    def optimizer(*arguments, **options):
+        made.append(recipes.optimizer(*arguments, **options))
+        raise Stop
+
+    monkeypatch.setattr(_trial, "recipes", types.SimpleNamespace(convert=recipes.convert, optimizer=optimizer))
+    with pytest.raises(Stop):
+        _trial.run(task, recipes.get("fp32"), 0, 3, task.load())
+    (group,) = made[0].param_groups
+    assert type(made[0]).__name__ == task.rule
+    assert {key: group[key] for key in task.hyper} == task.hyper
 
 
 def test_batches_cover_an_epoch() -> None:
