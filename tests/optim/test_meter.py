@@ -8,7 +8,7 @@ import torch
 
 import halfulp as hu
 
-from .laws import UPDATES, decoded, narrow_updates
+from .laws import UPDATES, Adder, decoded, narrow_updates
 
 
 def _sgd(model, update, report_interval=1, lr=1.0):
@@ -48,6 +48,36 @@ def test_counts_are_a_brute_force_count(seed, engine, update):
         assert row.realised == pytest.approx(kept / wanted, rel=1e-9)
     assert report.cancelled == sum(c[1] for c in counts.values()) / sum(c[0] for c in counts.values())
     assert [row.cancelled for row in report.rows] == sorted((row.cancelled for row in report.rows), reverse=True)
+
+
+# Feedback needs a first moment, and only bfloat16 is the upper half of a float32 word.
+READ = [(x, "bf16", "reference") for x in narrow_updates() if not UPDATES[x].feeds_back]
+READ += [(x, "fp16", "reference") for x, _, _ in READ if x not in ("split", "split-stochastic")]
+READ += [(x, "bf16", "numba") for x in ("kahan", "split", "components-3", "components-4")]
+
+
+@pytest.mark.parametrize(("update", "store", "engine"), READ)
+def test_the_new_weight_is_the_one_that_is_read(seed, update, store, engine):
+    """Of every weight update: far components and ties make the order of a sum show in its last bit."""
+    start = 1 + torch.randint(0, 8, (4096,)) * 2.0**-7
+    held = Adder(update, start, store, engine=engine, report_interval=1)
+    # 1 + 2^-24 + 2^-48 + 2^-56, of which float32 keeps 1 + 2^-23 if the smallest are summed first, and others around.
+    steps = [torch.full_like(start, 2.0**k) for k in (-24, -48, -56)]
+    steps += [
+        torch.exp2(-torch.randint(6, 60, start.shape).float()) * torch.randn(start.shape).sign() for _ in range(5)
+    ]
+    cancelled = wanted = kept = 0.0
+    for u in steps:
+        before = held.weight
+        held.add(u)
+        change = held.weight.double() - before.double()
+        cancelled += int((change == 0).sum())
+        wanted += float(u.double().square().sum())
+        kept += float((u.double() * change).sum())
+    (row,) = held.optimizer.report().rows
+    assert row.updates == len(steps) * start.numel()
+    assert row.cancelled == cancelled / row.updates
+    assert row.realised == pytest.approx(kept / wanted, rel=1e-9)
 
 
 def test_only_every_so_many_steps_are_metered(seed):
