@@ -371,7 +371,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--seed", type=int, default=SEED, help="draws the faults, and is the tests' seed")
     parser.add_argument("--only", metavar="PACKAGE", help="run the sample's faults in one package")
-    parser.add_argument("--match", default="", metavar="TEXT", help="run those with the text in their file or change")
+    parser.add_argument(
+        "--match", nargs="+", default=[""], metavar="TEXT", help="only what says this in file or change"
+    )
+    parser.add_argument("--first", nargs="+", default=[], metavar="FILE", help="test files to try first, as of --match")
     parser.add_argument("--list", action="store_true", help="print the sample and the tests of each, and plant nothing")
     parser.add_argument("--resume", action="store_true", help="keep what results/faults.json holds and go on")
     parser.add_argument("--survivors", action="store_true", help="keep what the file holds and run again what survived")
@@ -404,10 +407,14 @@ def plant(chosen: list[tuple[Fault, dict]], arguments: argparse.Namespace) -> No
         for fault, row in chosen:
             if row["verdict"] not in again or arguments.only not in (None, fault.package):
                 continue
-            if arguments.match not in f"{row['file']} {row['change']}":
+            place = next(
+                (i for i, text in enumerate(arguments.match) if text in f"{row['file']} {row['change']}"), None
+            )
+            if place is None:
                 continue
-            start = time.monotonic()
-            row["verdict"], row["by"] = copy.verdict(fault, tests_of(fault, copy.root, arguments.files))
+            start, tests = time.monotonic(), tests_of(fault, copy.root, arguments.files)
+            first = arguments.first[place : place + 1]
+            row["verdict"], row["by"] = copy.verdict(fault, [*first, *(x for x in tests if x not in first)])
             row["commit"] = facts["commit"]
             took = f"{time.monotonic() - start:.0f} s"
             print(took, row["verdict"], f"{row['file']}:{row['line']}", row["change"], "|", row["by"], flush=True)
