@@ -23,6 +23,8 @@ MAKERS = {
     ),
     *("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window", "empty_permuted"),
 }
+# Of a wrapper subclass, under the name that files give it.
+WRAPPERS = ("torch.Tensor._make_wrapper_subclass", "_make")
 
 
 def named(call: ast.Call, kinds: dict[str, set[str]]) -> set[str]:
@@ -34,17 +36,27 @@ def named(call: ast.Call, kinds: dict[str, set[str]]) -> set[str]:
     return found
 
 
-def made_by_default(text: str) -> list[str]:
-    """Calls that make a tensor whose dtype or device torch's defaults would choose."""
-    tree = ast.parse(text)
+def written_out(tree: ast.AST) -> dict[str, set[str]]:
+    """The keys of dicts that are written out and assigned to a name; of several under one name, those of all."""
     kinds: dict[str, set[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and isinstance(node.targets[0], ast.Name):
             keys = {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
             name = node.targets[0].id
             kinds[name] = kinds[name] & keys if name in kinds else keys
+    return kinds
+
+
+def made_by_default(text: str) -> list[str]:
+    """Calls that make a tensor whose dtype or device torch's defaults would choose."""
+    tree = ast.parse(text)
+    kinds = written_out(tree)
     found = []
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in WRAPPERS:
+            if not {"dtype", "device"} <= named(node, kinds):
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+            continue
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         if not isinstance(node.func.value, ast.Name) or node.func.value.id != "torch":
@@ -54,6 +66,39 @@ def made_by_default(text: str) -> list[str]:
         if node.func.attr == "where" and len(node.args) == 3 and all(_is_number(x) for x in node.args[1:]):
             found.append(f"line {node.lineno}: {ast.unparse(node)}: a choice of two floats takes the default dtype")
     return found
+
+
+DRAWING = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson")
+
+
+def drawn_from_elsewhere(text: str) -> list[str]:
+    """Random numbers in a function that is given a generator, and draws them from another one."""
+    found = []
+    tree = ast.parse(text)
+    kinds = written_out(tree)
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        arguments = function.args
+        names = {x.arg for x in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        for node in ast.walk(function) if "generator" in names else ():
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            made = ast.unparse(node.func.value) == "torch" and node.func.attr in DRAWING
+            written = node.func.attr.removesuffix("_") in (*DRAWING, "uniform", "exponential", "random")
+            written &= node.func.attr.endswith("_")
+            others = [x for x in node.keywords if x.arg == "generator" and ast.unparse(x.value) != "generator"]
+            if (made or written) and (others or "generator" not in named(node, kinds)):
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_whoever_is_given_a_generator_draws_from_it():
+    found = {path.relative_to(SOURCE): drawn_from_elsewhere(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    found = [f"{path}, {line}" for path, lines in found.items() for line in lines]
+    assert not found, "generator=generator:\n" + "\n".join(found)
+    assert drawn_from_elsewhere("def f(generator):\n    return torch.rand(2)")
+    assert drawn_from_elsewhere("def f(x, generator=None):\n    return x.normal_(0, 1, generator=other)")
 
 
 def _is_number(node: ast.expr) -> bool:
@@ -77,6 +122,7 @@ def test_no_tensor_is_made_by_default():
         "torch.arange(3, device=x.device)",
         "torch.tensor(1)",
         "torch.where(x, 0.0, -torch.inf)",
+        "_make(cls, x.shape, dtype=x.dtype)",
         "kind = {'dtype': 1}\ntorch.rand(2, **kind)",
     ],
 )

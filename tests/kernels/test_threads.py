@@ -1,7 +1,11 @@
 """Threads, forks and callers at once: right bits, no abort."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
+SOURCE = Path(__file__).parents[2] / "src" / "halfulp"
 PROGRAM = """
     import os, sys, threading
     import torch
@@ -104,3 +108,14 @@ def test_every_chunk_once(threads, seed):
             assert (seen == 1).all()
     finally:
         torch.set_num_threads(1)
+
+
+def test_every_compiled_function_runs_without_the_gil_and_divides_as_numpy_does():
+    calls = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("njit", "numba.jit", "vectorize")):
+                calls[f"{path.name}, line {node.lineno}"] = {x.arg: ast.unparse(x.value) for x in node.keywords}
+    assert len(calls) >= 4
+    wanted = {"nogil": "True", "error_model": "'numpy'"}
+    assert [place for place, given in calls.items() if not wanted.items() <= given.items()] == []

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from halfulp.scaled import ScaledTensor
+from halfulp.scaled._form import LOGICALS
 from halfulp.tensors import strict
 from halfulp.testing import check_rule
 
@@ -47,6 +48,26 @@ def test_with_gradients(case, seed):
 def test_without_gradients(case, seed):
     with torch.no_grad(), strict():
         check_rule(DRAWN[case], one, seed=seed, trials=2, exact=1e-6, gradients=False)
+
+
+LIKE = {
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x, **options: torch.randint_like(x, 9, **options),
+}
+
+
+@pytest.mark.parametrize("case", LIKE)
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("logical", LOGICALS)
+def test_numbers_like_another_are_float32s_whatever_the_logical_dtype(case, asked, logical, seed):
+    x = ScaledTensor(torch.randn(64), 1.0, torch.float32 if asked else logical)
+    options = {"dtype": logical} if asked else {}
+    torch.manual_seed(seed)
+    found = LIKE[case](x, **options)
+    torch.manual_seed(seed)
+    assert found.dtype == logical
+    assert torch.equal(found.payload * found.scale, LIKE[case](torch.empty(64)))
 
 
 def test_parameters_are_initialised_within_their_storage(seed):

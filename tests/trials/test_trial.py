@@ -116,6 +116,23 @@ def test_step_k_trains_at_rate_k(tiny, monkeypatch: pytest.MonkeyPatch, recipe: 
     assert used == pytest.approx([0.1 * (k + 1) / 7 for k in range(6)])
 
 
+def test_a_float32_trial_is_the_plain_loop(tiny) -> None:
+    task = tiny.Tiny()
+    data, steps = task.load(), 12
+    found = _trial.run(task, recipes.get("fp32"), 3, steps, data)
+    model = task.model(data, 3)
+    optimizer = torch.optim.SGD(model.parameters(), **task.hyper)
+    losses = []
+    for step, (inputs, targets) in enumerate(task.batches(data, 3, steps)):
+        optimizer.param_groups[0]["lr"] = task.hyper["lr"] * task.rate(step, steps)
+        optimizer.zero_grad()
+        loss = task.loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert [loss for _, loss in found["curve"]] == pytest.approx(losses, rel=1e-6)
+
+
 @pytest.mark.parametrize("recipe", ["fp32-twin", "bf16-stochastic", "e8m3-kahan", "e5m2-adaptive-stochastic"])
 def test_a_result_depends_on_the_seed_alone(tiny, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     """Whatever the process drew before, also where the model draws at its start and in every forward pass."""
