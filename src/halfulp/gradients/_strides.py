@@ -34,9 +34,9 @@ def power_of_two(exponent: int) -> Tensor:
     """2^exponent as a tensor without dimensions, by which torch multiplies in half the time of a Python number's.
 
     >>> power_of_two(-2)
-    tensor(0.2500)
+    tensor(0.2500, dtype=torch.float64)
     """
-    return torch.tensor(2.0**exponent, device="cpu")
+    return torch.tensor(2.0**exponent, dtype=torch.float64, device="cpu")
 
 
 def restored(values: Tensor, like: Tensor) -> Tensor:
