@@ -202,15 +202,26 @@ class OneScale:
     @cached_property
     def limits(self) -> dict[Loss, int]:
         """The least power at which a loss overflows."""
-        found = {}
-        for loss in {loss for losses in self.schedule.steps for loss, _ in losses}:
-            low, high = -60, 100
-            while high - low > 1:
-                middle = (low + high) // 2
-                overflows = False in self.gradients(loss, middle).finite
-                low, high = (low, middle) if overflows else (middle, high)
-            found[loss] = high
+        found, power = {}, START
+        for loss in sorted({loss for losses in self.schedule.steps for loss, _ in losses}):
+            found[loss] = power = self._limit(loss, power)
         return found
+
+    def _limit(self, loss: Loss, power: int) -> int:
+        """The least power at which a loss overflows, from one near it."""
+
+        def overflows(power: int) -> bool:
+            return False in self.gradients(loss, power).finite
+
+        pace = 1
+        up = not overflows(power)
+        while -60 < power < 100 and overflows(power) is not up:
+            power, pace = power + (pace if up else -pace), 2 * pace
+        low, high = (power - pace // 2, power) if up else (power, power + pace // 2)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if overflows(middle) else (middle, high)
+        return high
 
     def room(self, losses: tuple[tuple[Loss, int], ...]) -> int:
         """The largest exponent at which an iteration does not overflow."""
@@ -306,6 +317,36 @@ def falling(schedule: Schedule, one: OneScale) -> Outcome:
     return _one(schedule, one, START, adapts=True)
 
 
+def torchs(schedule: Schedule, one: OneScale) -> Outcome:
+    """`torch.amp.GradScaler`'s, by running it, with gradients rounded to the format as ours are."""
+    model = Model(schedule)
+    rounding = hu.AdaptiveGradScaler(model, policy="constant", format=schedule.format, init_scale=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**START, growth_interval=GROWTH)
+    groups = model.groups(schedule.loop)
+    optimizers = [torch.optim.SGD(group, lr=0.0) for group in groups]
+    count = Count(one)
+    for k, losses in enumerate(schedule.steps):
+        model.zero_grad()
+        for loss, power in losses:
+            rounding.scale(scaler.scale(_value(model, loss) * 2.0**power)).backward()
+        found, skipped = gradients_of(groups), []
+        for number, optimizer in enumerate(optimizers):
+            mine = schedule.loop != "update each" or number == k % len(groups)
+            if not mine or found.finite[number] is None:
+                continue
+            scaler.unscale_(optimizer)
+            skipped.append(any(bool(flag) for flag in scaler._found_inf_per_device(optimizer).values()))
+            scaler.step(optimizer)
+        if skipped:
+            scaler.update()
+        rounding.set_exponents({})
+        if schedule.loop == "update each":
+            mine = k % len(groups)
+            found = Gradients([x if n == mine else {} for n, x in enumerate(found.nonzero)], found.finite)
+        count.add(k, found, skipped)
+    return count.outcome()
+
+
 def constant(schedule: Schedule, one: OneScale, budget: float) -> Outcome:
     """The best constant scale's: the largest that skips at most such a share of the steps."""
     rooms = sorted(one.room(losses) for losses in schedule.steps)
@@ -360,5 +401,5 @@ def tried(seed: int, **options) -> Finding:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         one = OneScale(schedule)
-        ours = adaptive(schedule, one, **options)
-        return Finding(schedule, ours, falling(schedule, one), constant(schedule, one, ours.skipped))
+        ours, theirs = adaptive(schedule, one, **options), falling(schedule, one)
+        return Finding(schedule, ours, theirs, constant(schedule, one, theirs.skipped + MORE_SKIPS))

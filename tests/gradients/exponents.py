@@ -28,6 +28,15 @@ def mlp(layers=3, width=WIDTH):
     return nn.Sequential(*pairs[:-1])
 
 
+class Spiked(nn.Module):
+    """Passes its input on, and ``spike`` times the gradient back."""
+
+    spike = 1.0
+
+    def forward(self, x):
+        return x.detach() + (x - x.detach()) * self.spike
+
+
 def batch(rows=4, width=WIDTH):
     return torch.randn(rows, width)
 
@@ -37,7 +46,8 @@ def mean_square(y):
 
 
 def scramble(scaler, low=-12, high=24):
-    """A random exponent for every site, no two alike as long as there are enough."""
+    """A random exponent for every site, no two alike as long as there are enough, and a random size to follow."""
+    scaler._controller.sites.refer(random.randint(-12, 12))
     every, numbers = list(scaler._controller.sites), []
     while len(numbers) < len(every):
         numbers += random.sample(range(low, high + 1), high + 1 - low)

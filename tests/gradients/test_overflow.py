@@ -11,7 +11,7 @@ import halfulp as hu
 from halfulp.gradients import Constant, Dynamic
 from halfulp.gradients._parallel import Processes
 
-from .exponents import batch, clear, mean_square, mlp, own, sites
+from .exponents import Spiked, batch, clear, mean_square, mlp, own, sites
 
 
 class Boosted(nn.Linear):
@@ -22,15 +22,6 @@ class Boosted(nn.Linear):
     def forward(self, x):
         out = F.linear(x.detach() * self.boost + (x - x.detach()), self.weight)
         return out.detach() / self.boost + (out - out.detach()) + self.bias
-
-
-class Spiked(nn.Module):
-    """Passes its input on, and ``spike`` times the gradient back."""
-
-    spike = 1.0
-
-    def forward(self, x):
-        return x.detach() + (x - x.detach()) * self.spike
 
 
 class Runner:
@@ -154,18 +145,33 @@ def test_a_spike_beside_a_wide_stream_lowers_the_branch_alone(measured, seed):
 
 
 @pytest.mark.parametrize("measured", [True, False], ids=["measured", "unmeasured"])
-def test_a_spike_of_the_loss_is_over_in_two_steps(measured, seed):
+def test_a_spike_of_the_loss_skips_nothing(measured, seed):
     run = Runner(mlp(4), interval=8)
     run.settle(16, measured)
     before = own(run.scaler)
     run.factor = 2.0**10
+    assert all(run.step() for _ in range(3))
+    run.settle(16)
+    # The gradients are 2^10 times the old ones, so that every exponent is 10 less in the end.
+    assert own(run.scaler) == {key: exponent - 10 for key, exponent in before.items()}
+    run.factor = 1.0
+    run.settle(48)
+    assert own(run.scaler) == before
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["measured", "unmeasured"])
+def test_a_spike_of_all_gradients_in_the_model_is_over_in_two_steps(measured, seed):
+    run = Runner(nn.Sequential(*mlp(4), Spiked()), interval=8)
+    run.settle(16, measured)
+    before = own(run.scaler)
+    run.model[-1].spike = 2.0**10
     applied = [run.step() for _ in range(3)]
     assert applied[0] is False
     assert applied[2] is True
     run.settle(8)
     # The gradients are 2^10 times the old ones, so that every exponent is 10 less in the end.
     assert own(run.scaler) == {key: exponent - 10 for key, exponent in before.items()}
-    run.factor = 1.0
+    run.model[-1].spike = 1.0
     run.settle(48)
     assert own(run.scaler) == before
 
@@ -176,9 +182,9 @@ def test_a_spike_under_autocast(seed):
             with torch.autocast("cpu", torch.float16):
                 return super().step()
 
-    run = Cast(mlp(4), format=None, interval=8)
+    run = Cast(nn.Sequential(*mlp(4), Spiked()), format=None, interval=8)
     run.settle(16)
-    run.factor = 2.0**12
+    run.model[-1].spike = 2.0**12
     applied = [run.step() for _ in range(3)]
     assert applied[0] is False
     assert applied[2] is True
@@ -354,15 +360,15 @@ def test_what_nothing_measures_ends(clipped, parallel, seed, monkeypatch):
 @pytest.mark.parametrize("policy", ["amax", "underflow-bound"])
 def test_overflows_that_no_measurement_sees_leave_more_room_everywhere(policy, seed):
     """One batch in five is far larger, never in a measured iteration, and clipping hides whose gradient overflowed."""
-    model, x = mlp(), batch(32)
+    model, x = nn.Sequential(*mlp(), Spiked()), batch(32)
     scaler = hu.AdaptiveGradScaler(model, format="e5m2", policy=policy, interval=5)
     opt = torch.optim.SGD(model.parameters(), lr=0.0)
     applied = []
     for step in range(160):
         opt.zero_grad()
         # What follows a skipped step is measured, and is none of these.
-        factor = 2.0**12 if step > 20 and step % 5 == 3 else 1.0
-        scaler.scale(mean_square(model(x)) * factor).backward()
+        model[-1].spike = 2.0**12 if step > 20 and step % 5 == 3 else 1.0
+        scaler.scale(mean_square(model(x))).backward()
         scaler.unscale_(opt)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(opt)

@@ -10,7 +10,7 @@ import halfulp as hu
 from halfulp.gradients import Dynamic, Measured
 from halfulp.kernels import same_bits
 
-from .exponents import batch, clear, mean_square, mlp, scramble, sites
+from .exponents import Spiked, batch, clear, mean_square, mlp, scramble, sites
 
 
 def state(model):
@@ -294,18 +294,20 @@ def test_a_resumed_scaler_knows_what_stores_gradients(format, seed):
         def __init__(self):
             super().__init__()
             self.first, self.wide, self.last = (nn.Linear(8, 8) for _ in range(3))
+            self.spiked = Spiked()
 
         def forward(self, x):
             x = self.first(x).tanh()
             with torch.autocast("cpu", enabled=False):
                 x = self.wide(x.float()).tanh()
-            return self.last(x)
+            return self.spiked(self.last(x))
 
     def step(model, scaler, factor):
         clear(model)
+        model.spiked.spike = factor
         with torch.autocast("cpu", torch.float16, enabled=format is None):
             out = model(torch.ones(4, 8))
-        scaler.scale(mean_square(out.float()) * factor).backward()
+        scaler.scale(mean_square(out.float())).backward()
         scaler.step(torch.optim.SGD(model.parameters(), lr=0.0))
         scaler.update()
 

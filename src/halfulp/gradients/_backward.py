@@ -16,12 +16,12 @@ from ..formats import Format
 from ..kernels import untraced
 from ..rounding import Nearest, Rounding, quantize
 from ._borders import Unmarked, check_exits
+from ._following import Following
 from ._measure import Measurements, narrow
 from ._operands import Factor
 from ._parallel import Processes
 from ._policy import Policy
 from ._site import Site, Sites
-from ._strides import shifted
 
 Hook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
@@ -88,6 +88,7 @@ class Backward:
         self.measurements = Measurements()
         self.unmarked = Unmarked()
         self._replays = True
+        self.following = Following(sites, policy.per_site and policy.measures and not policy.wants_operands)
         self.order: dict[Site, None] = {}
         # Sites that gradients left for others, in backward's order.
         self._left: dict[Site, None] = {}
@@ -116,6 +117,7 @@ class Backward:
         if self.second_order or self.active:
             return
         self.active = True
+        self.following.begin(self.measuring)
         self._task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self.end)
 
@@ -174,6 +176,7 @@ class Backward:
         self.passes = self.forwards = 0
         self.second_order = self.replayed = False
         self.measurements.clear()
+        self.following.borders.clear()
         self.order.clear()
         for key in self._unlisted:
             self._readers.pop(key, None)
@@ -204,7 +207,7 @@ class Backward:
             if target is self.sites.anchor and self.measuring and self.policy.wants_operands:
                 self.propose_at_loss(source, gradient, source.stored)
             changed = self._passed(gradient, target)
-            changed = shifted(changed, source.exponent - target.exponent)
+            changed = self.following.moved(changed, source, target)
             changed = self._received(changed, source)
             return None if changed is gradient else (changed,)
 
@@ -317,7 +320,7 @@ class Backward:
                 self.measurements.add(site, "weight", changed, stored)
             # A float16 parameter sums its gradients in float32 (`check_leaf`), where leaving is exact.
             changed = changed.float() if changed.dtype == torch.float16 else changed
-            changed = shifted(changed, self.sites.anchor.exponent - site.exponent)
+            changed = self.following.moved(changed, self.sites.anchor, site)
             return None if changed is gradient else (changed,)
 
         return arrive

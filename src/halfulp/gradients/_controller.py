@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,9 +60,13 @@ class Controller:
         # The iteration from which `is_measured` counts, and how many steps in a row were skipped before it.
         self._restarted = 0
         self._row = 0
+        # The iteration from which exponents follow what losses send into the model.
+        self._follows_from = 0
         self.since = 0
         self.losses: list[Tensor] = []
         self._measured: list[Measured] = []
+        # The binades of what this iteration's losses sent into the model, as far as they were measured.
+        self._borders: list[int] = []
         self._culprits: list[Culprit] = []
         self._skipped = False
         backward.processes.after_join(self.catch_up)
@@ -71,9 +76,11 @@ class Controller:
 
     def read(self, flags: list[Tensor]) -> bool:
         """Whether any flag is set; measurements of the iteration come along in the same copy."""
-        values, measured = self.backward.measurements.read(flags)
+        borders = self.backward.following.taken(flags[0].device) if self.backward.measuring else []
+        values, measured = self.backward.measurements.read([*flags, *borders])
         self._measured += measured
-        found = any(value != 0 for value in values)
+        self._borders += [int(border) for border in values[len(flags) :] if math.isfinite(border)]
+        found = any(value != 0 for value in values[: len(flags)])
         # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
         return not self._agreed("step", int(not found))[0]
 
@@ -167,6 +174,7 @@ class Controller:
             raise ValueError(
                 f"no sites {', '.join(unknown)}; the sites are {', '.join(site.key for site in self.sites)}"
             )
+        self.sites.refer(None)
         for site in self.sites:
             self._set(site, exponents.get(site.key, 0))
             site.forget_overflow()
@@ -177,7 +185,8 @@ class Controller:
         """What `resume` takes beside the sites.
 
         The iteration, steps since the global scale last changed, whether this one is measured, roundings, the iteration
-        from which measured ones are counted, and how many steps in a row were skipped.
+        from which measured ones are counted, how many steps in a row were skipped, the binade of losses' gradients that
+        exponents are meant for, and the iteration from which they follow these.
         """
         return [
             self.iteration,
@@ -186,10 +195,13 @@ class Controller:
             self.backward.roundings,
             self._restarted,
             self._row,
+            self.sites.anchor.border,
+            self._follows_from,
         ]
 
     def adopt(self, exponent: int, since: int) -> None:
         """Start from another scaler's scale, and its count of steps without an overflow."""
+        self.sites.refer(None)
         for site in self.sites:
             self._set(site, exponent)
         self.sites.start = self.start = exponent
@@ -201,8 +213,15 @@ class Controller:
         for key, values in given.items():
             self._set(self.sites[key], values["exponent"])
         self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress[:4]
-        self._restarted, self._row = progress[4:]
+        self._restarted, self._row = progress[4:6]
+        # States of before exponents followed losses hold them as they are.
+        self.sites.anchor.border, self._follows_from = progress[6:] or (None, 0)
+        self._follow_losses()
         self._note_lowest()
+
+    def _follow_losses(self) -> None:
+        following = self.backward.following
+        following.on = following.wanted and self.iteration >= self._follows_from
 
     # sites with exponents of their own ------------------------------------------------------------------------
 
@@ -213,11 +232,13 @@ class Controller:
         self._row = self._row + 1 if self._skipped else 0
         if not (self._skipped or self.backward.measuring):
             return
+        if self.sites.anchor.border is None:
+            self._refer()
         readings = by_site(self._measured)
         fallen = self._fall(readings)
         if self.backward.measuring and not self._skipped:
             self._settle_doubts(readings)
-        lost = recovered(self.backward.edges(), readings)
+        lost = recovered(self.backward.edges(), readings, self._lift)
         for site, kinds in readings.items():
             if site not in fallen and all(reading.finite for reading in kinds.values()):
                 self._follow(site, kinds, site in lost)
@@ -226,7 +247,28 @@ class Controller:
         if not self._culprits and self.backward.measuring and not anchor.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
             self._set(anchor, self._allowed(anchor, min(self.start, anchor.exponent + 1)))
+        self._refer()
         self._note_lowest()
+
+    def _refer(self) -> None:
+        """Let exponents be meant for losses as large as this iteration's largest, as far as they stay within bounds."""
+        following, known = self.backward.following, self.sites.anchor.border
+        narrow = known is not None or any(one.reading.format for one in self._measured)
+        if not (self._borders and following.wanted and narrow):
+            return
+        largest = max(self._borders)
+        if known is None:
+            self.sites.refer(largest)
+        elif following.on or largest > known:
+            own = [site.exponent for site in self.sites if not site.follows_anchor]
+            most, least = max(0, min(own) - self.floor), min(0, max(own) - self.ceiling)
+            self.sites.refer(known + max(least, min(most, largest - known)))
+
+    @property
+    def _lift(self) -> int:
+        """How far sites were above their exponents in this iteration."""
+        border = self.sites.anchor.border
+        return border - max(self._borders) if self._borders and border is not None and self.backward.following.on else 0
 
     def _note_lowest(self) -> None:
         known = [site.exponent for site in self.sites if site.measured and site.format is not None]
@@ -271,7 +313,11 @@ class Controller:
         return fallen
 
     def _fall_together(self) -> dict[Site, None]:
-        """One falling scale for all, sites that are seldom used too: blaming single ones led nowhere."""
+        """One falling scale for all, sites that are seldom used too: blaming single ones led nowhere.
+
+        It does not follow losses: where one pass reaches several outputs, the first one may mislead.
+        """
+        self._follows_from = self.iteration + _MEMORY * self.interval
         reached = dict.fromkeys([*self.backward.reached(), self.sites.anchor])
         highest = max(site.exponent for site in reached)
         for site in self.sites:
@@ -397,9 +443,11 @@ class Controller:
             # An overflow left sites without a measurement, and what comes may overflow, too.
             self._restarted = self.iteration
         self.backward.measuring = self._again or is_measured(self.iteration, self._restarted, self.interval)
+        self._follow_losses()
         for site in self.sites:
             site.proposals.clear()
         self._measured.clear()
+        self._borders.clear()
         self._culprits.clear()
         self.losses.clear()
         self._skipped = self._overflowed = self._again = False

@@ -70,14 +70,18 @@ def by_site(measured: list[Measured]) -> dict[Site, dict[str, Reading]]:
     return found
 
 
-def recovered(edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, Reading]]) -> set[Site]:
-    """The sites where all that arrives is stored as zero, though it was larger; how large is filled in."""
+def recovered(edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, Reading]], lift: int = 0) -> set[Site]:
+    """The sites where all that arrives is stored as zero, though it was larger; how large is filled in.
+
+    ``lift``: how far sites were above their exponents, from the global one.
+    """
     found = set()
     for source, target in edges:
         arrived = readings.get(source, {}).get("received")
         passed = readings.get(target, {}).get("passed")
         if arrived is not None and arrived.amax == 0 and passed is not None and passed.finite and passed.amax:
-            readings[source]["received"] = dataclasses.replace(arrived, amax=passed.amax)
+            lifted = lift * (target.follows_anchor - source.follows_anchor)
+            readings[source]["received"] = dataclasses.replace(arrived, amax=math.ldexp(passed.amax, lifted))
             found.add(source)
     return found
 
@@ -85,7 +89,7 @@ def recovered(edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str,
 @torch.no_grad()
 def _statistics(gradient: Tensor, stored: Format | None) -> Tensor:
     """[amax, zeros, subnormals] in float32, on the gradient's device; of a wide gradient amax alone."""
-    gradient = _plain(gradient)
+    gradient = plain(gradient)
     if stored is None:
         low, high = torch.aminmax(gradient)
         amax = torch.maximum(-low, high).float()
@@ -96,7 +100,7 @@ def _statistics(gradient: Tensor, stored: Format | None) -> Tensor:
     return torch.stack([size.amax().float(), zero.float(), (below - zero).float()])
 
 
-def _plain(gradient: Tensor) -> Tensor:
+def plain(gradient: Tensor) -> Tensor:
     """The elements that this process holds, dense."""
     gradient = gradient.detach()
     if gradient.layout is not torch.strided:

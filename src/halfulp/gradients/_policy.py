@@ -139,7 +139,7 @@ def _sizes(site: Site, measurements: int) -> dict[str, list[float]]:
     for entry in recent:
         for kind, size in entry.items():
             if size > 0:
-                found.setdefault(kind, []).append(size)
+                found.setdefault(kind, []).append(math.ldexp(size, site.reference))
     return found
 
 
@@ -147,7 +147,7 @@ def peaks(site: Site, measurements: int) -> dict[str, float]:
     """The largest true gradient of each kind that a narrow format stored, over the last measurements; none where 0."""
     recent = list(site.history)[-measurements:]
     kinds = {kind for entry in recent for kind in entry}
-    found = {kind: max(entry.get(kind, 0.0) for entry in recent) for kind in kinds}
+    found = {kind: math.ldexp(max(entry.get(kind, 0.0) for entry in recent), site.reference) for kind in kinds}
     return {kind: peak for kind, peak in found.items() if peak > 0}
 
 

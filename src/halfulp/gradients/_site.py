@@ -66,7 +66,7 @@ class Site:
             passes on), "weight" (of its parameters).
         proposals: The least and the most exponent that a policy made of each product's operands, in this iteration.
         stored: The narrow format that its product computes in, whatever its operands were cast from; None if wide.
-        history: Largest magnitudes by kind, of the latest measurements.
+        history: Largest magnitudes by kind, of the latest measurements, in units of 2^reference.
         format: The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
         measured: Whether they ever were.
         overflows: How often it was the one that overflowed.
@@ -76,6 +76,8 @@ class Site:
         strikes: How many overflows in a row of its own are remembered.
         patience: How many times as long as usual overflows and measurements count: twice as long with every overflow
             that came once the last one was forgotten.
+        border: Of the global site, floor(log2) of the largest gradient that losses send into the model for which sites'
+            exponents are meant, which move with it from pass to pass (`Following`); None where that is not known.
         anchor: The global site of the scaler; None where it is that.
     """
 
@@ -94,6 +96,7 @@ class Site:
         self.strikes = 0
         self.patience = 1
         self.stored: Format | None = None
+        self.border: int | None = None
         self.anchor = anchor
         self._exponent = exponent
 
@@ -102,12 +105,23 @@ class Site:
         """The gradient here is stored as 2^exponent times the true one."""
         return self.anchor._exponent if self.merged else self._exponent
 
+    @property
+    def follows_anchor(self) -> bool:
+        """Whether its exponent is the global one."""
+        return self.anchor is None or self.merged is not None
+
+    @property
+    def reference(self) -> int:
+        """The power of two in whose units gradients are remembered; 0 where losses are not followed."""
+        return 0 if self.follows_anchor else self.anchor.border or 0
+
     def remember(self, readings: dict[str, Reading]) -> None:
         """Take over a measurement; what no narrow format stores limits nothing and is not kept in the history."""
         self.readings = readings
         self.measured = True
         self.format = next((reading.format for reading in readings.values() if reading.format), None)
-        entry = {kind: reading.amax for kind, reading in readings.items() if reading.format and reading.finite}
+        narrow = {kind: reading.amax for kind, reading in readings.items() if reading.format and reading.finite}
+        entry = {kind: math.ldexp(amax, -self.reference) for kind, amax in narrow.items()}
         if entry:
             self.history.append(entry)
 
@@ -129,6 +143,19 @@ class Site:
     def forget_overflow(self) -> None:
         """Let the exponent rise again to where it overflowed."""
         self.overflowed, self.doubted, self.strikes = None, False, 0
+
+    def refer(self, before: int | None, border: int | None) -> None:
+        """Put what is known of a site in other units (`Sites.refer`)."""
+        if before is None or border is None:
+            factor = (before or 0) - (border or 0)
+            for entry in self.history:
+                entry.update((kind, math.ldexp(amax, factor)) for kind, amax in entry.items())
+            return
+        self.exponent = self._exponent + before - border
+        if self.overflowed is not None:
+            self.overflowed = max(LOWEST, min(HIGHEST, self.overflowed + before - border))
+        for reading in self.readings.values():
+            reading.amax = math.ldexp(reading.amax, border - before)
 
     @exponent.setter
     def exponent(self, value: int) -> None:
@@ -169,6 +196,18 @@ class Sites:
             if before is not None:
                 return before._exponent
         return self.start if self.lowest is None else self.lowest
+
+    def refer(self, border: int | None) -> None:
+        """Let exponents be meant for losses that send gradients of binade ``border`` into the model.
+
+        What is known of sites is put in these units; None leaves exponents as they are, whatever losses send.
+        """
+        before, self.anchor.border = self.anchor.border, border
+        if before == border:
+            return
+        for site in self:
+            if not site.follows_anchor:
+                site.refer(before, border)
 
     def merge(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass, any that will be met."""

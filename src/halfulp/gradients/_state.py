@@ -14,6 +14,8 @@ from ._site import GLOBAL, HIGHEST, LOWEST, MOST_PATIENCE, UNIFORM, Site, Sites,
 
 # By the name of an entry: what it is, in words and as a question.
 _AN_EXPONENT = f"an integer from {LOWEST} to {HIGHEST}"
+# No gradient of float64 has a binade beyond.
+_FARTHEST = 1200
 _Wanted = dict[str, tuple[str, Callable[[Any], bool]]]
 
 
@@ -91,10 +93,17 @@ def _is_size(given: object) -> bool:
 
 
 def _is_progress(given: object) -> bool:
-    if not isinstance(given, (list, tuple)) or len(given) != 6:
+    # Six, without a reference, is what scalers saved before their exponents followed losses.
+    if not isinstance(given, (list, tuple)) or len(given) not in (6, 8):
         return False
-    iteration, since, measuring, *counts = given
+    if len(given) == 8 and not (_is_reference(given[6]) and _is_whole(given[7])):
+        return False
+    iteration, since, measuring, *counts = given[:6]
     return all(map(_is_whole, (iteration, since, *counts))) and isinstance(measuring, bool) and counts[1] <= iteration
+
+
+def _is_reference(given: object) -> bool:
+    return given is None or _is_whole(given, -_FARTHEST, _FARTHEST)
 
 
 def _is_memory(given: object) -> bool:
@@ -125,7 +134,8 @@ _OURS: _Wanted = {
     "sites": (f"a dict of sites by name, or pairs of name and site, {GLOBAL!r} among them", _are_sites),
     "progress": (
         "[iteration, steps at this scale, whether it is measured, roundings, where measured ones are counted from, "
-        "skipped steps in a row]",
+        "skipped steps in a row, the binade of losses' gradients that exponents are meant for or None, the iteration "
+        "from which they follow these]",
         _is_progress,
     ),
 }

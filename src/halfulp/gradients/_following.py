@@ -1,0 +1,117 @@
+"""Following: within one backward pass, all sites' exponents move with what the loss sends into the model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ._measure import plain
+from ._site import Site, Sites
+from ._strides import restored, shifted
+
+# 2^127 and 2^-126 are float32's last normal powers of two.
+_BIAS, _MOST = 127, 126
+
+
+class Following:
+    """How far sites are above their exponents in this backward pass, the same power of two for all: the lift.
+
+    A model's gradients are linear in the one that enters it. Exponents are right for a loss that sends gradients of a
+    certain size into the model, the reference. Where a loss sends smaller ones, all sites are lifted by as many powers
+    of two as these are smaller, and lowered where they are larger:
+
+        stored gradient = 2^(exponent + lift) g,   lift = reference - floor(log2 max |g(output)|)
+
+    with the first output that the pass reaches; in place of the exponent the sum then is the potential, so that joins
+    agree as before. The global exponent, and sites that follow it, are not lifted. The lift is as large as float32 has
+    powers of two for. Nothing is copied to the host from an accelerator: there the lift is a tensor.
+
+    Args:
+        sites: whose exponents follow.
+        wanted: whether they do.
+
+    Attributes:
+        wanted: Whether exponents follow losses at all; else the lift is 0.
+        on: Whether they do so now.
+        borders: floor(log2 max |g(output)|) of this iteration's passes, as numbers or tensors; NaN where that is 0 or
+            not finite.
+    """
+
+    def __init__(self, sites: Sites, wanted: bool) -> None:
+        self._sites = sites
+        self._anchor = sites.anchor
+        self.wanted = self.on = wanted
+        self.borders: list[float | Tensor] = []
+        self._lift: int | Tensor | None = None
+        self._factors: dict[tuple, Tensor] = {}
+
+    def begin(self, measuring: bool) -> None:
+        """A backward pass begins, whose lift is not known yet; ``measuring``: borders are read at its end."""
+        self._lift = None if measuring or self._anchor.border is not None else 0
+        if self._lift is None:
+            below = (site.exponent - self._anchor.exponent for site in self._sites)
+            self._room = _MOST - max(map(abs, below))
+        self._factors.clear()
+
+    def stop(self) -> None:
+        """Let exponents be what they are from now on, as where graphs are compiled, which know of no lift."""
+        self.wanted = self.on = False
+
+    def taken(self, device: torch.device) -> list[Tensor]:
+        """This iteration's borders, as numbers on a device."""
+        borders, self.borders = self.borders, []
+        return [torch.as_tensor(border, dtype=torch.float32, device=device) for border in borders]
+
+    def moved(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
+        """A gradient at ``target``'s exponent at ``source``'s, in memory as it was."""
+        exponent = source.exponent - target.exponent
+        sign = target.follows_anchor - source.follows_anchor
+        if not sign or not self.on:
+            return shifted(gradient, exponent)
+        if self._lift is None:
+            # Before an output was reached there is nothing to follow: what is a parameter's alone, say.
+            self._lift = self._found(gradient) if sign > 0 else 0
+        if isinstance(self._lift, int):
+            return shifted(gradient, exponent + sign * self._lift)
+        factor = self._factor(exponent, sign, gradient.device)
+        # A number in memory takes the gradient's dtype first, which float16 may not hold.
+        wide = gradient.float() if gradient.dtype == torch.float16 else gradient
+        return restored((wide * factor).to(gradient.dtype), gradient)
+
+    def _found(self, gradient: Tensor) -> int | Tensor:
+        """The lift for what enters the model at the global exponent."""
+        values = plain(gradient)
+        if not values.numel():
+            return 0
+        low, high = torch.aminmax(values)
+        largest = torch.maximum(-low, high).float()
+        reference = self._anchor.border
+        if on_host(largest):
+            size = float(largest)
+            known = 0 < size < math.inf
+            border = math.frexp(size)[1] - 1 - self._anchor.exponent if known else math.nan
+            self.borders.append(border)
+            follows = known and reference is not None
+            return max(-self._room, min(self._room, reference - border)) if follows else 0
+        known = torch.isfinite(largest) & (largest > 0)
+        border = torch.frexp(largest).exponent - 1 - self._anchor.exponent
+        self.borders.append(torch.where(known, border.float(), math.nan))
+        if reference is None:
+            return 0
+        return torch.where(known, reference - border, 0).clamp(-self._room, self._room).int()
+
+    def _factor(self, exponent: int, sign: int, device: torch.device) -> Tensor:
+        """2^(exponent + sign lift), exactly: by its bits."""
+        key = exponent, sign, device
+        if key not in self._factors:
+            self._factors[key] = (
+                ((exponent + sign * self._lift + _BIAS) << 23).view(torch.float32).to(device, non_blocking=True)
+            )
+        return self._factors[key]
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether a number can be read without waiting for a device."""
+    return tensor.device.type == "cpu"

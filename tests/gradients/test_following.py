@@ -1,0 +1,161 @@
+"""Exponents follow what losses send into the model, within the backward pass that brings it, and change no gradient."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import halfulp as hu
+from halfulp.gradients import _following
+from halfulp.kernels import same_bits
+
+from .exponents import assert_same, batch, case_of, clear, gradients, mean_square, mlp, plainly, scrambled, sites
+
+PLACES = ["host", "device"]
+ROW = 32
+
+
+@pytest.fixture(params=PLACES)
+def place(request, monkeypatch):
+    """Where the lift is: numbers of an accelerator stay tensors."""
+    if request.param == "device":
+        monkeypatch.setattr(_following, "on_host", lambda tensor: False)
+    return request.param
+
+
+class Loop:
+    """A training whose weights stand still; ``step`` takes the losses of an iteration."""
+
+    def __init__(self, model, **options):
+        self.model = model
+        self.scaler = hu.AdaptiveGradScaler(model, **{"format": "fp16", **options})
+        self.opt = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step(self, *losses):
+        clear(self.model)
+        for loss in losses:
+            self.scaler.scale(loss()).backward()
+        found = gradients(self.model)
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.opt)
+        self.scaler.update()
+        return {key: value / scale for key, value in found.items()} if self.scaler.last_step.applied else None
+
+
+@pytest.mark.parametrize("name", ["multilayer-perceptron", "tied-autoencoder", "lstm", "hf-gpt2", "hf-t5"])
+def test_a_lift_changes_no_bit(name, place, seed):
+    case = case_of(name, seed)
+    wanted = plainly(seed, case.run, case.model)
+    scaler = hu.AdaptiveGradScaler(case.model)
+    found = scrambled(seed, scaler, lambda: scaler.scale(case.run()).backward(), case.model)
+    assert scaler._controller.backward.following._lift is not None
+    assert_same(found, wanted)
+
+
+def test_a_loss_times_a_power_of_two_has_the_same_digits(place, seed):
+    """Measured or not: every rounding is the one of the loss as it was."""
+    x = batch()
+    loop = Loop(mlp())
+    for _ in range(6):
+        base = loop.step(lambda: mean_square(loop.model(x)))
+    for k in range(40):
+        power = random.randint(-40, 40)
+        found = loop.step(lambda power=power: mean_square(loop.model(x)) * 2.0**power)
+        assert found is not None, k
+        for key, gradient in found.items():
+            assert same_bits(gradient, base[key] * 2.0**power), (k, power, key)
+
+
+def test_losses_of_one_iteration_have_lifts_of_their_own(place, seed):
+    x = batch()
+    loop = Loop(mlp())
+    alone = loop.step(lambda: mean_square(loop.model(x)))
+    alone = [loop.step(lambda: mean_square(loop.model(x))) for _ in range(6)][-1]
+    for _ in range(20):
+        powers = [random.randint(-20, 20) for _ in range(3)]
+        found = loop.step(*(lambda power=power: mean_square(loop.model(x)) * 2.0**power for power in powers))
+        for key, gradient in found.items():
+            total = sum(2.0**power for power in powers)
+            assert torch.allclose(gradient, alone[key] * total, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
+def test_what_has_no_size_is_not_followed(value, place, seed):
+    x = batch()
+    loop = Loop(mlp())
+    for _ in range(6):
+        loop.step(lambda: mean_square(loop.model(x)))
+    before = sites(loop.scaler)
+    for k in range(20):
+        factor = value if k % 2 else 1.0
+        found = loop.step(lambda factor=factor: mean_square(loop.model(x)) * factor)
+        assert (found is not None) == (k % 2 == 0 or value == 0)
+    assert sites(loop.scaler) == before
+
+
+def test_a_lift_stays_within_float32(place, seed):
+    x = batch()
+    loop = Loop(mlp(), init_scale=1.0)
+    for power in (0, 0, 0, 0, -60, 0, 60, 0, -60, 60):
+        found = loop.step(lambda power=power: mean_square(loop.model(x)) * 2.0**power)
+        assert found is not None
+        assert all(bool(gradient.any()) for gradient in found.values())
+
+
+def test_a_resumed_scaler_follows_the_same_losses(place, seed):
+    x = batch()
+    loop = Loop(mlp())
+
+    def steps(loop, powers):
+        return [loop.step(lambda power=power: mean_square(loop.model(x)) * 2.0**power) for power in powers]
+
+    steps(loop, (0, 3, -5, 8, 0, -11, 4))
+    copy = mlp()
+    copy.load_state_dict(loop.model.state_dict())
+    resumed = Loop(copy)
+    resumed.scaler.load_state_dict(loop.scaler.state_dict())
+    for one, other in zip(steps(loop, range(-20, 20)), steps(resumed, range(-20, 20)), strict=True):
+        assert_same(other, one)
+    assert sites(resumed.scaler) == sites(loop.scaler)
+
+
+def test_a_state_without_a_reference_is_taken_over(seed):
+    x = batch()
+    loop = Loop(mlp())
+    loop.scaler.set_exponents({})
+    state = loop.scaler.state_dict()
+    assert state["progress"][6:] == [None, 0]
+    state["progress"] = state["progress"][:6]
+    loop.scaler.load_state_dict(state)
+    for power in (0, 5, -9, 30):
+        assert loop.step(lambda power=power: mean_square(loop.model(x)) * 2.0**power) is not None
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        h = self.trunk(x).tanh()
+        return self.left(h), self.right(h)
+
+
+@pytest.mark.parametrize("format", ["fp16", "e5m2"])
+def test_where_the_first_output_misleads_it_comes_back(format, seed):
+    """Both outputs' losses vary by themselves, and the size of one says nothing of the other's."""
+    x = batch()
+    loop = Loop(TwoOutputs(), format=format)
+
+    def loss(powers):
+        return sum(mean_square(y) * 2.0**power for y, power in zip(loop.model(x), powers))
+
+    row = longest = skipped = 0
+    for _ in range(200):
+        powers = [random.choice((-12, -6, 0)) for _ in range(2)]
+        row = 0 if loop.step(lambda powers=powers: loss(powers)) is not None else row + 1
+        longest, skipped = max(longest, row), skipped + (row > 0)
+    assert longest <= ROW
+    assert skipped <= 40, skipped
