@@ -66,8 +66,14 @@ class Following:
 
     def moved(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
         """A gradient at ``target``'s exponent at ``source``'s, in memory as it was."""
-        exponent = source.exponent - target.exponent
-        sign = target.follows_anchor - source.follows_anchor
+        return self.moved_by(gradient, source.exponent - target.exponent, self.sign(source, target))
+
+    def sign(self, source: Site, target: Site) -> int:
+        """How often the lift counts from ``target`` to ``source``: 1 into the sites that follow, -1 out of them."""
+        return target.follows_anchor - source.follows_anchor if self.wanted else 0
+
+    def moved_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
+        """A gradient times 2^(exponent + sign lift), in memory as it was."""
         if not sign or not self.on:
             return shifted(gradient, exponent)
         if self._lift is None:
@@ -79,6 +85,12 @@ class Following:
         # A number in memory takes the gradient's dtype first, which float16 may not hold.
         wide = gradient.float() if gradient.dtype == torch.float16 else gradient
         return restored((wide * factor).to(gradient.dtype), gradient)
+
+    def raised(self, exponent: int, sign: int) -> int | None:
+        """exponent + sign lift, where the host knows it."""
+        if not sign or not self.on or self._lift is None:
+            return exponent
+        return exponent + sign * self._lift if isinstance(self._lift, int) else None
 
     def _found(self, gradient: Tensor) -> int | Tensor:
         """The lift for what enters the model at the global exponent."""

@@ -104,7 +104,7 @@ class Learned:
         self._leaves = [i for i, kind in enumerate(shape.kinds) if is_leaf(kind)]
         self._readers = _readers(shape, sites)
         self._ids: list[int] = []
-        self._exponents: list[int] = []
+        self._exponents: list[tuple[int, bool]] = []
         self._hooks: list[tuple[int, Callable]] = []
 
     def match(self, roots: list[tuple[Any, int]], around: Surroundings) -> list[Any] | None:
@@ -130,28 +130,31 @@ class Learned:
 
     def attach(self, nodes: list[Any]) -> list[Site]:
         """Let the nodes' gradients have the exponents of now; returns the sites at which the outputs' are wanted."""
-        exponents = [site.exponent for site in self._every]
+        exponents = [(site.exponent, site.follows_anchor) for site in self._every]
         if exponents != self._exponents:
             self._exponents = exponents
-            self._hooks = list(self._made(dict(zip(self._every, exponents))))
+            self._hooks = list(self._made())
         for place, hook in self._hooks:
             nodes[place].register_hook(hook)
         return [self._sites[place] for place, _ in self.shape.roots]
 
-    def _made(self, exponents: dict[Site, int]) -> Iterable[tuple[int, Callable]]:
+    def _made(self) -> Iterable[tuple[int, Callable]]:
         made: dict[tuple, Callable] = {}
         for place, (kind, links) in enumerate(zip(self.shape.kinds, self.shape.links)):
-            own = exponents[self._sites[place]]
             moves = [
-                (slot, difference)
+                (slot, *move)
                 for slot, link in enumerate(links)
-                if link is not None and (difference := exponents[self._sites[link[0]]] - own)
+                if link is not None and any(move := self._move(self._sites[link[0]], self._sites[place]))
             ]
             if moves:
                 key = kind.__name__, tuple(moves)
                 if key not in made:
                     made[key] = multiplier(self._backward, *key)
                 yield place, made[key]
+
+    def _move(self, source: Site, target: Site) -> tuple[int, int]:
+        """By which power a gradient leaves ``target`` for ``source``, and how often the lift counts."""
+        return source.exponent - target.exponent, self._backward.following.sign(source, target)
 
 
 def approximate(shape: Shape, nodes: list[Any], backward: Backward, like: Iterable[Learned]) -> Learned | None:

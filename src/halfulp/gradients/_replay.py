@@ -16,7 +16,7 @@ from ._graph_walk import Shape, Surroundings, walk
 from ._learned import Learned, Names, Recording, approximate
 from ._nesting import carriers_in, mapped, once
 from ._site import Site
-from ._strides import copied, shifted
+from ._strides import copied
 
 # So many shapes of graphs are kept; a model that has more of them is always watched by regions.
 _SHAPES = 16
@@ -145,18 +145,18 @@ class Replay:
             mark(node, self._anchor, self._anchor, self._anchor)
 
     def _left(self, out: Tensor, site: Site, order: dict[Site, None], wide: bool) -> Tensor:
-        move = site.exponent - self._anchor.exponent
+        move = site.exponent - self._anchor.exponent, self._backward.following.sign(site, self._anchor)
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
             out = out.float()
-        elif move:
+        elif any(move):
             # A reader may write into it.
             out = copied(out)
         out.grad_fn.register_prehook(self._entering(move, order))
         mark(out.grad_fn, self._anchor, self._anchor, self._anchor)
         return out
 
-    def _entering(self, move: int, order: dict[Site, None]) -> Callable:
+    def _entering(self, move: tuple[int, int], order: dict[Site, None]) -> Callable:
         backward = self._backward
 
         @untraced
@@ -165,7 +165,9 @@ class Replay:
                 return None
             backward.note_left(order)
             gradient = gradients[0]
-            return None if gradient is None or not move else (shifted(gradient, move), *gradients[1:])
+            if gradient is None or not any(move):
+                return None
+            return backward.following.moved_by(gradient, *move), *gradients[1:]
 
         return enter
 

@@ -57,7 +57,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         format: A format to which all gradients that products read or make are rounded, to train as if on hardware
             that has it: ``"e5m2"``, ``"fp16"``, any Format. None leaves gradients in their tensors' dtypes.
         rounding: How, with ``format``: ``"stochastic"`` loses nothing on average, and as little to underflow.
-        floor, ceiling: The least and the greatest exponent, from -60 to 60, of a loss as large as the last measured one.
+        floor, ceiling: The least and the greatest exponent, from -60 to 60, for a loss of the last measured size.
         float32_outputs: Whether float16 outputs of the model become float32, so that the gradient of a loss computed
             outside is not rounded before it is scaled; None does so under autocast to float16, where sites have
             exponents of their own.
