@@ -238,7 +238,7 @@ class Controller:
         fallen = self._fall(readings)
         if self.backward.measuring and not self._skipped:
             self._settle_doubts(readings)
-        lost = recovered(self.backward.edges(), readings, self._lift)
+        lost = recovered(self.backward.edges(), readings, self.backward.following.lifted(self._borders))
         for site, kinds in readings.items():
             if site not in fallen and all(reading.finite for reading in kinds.values()):
                 self._follow(site, kinds, site in lost)
@@ -263,12 +263,6 @@ class Controller:
             own = [site.exponent for site in self.sites if not site.follows_anchor]
             most, least = max(0, min(own) - self.floor), min(0, max(own) - self.ceiling)
             self.sites.refer(known + max(least, min(most, largest - known)))
-
-    @property
-    def _lift(self) -> int:
-        """How far sites were above their exponents in this iteration."""
-        border = self.sites.anchor.border
-        return border - max(self._borders) if self._borders and border is not None and self.backward.following.on else 0
 
     def _note_lowest(self) -> None:
         known = [site.exponent for site in self.sites if site.measured and site.format is not None]

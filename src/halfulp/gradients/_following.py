@@ -64,6 +64,11 @@ class Following:
         borders, self.borders = self.borders, []
         return [torch.as_tensor(border, dtype=torch.float32, device=device) for border in borders]
 
+    def lifted(self, borders: list[int]) -> int:
+        """The lift of an iteration that had these borders."""
+        border = self._anchor.border
+        return border - max(borders) if borders and border is not None and self.on else 0
+
     def moved(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
         """A gradient at ``target``'s exponent at ``source``'s, in memory as it was."""
         return self.moved_by(gradient, source.exponent - target.exponent, self.sign(source, target))
