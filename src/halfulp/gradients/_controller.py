@@ -18,9 +18,11 @@ from ._overflow import (
     all_finite,
     downstream,
     explains,
+    forget_if_old,
     is_blind,
     is_wide,
     measured_culprits,
+    short_of_overflow,
     suspects,
     unmeasured_culprits,
 )
@@ -61,12 +63,11 @@ class Controller:
         self._restarted = 0
         self._row = 0
         # The iteration from which exponents follow what losses send into the model.
-        self._follows_from = 0
+        self.following = backward.following
         self.since = 0
         self.losses: list[Tensor] = []
         self._measured: list[Measured] = []
         # The binades of what this iteration's losses sent into the model, as far as they were measured.
-        self._borders: list[int] = []
         self._culprits: list[Culprit] = []
         self._skipped = False
         backward.processes.after_join(self.catch_up)
@@ -76,10 +77,10 @@ class Controller:
 
     def read(self, flags: list[Tensor]) -> bool:
         """Whether any flag is set; measurements of the iteration come along in the same copy."""
-        borders = self.backward.following.taken(flags[0].device) if self.backward.measuring else []
+        borders = self.following.taken(flags[0].device) if self.backward.measuring else []
         values, measured = self.backward.measurements.read([*flags, *borders])
         self._measured += measured
-        self._borders += [int(border) for border in values[len(flags) :] if math.isfinite(border)]
+        self.following.read += [int(border) for border in values[len(flags) :] if math.isfinite(border)]
         found = any(value != 0 for value in values[: len(flags)])
         # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
         return not self._agreed("step", int(not found))[0]
@@ -196,7 +197,7 @@ class Controller:
             self._restarted,
             self._row,
             self.sites.anchor.border,
-            self._follows_from,
+            self.following.resumes,
         ]
 
     def adopt(self, exponent: int, since: int) -> None:
@@ -215,13 +216,9 @@ class Controller:
         self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress[:4]
         self._restarted, self._row = progress[4:6]
         # States of before exponents followed losses hold them as they are.
-        self.sites.anchor.border, self._follows_from = progress[6:] or (None, 0)
-        self._follow_losses()
+        self.sites.anchor.border, self.following.resumes = progress[6:] or (None, 0)
+        self.following.decide(self.iteration)
         self._note_lowest()
-
-    def _follow_losses(self) -> None:
-        following = self.backward.following
-        following.on = following.wanted and self.iteration >= self._follows_from
 
     # sites with exponents of their own ------------------------------------------------------------------------
 
@@ -232,13 +229,14 @@ class Controller:
         self._row = self._row + 1 if self._skipped else 0
         if not (self._skipped or self.backward.measuring):
             return
+        narrow = any(one.reading.format for one in self._measured)
         if self.sites.anchor.border is None:
-            self._refer()
+            self.following.refer(narrow, self.floor, self.ceiling)
         readings = by_site(self._measured)
         fallen = self._fall(readings)
         if self.backward.measuring and not self._skipped:
             self._settle_doubts(readings)
-        lost = recovered(self.backward.edges(), readings, self.backward.following.lifted(self._borders))
+        lost = recovered(self.backward.edges(), readings, self.following.lifted)
         for site, kinds in readings.items():
             if site not in fallen and all(reading.finite for reading in kinds.values()):
                 self._follow(site, kinds, site in lost)
@@ -247,22 +245,8 @@ class Controller:
         if not self._culprits and self.backward.measuring and not anchor.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
             self._set(anchor, self._allowed(anchor, min(self.start, anchor.exponent + 1)))
-        self._refer()
+        self.following.refer(narrow, self.floor, self.ceiling)
         self._note_lowest()
-
-    def _refer(self) -> None:
-        """Let exponents be meant for losses as large as this iteration's largest, as far as they stay within bounds."""
-        following, known = self.backward.following, self.sites.anchor.border
-        narrow = known is not None or any(one.reading.format for one in self._measured)
-        if not (self._borders and following.wanted and narrow):
-            return
-        largest = max(self._borders)
-        if known is None:
-            self.sites.refer(largest)
-        elif following.on or largest > known:
-            own = [site.exponent for site in self.sites if not site.follows_anchor]
-            most, least = max(0, min(own) - self.floor), min(0, max(own) - self.ceiling)
-            self.sites.refer(known + max(least, min(most, largest - known)))
 
     def _note_lowest(self) -> None:
         known = [site.exponent for site in self.sites if site.measured and site.format is not None]
@@ -311,7 +295,7 @@ class Controller:
 
         It does not follow losses: where one pass reaches several outputs, the first one may mislead.
         """
-        self._follows_from = self.iteration + _MEMORY * self.interval
+        self.following.resumes = self.iteration + _MEMORY * self.interval
         reached = dict.fromkeys([*self.backward.reached(), self.sites.anchor])
         highest = max(site.exponent for site in reached)
         for site in self.sites:
@@ -357,7 +341,7 @@ class Controller:
             site.forget_overflow()
         if exponent is not None:
             halves = lost or self.policy.wants_operands
-            self._set(site, self._short_of_overflow(site, exponent) if halves else self._allowed(site, exponent))
+            self._set(site, self._halved(site, exponent) if halves else self._allowed(site, exponent))
 
     def _told(self, site: Site, kinds: dict[str, Reading], lost: bool) -> bool:
         """Whether a measurement says more of how far a site may go than its overflow does."""
@@ -373,12 +357,12 @@ class Controller:
         if not narrow or self.sites.anchor in readings or any(reading.amax != 0 for reading in narrow):
             return False
         for site in readings:
-            self._set(site, self._short_of_overflow(site, 2 * site.exponent - self.policy.lowered(site)))
+            self._set(site, self._halved(site, 2 * site.exponent - self.policy.lowered(site)))
         return True
 
     def _allowed(self, site: Site, exponent: int) -> int:
         """The exponent that is wanted, or what an overflow lowered the site to, as long as that is remembered."""
-        self._forget(site)
+        forget_if_old(site, self.iteration)
         if site.overflowed is None or self._may_be_gone(site):
             return exponent
         return min(exponent, site.overflowed - self._short(site))
@@ -387,23 +371,9 @@ class Controller:
         """How far a site stays from where it overflowed: each time that it overflows again, it stays further away."""
         return min(_SHORT, site.exponent - self.policy.lowered(site))
 
-    def _short_of_overflow(self, site: Site, exponent: int) -> int:
-        """The exponent that is wanted; halfway to where the site overflowed lately, if it is not short of that.
-
-        A site that does not overflow there any more, as it is there or above, may go anywhere.
-        """
-        self._forget(site)
-        if site.overflowed is None or not site.exponent < site.overflowed <= exponent:
-            return exponent
-        half = (site.exponent + site.overflowed) // 2
-        if not self.policy.wants_operands:
-            # What is all zero where an overflow lowered it to may go that far from now on.
-            site.overflowed = max(site.overflowed, half + self._short(site))
-        return half
-
-    def _forget(self, site: Site) -> None:
-        if site.overflowed is not None and self.iteration >= site.until:
-            site.forget_overflow()
+    def _halved(self, site: Site, exponent: int) -> int:
+        short = None if self.policy.wants_operands else self._short(site)
+        return short_of_overflow(site, exponent, self.iteration, short)
 
     # one scale for all ----------------------------------------------------------------------------------------
 
@@ -437,11 +407,11 @@ class Controller:
             # An overflow left sites without a measurement, and what comes may overflow, too.
             self._restarted = self.iteration
         self.backward.measuring = self._again or is_measured(self.iteration, self._restarted, self.interval)
-        self._follow_losses()
+        self.following.decide(self.iteration)
         for site in self.sites:
             site.proposals.clear()
         self._measured.clear()
-        self._borders.clear()
+        self.following.read.clear()
         self._culprits.clear()
         self.losses.clear()
         self._skipped = self._overflowed = self._again = False

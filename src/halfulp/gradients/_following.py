@@ -37,6 +37,8 @@ class Following:
         on: Whether they do so now.
         borders: floor(log2 max |g(output)|) of this iteration's passes, as numbers or tensors; NaN where that is 0 or
             not finite.
+        read: The finite borders of this iteration, once they are on the host.
+        resumes: The iteration from which exponents follow losses.
     """
 
     def __init__(self, sites: Sites, wanted: bool) -> None:
@@ -44,6 +46,8 @@ class Following:
         self._anchor = sites.anchor
         self.wanted = self.on = wanted
         self.borders: list[float | Tensor] = []
+        self.read: list[int] = []
+        self.resumes = 0
         self._lift: int | Tensor | None = None
         self._factors: dict[tuple, Tensor] = {}
 
@@ -64,10 +68,34 @@ class Following:
         borders, self.borders = self.borders, []
         return [torch.as_tensor(border, dtype=torch.float32, device=device) for border in borders]
 
-    def lifted(self, borders: list[int]) -> int:
-        """The lift of an iteration that had these borders."""
+    def decide(self, iteration: int) -> None:
+        """Follow losses in this iteration, or let exponents be what they are."""
+        self.on = self.wanted and iteration >= self.resumes
+
+    @property
+    def lifted(self) -> int:
+        """The lift of the iteration whose borders were read."""
         border = self._anchor.border
-        return border - max(borders) if borders and border is not None and self.on else 0
+        return border - max(self.read) if self.read and border is not None and self.on else 0
+
+    def refer(self, narrow: bool, floor: int, ceiling: int) -> None:
+        """Let exponents be meant for losses as large as this iteration's largest, as far as they stay within bounds.
+
+        Args:
+            narrow: whether a narrow format was measured; without one there is nothing to follow for.
+            floor: the least exponent.
+            ceiling: the greatest one.
+        """
+        known = self._anchor.border
+        if not (self.read and self.wanted and (narrow or known is not None)):
+            return
+        largest = max(self.read)
+        if known is None:
+            self._sites.refer(largest)
+        elif self.on or largest > known:
+            own = [site.exponent for site in self._sites if not site.follows_anchor]
+            most, least = max(0, min(own) - floor), min(0, max(own) - ceiling)
+            self._sites.refer(known + max(least, min(most, largest - known)))
 
     def moved(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
         """A gradient at ``target``'s exponent at ``source``'s, in memory as it was."""

@@ -134,3 +134,30 @@ def is_blind(site: Site, readings: dict[Site, dict]) -> bool:
         return False
     kinds = readings.get(site)
     return kinds is None or not all(reading.finite for reading in kinds.values())
+
+
+def short_of_overflow(site: Site, exponent: int, iteration: int, short: int | None) -> int:
+    """The exponent that is wanted; halfway to where the site overflowed lately, if it is not short of that.
+
+    A site that does not overflow there any more, as it is there or above, may go anywhere.
+
+    Args:
+        site: whose exponent it is; where it may go by itself is set.
+        exponent: that is wanted.
+        iteration: now.
+        short: how far the site stays from where it overflowed; None of one that stays where it is known to overflow.
+    """
+    forget_if_old(site, iteration)
+    if site.overflowed is None or not site.exponent < site.overflowed <= exponent:
+        return exponent
+    half = (site.exponent + site.overflowed) // 2
+    if short is not None:
+        # What is all zero where an overflow lowered it to may go that far from now on.
+        site.overflowed = max(site.overflowed, half + short)
+    return half
+
+
+def forget_if_old(site: Site, iteration: int) -> None:
+    """Forget an overflow that has been remembered for as long as it is to be."""
+    if site.overflowed is not None and iteration >= site.until:
+        site.forget_overflow()
