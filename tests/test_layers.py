@@ -11,6 +11,7 @@ import halfulp
 
 ROOT = Path(halfulp.__file__).parent
 LAYERS = [
+    {"_words"},
     {"_torch_floor"},
     {"_needs_torch"},
     {"_torch_import"},

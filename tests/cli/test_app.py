@@ -221,7 +221,7 @@ def test_verify_names_what_a_target_raises(run, tmp_path, monkeypatch) -> None:
         ("raising_to_verify:mute", "raising_to_verify:mute raised AssertionError"),
         ("raising_to_verify:leaves", "raising_to_verify:leaves raised SystemExit: 0"),
         ("raising_to_verify:deep", "verifying raising_to_verify:deep raised KeyError: 'row'"),
-        ("raising_to_verify:number", "the model is a int: give a torch.nn.Module"),
+        ("raising_to_verify:number", "the model is an int: give a torch.nn.Module"),
         ("broken_to_verify:made", "cannot take 'made' from 'broken_to_verify': ZeroDivisionError"),
     ):
         assert_refused(run("verify", target), words)

@@ -189,7 +189,7 @@ def test_arguments_of_the_wrong_kind_are_refused(seed):
             verify(model, x, "scaled-fp16", trials=trials)
     with pytest.raises(TypeError, match=r"the model is a function: give a torch.nn.Module"):
         verify(lambda x: x, x, "scaled-fp16")
-    with pytest.raises(TypeError, match="the loss is a int: give a function"):
+    with pytest.raises(TypeError, match="the loss is an int: give a function"):
         verify(model, x, "scaled-fp16", loss=3)
     with pytest.raises(TypeError, match="the loss gave a float: give a scalar tensor"):
         verify(model, x, "scaled-fp16", loss=lambda y: y.sum().item())

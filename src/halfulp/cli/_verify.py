@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .._words import a_kind
 from ._errors import fail, or_fail, writing
 from ._names import complete, recipe_names, task_names
 from ._output import Json, console, plain_table, print_json
@@ -95,7 +96,7 @@ def _of_target(target: str) -> tuple[Any, Any, Any]:
     with or_fail(f"cannot take {function!r} from {name!r}:"):
         make = getattr(importlib.import_module(name), function)
     if not callable(make):
-        fail(f"{target} is a {type(make).__name__}: give a function that returns (model, batch) or with a loss")
+        fail(f"{target} is {a_kind(make)}: give a function that returns (model, batch) or with a loss")
     with or_fail(f"{target} raised"):
         made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from .._words import a_kind
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
 from ._backward import Backward
@@ -192,7 +193,7 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside torch's data-parallel wrappers."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is a {type(model).__name__}: give a torch.nn.Module")
+        raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel runs copies of the model in threads: use DistributedDataParallel")
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -231,6 +232,6 @@ def check(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, (ScaledTensor, MCTensor)):
             raise ValueError(
-                f"parameter {name!r} is a {type(parameter).__name__}, whose gradients have scales or components of "
+                f"parameter {name!r} is {a_kind(parameter)}, whose gradients have scales or components of "
                 "their own: AdaptiveGradScaler takes a model of plain tensors"
             )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from .._words import a_kind
 from ..formats import Format, get
 from ..rounding import Nearest, Rounding, get_rounding
 from ._backward import Backward
@@ -24,7 +25,7 @@ def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     models = list(model) if isinstance(model, (list, tuple)) else [model]
     wrong = [one for one in models if not isinstance(one, nn.Module)]
     if wrong or not models:
-        kind = f"a {type(wrong[0]).__name__}" if wrong else "an empty list"
+        kind = a_kind(wrong[0]) if wrong else "an empty list"
         raise TypeError(f"the model is {kind}: give a torch.nn.Module, or a list of several")
     return models
 

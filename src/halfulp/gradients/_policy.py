@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterable
 from typing import ClassVar
 
+from .._words import a_kind
 from ..formats import Format
 from ._site import Site
 
@@ -71,7 +72,7 @@ def get_policy(policy: Policy | str) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
-        raise TypeError(f"a policy is a name or a Policy, got a {type(policy).__name__}")
+        raise TypeError(f"a policy is a name or a Policy, got {a_kind(policy)}")
     if policy not in _BY_NAME:
         raise ValueError(f"unknown policy {policy!r}; the policies are {', '.join(_BY_NAME)}")
     return _BY_NAME[policy]()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._words import a_kind
+
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _TRACED = frozenset(("FakeTensor", "FunctionalTensor"))
 
@@ -103,7 +105,7 @@ def refuse(x: Tensor, what: str, otherwise: str = "give a plain tensor of its va
     elif x.is_neg():
         kind, remedy = "a view whose memory holds the values with the other sign", "give x.resolve_neg()"
     elif type(x) not in _PLAIN:
-        kind = f"a {type(x).__name__}, a tensor class whose numbers lie in other tensors"
+        kind = f"{a_kind(x)}, a tensor class whose numbers lie in other tensors"
         remedy = otherwise
     else:
         kind, remedy = "a tensor whose memory was freed", "call it where its storage is allocated"

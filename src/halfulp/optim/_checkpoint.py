@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._words import differences, listed
 from ..formats import Format
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
@@ -208,12 +209,10 @@ class CheckpointMixin:
         state_dict = dict(zip(plain_names(state_dict), state_dict.values()))
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
-            raise ValueError(
-                f"the state_dict lacks {missing[:5]} and has unknown {foreign[:5]}: give the model's own names"
-            )
+            raise ValueError(f"the state_dict {differences(missing, foreign)}: give one with the model's own names")
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:
-            raise ValueError(f"no tensors, or other shapes than the model's: {wrong[:5]}")
+            raise ValueError(f"{listed(wrong)} are not of the model's shapes: give a state_dict of this model")
         places = self._places()
         with torch.no_grad():
             for name, value in state_dict.items():

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from .._words import a_kind, differences, listed
 from ..formats import Format
 from ..tensors import MCTensor
+from ..tensors._places import check_module
 from ._given import GivenOptimizer
 from ._meter import LostUpdateReport
 from ._optimizer import Optimizer
+from ._options import check_number
 from ._outside_writes import agree, note_restored
 from ._read import TOGETHER, read_weights, together
 from ._rule import UpdateRule
@@ -33,11 +36,15 @@ def decay_at(group: Mapping, step: int) -> float:
 
     Raises:
         ValueError: not in [0, 1].
+        TypeError: no number.
     """
     given = group["decay"]
-    decay = float(given(step) if callable(given) else given)
+    decay = given(step) if callable(given) else given
+    check_number("decay", decay)
+    decay = float(decay)
     if not 0 <= decay <= 1:
-        raise ValueError(f"decay={decay} at update {step} is not allowed: it lies in [0, 1]")
+        which = f"decay(step={step}) gave {decay}" if callable(given) else f"decay={decay}"
+        raise ValueError(f"{which}: a decay is from 0 (the last weights) to 1 (the first ones), 0.999 for example")
     return min(decay, (1 + step) / (10 + step)) if group["warmup"] else decay
 
 
@@ -117,10 +124,9 @@ class EMA:
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"EMA takes a torch.nn.Module, got {type(model).__name__}")
+        check_module(model, "EMA")
         if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer= takes an optimizer of hu.optim, got {type(optimizer).__name__}: leave it out")
+            raise TypeError(f"optimizer= takes an optimizer of hu.optim, got {a_kind(optimizer)}: leave it out")
         if buffers not in ("copy", "average"):
             raise ValueError(f"buffers={buffers!r}: allowed are 'copy' and 'average'")
         decay_at({"decay": decay, "warmup": False}, 1)
@@ -180,7 +186,7 @@ class EMA:
                 changed = [name]
         if changed:
             raise ValueError(
-                f"{changed[:5]} are other tensors than those averaged: make a new EMA after changing the model"
+                f"{listed(changed)} are other tensors than those averaged: make a new EMA after changing the model"
             )
 
     def _live_weights(self, live: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
@@ -267,7 +273,7 @@ class EMA:
             raise ValueError(f"the averages were saved with weight_update={saved}: make this EMA with the same")
         missing, foreign = sorted(own["tensors"].keys() - given.keys()), sorted(given.keys() - own["tensors"].keys())
         if missing or foreign:
-            raise ValueError(f"the state_dict lacks {missing[:5]} and has unknown {foreign[:5]}")
+            raise ValueError(f"the state_dict {differences(missing, foreign)}: give one of an EMA of this model")
         for name, tensor in own["tensors"].items():
             if given[name].shape != tensor.shape or given[name].dtype != tensor.dtype:
                 raise ValueError(

@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import torch
 
+from ..tensors._places import check_module
+
 Model = TypeVar("Model", bound=torch.nn.Module)
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -41,8 +43,7 @@ def float32_gradients(model: Model, enabled: bool = True) -> Model:
     >>> model.weight.dtype, model.weight.grad.dtype
     (torch.bfloat16, torch.float32)
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"float32_gradients takes a torch.nn.Module, got {type(model).__name__}")
+    check_module(model, "float32_gradients")
     if not _supported():
         raise NotImplementedError(
             f"torch {torch.__version__} keeps gradients in the parameter's dtype: float32 ones need Tensor.grad_dtype, "

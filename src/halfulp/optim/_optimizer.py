@@ -29,7 +29,7 @@ from ._narrow_groups import (
     updates_in_effect,
 )
 from ._narrowing import is_kept
-from ._options import SWITCHES, check_group, check_numbers, refuse_torch_switches
+from ._options import SWITCHES, check_group, check_numbers, check_parameters, refuse_torch_switches
 from ._outside_writes import agree, agreement_of, settle
 from ._program import Kind
 from ._rule import UpdateRule
@@ -98,6 +98,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
+        check_parameters(params)
         self._start_caches()
         self._made = False
         own = {"weight_update": weight_update, "state_dtype": state_dtype, "param_dtype": param_dtype}

@@ -9,12 +9,22 @@ from collections.abc import Iterable
 
 import torch
 
+from .._words import a_kind
 from ..tensors._holders import EMULATED
 from ._states import State, as_state
 from ._weight_update import weight_update
 
 # What groups hold beside options: torch's own, ours, and what schedulers write.
 _OTHER_KEYS = frozenset(("params", "param_names", "identities", "last_lr", "name"))
+
+
+def check_parameters(params: object) -> None:
+    """Raise TypeError for what holds no parameters to go through, such as a model."""
+    if not isinstance(params, Iterable):
+        remedy = "model.parameters() or model.named_parameters()" if isinstance(params, torch.nn.Module) else "a list"
+        raise TypeError(
+            f"an optimizer takes parameters, named ones or param groups, got {a_kind(params)}: give {remedy}"
+        )
 
 
 def check_group(group: dict, options: Iterable[str] = ()) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 
+from .._words import differences
 from ._identity import plain_names
 from ._options import check_group
 from ._weight_update import weight_update
@@ -87,13 +88,16 @@ def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     unknown = sorted(_OF_RULES & theirs.keys() - mine.keys())
     lacking = sorted((defaults.keys() | _OF_RULES) & mine.keys() - theirs.keys() - _OURS - _LATER.keys())
     if unknown or lacking:
-        raise ValueError(f"the state_dict is another optimizer's: its groups have {unknown} and lack {lacking}")
+        raise ValueError(f"the state_dict is another optimizer's: a group of it {differences(lacking, unknown)}")
     names, other = mine.get("param_names"), theirs.get("param_names")
     if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
         raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
     if names and other and plain_names(names) != plain_names(other):
-        differing = [f"{a} / {b}" for a, b in zip(plain_names(names), plain_names(other)) if a != b]
-        raise ValueError(f"the state_dict names other parameters, in order: {differing[:3]}")
+        differing = [f"{b} for {a}" for a, b in zip(plain_names(names), plain_names(other)) if a != b]
+        raise ValueError(
+            f"the state_dict names other parameters, or these in another order, such as {', '.join(differing[:3])}: "
+            "give the parameters in the order of the optimizer that saved it"
+        )
 
 
 def _check_updates(mine: dict, theirs: Mapping) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from .._words import a_kind
 from . import _catalog
 from ._casts import inside
 from ._recipe import NORMS, Recipe
@@ -102,7 +103,7 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
 def check(model: nn.Module, recipe: Recipe) -> None:
     """Raise for a model that no recipe starts from."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is a {type(model).__name__}: give a torch.nn.Module")
+        raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise TypeError(
@@ -173,7 +174,7 @@ def update_of(recipe: Recipe, name: str, module: nn.Module) -> str | None:
             return update
     globs = ", ".join(repr(glob) for glob, _ in recipe.weight_update)
     raise ValueError(
-        f"recipe {recipe.name!r}: parameter {name!r} of a {type(module).__name__} matches none of {globs}; "
+        f"recipe {recipe.name!r}: parameter {name!r} of {a_kind(module)} matches none of {globs}; "
         "end the list with the glob '*'"
     )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .._words import a_kind
 from ..kernels import same_bits
 from ..scaled import ScaledTensor
 from ._agreement import relative
@@ -102,7 +103,7 @@ def one_step(
         output = _called(model, batch)
         loss = loss_of(output)
         if not isinstance(loss, Tensor):
-            raise TypeError(f"the loss gave a {type(loss).__name__}: give a scalar tensor, loss=lambda output: ...")
+            raise TypeError(f"the loss gave {a_kind(loss)}: give a scalar tensor, loss=lambda output: ...")
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: give a scalar, loss=lambda output: ...")
         if loss.requires_grad:

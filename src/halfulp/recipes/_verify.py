@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._words import a_kind
 from ..gradients import AdaptiveGradScaler
 from ..scaled import ScaledTensor, scalify
 from ..tensors import MCTensor, fallbacks
@@ -224,9 +225,9 @@ def _wrong(wanted: Run, got: Run, exact: Run) -> list[str]:
 
 def _check(model: nn.Module, loss: LossOf | None, trials: int) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is a {type(model).__name__}: give a torch.nn.Module")
+        raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
     if loss is not None and not callable(loss):
-        raise TypeError(f"the loss is a {type(loss).__name__}: give a function, loss=lambda output: ...")
+        raise TypeError(f"the loss is {a_kind(loss)}: give a function, loss=lambda output: ...")
     if trials < 1:
         raise ValueError(f"trials={trials}: give at least 1, as no trial proves nothing")
     for name, parameter in model.named_parameters():

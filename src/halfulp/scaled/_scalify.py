@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._words import a_kind
 from ..tensors import _companions, _model_fallbacks, _outer_modules
 from ..tensors._holders import check_holders
 from ..tensors._places import Place, Where, check_has_shape, chosen, places, with_marks
@@ -171,7 +172,7 @@ def _takes_scale(place: Place) -> bool:
     check_has_shape(place)
     if isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) and place.module.sparse:
         raise ValueError(
-            f"parameter {place.name!r} is of a {type(place.module).__name__} with sparse=True, whose gradients have no "
+            f"parameter {place.name!r} is of {a_kind(place.module)} with sparse=True, whose gradients have no "
             "scale: make it with sparse=False, or leave it out by where="
         )
     if place.held.layout != torch.strided:
@@ -185,7 +186,7 @@ def _scaled(place: Place, dtype: torch.dtype, home: torch.dtype | None) -> nn.Pa
     old = place.held
     if not isinstance(old, ScaledTensor) and type(old.data) is not Tensor:
         raise ValueError(
-            f"parameter {place.name!r} is a {type(old).__name__}: scalify takes plain tensors and ScaledTensors; leave "
+            f"parameter {place.name!r} is {a_kind(old)}: scalify takes plain tensors and ScaledTensors; leave "
             "it out by where="
         )
     new = nn.Parameter(_encoded(old, dtype, home), old.requires_grad)

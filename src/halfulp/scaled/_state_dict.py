@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._words import a_kind
 from ..tensors._companions import Layout, check_state_dict, check_version, register
 from . import _powers
 from ._form import LOGICALS, STORAGES, decoded, encoded
@@ -164,7 +165,7 @@ def _scale_of(state_dict: Mapping, entry: str) -> Tensor:
     scale = state_dict[entry]
     try:
         if not isinstance(scale, Tensor):
-            raise ValueError(f"it is a {type(scale).__name__}")
+            raise ValueError(f"it is {a_kind(scale)}")
         return _powers.as_scale(scale.detach(), scale.device)
     except ValueError as error:
         raise ValueError(f"{entry!r}: {error}; the file is damaged") from None

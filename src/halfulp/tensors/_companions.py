@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._words import a_kind, listed
+
 _LOADED = "_halfulp_loaded"
 # Of the newest state_dict, by its identity: each parameter's first name, and the versions of it and of its values.
 _first_names: dict[int, dict[int, tuple[str, int, int]]] = {}
@@ -84,7 +86,7 @@ def check_state_dict(given: object, what: str) -> None:
     if isinstance(given, Mapping):
         return
     wanted = "model.state_dict()" if isinstance(given, nn.Module) else "a mapping from names to tensors"
-    raise TypeError(f"{what} takes a state_dict, got {type(given).__name__}: give it {wanted}")
+    raise TypeError(f"{what} takes a state_dict, got {a_kind(given)}: give it {wanted}")
 
 
 def check_version(metadata: Mapping) -> None:
@@ -163,7 +165,7 @@ def _check_all(module: nn.Module, state_dict: Mapping, prefix: str, local_metada
 def _fitting(state_dict: Mapping, name: str, parameter: Tensor, layout: Layout) -> Any:
     foreign = [entry for entry in state_dict if entry.startswith(f"{name}.") and not layout.suffix.search(entry)]
     if foreign:
-        raise ValueError(f"unknown entries {foreign[:3]} beside {name!r}: the file is of another layout")
+        raise ValueError(f"unknown entries {listed(foreign)} beside {name!r}: the file is of another layout")
     return layout.fitting(state_dict, name, parameter)
 
 

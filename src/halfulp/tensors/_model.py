@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._words import a_kind
 from . import _companions, _model_fallbacks, _outer_modules
 from . import _recurrent as _recurrent
 from . import _state_dict as _state_dict
@@ -14,7 +15,7 @@ from ._backward import COMPONENTS, FIRST, check_gradients
 from ._holders import check_holders
 from ._mctensor import MCTensor
 from ._numbers import check_count, check_dtype
-from ._places import Place, Where, check_has_shape, chosen, places, with_marks
+from ._places import Place, Where, check_has_shape, check_module, chosen, places, with_marks
 from ._wrappers import Wrappers
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -66,6 +67,7 @@ def multicomponent(
     >>> layer(torch.ones(3)).components[1].shape
     torch.Size([2])
     """
+    check_module(model, "multicomponent")
     check_count(components)
     check_gradients(gradients)
     if dtype is not None:
@@ -140,7 +142,7 @@ def _check(place: Place) -> None:
     check_has_shape(place)
     if not isinstance(place.held, MCTensor) and hasattr(place.held, "decode"):
         raise ValueError(
-            f"parameter {place.name!r} is a {type(place.held).__name__}: make it plain first, by "
+            f"parameter {place.name!r} is {a_kind(place.held)}: make it plain first, by "
             "halfulp.scaled.unscalify(model), or leave it out by where="
         )
     try:

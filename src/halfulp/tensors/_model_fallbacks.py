@@ -9,6 +9,7 @@ from torch import nn
 
 from ..kernels import untraced
 from . import _fallback
+from ._places import check_module
 
 _COUNTS = "_halfulp_fallbacks"
 
@@ -31,6 +32,7 @@ def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
     """
     if model is None:
         return _fallback.fallbacks()
+    check_module(model, "fallbacks")
     counts = [module.__dict__[_COUNTS] for module in model.modules() if _COUNTS in module.__dict__]
     if not counts:
         raise ValueError(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._words import a_kind
 from ..arithmetic import MOST, PRECISION, Parts, pointwise, renormalize
 from ..kernels import resolved
 from ._scale import magnitude, power_of_two, scale_for, scaled, widened
@@ -44,7 +45,7 @@ def from_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
     check_count(len(tensors))
     for part in tensors:
         if not isinstance(part, Tensor):
-            raise TypeError(f"components are plain tensors, got a {type(part).__name__}: use MCTensor.encode")
+            raise TypeError(f"components are plain tensors, got {a_kind(part)}: use MCTensor.encode")
         check_dtype(part.dtype)
     kinds = {part.dtype for part in tensors}
     if len(kinds) > 1:
@@ -204,7 +205,9 @@ def _exact(value: Any) -> Fraction | float:
         return Fraction(value)
     if isinstance(value, (np.integer, np.floating)):
         return Fraction(value.item()) if value.dtype.itemsize <= 8 else Fraction(*value.as_integer_ratio())
-    raise TypeError(f"a {type(value).__name__}: allowed are tensors, numbers, strings, Fractions and mpmath numbers")
+    raise TypeError(
+        f"an MCTensor of {a_kind(value)}: allowed are tensors, numbers, strings, Fractions and mpmath numbers"
+    )
 
 
 def _from_text(text: str | bytes) -> Fraction | float:

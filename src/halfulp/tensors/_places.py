@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from .._words import a_kind
+
 Where = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
 
 
@@ -27,6 +29,12 @@ class Place(NamedTuple):
     def put(self, value: Tensor) -> None:
         """By attribute: recurrent modules keep lists of their weights, and see that."""
         setattr(self.module, self.key, value)
+
+
+def check_module(given: object, what: str) -> None:
+    """Raise TypeError where something else than a module was given to `what`."""
+    if not isinstance(given, nn.Module):
+        raise TypeError(f"{what} takes a torch.nn.Module, got {a_kind(given)}")
 
 
 def places(model: nn.Module, constants: bool = False) -> Iterator[Place]:
