@@ -58,7 +58,7 @@ def test_a_model_with_a_scaler(modes, seed):
 
 def test_tensors_with_scales_or_components_of_their_own(seed):
     model = hu.multicomponent(mlp(), components=2)
-    with pytest.raises(ValueError, match=r"parameter '0\.weight' is a MCTensor.*plain tensors"):
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is an MCTensor.*plain tensors"):
         hu.AdaptiveGradScaler(model)
     model = hu.scalify(mlp())
     with pytest.raises(ValueError, match=r"parameter '0\.weight' is a ScaledTensor.*plain tensors"):
@@ -111,7 +111,7 @@ def test_options(options, match, seed):
 
 @pytest.mark.parametrize("policy", [3, Amax, None])
 def test_no_policy(policy, seed):
-    refused(mlp(), TypeError, "a policy is a name or a Policy, got a", policy=policy)
+    refused(mlp(), TypeError, "a policy is a name or a Policy, got ", policy=policy)
 
 
 def test_no_format(seed):

@@ -112,7 +112,7 @@ def test_globs_match_names_and_classes() -> None:
 
 def test_a_parameter_without_a_match() -> None:
     recipe = Recipe(name="x", param_dtype="bfloat16", weight_update={"*Norm": "kahan"})
-    with pytest.raises(ValueError, match=r"'0\.weight' of a Embedding matches none"):
+    with pytest.raises(ValueError, match=r"'0\.weight' of an Embedding matches none"):
         converted(recipe, model(), "SGD", lr=0.1)
 
 

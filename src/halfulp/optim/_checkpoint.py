@@ -155,7 +155,7 @@ class CheckpointMixin:
         foreign = [key for key in state if key not in used and state[key] is not None]
         if foreign:
             raise ValueError(
-                f"state of parameter {slot.name} holds {foreign}, which {type(self).__name__} with weight_update="
+                f"state of parameter {slot.name} holds {listed(foreign)}, which {type(self).__name__} with weight_update="
                 f"{slot.kind.update.name!r} does not keep: load it into the optimizer that saved it"
             )
         return fitted

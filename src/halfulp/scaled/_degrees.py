@@ -35,7 +35,7 @@ def by_degree(*operators: OpOverload, family: str, terms: Callable | None = None
 def _of_degrees(operator: OpOverload, degrees: dict[str, int], terms: Callable | None) -> Callable:
     names = [argument.name for argument in operator._schema.arguments]
     if missing := degrees.keys() - set(names):
-        raise AssertionError(f"{operator} has no arguments {missing}")
+        raise AssertionError(f"{operator} has no arguments {', '.join(sorted(missing))}")
 
     def rule(*arguments: Any, **options: Any) -> Any:
         like = first_scaled(tree_leaves((arguments, options)))
