@@ -274,10 +274,10 @@ def tests_of(fault: Fault, root: Path, most: int) -> list[str]:
 # The table -------------------------------------------------------------------------------------------------------
 
 
-def reasons() -> dict[tuple[str, str, str], str]:
-    """File, function and change of every equivalent fault, and why it is one."""
+def reasons() -> dict[tuple[str, str, str, int], str]:
+    """What names every equivalent fault, and why it is one."""
     entries = tomllib.loads(EQUIVALENT.read_text())["fault"] if EQUIVALENT.exists() else []
-    return {(entry["file"], entry["function"], entry["change"]): entry["reason"] for entry in entries}
+    return {(*identity(entry), entry.get("again", 0)): entry["reason"] for entry in entries}
 
 
 def counted(title: str, column: str, rows: list[dict], names: list[str], wanted: Callable[[dict], str]) -> Table:
@@ -396,11 +396,11 @@ def plant(chosen: list[tuple[Fault, dict]], arguments: argparse.Namespace) -> No
     """Runs what is not known yet."""
     for module in ("torch", "numba", "numpy", "pytest", "_pytest.doctest", "ml_dtypes", "mpmath"):
         __import__(module)
-    rows = [row for _, row in chosen]
     known, facts = reasons(), machine()
-    for row in rows:
-        if identity(row) in known:
-            row |= {"verdict": "equivalent", "by": known[identity(row)]}
+    for fault, row in chosen:
+        if reason := known.get((*identity(row), fault.again)):
+            row |= {"verdict": "equivalent", "by": reason}
+    rows = [row for _, row in chosen]
     again = {"survived"} if arguments.survivors else {"not run", "undecided"}
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder), arguments.cache, arguments.seconds, arguments.seed)

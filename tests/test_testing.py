@@ -69,6 +69,13 @@ def test_a_wrong_gradient_is_named(seed):
     check_rule(Off.apply, _normal, seed=seed, gradients=False)
 
 
+def test_a_gradient_that_an_argument_does_not_have_is_compared_as_none(seed):
+    def cut(x, y):
+        return x * 2 + y.detach()
+
+    check_rule(cut, lambda: (*_normal(), *_normal()), seed=seed)
+
+
 def test_the_tolerance_is_of_the_plain_operator_only(seed):
     near = _operator("near", lambda x: x, lambda x: ScaledTensor(x.payload * (1 + 1e-5), x.scale, x.dtype))
     with pytest.raises(RuleError):

@@ -1,5 +1,7 @@
 """How element-wise functions are called: shapes, strides, outputs, threads, torch.compile, refusals."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -25,6 +27,17 @@ SHAPES = [
     ((1,), (1,)),
     ((3, 1, 200), (200,)),
 ]
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_arithmetic_is_float32s_where_two_of_them_are_enough(name):
+    """Which decides the bits of the last component: a function that any precision serves, of one or two float32."""
+    for counts in itertools.product((1, 2, 3), repeat=2):
+        for operand, result in itertools.product((torch.float32, torch.bfloat16, torch.float64), repeat=2):
+            call = Call(name, ((operand, counts[0]), (torch.float32, 1)), counts[1], result)
+            few = max(counts) <= 2 and operand == result == torch.float32
+            wanted = torch.float32 if few and FUNCTIONS[name].any_precision else torch.float64
+            assert call.arithmetic == wanted, call
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)

@@ -167,6 +167,28 @@ def test_sites_have_the_keys_of_the_eager_front_end(name, least, seed):
     assert keys[1] == keys[0]
 
 
+@pytest.mark.parametrize("name", ["multilayer-perceptron", "gpt", "unet", "lstm-cell"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_edges_are_the_ways_from_the_loss(name, compiled, seed):
+    """By which the sites behind an overflow are told from the one that made it."""
+    case = build(name, 0)
+    backward = _watched(case.model)
+    model = _compiled(case.model, backward) if compiled else case.model
+    _backpropagate(case.loss(model(*case.batch)), case.model, backward)
+    edges, reached, todo = set(backward.edges()), set(), [backward.sites.anchor]
+    while todo:
+        site = todo.pop()
+        reached.add(site)
+        todo += [reader for reader, passing in edges if passing is site and reader not in reached]
+    assert len(backward.order) >= 3
+    if not compiled:
+        assert set(backward.order) <= reached
+    # In a graph, gradients that reach parameters alone keep the global exponent and cross no edge.
+    moved = {(target, source) for factors in backward.factors.values() for source, target in factors._edges}
+    assert moved == (edges if compiled else set())
+    assert len(reached) >= 3
+
+
 def test_each_of_several_models_has_sites_of_its_own(seed):
     models, backward, x = [_mlp(), _mlp()], Backward(Sites(0), get_policy("amax")), torch.randn(5, 6)
     for i, model in enumerate(models):

@@ -64,6 +64,16 @@ OURS = ("ScaledTensor", "MCTensor")
 TRACED = ("FakeTensor", "wrapper subclass")  # torch runs operators on what they stand for
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_numbers_without_an_address_are_none_unless_there_are_none(count):
+    assert has_own_memory(torch.zeros(count))
+    assert has_own_memory(torch.zeros(2, count))
+    assert has_own_memory(torch._efficientzerotensor(count)) == (count == 0)
+    freed = torch.zeros(count)
+    freed.untyped_storage().resize_(0)
+    assert has_own_memory(freed) == (count == 0)
+
+
 def _encoded(x):
     return hu.MCTensor.encode(x).decode(torch.float32)
 

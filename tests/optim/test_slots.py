@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Partial
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 import halfulp as hu
 from halfulp.kernels import IndexMap, engine, same_bits
@@ -138,6 +139,18 @@ def test_the_index_map_of_a_dtensor_is_its_place():
             index_map_of(pending)
 
     _on_every_rank(3, body)
+
+
+def test_the_index_map_of_a_strided_shard_is_a_grid_and_asks_no_other_rank():
+    def body(rank, mesh):
+        strided = [_StridedShard(0, split_factor=4)]  # every piece of two rows is cut in two
+        given = DTensor.from_local(torch.zeros(4, 3), mesh, strided, run_check=False, shape=(8, 3), stride=(3, 1))
+        with CommDebugMode() as said:
+            found = index_map_of(given)
+        assert said.get_total_counts() == 0
+        assert found == IndexMap((4, 3), (8, 3), (rank, 0), (2, 1))
+
+    _on_every_rank(2, body)
 
 
 def test_index_maps_with_steps_draw_as_the_whole(seed):

@@ -21,6 +21,8 @@ EXTRA = [
     Format("p3109", 4, 3, nan="negative_zero"),
     Format("b11", 4, 3, bias=11, infinities=False, nan="negative_zero"),
     Format("wide", 6, 9),
+    # Its smallest numbers are subnormal in float32, its smallest normal ones are not.
+    Format("low", 7, 9, bias=121),
 ]
 SMALL = ["fp16", "bf16", "e8m5", "e8m3", "e8m1", "e5m2", "e5m2fnuz", "e4m3", "e4m3fn", "e4m3fnuz", "e3m4"]
 SMALL += ["e3m2fn", "e2m3fn", "e2m1fn", "e8m0", "tf32"]

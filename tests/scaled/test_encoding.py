@@ -1,5 +1,7 @@
 """Into scaled tensors: assigning to x.data, and values beyond every scale."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from halfulp.kernels import same_bits
 from halfulp.rounding import quantize
 from halfulp.scaled import ScaledTensor, cast, scalify
 from halfulp.scaled._eight_bits import unit_scale
+from halfulp.scaled._form import measured_scale
 
 STORAGES = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32]
 
@@ -63,6 +66,19 @@ def test_transformers_resizes_scaled_embeddings(seed):
     assert isinstance(weight, ScaledTensor)
     torch.testing.assert_close(weight.detach().decode()[:11], start, rtol=2**-10, atol=1e-6)
     model(torch.tensor([[1, 12]]), labels=torch.tensor([[1, 12]])).loss.backward()
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.float8_e5m2, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+def test_a_measured_scale_is_next_to_the_root_mean_square_of_what_is_not_zero(count, dtype, storage, seed):
+    for _ in range(20):
+        values = torch.zeros(count + 5, dtype=dtype)
+        values[torch.randperm(count + 5)[:count]] = torch.rand(count, dtype=dtype) + 1
+        rms = math.sqrt(values.double().square().sum().item() / count)
+        found = measured_scale(values, storage).item()
+        assert math.log2(found) in (math.floor(math.log2(rms)), math.ceil(math.log2(rms)))
+        assert abs(math.log2(found / rms)) <= 0.5 + 1e-6
 
 
 def test_beyond_every_scale(seed):
