@@ -274,10 +274,10 @@ def tests_of(fault: Fault, root: Path, most: int) -> list[str]:
 # The table -------------------------------------------------------------------------------------------------------
 
 
-def reasons() -> dict[tuple[str, str, str, int], str]:
-    """What names every equivalent fault, and why it is one."""
+def reasons() -> dict[tuple, str]:
+    """What names every equivalent fault, with its "again" where the entry has one, and why it is one."""
     entries = tomllib.loads(EQUIVALENT.read_text())["fault"] if EQUIVALENT.exists() else []
-    return {(*identity(entry), entry.get("again", 0)): entry["reason"] for entry in entries}
+    return {(*identity(entry), entry.get("again")): entry["reason"] for entry in entries}
 
 
 def counted(title: str, column: str, rows: list[dict], names: list[str], wanted: Callable[[dict], str]) -> Table:
@@ -398,7 +398,7 @@ def plant(chosen: list[tuple[Fault, dict]], arguments: argparse.Namespace) -> No
         __import__(module)
     known, facts = reasons(), machine()
     for fault, row in chosen:
-        if reason := known.get((*identity(row), fault.again)):
+        if reason := known.get((*identity(row), fault.again)) or known.get((*identity(row), None)):
             row |= {"verdict": "equivalent", "by": reason}
     rows = [row for _, row in chosen]
     again = {"survived"} if arguments.survivors else {"not run", "undecided"}
