@@ -116,7 +116,8 @@ def walk(update, dtype, count, seed, chosen="reference", steps=3):
     weights, targets = _walks(count, steps, torch.Generator().manual_seed(seed))
     parameters = [torch.nn.Parameter(ScaledTensor.encode(w, dtype)) for w in weights]
     own = UPDATES[update]
-    optimizer = hu.optim.SGD(parameters, lr=1.0, weight_update=own, seed=seed, report_interval=1)
+    chosen_update = None if dtype == torch.float32 else own  # float32 needs none, and refuses one
+    optimizer = hu.optim.SGD(parameters, lr=1.0, weight_update=chosen_update, seed=seed, report_interval=1)
     model, store, low = torch.nn.ParameterList(parameters), PAYLOADS[dtype], WINDOWS[dtype][0]
     rounding = 0.5 if not own.draws(store) or getattr(own, "weight", "stochastic") == "nearest" else 1.0
     held, broken = [p.detach().decode() for p in parameters], []

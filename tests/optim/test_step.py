@@ -176,6 +176,7 @@ def test_parameters_of_many_kinds_step_together_as_apart(seed):
     with engine("reference"):
         optimizer.step()
         for k, parameter in enumerate(made()):
-            single = build("adamw", "kahan", [(f"p{k}", parameter)], seed=seed)
+            store = "fp32" if parameter.dtype == torch.float32 else "bf16"
+            single = build("adamw", "kahan", [(f"p{k}", parameter)], store, seed=seed)
             single.step()
             assert torch.equal(parameter.detach(), joint[k].detach())

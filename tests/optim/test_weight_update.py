@@ -235,8 +235,8 @@ def test_feedback_is_refused_where_there_is_no_first_moment_to_put_it(rule, upda
 
 @pytest.mark.parametrize("update", ["split", "split8", "kahan", "master", "components"])
 def test_float32_parameters_are_their_own_master(update):
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    optimizer = build("adamw", update, [parameter], "bf16")
+    parameter, narrow = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    optimizer = build("adamw", update, [parameter, narrow], "bf16")
     assert optimizer.param_groups[0]["weight_update"].name == UPDATES[update].name
     parameter.grad = torch.ones(2)
     optimizer.step()

@@ -343,7 +343,7 @@ def test_distributed_checkpoints_of_torch_find_every_entry(convert, seed):
 
 @pytest.mark.parametrize("function", [plain_state_dict, plain_components])
 def test_a_model_for_its_state_dict_is_refused(function):
-    with pytest.raises(TypeError, match=r"takes a state_dict, got Linear: give it model.state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"takes a state_dict, got a Linear: give it model.state_dict\(\)"):
         function(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="a mapping from names to tensors"):
         function([1])

@@ -39,11 +39,9 @@ def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
             crossing.rounded = writer.copy_rounded(crossing)
     moved = {writer.move(crossing): crossing for crossing in crossings}
     products = placement.products(moved)
-    if plan.watches:
-        for product in _telling(products):
-            writer.watch(product)
+    watching = {product.node: writer.watch(product) for product in _telling(products)} if plan.watches else {}
     entering = {product.node: list(placement.entering(product, moved)) for product in products} if plan.rounds else {}
-    final = _round(writer, moved, entering) if plan.rounds else {}
+    final = _round(writer, moved, entering, watching) if plan.rounds else {}
     for key, gradients in _limiting(placement, products, moved, entering, plan.rounds).items():
         writer.observe(key, [(final.get(node, node), kind, shared) for node, kind, shared in gradients])
     module.graph.lint()
@@ -63,14 +61,21 @@ def _telling(products: Iterable[Product]) -> Iterator[Product]:
 Entering = dict[Node, list[tuple[Node, list[Node]]]]
 
 
-def _round(writer: Writer, moved: dict[Node, Crossing], entering: Entering) -> dict[Node, Node]:
-    """Round whatever comes to a site, for all its readers, and what enters a product, for those there alone."""
+def _round(
+    writer: Writer, moved: dict[Node, Crossing], entering: Entering, watching: dict[Node, Node | None]
+) -> dict[Node, Node]:
+    """Round whatever comes to a site, for all its readers, and what enters a product, for those there alone.
+
+    What shows the policy a product's factors reads what the product does.
+    """
     final = {node: writer.round(node) for node, crossing in moved.items() if crossing.target != GLOBAL}
-    for node, readers in (pair for pairs in entering.values() for pair in pairs):
-        if node not in final:
-            final[node] = writer.round(node, [])
-        for reader in readers:
-            reader.replace_input_with(node, final[node])
+    for product, pairs in entering.items():
+        watch = watching.get(product)
+        for node, readers in pairs:
+            if node not in final:
+                final[node] = writer.round(node, [])
+            for reader in readers if watch is None else (*readers, watch):
+                reader.replace_input_with(node, final[node])
     return final
 
 
@@ -170,13 +175,14 @@ class Writer:
         with self._module.graph.inserting_after(max(nodes)):
             self.write(observed, list(nodes), self._scaler, key, words)
 
-    def watch(self, product: Product) -> None:
-        """What shows the policy both factors of a product."""
+    def watch(self, product: Product) -> Node | None:
+        """What shows the policy both factors of a product; None for one that no policy knows."""
         factor = product.factor()
-        if factor is not None:
-            gradient, other, form, groups = factor
-            with self._module.graph.inserting_before(product.node):
-                self.write(watched, gradient, other, self._scaler, product.key, form, groups)
+        if factor is None:
+            return None
+        gradient, other, form, groups = factor
+        with self._module.graph.inserting_before(product.node):
+            return self.write(watched, gradient, other, self._scaler, product.key, form, groups)
 
     def watch_loss(self, crossing: Crossing, stored: torch.dtype) -> None:
         """What shows the policy a gradient at the global exponent, before it takes a site's."""

@@ -155,8 +155,8 @@ class CheckpointMixin:
         foreign = [key for key in state if key not in used and state[key] is not None]
         if foreign:
             raise ValueError(
-                f"state of parameter {slot.name} holds {listed(foreign)}, which {type(self).__name__} with weight_update="
-                f"{slot.kind.update.name!r} does not keep: load it into the optimizer that saved it"
+                f"state of parameter {slot.name} holds {listed(foreign)}, which {type(self).__name__} with "
+                f"weight_update={slot.kind.update.name!r} does not keep: load it into the optimizer that saved it"
             )
         return fitted
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..formats import BlockFormat, Format
+from ..kernels import under_transform
 from ._modes import Nearest, Rounding, Stochastic, get_rounding
 from ._quantize import check_format, check_tensor, quantize
 from ._random import mix64
@@ -17,8 +18,6 @@ _BACKWARD = 0x6261636B
 class _StraightThrough(torch.autograd.Function):
     """y = round(x), dL/dx = round(dL/dy); the derivative of either rounding counts as 1."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x, forward, backward, rounding, backward_rounding, overflow, counter):
         return x.view_as(x) if forward is None else quantize(x, forward, rounding, overflow=overflow, counter=counter)
@@ -29,16 +28,26 @@ class _StraightThrough(torch.autograd.Function):
         ctx.backward_choice = (backward, backward_rounding, overflow, counter)
 
     @staticmethod
+    def backward(ctx, gradient):
+        format, rounding, overflow, counter = ctx.backward_choice
+        if format is not None:
+            gradient = _function().apply(gradient, format, None, rounding, rounding, overflow, counter)
+        return gradient, None, None, None, None, None, None
+
+
+class _Transformed(_StraightThrough):
+    """The same for the transforms of torch.func and forward mode, of which torch.compile refuses the derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
     def jvp(ctx, tangent, *rest):
         """What moves the value moves the rounded one as far."""
         return tangent.view_as(tangent)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        format, rounding, overflow, counter = ctx.backward_choice
-        if format is not None:
-            gradient = _StraightThrough.apply(gradient, format, None, rounding, rounding, overflow, counter)
-        return gradient, None, None, None, None, None, None
+
+def _function() -> type[_StraightThrough]:
+    return _Transformed if under_transform() else _StraightThrough
 
 
 def straight_through(
@@ -82,7 +91,7 @@ def straight_through(
         check_format(x, backward, backward_rounding, overflow)
     if forward is None and backward is None:
         return x
-    return _StraightThrough.apply(x, forward, backward, rounding, backward_rounding, overflow, counter)
+    return _function().apply(x, forward, backward, rounding, backward_rounding, overflow, counter)
 
 
 def _apart(rounding: Rounding) -> Rounding:
