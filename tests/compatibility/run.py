@@ -7,6 +7,7 @@ takes one step of every system. The table goes to benchmarks/results/compatibili
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,9 +17,22 @@ ROOT = Path(__file__).resolve().parents[2]
 PAIRS = ("2.12.1:3.11", "2.13.0:3.11", "2.13.0:3.12", "2.14.1:3.11", "2.15.0:3.11", "2.15.0:3.13")
 
 
+def interpreter(version: str) -> str:
+    """A Python of a version such as "3.12": this one, one of the path, or one of pyenv's, which may be on no path."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = [sys.executable, shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"{version}.*/bin/python")))]
+    ask = "import sys; print('.'.join(map(str, sys.version_info[:2])))"
+    for path in filter(None, found):
+        # pyenv leaves a python3.12 on the path that only says which versions are installed.
+        said = subprocess.run([path, "-c", ask], capture_output=True, text=True, check=False)
+        if said.returncode == 0 and said.stdout.strip() == version:
+            return path
+    raise SystemExit(f"no Python {version}: neither python{version} on the path nor one of {pyenv} runs")
+
+
 def one(torch: str, python: str, wheel: Path, folder: Path) -> dict:
     """What one_step.py says under one pair."""
-    subprocess.run([f"python{python}", "-m", "venv", str(folder)], check=True)
+    subprocess.run([interpreter(python), "-m", "venv", str(folder)], check=True)
     own = folder / "bin" / "python"
     for package in (f"torch=={torch}", f"{wheel}[cli]"):
         subprocess.run([str(own), "-m", "pip", "install", "-q", package], check=True)
