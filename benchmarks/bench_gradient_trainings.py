@@ -157,26 +157,29 @@ class Run:
                         copied.copy_(original)
 
 
-def kept(again: list[str]) -> dict[str, dict]:
-    """The runs that a call before made, but for those of some methods."""
-    runs = json.loads(RUNS.read_text())["runs"] if RUNS.exists() else {}
-    return {key: run for key, run in runs.items() if key.split(" | ")[1] not in again}
+def kept() -> dict[str, dict]:
+    """The runs that were made."""
+    return json.loads(RUNS.read_text())["runs"] if RUNS.exists() else {}
 
 
-def ran(kept: dict[str, dict], trainings: dict, data: Path, seeds: int) -> dict[str, dict]:
-    """Those that are kept and the others, each of which is kept as soon as it is made."""
+def keep(runs: dict[str, dict]) -> None:
+    """For a later call."""
+    RUNS.write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
+
+
+def run_all(trainings: dict, methods: list[str], data: Path, seeds: int) -> None:
+    """All runs that are not kept; what another call keeps meanwhile stays."""
     for seed in range(seeds):
         for title, kind in trainings.items():
-            for method in METHODS:
+            for method in methods:
                 key = f"{title} | {method} | {seed}"
-                if key in kept:
+                if key in kept():
                     continue
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch's, where a rate's schedule or a kernel is not its favourite
-                    kept[key] = Run(kind, data, method, seed).go()
-                print(key, kept[key], flush=True)
-                RUNS.write_text(json.dumps({"machine": machine(), "runs": kept}, indent=1) + "\n")
-    return kept
+                    found = Run(kind, data, method, seed).go()
+                keep({**kept(), key: found})
+                print(key, found, flush=True)
 
 
 def line(title: str, runs: dict[str, dict], seeds: int) -> dict:
@@ -228,12 +231,15 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="the folder of tinyshakespeare/ etc.")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--only", nargs="+", default=list(TRAININGS), choices=list(TRAININGS), metavar="TRAINING")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="those to run now")
     parser.add_argument("--again", nargs="+", default=[], choices=METHODS, help="whose kept runs are made again")
     given = parser.parse_args()
     set_threads(1)
-    runs = ran(kept(given.again), {title: TRAININGS[title] for title in given.only}, given.data, given.seeds)
+    trainings = {title: TRAININGS[title] for title in given.only}
+    keep({key: run for key, run in kept().items() if key.split(" | ")[1] not in given.again})
+    run_all(trainings, given.methods, given.data, given.seeds)
     command = "python -m benchmarks.bench_gradient_trainings"
-    table = table_of(TRAININGS, runs, given.seeds)
+    table = table_of(TRAININGS, kept(), given.seeds)
     save(Result("gradient_trainings", "Gradient exponents in trainings", TEXT, command, tables=[table]))
 
 

@@ -88,7 +88,7 @@ class Recurrent(nn.Module):
 class GrowingRNN(OnCharacters):
     """Sequences of 1 character at first, and of 48 at the end; the loss is a sum over them."""
 
-    title, steps, sums = "growing RNN", 240, True
+    title, steps, sums = "growing RNN", 160, True
 
     def model(self, count: int) -> nn.Module:
         return Recurrent(count, 64)
@@ -122,7 +122,7 @@ class Mixture(nn.Module):
 class Experts(OnCharacters):
     """32 experts without a loss that would balance them, so that some are used seldom; the loss is a sum."""
 
-    title, steps, sums = "32 experts", 400, True
+    title, steps, sums = "32 experts", 240, True
     LENGTH, BATCH = 8, 128
 
     def model(self, count: int) -> nn.Module:
@@ -132,7 +132,7 @@ class Experts(OnCharacters):
 class TanhLayers(Training):
     """Digits by 40 layers of width 48."""
 
-    title, judged, steps = "40 tanh layers", "cross-entropy of the digit", 300
+    title, judged, steps = "40 tanh layers", "cross-entropy of the digit", 200
 
     def build(self, data: Path) -> None:
         from halfulp.trials.tasks._digits import load_digits

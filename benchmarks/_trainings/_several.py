@@ -159,7 +159,7 @@ class Poles:
 class ActorCritic(Training):
     """Advantage actor-critic on poles: two optimizers, one `update` after both steps."""
 
-    title, judged, steps = "actor-critic", "1 - steps before the pole falls / 200", 600
+    title, judged, steps = "actor-critic", "1 - steps before the pole falls / 200", 400
     CARTS, TIME, DISCOUNT = 16, 16, 0.99
 
     def build(self, data: Path) -> None:

@@ -52,7 +52,7 @@ def sentences(data: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Llama(OnCharacters):
     """Shakespeare's characters by two layers of width 64, gradients clipped."""
 
-    title, steps, clip = "tiny Llama", 240, 1.0
+    title, steps, clip = "tiny Llama", 160, 1.0
     LENGTH, BATCH = 48, 12
 
     def model(self, count: int) -> nn.Module:
@@ -92,7 +92,7 @@ class OnImages(Training):
 class ViT(OnImages):
     """Patches of 8x8, three layers of width 64."""
 
-    title, steps = "ViT", 240
+    title, steps = "ViT", 160
 
     def model(self) -> nn.Module:
         from transformers import ViTConfig, ViTForImageClassification
@@ -106,7 +106,7 @@ class ViT(OnImages):
 class ResNet(OnImages):
     """Three stages of basic blocks, 16 to 64 channels, with batch norms."""
 
-    title, steps = "ResNet", 200
+    title, steps = "ResNet", 120
 
     def model(self) -> nn.Module:
         from transformers import ResNetConfig, ResNetForImageClassification
@@ -119,7 +119,7 @@ class BERT(Training):
     """Sentences of SST-2, whether they praise, by two layers of width 64; gradients clipped."""
 
     title, judged = "BERT", "cross-entropy of the class"
-    steps, clip = 240, 1.0
+    steps, clip = 160, 1.0
 
     def build(self, data: Path) -> None:
         from transformers import BertConfig, BertForSequenceClassification
