@@ -18,6 +18,7 @@ from ._collective_operators import collective_rule, is_collective
 from ._collectives import put, refuse
 from ._form import Form, form_of, made
 from ._in_place import functional_form, is_written
+from ._lifting import has_plain, lifted
 from ._mctensor import MCTensor
 from ._registry import RULES, implements
 from ._scale import decoded
@@ -160,7 +161,9 @@ def _either(operator: OpOverload, rule: Callable, exactly: bool = False) -> Call
 
 
 def in_steps(rule: Callable, form: Form, arguments: tuple, options: dict) -> Any:
-    """A rule of several steps, rounded at its end only."""
+    """A rule of several steps, rounded at its end only; all of its operands have components."""
+    if has_plain(arguments, options) and not rounds(form.gradients):
+        arguments, options = lifted((arguments, options), form)
     with whole_results():
         results = rule(*arguments, **options)
     if rounds(form.gradients):

@@ -19,6 +19,13 @@ from ._wrappers import refuse_fully_shard
 
 _make = torch.Tensor._make_wrapper_subclass
 
+# A dispatch key above autograd's of which torch's operators have no kernel: see _composite_operators. torch names it so
+# because none of its own tensors carries it.
+ENTRY_KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
+_entry_keys = torch._C.DispatchKeySet(ENTRY_KEY)
+_fallthrough = torch.library.Library("_", "IMPL")
+_fallthrough.fallback(torch.library.fallthrough_kernel, "TESTING_ONLY_GenericMode")
+
 
 class MCTensor(torch.Tensor):
     """A tensor whose value is scale * (c[0] + c[1] + ...), with one to four components of one narrow format.
@@ -100,9 +107,7 @@ class MCTensor(torch.Tensor):
         source = x.detach() if isinstance(x, Tensor) else x
         parts, held = _numbers.encoded(source, components, dtype, scale, device)
         made = wrap(parts, held, gradients)
-        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            return _Encode.apply(x, made)
-        return made
+        return with_history(x, made) if isinstance(x, Tensor) else made
 
     @staticmethod
     def from_components(
@@ -294,11 +299,18 @@ class MCTensor(torch.Tensor):
 def wrap(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
     """Components of equal shape and strides as an MCTensor, as they are."""
     first = parts[0]
-    made = _make(MCTensor, first.shape, first.stride(), first.storage_offset(), dtype=first.dtype, device=first.device)
+    shape, strides, offset = first.shape, first.stride(), first.storage_offset()
+    dtype, device = first.dtype, first.device
+    made = _make(MCTensor, shape, strides, offset, dtype=dtype, device=device, _extra_dispatch_keys=_entry_keys)
     made._parts = parts
     made._scale = scale
     made._gradients = gradients
     return made
+
+
+def with_history(x: Tensor, made: MCTensor) -> MCTensor:
+    """What was made of x's values, so that gradients flow back to x."""
+    return _Encode.apply(x, made) if x.requires_grad and torch.is_grad_enabled() else made
 
 
 class _Encode(torch.autograd.Function):

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import torch_operators
+from ._backward import whole_results
 from ._form import evaluate, form_of
+from ._lifting import lifted
 from ._mctensor import MCTensor
 from ._registry import implements
 from ._writing import write_value
@@ -28,19 +30,20 @@ def native_batch_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias, and the mean and the root's inverse that it took."""
-    dims = [i for i in range(x.dim()) if i != 1]
-    if training:
-        variance, mean = torch.var_mean(x, dims, correction=0)
-        _update(running_mean, mean, momentum)
-        count = x.numel() // max(x.shape[1], 1)
-        _update(running_variance, variance * (count / max(count - 1, 1)), momentum)
-    else:
-        mean, variance = running_mean, running_variance
-    inverse = (variance + eps).rsqrt()
-    shape = [1, -1] + [1] * (x.dim() - 2)
-    out = (x - mean.reshape(shape)) * inverse.reshape(shape)
-    out = out if weight is None else out * weight.reshape(shape)
-    out = out if bias is None else out + bias.reshape(shape)
+    form = form_of((x, weight, bias, running_mean, running_variance))
+    x, weight, bias, mean, variance = lifted((x, weight, bias, running_mean, running_variance), form)
+    with whole_results():
+        if training:
+            dims = [i for i in range(x.dim()) if i != 1]
+            variance, mean = torch.var_mean(x, dims, correction=0)
+            _update(running_mean, mean, momentum)
+            count = x.numel() // max(x.shape[1], 1)
+            _update(running_variance, variance * count / max(count - 1, 1), momentum)
+        inverse = (variance + eps).rsqrt()
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        out = (x - mean.reshape(shape)) * inverse.reshape(shape)
+        out = out if weight is None else out * weight.reshape(shape)
+        out = out if bias is None else out + bias.reshape(shape)
     return (out, mean, inverse) if training else (out, x.new_empty((0,)), x.new_empty((0,)))
 
 

@@ -12,6 +12,7 @@ from .. import arithmetic
 from ..arithmetic import Parts
 from ..kernels import define_operator, torch_operators
 from ._backward import COMPONENTS, rounds
+from ._derivation import beyond_float64
 from ._form import Form, are_alike, evaluate, form_of, made, parts_of
 from ._mctensor import MCTensor, wrap
 from ._registry import implements
@@ -156,3 +157,15 @@ def addbmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tens
 def addr(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha times the outer product."""
     return _sum_of(start, a.unsqueeze(1), b.unsqueeze(0), beta, alpha)
+
+
+@beyond_float64(aten._trilinear.default)
+def trilinear(a: Any, b: Any, c: Any, *dims: Any) -> Tensor:
+    """The product of three tensors that broadcast after new dimensions, summed over some: behind torch.bilinear."""
+    operands = []
+    for x, new in zip((a, b, c), dims):
+        for at in sorted(new):
+            x = x.unsqueeze(at)
+        operands.append(x)
+    first, second, third = operands
+    return (first * second * third).sum(dims[3])

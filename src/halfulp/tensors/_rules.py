@@ -5,6 +5,7 @@ from . import _activations as _activations
 from . import _attention as _attention
 from . import _collectives as _collectives
 from . import _comparison as _comparison
+from . import _composite_operators as _composite_operators
 from . import _convolution as _convolution
 from . import _creation as _creation
 from . import _decoding as _decoding

@@ -1,0 +1,63 @@
+"""Operators that torch takes apart above __torch_dispatch__: their plain operands get components before that.
+
+`torch.einsum("ij,jk,kl", a, b, c)` multiplies a and b first; where these are plain, no rule of an MCTensor c sees it.
+Such an operator has a kernel under a dispatch key that MCTensors carry and no other tensor does: every other operator
+falls through it, which costs nothing, and no call without an MCTensor meets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..kernels import present, torch_operators, under_transform
+from ._form import Form, form_of
+from ._lifting import has_plain, is_plain, lift
+from ._mctensor import ENTRY_KEY, MCTensor, with_history
+
+aten = torch_operators("aten")
+
+# Those in which operands meet one another, or a constant, before they meet all others. Those that hand all operands to
+# one operator with a rule, as linear does, and those that write running statistics, as batch_norm, need none.
+COMPOSITES = (
+    *(aten.einsum.default, aten.linalg_multi_dot.default, aten.chain_matmul.default, aten.bilinear.default),
+    *(aten.scaled_dot_product_attention.default, aten.rms_norm.default, aten._weight_norm.default),
+    *(aten.kl_div.default, aten.poisson_nll_loss.default, aten.margin_ranking_loss.default),
+    *(aten.hinge_embedding_loss.default, aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default),
+    *(aten.multilabel_margin_loss.default, aten.cross_entropy_loss.default, aten.grid_sampler.default),
+    *(aten.cosine_similarity.default, aten.pairwise_distance.default, aten.cdist.default, aten.isclose.default),
+    *(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input),
+    *(aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data),
+    *(aten.lstm_cell.default, aten.gru_cell.default, aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default),
+    *(aten.trapezoid.x, aten.trapz.x, aten.cumulative_trapezoid.x, aten.cov.default, aten.quantile.default),
+    *(aten.gradient.tensorarray, aten.gradient.tensorarrayint, aten.nanquantile.default),
+)
+_library = torch.library.Library("aten", "IMPL")
+
+
+def lifted_with_history(operands: Any, form: Form) -> Any:
+    """Nested operands with every plain one as an MCTensor, through which gradients flow back to it."""
+    ranked = any(isinstance(x, Tensor) and x.dim() and x.is_floating_point() for x in tree_leaves(operands))
+    return tree_map(lambda x: with_history(x, lift(x.detach(), form, ranked)) if is_plain(x) else x, operands)
+
+
+def _entry(operator: OpOverload) -> Callable:
+    def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+        # Inside a transform of torch.func a tensor may be one of its own around an MCTensor.
+        if has_plain(arguments, options) and not under_transform():
+            leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
+            if any(isinstance(x, MCTensor) for x in leaves):
+                arguments, options = lifted_with_history((arguments, options), form_of(leaves))
+        return operator.redispatch(keys.remove(ENTRY_KEY), *arguments, **options)
+
+    return entered
+
+
+for _operator in present(COMPOSITES):
+    _name = _operator.name().removeprefix("aten::")
+    _library.impl(_name, _entry(_operator), "TESTING_ONLY_GenericMode", with_keyset=True)
