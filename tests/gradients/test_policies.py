@@ -149,6 +149,25 @@ def test_one_measured_scale_falls_by_as_much_from_anywhere(start, seed):
     assert scaler.get_scale() == 2.0 ** (start - 8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("policy", ["measured", "amax", "dynamic", "rising-floor", "underflow-bound"])
+def test_a_loss_in_float16_that_overflows_is_remembered(policy, dtype, seed):
+    """Its gradient is the scale itself, which float16 holds up to 2^15; what the model's gradients allow is more."""
+    model, x = mlp(), batch(64)
+    scaler = hu.AdaptiveGradScaler(model, policy=policy)
+    applied = []
+
+    def loss():
+        with torch.autocast("cpu", dtype=torch.float16):
+            return mean_square(model(x).half()).to(dtype)
+
+    for _ in range(200):
+        applied.append(stepped(scaler, model, loss, lr=1e-3))
+    assert applied[:100].count(False) <= 8
+    # The memory of an overflow lasts longer each time.
+    assert applied[100:].count(False) <= 5
+
+
 def test_rules_of_operands_settle_short_of_what_they_do_not_see(seed):
     """A weight's gradient is a sum that no such rule looks at: without memory every other step would overflow."""
     skipped = 0

@@ -13,6 +13,7 @@ from ..formats import fp16
 from ._backward import Backward
 from ._last_step import LastStep as LastStep
 from ._measure import Measured, by_site, copied, recovered
+from ._one_scale import measured_scale
 from ._overflow import (
     Culprit,
     all_finite,
@@ -26,7 +27,7 @@ from ._overflow import (
     suspects,
     unmeasured_culprits,
 )
-from ._policy import Amax, lowest
+from ._policy import Amax
 from ._schedule import is_measured
 from ._site import Reading, Site
 from ._state import load_sites
@@ -380,19 +381,18 @@ class Controller:
     def _update_anchor(self) -> None:
         """One scale for all."""
         anchor = self.sites.anchor
-        for site, kinds in by_site(self._measured).items():
+        readings = by_site(self._measured)
+        for site, kinds in readings.items():
             site.remember(kinds)
         for one in self._culprits:
             one.site.overflows += 1
+            self._note(one.site)
         self.since += 1
         wanted = self.policy.global_exponent(anchor.exponent, self._skipped, self.since, self.iteration + 1)
         if wanted is None:
             if not self._skipped and not self.backward.measuring:
                 return
-            wanted = self.policy.lowered(anchor) if self._skipped else lowest(self.policy, self.sites)
-            if wanted is None and self._measured:
-                # Every gradient is stored as zero.
-                wanted = 2 * anchor.exponent - self.policy.lowered(anchor)
+            wanted = self.policy.lowered(anchor) if self._skipped else measured_scale(self.policy, self.sites, readings, self.iteration)
         if wanted is not None and (wanted != anchor.exponent or self._skipped):
             self.since = 0
             self._set(anchor, wanted)

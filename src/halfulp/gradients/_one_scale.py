@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from ._policy import Amax, Policy, check_count
-from ._site import Site
+from ._overflow import explains, short_of_overflow
+from ._policy import Amax, Policy, check_count, lowest
+from ._site import Reading, Site, Sites
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Measured(Policy):
     """One scale that puts the largest of all gradients under the format's largest number, measured all along.
 
     What Micikevicius et al. recommend where statistics are at hand: "a factor so that its product with the maximum
-    absolute gradient value is below 65,504".
+    absolute gradient value is below 65,504". It stays short of a scale that overflowed though the model's gradients
+    allow it, as the gradient of a float16 loss may, for as long as overflows are remembered.
 
     Args:
         headroom: Powers of two left free above it.
@@ -50,6 +52,25 @@ class Measured(Policy):
     def exponent(self, site: Site) -> int | None:
         """What this site alone would allow; the scaler takes the least of all."""
         return Amax(self.headroom, self.headroom).exponent(site)
+
+
+def measured_scale(
+    policy: Policy, sites: Sites, readings: dict[Site, dict[str, Reading]], iteration: int
+) -> int | None:
+    """The exponent that all measured gradients allow, short of an overflow that they do not explain.
+
+    That may have been outside the model, where nothing is measured: in the gradient of a float16 loss, say.
+    """
+    anchor = sites.anchor
+    wanted = lowest(policy, sites)
+    if wanted is None and readings:
+        # Every gradient is stored as zero.
+        wanted = 2 * anchor.exponent - policy.lowered(anchor)
+    if wanted is None or anchor.overflowed is None:
+        return wanted
+    if any(explains(kinds, anchor.overflowed) for kinds in readings.values()):
+        anchor.forget_overflow()
+    return short_of_overflow(anchor, wanted, iteration, None)
 
 
 @dataclasses.dataclass(frozen=True)
