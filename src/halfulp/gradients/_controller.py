@@ -392,11 +392,8 @@ class Controller:
         if wanted is None:
             if not self._skipped and not self.backward.measuring:
                 return
-            wanted = (
-                self.policy.lowered(anchor)
-                if self._skipped
-                else measured_scale(self.policy, self.sites, readings, self.iteration)
-            )
+            found = measured_scale(self.policy, self.sites, readings, self.iteration)
+            wanted = self.policy.lowered(anchor) if self._skipped else found
         if wanted is not None and (wanted != anchor.exponent or self._skipped):
             self.since = 0
             self._set(anchor, wanted)
