@@ -4,10 +4,14 @@ import contextlib
 import ctypes
 import functools
 import gc
+import json
 import os
 import random
+import select
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -77,23 +81,42 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture(scope="session")
+def _fork_servers() -> Iterator[list[subprocess.Popen]]:
+    """Processes that have imported torch; as many as were needed at once."""
+    started: list[subprocess.Popen] = []
+    yield started
+    for server in started:
+        server.communicate(timeout=60)
+
+
 @pytest.fixture
-def in_processes(seed: int, tmp_path: Path) -> Callable[[str, int], None]:
+def in_processes(seed: int, tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Callable[[str, int], None]:
     """Runs a script in some processes that must all succeed; its arguments are rank, path of a store, and seed."""
 
     def run(script: str, count: int) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "error", "-c", script]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-        arguments = [(str(rank), str(tmp_path / "store"), str(seed)) for rank in range(count)]
-        running = [subprocess.Popen([*command, *given], **pipes) for given in arguments]
-        try:
-            said = [process.communicate(timeout=240)[0] for process in running]
-        finally:
+        command = [sys.executable, "-W", "error", str(Path(__file__).with_name("fork_server.py"))]
+        while len(_fork_servers) < count:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            _fork_servers.append(subprocess.Popen(command, env=environment, **pipes))
+        servers, children, codes = _fork_servers[:count], [], []
+        request = {"script": script, "environment": environment, "directory": os.getcwd()}
+        for rank, server in enumerate(servers):
+            request["arguments"] = [str(rank), str(tmp_path / "store"), str(seed)]
+            request["output"] = str(tmp_path / f"output{rank}")
+            print(json.dumps(request), file=server.stdin, flush=True)
+        for server in servers:
+            children.append(int(server.stdout.readline()))
+        until = time.monotonic() + 240
+        for child, server in zip(children, servers, strict=True):
             # The one that waits for another that is gone would wait on.
-            for process in running:
-                process.kill()
-        assert [process.returncode for process in running] == [0] * count, "\n".join(said)
+            if not select.select([server.stdout], [], [], max(0, until - time.monotonic()))[0]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            codes.append(int(server.stdout.readline()))
+        said = [(tmp_path / f"output{rank}").read_text() for rank in range(count)]
+        assert codes == [0] * count, "\n".join(said)
 
     return run
 

@@ -1,0 +1,65 @@
+"""Runs scripts in processes of their own that need not import torch again: `python -W error fork_server.py`.
+
+Each line of standard input is a JSON object: script, arguments, environment, directory, and a file for its output. The
+process forks itself; the child runs the script as `python -c` would. Standard output has the child's id, then its exit
+code. A test of several ranks takes a server each, so that no two of them hash alike.
+"""
+
+import json
+import os
+import sys
+import types
+import warnings
+
+sys.path[0] = ""
+
+
+def prepare() -> None:
+    """Import what takes long, where warnings of other packages' imports are of no interest."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import numba
+        import torch._dynamo
+        import torch.distributed.checkpoint.state_dict
+        import torch.distributed.fsdp
+
+        import halfulp
+
+        assert numba.__version__
+        assert halfulp.optim.AdamW
+        assert torch.get_num_threads() == 1, "threads do not live on in a forked process"
+
+
+def wait_for_script() -> dict | None:
+    """In a child what it is to run, in the server itself None when there is nothing more to do."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            return request
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    return None
+
+
+def run(request: dict) -> None:
+    """The script as the main module, its output in a file, nothing to read."""
+    for path, flags, stream in ((os.devnull, os.O_RDONLY, 0), (request["output"], os.O_WRONLY | os.O_CREAT, 1)):
+        opened = os.open(path, flags, 0o600)
+        os.dup2(opened, stream)
+        os.close(opened)
+    os.dup2(1, 2)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    sys.argv = ["-c", *request["arguments"]]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(request["script"], "<string>", "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    prepare()
+    found = wait_for_script()
+    if found is None:
+        os._exit(0)
+    run(found)
