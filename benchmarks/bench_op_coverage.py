@@ -93,7 +93,7 @@ def examined(op, seed: int = 0, most: int | None = None) -> Entry:
     chance = random.Random(f"{seed} {entry.name}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        samples = _samples(op, most, chance)
+        samples = samples_of(op, most, chance)
         with recorded() as counts:
             for number, sample in samples:
                 if not _examine(op, sample, entry, chance, seed + number):
@@ -102,7 +102,9 @@ def examined(op, seed: int = 0, most: int | None = None) -> Entry:
     return entry
 
 
-def _samples(op, most: int | None, chance: random.Random) -> list[tuple[int, object]]:
+def samples_of(
+    op, most: int | None, chance: random.Random, dtype: torch.dtype = torch.float32
+) -> list[tuple[int, object]]:
     """What torch calls the operator with in its own tests, numbered: all, or a choice, and no more held at a time."""
     from torch.testing._internal import common_utils
     from torch.testing._internal.opinfo import core
@@ -112,7 +114,7 @@ def _samples(op, most: int | None, chance: random.Random) -> list[tuple[int, obj
     with contextlib.ExitStack() as stack:
         for module in (common_utils, core):
             stack.enter_context(unittest.mock.patch.object(module, "extract_test_fn", return_value=None))
-        for found in enumerate(op.sample_inputs("cpu", torch.float32, requires_grad=False)):
+        for found in enumerate(op.sample_inputs("cpu", dtype, requires_grad=False)):
             if most is None or len(kept) < most:
                 kept.append(found)
             elif (place := chance.randrange(found[0] + 1)) < most:
@@ -126,13 +128,13 @@ def _examine(op, sample, entry: Entry, chance: random.Random, seed: int) -> bool
     if not any(_floating(x) for x in tree_leaves(given)):
         return True
     try:
-        plain, leaves = _run(op, given, seed, lambda x: x.detach().clone())
+        plain, leaves = run_on(op, given, seed, lambda x: x.detach().clone())
     except Exception:  # a sample that torch itself refuses says nothing
         return True
     entry.samples += 1
     entry.forward = True if entry.forward is None else entry.forward
     try:
-        scaled, scaled_leaves = _run(op, given, seed, lambda x: represented(x.detach(), chance))
+        scaled, scaled_leaves = run_on(op, given, seed, lambda x: represented(x.detach(), chance))
         why = _differs(entry, plain, scaled)
     except Exception as error:
         why = f"{type(error).__name__}: {str(error)[:200]}"
@@ -146,8 +148,8 @@ def _examine(op, sample, entry: Entry, chance: random.Random, seed: int) -> bool
     if not op.supports_autograd:
         return True
     try:
-        cotangents = [torch.randn_like(x) for x in _differentiable(plain)]
-        expected = _gradients(plain, leaves, cotangents)
+        cotangents = [torch.randn_like(x) for x in differentiable(plain)]
+        expected = gradients_of(plain, leaves, cotangents)
     except Exception:
         return True
     if expected is None:
@@ -156,9 +158,9 @@ def _examine(op, sample, entry: Entry, chance: random.Random, seed: int) -> bool
     try:
         cotangents = [
             represented(c, chance) if isinstance(y, ScaledTensor) else c
-            for c, y in zip(cotangents, _differentiable(scaled), strict=True)
+            for c, y in zip(cotangents, differentiable(scaled), strict=True)
         ]
-        found = _gradients(scaled, scaled_leaves, cotangents)
+        found = gradients_of(scaled, scaled_leaves, cotangents)
         why = _gradients_differ(entry, expected, found)
     except Exception as error:
         why = f"{type(error).__name__}: {str(error)[:200]}"
@@ -177,7 +179,7 @@ def _floating(x) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _run(op, given, seed: int, convert):
+def run_on(op, given, seed: int, convert):
     """The operator on converted copies of the inputs; its results, and the copies that want gradients."""
     seen, leaves = {}, []
 
@@ -243,12 +245,14 @@ def _of_one_kind(x: Tensor, y: Tensor) -> bool:
     return bool(left <= 4 * right + ATOL) and bool(right <= 4 * left + ATOL)
 
 
-def _differentiable(results) -> list[Tensor]:
+def differentiable(results) -> list[Tensor]:
+    """The results that have a history."""
     return [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _gradients(results, leaves: list[Tensor], cotangents: list[Tensor]):
-    outputs = _differentiable(results)
+def gradients_of(results, leaves: list[Tensor], cotangents: list[Tensor]):
+    """The gradients of leaves, None where there is nothing to differentiate."""
+    outputs = differentiable(results)
     if not outputs or not leaves:
         return None
     return torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)

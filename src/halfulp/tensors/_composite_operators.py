@@ -1,4 +1,4 @@
-"""Operators that torch takes apart above __torch_dispatch__: their plain operands get components before that.
+"""Operators that torch takes apart or differentiates above __torch_dispatch__: components for plain operands before.
 
 `torch.einsum("ij,jk,kl", a, b, c)` multiplies a and b first; where these are plain, no rule of an MCTensor c sees it.
 Such an operator has a kernel under a dispatch key that MCTensors carry and no other tensor does: every other operator
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import present, torch_operators, under_transform
 from ._form import Form, form_of
+from ._formula_constants import formula
 from ._lifting import has_plain, is_plain, lift
 from ._mctensor import ENTRY_KEY, MCTensor, with_history
 
@@ -36,6 +37,13 @@ COMPOSITES = (
     *(aten.lstm_cell.default, aten.gru_cell.default, aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default),
     *(aten.trapezoid.x, aten.trapz.x, aten.cumulative_trapezoid.x, aten.cov.default, aten.quantile.default),
     *(aten.gradient.tensorarray, aten.gradient.tensorarrayint, aten.nanquantile.default),
+    *(aten.ldexp.Tensor, aten.float_power.Tensor_Tensor, aten.float_power.Scalar, aten.float_power.Tensor_Scalar),
+)
+# Those with one rule whose derivative has a step of plain operands alone: what autograd saves has components too.
+DIFFERENTIATED = (
+    *(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Tensor, aten.atan2.default),
+    *(aten.pow.Tensor_Tensor, aten.xlogy.Tensor, aten.special_xlog1py.default),
+    *(aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default),
 )
 _library = torch.library.Library("aten", "IMPL")
 
@@ -53,11 +61,12 @@ def _entry(operator: OpOverload) -> Callable:
             leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
             if any(isinstance(x, MCTensor) for x in leaves):
                 arguments, options = lifted_with_history((arguments, options), form_of(leaves))
-        return operator.redispatch(keys.remove(ENTRY_KEY), *arguments, **options)
+        with formula(operator, (arguments, options)):
+            return operator.redispatch(keys.remove(ENTRY_KEY), *arguments, **options)
 
     return entered
 
 
-for _operator in present(COMPOSITES):
+for _operator in present((*COMPOSITES, *DIFFERENTIATED)):
     _name = _operator.name().removeprefix("aten::")
     _library.impl(_name, _entry(_operator), "TESTING_ONLY_GenericMode", with_keyset=True)

@@ -17,6 +17,7 @@ from ._backward import rounds, whole_results
 from ._collective_operators import collective_rule, is_collective
 from ._collectives import put, refuse
 from ._form import Form, form_of, made
+from ._formula_constants import formula
 from ._in_place import functional_form, is_written
 from ._lifting import has_plain, lifted
 from ._mctensor import MCTensor
@@ -94,7 +95,8 @@ def _computed(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     decomposition = _decompositions().get(operator)
     if decomposition is None:
         return counted(operator, arguments, options)
-    results = in_steps(decomposition, form, arguments, options)
+    with formula(operator, (arguments, options)):
+        results = in_steps(decomposition, form, arguments, options)
     return counted(operator, arguments, options) if results is NotImplemented else results
 
 

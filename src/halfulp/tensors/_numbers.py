@@ -16,6 +16,7 @@ from torch import Tensor
 from .._words import a_kind
 from ..arithmetic import MOST, PRECISION, Parts, pointwise, renormalize
 from ..kernels import resolved
+from ._formula_constants import terms_of
 from ._scale import magnitude, power_of_two, scale_for, scaled, widened
 
 _FLOAT32 = struct.Struct("f")
@@ -107,7 +108,8 @@ def number(x: Any, device: torch.device) -> Parts:
         raise ValueError(f"{x!r} is complex, an MCTensor is real: keep the real and the imaginary part as two tensors")
     if type(x) is int and abs(x) > 2**53:
         return tuple(torch.tensor(part, dtype=torch.float64, device=device) for part in _terms(Fraction(x)))
-    return (torch.scalar_tensor(x, dtype=torch.float64, device=device),)
+    terms = terms_of(x) if type(x) is float else None
+    return tuple(torch.scalar_tensor(term, dtype=torch.float64, device=device) for term in terms or (x,))
 
 
 def number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Parts | None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import arithmetic
-from ..arithmetic import PRECISION, Parts
+from ..arithmetic import MOST, PRECISION, Parts
 from ..kernels import torch_operators
-from ._backward import rounds
+from ._backward import COMPONENTS, rounds
 from ._derivation import beyond_float64
-from ._form import Form, form_of, made, parts_of, wide_count
+from ._form import Form, evaluate, form_of, made, parts_of, wide_count
 from ._mctensor import MCTensor
 from ._registry import implements
 
@@ -128,7 +128,14 @@ def vector_norm(x: MCTensor, ord: Any = 2, dim: Any = None, keepdim: bool = Fals
     size = x.abs()
     if math.isinf(ord):
         return size.amax(dims, keepdim) if ord > 0 else size.amin(dims, keepdim)
-    return size.sum(dims, keepdim) if ord == 1 else size.pow(ord).sum(dims, keepdim).pow(1 / ord)
+    if ord == 1:
+        return size.sum(dims, keepdim)
+    root = evaluate("div", 1.0, torch.tensor(float(ord), dtype=torch.float64, device=x.device), form=_four_float64s(x))
+    return size.pow(ord).sum(dims, keepdim).pow(root)
+
+
+def _four_float64s(x: Tensor) -> Form:
+    return Form(torch.float64, MOST, COMPONENTS, False, x.device)
 
 
 @implements(aten.norm.Scalar)
