@@ -139,7 +139,8 @@ def tables(found: dict[str, list[dict]]) -> list[Table]:
             found,
             read,
             "Weights, momentum and the scaler's state by torch.distributed.checkpoint, bit for bit, and the difference "
-            "after one more step from what the two processes that saved it got, in the units above.",
+            "after one more step from what the two processes that saved it got, in the units above. Each process has "
+            "exponents of its own; those of one are in the checkpoint.",
         ),
         refusals(found),
     ]

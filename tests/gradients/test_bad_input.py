@@ -242,6 +242,7 @@ DAMAGED = [
     ("global", "exponent", [ABSENT, 17]),
     ("site", "merged", [ABSENT, True, 3]),
     ("global", "merged", ["by hand"]),
+    ("global", "reference", [None, 3, [], [0], [None, -1], [0.5, 0], [2000, 0], [0, 0, 0]]),
     ("site", "overflows", [ABSENT, None, 1.5, -1]),
     ("site", "history", [ABSENT, None, {}, [3.0], [{"received": None}], [{"received": math.nan}]]),
     ("global", "history", ["", [{"received": -1.0}], [{"received": math.inf}]]),

@@ -29,7 +29,7 @@ from ._overflow import (
 )
 from ._policy import Amax
 from ._schedule import is_measured
-from ._site import Reading, Site
+from ._site import GLOBAL, Reading, Site
 from ._state import load_sites
 
 # For so many intervals an overflow is remembered, times the site's patience.
@@ -187,8 +187,7 @@ class Controller:
         """What `resume` takes beside the sites.
 
         The iteration, steps since the global scale last changed, whether this one is measured, roundings, the iteration
-        from which measured ones are counted, how many steps in a row were skipped, the binade of losses' gradients that
-        exponents are meant for, and the iteration from which they follow these.
+        from which measured ones are counted, and how many steps in a row were skipped.
         """
         return [
             self.iteration,
@@ -197,8 +196,6 @@ class Controller:
             self.backward.roundings,
             self._restarted,
             self._row,
-            self.sites.anchor.border,
-            self.following.resumes,
         ]
 
     def adopt(self, exponent: int, since: int) -> None:
@@ -217,7 +214,8 @@ class Controller:
         self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress[:4]
         self._restarted, self._row = progress[4:6]
         # States of before exponents followed losses hold them as they are.
-        self.sites.anchor.border, self.following.resumes = progress[6:] or (None, 0)
+        reference = given[GLOBAL].get("reference") or progress[6:] or (None, 0)
+        self.sites.anchor.border, self.following.resumes = reference
         self.following.decide(self.iteration)
         self._note_lowest()
 

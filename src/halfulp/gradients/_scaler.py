@@ -184,8 +184,9 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
             raise ValueError(
                 "there is nothing to unscale, as no backward pass started at scaler.scale(loss) since the last "
                 "scaler.update(): call scaler.scale(loss).backward(), or multiply gradients that you set by hand by "
-                "scaler.get_scale(). A stage of a pipeline without a loss has nothing to scale: exponents do not "
-                "follow gradients between processes, take torch.amp.GradScaler there"
+                "scaler.get_scale(). A stage of a pipeline without a loss gets its gradients from another process, "
+                "at a scale that this one does not know: in pipelines train in bfloat16, or multiply the loss by a "
+                "constant power of two and divide every stage's gradients by it"
             )
         controller.backward.end()
         self._tensor(torch.device(self._device))
@@ -334,7 +335,9 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         if not self._enabled:
             return {}
         state = {**super().state_dict(), "scale": self._scale_now()}
-        return {**state, "sites": state_of(self._controller.sites), "progress": self._controller.progress}
+        controller = self._controller
+        sites = state_of(controller.sites, controller.following.resumes)
+        return {**state, "sites": sites, "progress": controller.progress}
 
     def __reduce__(self) -> tuple:
         """A pickle, and a deep copy, holds the models too, whose copies the copy belongs to; recorders stay here.

@@ -19,10 +19,16 @@ _FARTHEST = 1200
 _Wanted = dict[str, tuple[str, Callable[[Any], bool]]]
 
 
-def state_of(sites: Sites) -> tuple[tuple[str, dict[str, Any]], ...]:
+def state_of(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ...]:
     """The exponents, and what policies look back on: pairs of a site's name and its entries.
 
     A tuple is one entry to torch.distributed.checkpoint, which of a dict loads only the names that it finds before.
+    Processes have exponents of their own, and it may be any of them that writes an entry: what exponents are meant for
+    stands in the same one.
+
+    Args:
+        sites: all.
+        resumes: the iteration from which exponents follow losses.
     """
     found = {
         site.key: {
@@ -37,6 +43,7 @@ def state_of(sites: Sites) -> tuple[tuple[str, dict[str, Any]], ...]:
         }
         for site in sites
     }
+    found[GLOBAL]["reference"] = [sites.anchor.border, resumes]
     return tuple(found.items())
 
 
@@ -62,6 +69,9 @@ def check_entries(state_dict: object) -> None:
     _check("the state_dict", state_dict, _OURS)
     for key, values in state_dict["sites"].items():
         _check(f"site {key!r} of the state_dict", values, _ANCHOR if key == GLOBAL else _SITE)
+    anchor = state_dict["sites"][GLOBAL]
+    if "reference" in anchor:  # older states have it in their progress, or not at all
+        _check(f"site {GLOBAL!r} of the state_dict", anchor, _REFERENCE)
     scale, exponent = state_dict["scale"], state_dict["sites"][GLOBAL]["exponent"]
     if scale != 2.0**exponent:
         raise ValueError(
@@ -93,17 +103,19 @@ def _is_size(given: object) -> bool:
 
 
 def _is_progress(given: object) -> bool:
-    # Six, without a reference, is what scalers saved before their exponents followed losses.
+    # Eight, with the reference, is what scalers saved before it stood beside the exponents.
     if not isinstance(given, (list, tuple)) or len(given) not in (6, 8):
         return False
-    if len(given) == 8 and not (_is_reference(given[6]) and _is_whole(given[7])):
+    if len(given) == 8 and not _is_reference(given[6:]):
         return False
     iteration, since, measuring, *counts = given[:6]
     return all(map(_is_whole, (iteration, since, *counts))) and isinstance(measuring, bool) and counts[1] <= iteration
 
 
 def _is_reference(given: object) -> bool:
-    return given is None or _is_whole(given, -_FARTHEST, _FARTHEST)
+    if not isinstance(given, (list, tuple)) or len(given) != 2:
+        return False
+    return (given[0] is None or _is_whole(given[0], -_FARTHEST, _FARTHEST)) and _is_whole(given[1])
 
 
 def _is_memory(given: object) -> bool:
@@ -134,8 +146,7 @@ _OURS: _Wanted = {
     "sites": (f"a dict of sites by name, or pairs of name and site, {GLOBAL!r} among them", _are_sites),
     "progress": (
         "[iteration, steps at this scale, whether it is measured, roundings, where measured ones are counted from, "
-        "skipped steps in a row, the binade of losses' gradients that exponents are meant for or None, the iteration "
-        "from which they follow these]",
+        "skipped steps in a row]",
         _is_progress,
     ),
 }
@@ -148,6 +159,13 @@ _SITE: _Wanted = {
     "overflowed": (f"None or {_AN_EXPONENT}", lambda given: given is None or _is_exponent(given)),
     "memory": (f"[doubted, until, strikes, patience from 1 to {MOST_PATIENCE}]", _is_memory),
     "history": ("a list of dicts with the largest magnitude of each kind, which is finite", _is_history),
+}
+_REFERENCE: _Wanted = {
+    "reference": (
+        "[the binade of losses' gradients that exponents are meant for or None, the iteration from which they follow "
+        "these]",
+        _is_reference,
+    )
 }
 _ANCHOR: _Wanted = {**_SITE, "merged": ("None, as it follows no other", lambda given: given is None)}
 
