@@ -1,5 +1,6 @@
 """quantize against an oracle of neighbours, torch, ml_dtypes, gfloat and the exact reference."""
 
+import dataclasses
 from fractions import Fraction
 
 import gfloat
@@ -7,8 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
-from halfulp.formats import Format, get, round_exact
+from halfulp.formats import BlockFormat, Format, block_names, get, get_block, names, round_exact
 from halfulp.kernels import engine, same_bits
 from halfulp.rounding import Nearest, Stochastic, mix64, quantize, random_words
 from halfulp.rounding._constants import random_bits
@@ -273,3 +275,32 @@ def test_no_gradient():
 def test_bad_input(call, error, words):
     with pytest.raises(error, match=words):
         call(torch.ones(4))
+
+
+def test_a_format_is_a_constant_of_the_graph(fresh_compiler, seed):
+    """Any formats in turn, one graph for each: eager bits, equal formats share a graph, and so do equal seeds."""
+    mine = [Format("mine", 4, 4), Format("mine", 5, 2, bias=20), Format("other", 5, 5, infinities=False, nan=None)]
+    blocks = [get_block(name) for name in block_names()]
+    blocks += [BlockFormat("my blocks", mine[0], get("e8m0"), size) for size in (8, 16)]
+    formats = [*(get(name) for name in names() if name != "fp64"), *mine, *blocks]
+    counter = CompileCounter()
+    compiled = torch.compile(quantize, fullgraph=True, backend=counter)
+    x = torch.randn(64)
+    with torch._dynamo.config.patch(recompile_limit=4 * len(formats)):
+        for _ in range(2):
+            for format in formats:
+                assert same_bits(compiled(x, format), quantize(x, format)), format
+                assert same_bits(compiled(x, dataclasses.replace(format)), quantize(x, format)), format
+        assert counter.frame_count == len(formats)
+        seeds = [3, 4, 2**63 + 1]
+        for value in 2 * seeds:
+            assert same_bits(compiled(x, mine[0], Stochastic(value)), quantize(x, mine[0], Stochastic(value)))
+    assert counter.frame_count == len(formats) + len(seeds)
+
+
+def test_a_traced_format_that_does_not_fit_is_named(fresh_compiler):
+    compiled = torch.compile(quantize, backend="eager")
+    with pytest.raises(ValueError, match="float16 cannot hold the values of bf16"):
+        compiled(torch.ones(3, dtype=torch.float16), get("bf16"))
+    with pytest.raises(ValueError, match="the elements of mxfp4 saturate"):
+        compiled(torch.ones(3), get_block("mxfp4"), overflow="inf")

@@ -61,6 +61,10 @@ class BlockFormat:
                 f"{self.name}: scale_rounding='floor' gives powers of two, and {self.scale.name} has mantissa bits;"
                 " take 'up' or 'nearest', or the scale e8m0"
             )
+        formats = (self.element._key, self.scale._key)
+        object.__setattr__(
+            self, "_key", repr((self.name, *formats, self.block, self.tensor_scale, self.scale_rounding))
+        )
 
     @property
     def bits_per_value(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ._native import ML_DTYPES, TORCH
@@ -73,6 +73,8 @@ class Format:
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
         _check_existence(self)
+        # A compiler takes integers of an argument for variables, a string for a constant (rounding._traced).
+        object.__setattr__(self, "_key", repr(tuple(getattr(self, field.name) for field in fields(self))))
 
     # sizes ------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ from ._trace import shared as shared
 from ._trace import square_root as square_root
 from ._trace import times_power as times_power
 from ._trace import trace_is_wide as trace_is_wide
+from ._untraced import constant_result as constant_result
 from ._untraced import uncompiled as uncompiled
 from ._untraced import untraced as untraced
 from ._vector import LANES as LANES

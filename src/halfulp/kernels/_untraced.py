@@ -40,3 +40,12 @@ def uncompiled(function: Function) -> Function:
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = f"{function.__qualname__} of halfulp runs uncompiled"
     return function
+
+
+def constant_result(function: Function) -> Function:
+    """Let torch.compile call a function of constants as it traces and take the result for a constant, as a decorator.
+
+    torch.compiler.assume_constant_result, which imports the compiler, without the import.
+    """
+    function._dynamo_marked_constant = True
+    return function

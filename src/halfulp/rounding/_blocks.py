@@ -18,6 +18,7 @@ from ._kernels import collide, container_pieces, fixed_elements, mode_pieces, on
 from ._modes import Rounding, Stochastic, drawn_key
 from ._random import mix64
 from ._target import DOWN, STOCHASTIC, UP
+from ._traced import traced_block_target
 
 GROUP = 16_384
 
@@ -32,12 +33,12 @@ def quantize_block_format(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """`quantize` for a block format; x is detached, and x and out have been checked."""
-    flat = make_block_target(format, rounding, overflow, x.dtype).flat()
+    flat = block_target_for(format, rounding, overflow, x.dtype).flat()
     if x.dim() and not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is from {-x.dim()} to {x.dim() - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
     moved = x.movedim(dim, -1) if x.dim() > 1 else x
     drawing = isinstance(rounding, Stochastic) and rounding.seed is None
-    seed = 0 if drawing or not isinstance(rounding, Stochastic) else rounding.seed - (rounding.seed >> 63 << 64)
+    seed = rounding.signed_seed if isinstance(rounding, Stochastic) else 0
     if out is not None:
         into = out.movedim(dim, -1) if x.dim() > 1 else out
         if drawing:
@@ -47,6 +48,12 @@ def quantize_block_format(
         return out
     result = _blocks_drawing(moved, flat, counter) if drawing else _blocks(moved, flat, seed, counter)
     return result.movedim(-1, dim) if x.dim() > 1 else result
+
+
+def block_target_for(format: BlockFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype) -> BlockTarget:
+    """`make_block_target`, of constants where a compiler traces."""
+    make = traced_block_target if torch.compiler.is_compiling() else make_block_target
+    return make(format, rounding, overflow, dtype)
 
 
 def _new(x: torch.Tensor, flat: list[int], seed: int, counter: int) -> torch.Tensor:

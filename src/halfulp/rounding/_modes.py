@@ -75,6 +75,13 @@ class Stochastic(Rounding):
             return
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**64:
             raise ValueError(f"a seed is an integer from 0 to 2^64 - 1, or None; got {self.seed!r}")
+        # As a string it is a constant of a compiler's graph: see rounding._traced.
+        object.__setattr__(self, "_signed_seed", str(self.seed - (self.seed >> 63 << 64)))
+
+    @property
+    def signed_seed(self) -> int:
+        """The bits of the seed as a signed integer, as a torch operator takes it; 0 without one."""
+        return 0 if self.seed is None else int(self._signed_seed)  # type: ignore[attr-defined]
 
 
 MODES: dict[str, type[Rounding]] = {mode.name: mode for mode in (Nearest, TowardZero, Up, Down, Stochastic)}

@@ -9,12 +9,12 @@ import torch
 from ..formats import BlockFormat, Format, get, get_block
 from ..kernels import define_operator
 from ..kernels._plain_memory import refuse
-from ._block_target import make_block_target
-from ._blocks import quantize_block_format
+from ._blocks import block_target_for, quantize_block_format
 from ._kernels import collide, run
 from ._modes import Nearest, Rounding, Stochastic, drawn_key, get_rounding
 from ._random import mix64
 from ._target import DTYPES, STOCHASTIC, Target, make_target
+from ._traced import traced_target
 
 
 def quantize(
@@ -92,7 +92,7 @@ def apply(
                 return _quantize_drawing(x, target, counter)
             _quantize_drawing_into(x, target, counter, out)
             return out
-        seed = rounding.seed - (rounding.seed >> 63 << 64)
+        seed = rounding.signed_seed
     else:
         seed, counter = 0, 0
     if out is None:
@@ -106,7 +106,7 @@ def target_for(
 ) -> Target | None:
     """`make_target`, remembered where no compiler traces."""
     if torch.compiler.is_compiling():
-        return make_target(get(format), rounding, overflow, dtype)
+        return traced_target(get(format), rounding, overflow, dtype)
     return _remembered(format, rounding, overflow, dtype)
 
 
@@ -135,7 +135,7 @@ def check_tensor(x: torch.Tensor) -> None:
 def check_format(x: torch.Tensor, format, rounding: Rounding, overflow: str | None) -> None:
     """Raise what `quantize` would."""
     if is_block(format):
-        make_block_target(get_block(format), rounding, overflow, x.dtype)
+        block_target_for(get_block(format), rounding, overflow, x.dtype)
     else:
         target_for(format, rounding, overflow, x.dtype)
 

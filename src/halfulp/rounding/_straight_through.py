@@ -97,7 +97,7 @@ def straight_through(
 def _apart(rounding: Rounding) -> Rounding:
     """The mode for gradients, whose random bits are not those of the values."""
     if isinstance(rounding, Stochastic) and rounding.seed is not None:
-        return Stochastic(mix64(rounding.seed, _BACKWARD))
+        return Stochastic(mix64(rounding.signed_seed, _BACKWARD))
     return rounding
 
 
