@@ -43,6 +43,7 @@ ELEMENTWISE = {
     "hardsigmoid": (F.hardsigmoid, lambda v: (v + 3) / 6),
     "hardswish": (F.hardswish, lambda v: v * (v + 3) / 6),
     "x ** (1 / 3)": (lambda x: x ** (1 / 3), lambda v: v ** mpmath.mpf(1 / 3)),
+    "3 ** x": (lambda x: 3**x, lambda v: mpmath.mpf(3) ** v),
     "sinc": (torch.sinc, lambda v: mpmath.sincpi(v)),
     "deg2rad": (torch.deg2rad, lambda v: v * mpmath.pi / 180),
     "rad2deg": (torch.rad2deg, lambda v: v * 180 / mpmath.pi),

@@ -37,12 +37,12 @@ COMPOSITES = (
     *(aten.lstm_cell.default, aten.gru_cell.default, aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default),
     *(aten.trapezoid.x, aten.trapz.x, aten.cumulative_trapezoid.x, aten.cov.default, aten.quantile.default),
     *(aten.gradient.tensorarray, aten.gradient.tensorarrayint, aten.nanquantile.default),
-    *(aten.ldexp.Tensor, aten.float_power.Tensor_Tensor, aten.float_power.Scalar, aten.float_power.Tensor_Scalar),
+    *(aten.float_power.Tensor_Tensor, aten.float_power.Scalar, aten.float_power.Tensor_Scalar),
 )
 # Those with one rule whose derivative has a step of plain operands alone: what autograd saves has components too.
 DIFFERENTIATED = (
     *(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Tensor, aten.atan2.default),
-    *(aten.pow.Tensor_Tensor, aten.xlogy.Tensor, aten.special_xlog1py.default),
+    *(aten.pow.Tensor_Tensor, aten.ldexp.Tensor, aten.xlogy.Tensor, aten.special_xlog1py.default),
     *(aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default),
 )
 _library = torch.library.Library("aten", "IMPL")

@@ -17,6 +17,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from ..arithmetic import MOST, pointwise
+
 _graph_task = torch._C._current_graph_task_id
 _here = threading.local()
 
@@ -45,11 +47,23 @@ _NODES = frozenset(
     for name in (
         *("Erf", "Erfc", "Erfinv", "SpecialErfcx", "SpecialNdtri", "SpecialLogNdtr", "Exp2", "Log2", "Log10"),
         *("Deg2Rad", "Rad2Deg", "Sinc", "Var", "VarMean", "Std", "StdMean", "LogitBackward", "Mvlgamma", "Logaddexp2"),
-        *("Logit", "NativeLayerNorm", "LinalgVectorNorm", "Norm", "Lerp", "Pow", "Celu", "Elu"),
+        *(
+            "Logit",
+            "NativeLayerNorm",
+            "NativeGroupNorm",
+            "LinalgVectorNorm",
+            "Norm",
+            "Lerp",
+            "Pow",
+            "Celu",
+            "Elu",
+            "Ldexp",
+        ),
     )
 )
 # Where nodes keep the number that they were given and compute another one of.
 _SAVED = ("_saved_exponent", "_saved_weight", "_saved_alpha")
+_POWER_OF_NUMBER = "PowBackward2"
 _FLOAT32 = 2.0**-22  # torch inverts celu's alpha in float32
 _SELU = (
     "1.05070098735548049341933498529460635195898120437640454697787838780199462",
@@ -87,12 +101,15 @@ def terms_of(value: float) -> tuple[float, ...] | None:
 
 def _terms_in_backward(value: float) -> tuple[float, ...] | None:
     node = torch._C._current_autograd_node()
-    if node is None or node.name() not in _NODES:
+    name = "" if node is None else node.name()
+    if name == _POWER_OF_NUMBER:
+        return _logarithm(value, node._saved_self)
+    if name not in _NODES:
         return None
-    for name in _SAVED:
-        saved = getattr(node, name, None)
-        if isinstance(saved, float):
-            return _derived(value, saved)
+    for attribute in _SAVED:
+        saved = getattr(node, attribute, None)
+        if isinstance(saved, (float, int)):
+            return _derived(value, float(saved))
     return None if hasattr(_here, "given") and _here.given is not None else _recovered(value)
 
 
@@ -103,6 +120,14 @@ def _derived(value: float, saved: float) -> tuple[float, ...] | None:
     if found is None and abs(value * saved - 1) < _FLOAT32:
         found = 1 / exact
     return None if found is None or found == Fraction(value) else _float64s(found)
+
+
+def _logarithm(value: float, base: float) -> tuple[float, ...] | None:
+    """The logarithm of the number that is raised to powers."""
+    if not isinstance(base, (int, float)) or not base > 0 or not math.isclose(value, math.log(base), rel_tol=2.0**-48):
+        return None
+    number = torch.tensor(base, dtype=torch.float64, device="cpu")
+    return tuple(map(float, pointwise("log", (number,), components=MOST, dtype=torch.float64)))
 
 
 @functools.lru_cache(1024)
@@ -151,7 +176,7 @@ def _near(value: float) -> tuple[float, ...]:
 
 def _float64s(value: Fraction) -> tuple[float, ...]:
     terms = []
-    for _ in range(4):
+    for _ in range(MOST):
         terms.append(float(value))
         value -= Fraction(terms[-1])
     return tuple(terms)

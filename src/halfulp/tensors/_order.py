@@ -81,6 +81,19 @@ def median(x: MCTensor) -> Tensor:
     return median_dim(x.reshape(-1), 0)[0]
 
 
+@implements(aten.nanmedian.dim)
+def nanmedian_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The lower of the middle values of those that are numbers; NaN, which comes last in order, where none is."""
+    numbers = (~x._parts[0].isnan()).sum(dim, keepdim=True)
+    return _picked(x, dim, keepdim, lambda order: order.gather(dim, ((numbers - 1) // 2).clamp(min=0)))
+
+
+@implements(aten.nanmedian.default)
+def nanmedian(x: MCTensor) -> Tensor:
+    """The lower of the middle values of all that are numbers."""
+    return nanmedian_dim(x.reshape(-1), 0)[0]
+
+
 def _picked(x: MCTensor, dim: int, keepdim: bool, pick: Any) -> tuple[Tensor, Tensor]:
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -230,8 +232,11 @@ def cdist_backward(gradient: Any, a: Any, b: Any, p: float, distance: Any) -> Te
     difference = a.unsqueeze(-2) - b.unsqueeze(-3)
     zero = distance == 0
     reach = chosen(zero, 1.0, distance)
+    if p == 0:  # a count of differences
+        return difference.sum(-2) * 0
     if p == 2:
         slope = difference / reach.unsqueeze(-1)
     else:
-        slope = difference.sign() * (difference.abs() / reach.unsqueeze(-1)) ** (p - 1)
+        less = evaluate("sub", constant(str(Fraction(p)), a), 1.0) if math.isfinite(p) else p
+        slope = difference.sign() * torch.pow(difference.abs() / reach.unsqueeze(-1), less)
     return (slope * chosen(zero, 0.0, gradient).unsqueeze(-1)).sum(-2)

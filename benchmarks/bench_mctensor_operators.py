@@ -1,0 +1,134 @@
+"""The digits of every operator of op_db on MCTensors: `python -m benchmarks.bench_mctensor_operators`.
+
+Each floating operator of torch.testing's op_db that is neither sparse nor jiterator, in five formats and five cases,
+with both ways of keeping gradients, against four float64 components: see _operator_digits.
+"""
+
+import argparse
+import time
+from collections import Counter
+
+import torch
+
+from ._operator_digits import CASES, FORMATS, GRADIENTS, ORDER, VERDICTS, Finding, findings, is_random, long_constants
+from ._results import Result, Table, save
+from .bench_op_coverage import name_of, operators
+
+PYTHON = "torch's Python function computes it of plain operands alone, before any operator with an MCTensor"
+# What is not within the bound nor counted, and why; anything else is a defect.
+KNOWN = {
+    "nn.functional.multilabel_soft_margin_loss": PYTHON,
+    "nn.functional.triplet_margin_with_distance_loss": PYTHON,
+    "nn.functional.gaussian_nll_loss": PYTHON,
+    "__rdiv__": "torch's method takes the plain operand's reciprocal itself; a / b does not call it",
+}
+MISSES = ("cut", "outside", "NaN", "differs")
+
+
+def summary(found: dict[str, dict[tuple, Finding]]) -> Table:
+    """How many operators are what, in every situation."""
+    table = Table(
+        "Operators by format, case and gradients",
+        {"format": "", "case": "", "gradients": ""} | dict.fromkeys(VERDICTS, "") | {"met": ""},
+        note=". ".join(f"{name}: {text}" for name, text in VERDICTS.items()) + ".",
+    )
+    for kind in FORMATS:
+        for case in CASES:
+            for gradients in GRADIENTS:
+                rows = {name: each[kind, case, gradients] for name, each in found.items() if each}
+                counts = Counter(finding.verdict for finding in rows.values())
+                missed = [name for name, finding in rows.items() if finding.verdict in MISSES and name not in KNOWN]
+                cells = {name: counts[name] for name in VERDICTS}
+                table.add(format=kind, case=case, gradients=gradients, **cells, met=not missed)
+    return table
+
+
+def missed(found: dict[str, dict[tuple, Finding]]) -> Table:
+    """Everything that is neither within its bound nor counted nor refused."""
+    columns = {"operator": "", "format": "", "case": "", "gradients": "", "verdict": "", "x bound": ".3g", "where": ""}
+    table = Table("Beyond the bound", columns | {"why": ""})
+    for name, each in found.items():
+        for (kind, case, gradients), finding in each.items():
+            if finding.verdict in MISSES:
+                situation = {"operator": name, "format": kind, "case": case, "gradients": gradients}
+                what = {"verdict": finding.verdict, "x bound": finding.ratio, "where": finding.where}
+                table.add(**situation, **what, why=KNOWN.get(name, "unknown"))
+    return table
+
+
+def constants_table(constants: dict[str, dict[float, str]]) -> Table:
+    """Inexact numbers of torch's formulas that lost digits."""
+    table = Table("Numbers of formulas with a float64's digits only", {"operator": "", "number": "", "where": ""})
+    for name, each in constants.items():
+        for number, where in each.items():
+            table.add(operator=name, number=repr(number), where=where)
+    return table
+
+
+def every_operator(found: dict[str, dict[tuple, Finding]]) -> Table:
+    """One row an operator: the worst of each format, with what went through float64."""
+    table = Table("Each operator", {"operator": ""} | dict.fromkeys(FORMATS, "") | {"through float64": ""})
+    for name, each in found.items():
+        cells, fallbacks = {}, set()
+        for kind in FORMATS:
+            rows = {key: finding for key, finding in each.items() if key[0] == kind}
+            (_, case, gradients), worst = max(rows.items(), key=lambda row: ORDER.index(row[1].verdict))
+            fallbacks |= {operator for finding in rows.values() for operator in finding.fallbacks}
+            cells[kind] = (
+                worst.verdict if worst.verdict in (None, "within") else f"{worst.verdict}: {case}, {gradients}"
+            )
+        table.add(operator=name, **cells, **{"through float64": ", ".join(sorted(fallbacks))})
+    return table
+
+
+def refusals(found: dict[str, dict[tuple, Finding]]) -> Table:
+    """The errors, each once."""
+    table = Table("Refused", {"operator": "", "error": ""})
+    for name, each in found.items():
+        for error in sorted({finding.where for finding in each.values() if finding.verdict == "refused"})[:2]:
+            table.add(operator=name, error=error)
+    return table
+
+
+def main() -> None:
+    """All operators, or those of the given names; the JSON where all ran."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="only operators of these names")
+    parser.add_argument("--most", type=int, default=1, help="samples an operator")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, help="stop after so long, and say how far it came")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen = [op for op in operators() if not is_random(op) and (not options.names or name_of(op) in options.names)]
+    found, constants, start = {}, {}, time.perf_counter()
+    for op in chosen:
+        if options.minutes and time.perf_counter() - start > 60 * options.minutes:
+            break
+        name = name_of(op)
+        each = dict(findings(op, options.most, options.seed, FORMATS, CASES))
+        if any(finding.verdict for finding in each.values()):
+            found[name] = each
+            if numbers := long_constants(op, options.most, options.seed):
+                constants[name] = numbers
+        for key, finding in each.items():
+            if finding.verdict in MISSES:
+                print(name, *key, finding, flush=True)
+    result = Result(
+        "mctensor_operators",
+        "Digits of operators on MCTensors",
+        f"{len(found)} operators of op_db with floating operands ({len(chosen)} entries that draw nothing), on "
+        f"{options.most} of torch's own samples each, in five formats and five cases with both ways of keeping "
+        "gradients. The reference is the same call on four float64 components, which hold the operands exactly; the "
+        "bound is 2^-(bits - 10) of a result and of what it changes by when every operand changes by its last bit, "
+        "2^-(bits - 12) for gradients of all components and 2^-(p - 4) for plain ones.",
+        "python -m benchmarks.bench_mctensor_operators",
+        tables=[summary(found), missed(found), constants_table(constants), refusals(found), every_operator(found)],
+    )
+    if options.names:
+        print(result.tables[0:4])
+    else:
+        save(result)
+
+
+if __name__ == "__main__":
+    main()
