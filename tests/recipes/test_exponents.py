@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from halfulp.gradients import _learned
+from halfulp.recipes import verify
 from halfulp.recipes._exponents import verify_exponents
 
 
@@ -39,3 +41,59 @@ def test_it_compares_every_gradient_that_there_is_and_no_other(seed):
 def test_a_gradient_that_is_lost_under_some_scale_is_a_difference(seed):
     found = verify_exponents(_Model(_LostWhenLarge.apply), torch.randn(3), None, torch.sum, 8, seed)
     assert found["wrong"] == ["gradient 'weight' under a loss scale of 2^24 alone"]
+
+
+class _Grows(_Model):
+    """Calls its product once more each time."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        for _ in range(self.calls):
+            x = self.product(x, self.weight)
+        return x
+
+
+class _LostLater(_Model):
+    """Its gradient is bounded from the third step on."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        product = _LostWhenLarge.apply if self.calls > 2 else torch.mul
+        return product(x, self.weight)
+
+
+def _network():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def test_a_forward_pass_whose_graph_is_known_is_proved(seed):
+    found = verify(_network(), torch.randn(4, 6), "fp16-adaptive", seed=seed)
+    assert found.passed
+    assert found.replays == 2
+    assert "another at each pass" not in str(found)
+    assert verify(_network(), torch.randn(4, 6), "scaled-fp16", seed=seed).replays is None
+
+
+def test_a_graph_that_changes_is_proved_and_said_not_to_be_known(seed):
+    found = verify(_Grows(torch.mul), torch.randn(3), "fp16-adaptive", seed=seed)
+    assert found.passed
+    assert found.replays == 0
+    assert "its graph is another at each pass" in str(found)
+
+
+def test_a_wrong_hook_of_a_known_graph_fails(seed, monkeypatch):
+    move = _learned.Learned._move
+    for wrong in (lambda exponent, sign: (exponent + 1, sign), lambda exponent, sign: (exponent, 0)):
+        monkeypatch.setattr(_learned.Learned, "_move", lambda self, *sites, wrong=wrong: wrong(*move(self, *sites)))
+        found = verify(_network(), torch.randn(4, 6), "fp16-adaptive", seed=seed)
+        assert not found.passed
+        assert {name.partition(" in ")[2] for name in found.wrong} <= {"step 3 of a copy", "step 4 of a copy"}
+
+
+def test_what_goes_wrong_in_a_later_step_fails(seed):
+    found = verify(_LostLater(None), torch.ones(3), "fp16-adaptive", loss=lambda y: 4 * y.sum(), seed=seed)
+    assert found.wrong == ["gradient 'weight' in step 3 of a copy"]

@@ -39,9 +39,14 @@ def reached(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
 
 
 class Unmarked:
-    """Which nodes belong to forward passes without edges, by when they were made; of the latest of these."""
+    """Which nodes belong to forward passes without edges, by when they were made; of the latest of these.
+
+    Attributes:
+        count: How many such forward passes there were.
+    """
 
     def __init__(self) -> None:
+        self.count = 0
         self._begins: list[int] = []
         self._ends: list[int] = []
 
@@ -51,6 +56,7 @@ class Unmarked:
         self._begins.insert(place, begin)
         self._ends.insert(place, end)
         del self._begins[:-_KEPT], self._ends[:-_KEPT]
+        self.count += 1
 
     def has(self, node: Any) -> bool:
         """Whether a node is one of these, as far as the numbers tell: each thread counts for itself."""

@@ -172,6 +172,11 @@ class Replay:
         return enter
 
 
+def forwards_without_region(scaler: Any) -> int:
+    """How many forward passes of a scaler's models ran without a region."""
+    return scaler._controller.backward.unmarked.count
+
+
 def nodes_of(arguments: Any) -> frozenset[Any]:
     """The nodes of the tensors that a forward pass is called with."""
     return frozenset(x.grad_fn for x in carriers_in(arguments) if x.grad_fn is not None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gradients import AdaptiveGradScaler
+from ..gradients._replay import forwards_without_region
 from ._agreement import agrees
 from ._copies import copy_of, untouched
 from ._step import LossOf, Run, difference, in_float64, one_step, pairs, reference
@@ -17,6 +18,10 @@ from ._step import LossOf, Run, difference, in_float64, one_step, pairs, referen
 # Random exponents lie in this range; differences of two are far from float32's limits.
 LOWEST, HIGHEST = -12, 24
 _GLOBAL = "global"
+# So many steps show whether the graph is known: two forward passes are watched, the others are not.
+_STEPS = 4
+# An iteration from which as many are not measured, and what follows in a state: see `Controller.progress`.
+_UNMEASURED = 3
 
 
 def verify_exponents(
@@ -39,6 +44,7 @@ def verify_exponents(
     with untouched(model):
         proof = Proof(model, batch, loss, mode, torch.Generator().manual_seed(seed))
         merged = proof.merged(trials)
+        replays = 0 if proof.wrong or mode == "module" else proof.replays(merged)
     if scaler is not None:
         scaler.merge(*merged, reason="not exact by itself")
     wanted = proof.plain.gradients
@@ -55,6 +61,7 @@ def verify_exponents(
         "trials": trials,
         "seed": seed,
         "merged": merged,
+        "replays": replays,
     }
 
 
@@ -75,8 +82,7 @@ class Proof:
         self._generator = generator
         self._state: Mapping[str, Any] | None = None
         self.plain = reference(model, batch, loss)
-        self._exact: Run | None = None
-        self._exact_known = False
+        self._exact = Exact(model, batch, loss, self.plain)
         self.gradients = {name: 0.0 for name, value in self.plain.gradients.items() if value is not None}
         self.values = dict.fromkeys(self.plain.values, 0.0)
         self.wrong: dict[str, None] = {}
@@ -103,23 +109,50 @@ class Proof:
             self._judge(found, "")
         return merged
 
+    def replays(self, merged: list[str]) -> int:
+        """Prove what runs once a graph is known: forward passes that are not watched, whose nodes have hooks.
+
+        One copy runs several steps beside a plain one, each under other exponents, which follow the loss besides.
+        Returns how many of the forward passes were not watched; none where the graph is not the same each time.
+        """
+        ours, theirs = copy_of(self._model), copy_of(self._model)
+        scaler = AdaptiveGradScaler(ours, mode=self._mode, init_scale=1.0, float32_outputs=False)
+        scaler.load_state_dict(self._state)
+        border = int(torch.randint(LOWEST, -LOWEST, (), generator=self._generator, dtype=torch.int64, device="cpu"))
+        for step in range(1, _STEPS + 1):
+            scaler.set_exponents({})
+            # Of two steps one at least then has exponents that are not what they are meant for.
+            scaler.load_state_dict(self._unmeasured(scaler.state_dict(), merged, step, border + step))
+            wanted = one_step(theirs, self._batch, self._loss)
+            found = self._unscaled(one_step(ours, self._batch, self._loss, scaler.scale), scaler)
+            exact = Exact(self._model, self._batch, self._loss, wanted, step)
+            self._compare(wanted, found, exact, f" in step {step} of a copy")
+        return forwards_without_region(scaler)
+
+    def _unmeasured(self, state: dict[str, Any], merged: list[str], step: int, border: int) -> dict[str, Any]:
+        """A state of random exponents for an iteration that measures nothing, the global one an extreme by turns.
+
+        They are meant for a loss that sends gradients of this binade into the model, and follow the one that there is.
+        """
+        sites = dict(state["sites"])
+        drawn = self._draw([key for key in sites if key not in merged])
+        drawn[_GLOBAL] = HIGHEST if step % 2 else LOWEST
+        progress = [_UNMEASURED, 0, False, 0, 0, 0, border, 0]
+        return {**self._with(state, drawn, merged), "progress": progress}
+
     def _judge(self, found: Run, where: str) -> None:
         """Compare a run with the plain one."""
-        for name, (wanted, got) in pairs(self.plain, found).items():
+        self._compare(self.plain, found, self._exact, where)
+
+    def _compare(self, plain: Run, found: Run, exact: Exact, where: str) -> None:
+        for name, (wanted, got) in pairs(plain, found).items():
             off = difference(wanted, got)
-            own = self.gradients if name not in found.values and name not in self.plain.values else self.values
+            own = self.gradients if name not in found.values and name not in plain.values else self.values
             key = name.removeprefix("gradient ").strip("'") if own is self.gradients else name
             if off or key in own:
                 own[key] = max(own.get(key, 0.0), off)
-            if off and not agrees(wanted, got, self._exactly(name)):
+            if off and not agrees(wanted, got, exact[name]):
                 self.wrong[f"{name}{where}"] = None
-
-    def _exactly(self, name: str) -> Tensor | None:
-        """The result of that name in float64, which is run once and only where something differs."""
-        if not self._exact_known:
-            self._exact = in_float64(self._model, self._batch, self._loss, self.plain)
-            self._exact_known = True
-        return None if self._exact is None else pairs(self._exact, self._exact)[name][0]
 
     def _draw(self, keys: list[str]) -> dict[str, int]:
         kind = {"dtype": torch.int64, "device": "cpu"}
@@ -131,22 +164,46 @@ class Proof:
         model = copy_of(self._model)
         scaler = AdaptiveGradScaler(model, mode=self._mode, init_scale=1.0, float32_outputs=False)
         if self._state is not None:
-            scaler.load_state_dict(self._state_with(exponents, merged or []))
-        scale = scaler.get_scale()
+            scaler.load_state_dict(self._with(self._state, exponents, merged or []))
         run = one_step(model, self._batch, self._loss, scaler.scale)
         if self._state is None:
             state = scaler.state_dict()
             self._state = {**state, "sites": dict(state["sites"])}
+        return self._unscaled(run, scaler)
+
+    def _unscaled(self, run: Run, scaler: AdaptiveGradScaler) -> Run:
+        scale = scaler.get_scale()
         gradients = {name: None if value is None else value / scale for name, value in run.gradients.items()}
         return Run(run.values, gradients)
 
-    def _state_with(self, exponents: dict[str, int], merged: list[str]) -> dict[str, Any]:
-        state = copy.deepcopy(dict(self._state))
+    def _with(self, given: Mapping[str, Any], exponents: dict[str, int], merged: list[str]) -> dict[str, Any]:
+        state = copy.deepcopy({**given, "sites": dict(given["sites"])})
         for key, site in state["sites"].items():
             site["exponent"] = exponents.get(key, 0)
             site["merged"] = site["merged"] or ("not exact by itself" if key in merged else None)
         state["scale"] = 2.0 ** exponents.get(_GLOBAL, 0)
         return state
+
+
+class Exact:
+    """A step of a model in float64, which is run once, and only where something differs.
+
+    Args:
+        model, batch, loss: as `Proof`'s.
+        plain: the step in float32.
+        step: which one of a copy it is.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, loss: LossOf, plain: Run, step: int = 1) -> None:
+        self._given = model, batch, loss, plain, step
+        self._results: dict[str, tuple[Tensor | None, Tensor | None]] | None = None
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        """The result of that name; None where the model does not run in float64."""
+        if self._results is None:
+            found = in_float64(*self._given)
+            self._results = {} if found is None else pairs(found, found)
+        return self._results.get(name, (None, None))[0]
 
 
 def _differ(baseline: Run, found: Run) -> bool:

@@ -72,10 +72,15 @@ def reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Run:
     return run
 
 
-def in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Run) -> Run | None:
-    """The same step in float64, which tells what float32 loses itself; None where it does not run there."""
+def in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Run, step: int = 1) -> Run | None:
+    """The same step in float64, the copy's first or a later one; None where it does not run there.
+
+    It tells what float32 loses itself.
+    """
     try:
-        wide = one_step(copy_of(model).double(), tree_map(_double, batch), loss_of)
+        other, batch = copy_of(model).double(), tree_map(_double, batch)
+        for _ in range(step):
+            wide = one_step(other, batch, loss_of)
     except Exception:  # whatever a model of somebody else's raises in another dtype
         return None
     both = list(pairs(plain, wide).values())

@@ -45,6 +45,8 @@ class Verification:
         trials: How often it ran, each time under other random scales or exponents.
         seed: Of the scales.
         merged: Gradient sites that were not exact by themselves, and now follow the global exponent.
+        replays: How many of the forward passes under random exponents were not watched, as their graph was known, like
+            most of a training's; None under scales, and 0 where it is not the same from pass to pass.
     """
 
     technique: str
@@ -59,6 +61,7 @@ class Verification:
     trials: int
     seed: int
     merged: list[str] = dataclasses.field(default_factory=list)
+    replays: int | None = None
 
     @property
     def equal(self) -> int:
@@ -98,6 +101,8 @@ class Verification:
             said.append(f"left alone: {', '.join(self.left_alone)}")
         if self.merged:
             said.append(f"merged into the global exponent, as not exact by themselves: {', '.join(self.merged)}")
+        if self.passed and self.replays == 0:
+            said.append("its graph is another at each pass or has parts that must be watched, as in every pass here")
         head = "passed" if self.passed else "FAILED"
         if self.left_out:
             head += f" ({self.left_out} left out, as no part of the proof)"
@@ -117,8 +122,9 @@ def verify(
 
     What a recipe changes is the representation; in float32 its values must be float32's own, under any scales. Copies
     of the model run one forward and backward pass each: plain, and with every parameter (`halfulp.scalify`) or every
-    gradient site (`halfulp.AdaptiveGradScaler`) under a random scale; the model itself, its gradients and torch's
-    random state stay as they are.
+    gradient site (`halfulp.AdaptiveGradScaler`) under a random scale; of gradient sites one copy runs four steps
+    besides, as forward passes whose graph is known are not watched. The model itself, its gradients and torch's random
+    state stay as they are.
 
     Args:
         model: with float32 parameters, in the mode (train or eval) that is to be verified.
