@@ -4,7 +4,16 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from halfulp.tensors import MCTensor, strict
 from halfulp.tensors._model import multicomponent
@@ -59,3 +68,52 @@ def test_generation_gives_the_same_text(seed):
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     wanted = start.generate(ids, **options)
     assert torch.equal(multicomponent(start, 2, torch.float32).generate(ids, **options), wanted)
+
+
+MIXTURES = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
+    "qwen2-moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    ),
+    "deepseek-v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {
+            **{"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8},
+            **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+            "first_k_dense_replace": 0,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_of_experts_train(name, seed):
+    """torch's grouped products have no float64: the twin calls its experts one by one."""
+    model, config, more = MIXTURES[name]
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    start = model(config(**sizes, **heads, **more, num_experts_per_tok=2))
+    ids = torch.randint(1, 32, (2, 8))
+    twin = copy.deepcopy(start).double()
+    twin.set_experts_implementation("eager")
+    for components, dtype, most in ((2, torch.bfloat16, 2e-3), (2, torch.float32, 1e-5)):
+        ours = multicomponent(copy.deepcopy(start), components, dtype)
+        with strict():
+            losses = trained(ours, ids)
+        assert losses == pytest.approx(trained(copy.deepcopy(twin), ids), rel=most)
+        assert losses[-1] < losses[0]
+
+
+def trained(model, ids: torch.Tensor) -> list[float]:
+    """Losses of three steps."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+    return losses

@@ -5,6 +5,7 @@ from ._exact_sum import exact_dot as exact_dot
 from ._exact_sum import exact_partial as exact_partial
 from ._exact_sum import exact_round as exact_round
 from ._exact_sum import exact_sum as exact_sum
+from ._grouped import grouped_matmul as grouped_matmul
 from ._linalg import cholesky as cholesky
 from ._linalg import det as det
 from ._linalg import inverse as inverse
