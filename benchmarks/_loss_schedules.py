@@ -125,35 +125,43 @@ class Model(nn.Module):
 
 @dataclasses.dataclass
 class Gradients:
-    """What one iteration left: which elements are not zero, of each optimizer's parameters, and whether all are finite.
+    """What one iteration left in the parameters of each optimizer that have a gradient, by their numbers."""
 
-    Only parameters with a gradient count; where an optimizer has none, nobody knows whether they are finite.
-    """
-
-    nonzero: list[dict[int, Tensor]]
-    finite: list[bool | None]
+    values: list[dict[int, Tensor]]
 
     def __add__(self, other: Gradients) -> Gradients:
-        return Gradients(
-            [
-                {key: a[key] | b[key] if key in a and key in b else a.get(key, b.get(key)) for key in a | b}
-                for a, b in zip(self.nonzero, other.nonzero)
-            ],
-            [b if a is None else a if b is None else a and b for a, b in zip(self.finite, other.finite)],
-        )
+        pairs = zip(self.values, other.values)
+        return Gradients([{key: _sum(a.get(key), b.get(key)) for key in a | b} for a, b in pairs])
+
+    def times(self, factor: float) -> Gradients:
+        """All of them times a number, in float64."""
+        return Gradients([{key: x.double() * factor for key, x in one.items()} for one in self.values])
+
+    def only(self, mine: int) -> Gradients:
+        """Those of one optimizer."""
+        return Gradients([one if number == mine else {} for number, one in enumerate(self.values)])
+
+    @cached_property
+    def nonzero(self) -> list[dict[int, Tensor]]:
+        """Which elements are not zero."""
+        return [{key: x != 0 for key, x in one.items()} for one in self.values]
+
+    @cached_property
+    def finite(self) -> list[bool | None]:
+        """Whether all are finite, for each optimizer; nobody knows where it has none."""
+        # A sum is not finite where an element is not.
+        sums = [sum(float(x.double().abs().sum()) for x in one.values()) for one in self.values]
+        return [math.isfinite(total) if one else None for total, one in zip(sums, self.values)]
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a + b if a is not None and b is not None else b if a is None else a
 
 
 def gradients_of(groups: list[list[nn.Parameter]]) -> Gradients:
     """Of the parameters as they are."""
-    nonzero: list[dict[int, Tensor]] = []
-    finite: list[bool | None] = []
-    for group in groups:
-        given = {number: p.grad for number, p in enumerate(group) if p.grad is not None}
-        nonzero.append({number: gradient != 0 for number, gradient in given.items()})
-        # A sum is not finite where an element is not.
-        total = sum(float(gradient.double().abs().sum()) for gradient in given.values())
-        finite.append(math.isfinite(total) if given else None)
-    return Gradients(nonzero, finite)
+    given = [[(number, p.grad) for number, p in enumerate(group)] for group in groups]
+    return Gradients([{number: x.clone() for number, x in one if x is not None} for one in given])
 
 
 class OneScale:
@@ -194,7 +202,7 @@ class OneScale:
 
     def truth(self, losses: tuple[tuple[Loss, int], ...]) -> Gradients:
         """Of an iteration in float32."""
-        first, *others = [self.plain(loss) for loss, _ in losses]
+        first, *others = [self.plain(loss).times(2.0**power) for loss, power in losses]
         for other in others:
             first = first + other
         return first
@@ -302,9 +310,7 @@ def adaptive(schedule: Schedule, one: OneScale, **options) -> Outcome:
             skipped.append(not scaler.last_step.applied)
         scaler.update()
         if schedule.loop == "update each":
-            found = Gradients(
-                [x if number == k % len(groups) else {} for number, x in enumerate(found.nonzero)], found.finite
-            )
+            found = found.only(k % len(groups))
         count.add(k, found, skipped)
     least = min(row.exponent for row in scaler.sites())
     if not least >= -30:
@@ -341,8 +347,7 @@ def torchs(schedule: Schedule, one: OneScale) -> Outcome:
             scaler.update()
         rounding.set_exponents({})
         if schedule.loop == "update each":
-            mine = k % len(groups)
-            found = Gradients([x if n == mine else {} for n, x in enumerate(found.nonzero)], found.finite)
+            found = found.only(k % len(groups))
         count.add(k, found, skipped)
     return count.outcome()
 
@@ -361,8 +366,7 @@ def _one(schedule: Schedule, one: OneScale, exponent: int, adapts: bool) -> Outc
         flags = found.finite
         if schedule.loop == "update each":
             mine = k % len(flags)
-            found = Gradients([x if n == mine else {} for n, x in enumerate(found.nonzero)], flags)
-            flags = [flags[mine]]
+            found, flags = found.only(mine), [flags[mine]]
         skipped = [flag is False for flag in flags if flag is not None]
         count.add(k, found, skipped)
         good = 0 if any(skipped) else good + 1
