@@ -485,6 +485,18 @@ def gradient_trainings_note() -> str:
     return _wrapped("gradient_trainings")
 
 
+def gradient_schedules() -> str:
+    """What a search among random schedules of losses found."""
+    columns = ("schedules", "skipped, halfulp", "skipped, GradScaler")
+    zeros = ("zeros, halfulp", "zeros, GradScaler", "zeros, best constant")
+    return _benchmark("gradient_schedules", "Losses by turns", (*columns, *zeros, "most skips in a row", "bar"))
+
+
+def gradient_schedules_note() -> str:
+    """What was searched, and what the table says."""
+    return _wrapped("gradient_schedules")
+
+
 def bound_simulated() -> str:
     """How often the underflow bound held."""
     columns = ("format", "gradients of", "number", "share within", "at the limit of overflow", "largest share")
@@ -651,7 +663,9 @@ PLACES: dict[str, Callable[[], str]] = {
         two_families,
         gradient_trainings,
         gradient_trainings_note,
-        bound_simulated,
+        gradient_schedules,
+    gradient_schedules_note,
+    bound_simulated,
         gradient_cost,
         gradient_exactness,
         gradient_exactness_short,
