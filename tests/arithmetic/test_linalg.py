@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from fractions import Fraction
 
 import mpmath
 import pytest
@@ -213,11 +214,44 @@ def test_a_singular_matrix_has_no_answer(seed):
         assert float(linalg.det((a,), 2, F64)[0]) == 0
 
 
-def test_a_condition_beyond_float64_is_refused_and_its_determinant_exact(seed):
+def _hilbert(size: int, components: int):
+    rows = [[Fraction(1, i + j + 1) for j in range(size)] for i in range(size)]
+    parts = []
+    for _ in range(components):
+        parts.append(torch.tensor([[float(x) for x in row] for row in rows], dtype=F64))
+        rows = [
+            [x - Fraction(float(p)) for x, p in zip(r, q, strict=True)] for r, q in zip(rows, parts[-1], strict=True)
+        ]
+    return tuple(parts)
+
+
+@pytest.mark.parametrize(("size", "components"), [(12, 2), (20, 2), (20, 3)])
+def test_hilbert_matrices_beyond_float64(size, components, seed):
+    """Solved as they are in components, against exact rationals: conditions of 1e16 and 1e28."""
+    a = _hilbert(size, components)
+    b = (torch.randn(size, 2, dtype=F64),)
+    wanted = _matrix(a) ** -1
+    bits = 53 * components
+    assert _off(_matrix(linalg.solve(a, b, components, F64)), wanted * _matrix(b)) <= 2 - bits
+    assert _off(_matrix(linalg.inverse(a, components, F64)), wanted) <= 2 - bits
+    root = _matrix(linalg.cholesky(a, components, F64))
+    assert _off(root * root.T, _matrix(a)) <= 2 - bits
+    tall, right = tuple(torch.cat([part, part[:2]]) for part in a), (torch.cat([b[0], b[0][:2]]),)
+    assert _off(_matrix(linalg.lstsq(tall, right, components, F64)), wanted * _matrix(b)) <= 2 - bits
+
+
+def test_a_stack_of_easy_and_hard_matrices(seed):
+    """Only the hard ones go through elimination: the others have the bits that they have alone."""
+    hard, easy = _hilbert(13, 2), _expansion(torch.randn(13, 13, dtype=F64), 2, F64)
+    stack = tuple(torch.stack(parts) for parts in zip(easy, hard, tuple(-part for part in easy)))
+    found = linalg.inverse(stack, 2, F64)
+    for k in range(3):
+        alone = linalg.inverse(tuple(part[k] for part in stack), 2, F64)
+        assert all(torch.equal(part[k], own) for part, own in zip(found, alone))
+
+
+def test_a_determinant_beyond_float64_is_exact(seed):
     a = (_conditioned(8, 20),)
-    for call in (linalg.inverse, linalg.cholesky):
-        with pytest.raises(torch.linalg.LinAlgError, match="1e15"):
-            call(a, 2, F64)
     found = sum(mpmath.mpf(float(part)) for part in linalg.det(a, 2, F64))
     assert _off(mpmath.matrix([found]), mpmath.matrix([mpmath.det(_matrix(a))])) <= -105
     big = torch.ones(70, 70, dtype=F64)

@@ -21,6 +21,9 @@ def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     scaled by powers of two first. The error is at most a few 2^-(n p) of the largest entry of each column of x; four
     float64 components have no further one for the residual: there it is a few 2^-(n p) times the condition.
 
+    A matrix that float64 takes for singular starts from an inverse in two to four float64 components instead, with
+    residuals in exact integers: the error is the same for conditions up to about 1e58, N up to 128.
+
     Args:
         a: (..., N, N), 1 to 4 components of one dtype.
         b: (..., N, K); the dimensions before broadcast.
@@ -32,7 +35,7 @@ def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
 
     Raises:
         ValueError: shapes that do not match; infinities or NaNs.
-        torch.linalg.LinAlgError: the matrix is singular, or its condition is beyond about 1e15.
+        torch.linalg.LinAlgError: the matrix is singular, or its condition is beyond about 1e58.
 
     >>> import torch
     >>> a = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
@@ -74,7 +77,7 @@ def cholesky(a: Parts, components: int, dtype: torch.dtype) -> Parts:
 
     Raises:
         ValueError: not square; infinities or NaNs.
-        torch.linalg.LinAlgError: not positive definite, or of a condition beyond about 1e15.
+        torch.linalg.LinAlgError: not positive definite, or of a condition beyond about 1e58.
     """
     return _called("cholesky", a, (), components, dtype)
 

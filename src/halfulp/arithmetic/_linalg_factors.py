@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels import exponent
+from ._linalg_elimination import cholesky_by_elimination
 from ._linalg_work import LIMIT, Progress, Work, largest, refuse_singular, scaled, times_power_of_two
 from ._pointwise import Parts, pointwise
 
@@ -24,16 +25,27 @@ def cholesky(work: Work, a: Parts) -> Parts:
     # Halves of even powers of two scale L exactly.
     half = (exponent(diagonal) / 2).floor().unsqueeze(-1)
     a = times_power_of_two(times_power_of_two(a, -half), -half.mT)
-    start, info = torch.linalg.cholesky_ex(a[0])
-    if bool((info != 0).any()):
-        _refuse_indefinite()
-    return times_power_of_two(_refined_cholesky(work, a, start, "cholesky"), half)
+    return times_power_of_two(_cholesky_started(work, a), half)
+
+
+def _cholesky_started(work: Work, a: Parts) -> Parts:
+    """From float64 where it can be, together; else each matrix by the way that it needs."""
+    try:
+        start, info = torch.linalg.cholesky_ex(a[0])
+        refuse_singular(info, "cholesky")
+        return _refined_cholesky(work, a, start, "cholesky")
+    except torch.linalg.LinAlgError:
+        if a[0].dim() == 2:
+            return cholesky_by_elimination(work, a, "cholesky")
+    matrices = zip(*(part.reshape(-1, *part.shape[-2:]) for part in a), strict=True)
+    found = [_cholesky_started(work, matrix) for matrix in matrices]
+    return tuple(torch.stack(parts).reshape(a[0].shape) for parts in zip(*found, strict=True))
 
 
 def _refuse_indefinite() -> None:
     raise torch.linalg.LinAlgError(
-        "cholesky: the matrix is not positive definite, or its condition is beyond about 1e15, which float64, in which "
-        "refinement starts, cannot tell apart: scale rows and columns alike, or add a small multiple of the identity"
+        "cholesky: a number on the matrix's diagonal is not positive, in float64 or at all, so that the matrix is not "
+        "positive definite: add a multiple of the identity"
     )
 
 

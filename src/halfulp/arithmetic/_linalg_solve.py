@@ -1,19 +1,45 @@
-"""Linear systems and least squares of expansions, refined from a float64 factorization (Wilkinson 1963)."""
+"""Linear systems and least squares of expansions, refined from a float64 factorization (Wilkinson 1963).
+
+Matrices that float64 takes for singular go, one by one, through elimination in components.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from ._linalg_elimination import least_squares_by_elimination, solve_by_elimination
 from ._linalg_work import LIMIT, Progress, Work, largest, prove_regular, refuse_singular, scaled, times_power_of_two
 from ._matmul import matmul
 from ._pointwise import Parts
 
 
 def solve(work: Work, a: Parts, b: Parts, task: str = "solve") -> Parts:
-    """x with a x = b: x += (LU)^-1 (b - a x) until the correction no longer counts."""
+    """x with a x = b, corrected until the correction no longer counts; rows and columns are of about unit size."""
     a, rows = scaled(work.lift(a), -1)
     a, columns = scaled(a, -2)
     b = times_power_of_two(work.lift(b), -rows)
+    x = _started(_solve_refined, solve_by_elimination, work, a, b, task)
+    return times_power_of_two(x, -columns.mT)
+
+
+def _started(quick: Callable, slow: Callable, work: Work, a: Parts, b: Parts, task: str) -> Parts:
+    """From float64 where it can be, together; else each matrix by the way that it needs."""
+    try:
+        return quick(work, a, b, task)
+    except torch.linalg.LinAlgError:
+        if a[0].dim() == 2:
+            return slow(work, a, b, task)
+    shape = a[0].shape[:-2]
+    pairs = [zip(*(part.reshape(-1, *part.shape[-2:]) for part in some), strict=True) for some in (a, b)]
+    found = [_started(quick, slow, work, left, right, task) for left, right in zip(*pairs, strict=True)]
+    stacks = (torch.stack(parts) for parts in zip(*found, strict=True))
+    return tuple(stack.reshape(*shape, *stack.shape[-2:]) for stack in stacks)
+
+
+def _solve_refined(work: Work, a: Parts, b: Parts, task: str) -> Parts:
+    """x += (LU)^-1 (b - a x), LU in float64."""
     factors, pivots, info = torch.linalg.lu_factor_ex(a[0])
     refuse_singular(info, task)
     one = torch.eye(a[0].shape[-1], dtype=torch.float64, device=a[0].device).expand(a[0].shape)
@@ -26,7 +52,7 @@ def solve(work: Work, a: Parts, b: Parts, task: str = "solve") -> Parts:
         if progress.done(largest(step), largest(x[0])):
             break
         rest = work.residual(b, a, x)
-    return times_power_of_two(x, -columns.mT)
+    return x
 
 
 def inverse(work: Work, a: Parts) -> Parts:
@@ -39,13 +65,18 @@ def inverse(work: Work, a: Parts) -> Parts:
 def lstsq(work: Work, a: Parts, b: Parts) -> Parts:
     """x of least |b - a x|, by refinement of r + a x = b, a^T r = 0 (Bjorck 1967); a has full column rank."""
     a, columns = scaled(work.lift(a), -2)
-    b = work.lift(b)
+    x = _started(_lstsq_refined, least_squares_by_elimination, work, a, work.lift(b), "lstsq")
+    return times_power_of_two(x, -columns.mT)
+
+
+def _lstsq_refined(work: Work, a: Parts, b: Parts, task: str) -> Parts:
+    """Corrections of x and of the residual together, by QR in float64."""
     transposed = tuple(part.mT for part in a)
     q, r = torch.linalg.qr(a[0])
     if bool((r.diagonal(dim1=-2, dim2=-1) == 0).any()):
-        refuse_singular(torch.ones((), dtype=torch.float32, device="cpu"), "lstsq")
+        refuse_singular(torch.ones((), dtype=torch.float32, device="cpu"), task)
     _prove_independent(a, r)
-    progress, x, rest = Progress(work, "lstsq"), None, None
+    progress, x, rest = Progress(work, task), None, None
     upper, lower = b[0], torch.zeros_like(r[..., :1].expand(*r.shape[:-1], b[0].shape[-1]))
     for _ in range(LIMIT):
         # The float64 solution of dr + a dx = upper, a^T dr = lower.
@@ -59,7 +90,7 @@ def lstsq(work: Work, a: Parts, b: Parts) -> Parts:
             break
         upper = work.sub(work.sub(b, rest), work.matmul(a, x))[0]
         lower = -work.matmul(transposed, rest)[0]
-    return times_power_of_two(x, -columns.mT)
+    return x
 
 
 def _prove_independent(a: Parts, r: torch.Tensor) -> None:
