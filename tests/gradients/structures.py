@@ -166,14 +166,14 @@ def gradient_reversal():
 class Checkpointed(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
-        self.reentrant = reentrant
+        self.reentrant, self.checkpointed = reentrant, True
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.blocks = nn.ModuleList([mlp(WIDTH, 24, WIDTH) for _ in range(3)])
 
     def forward(self, x):
         x = self.first(x)
         for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+            x = x + (checkpoint(block, x, use_reentrant=self.reentrant) if self.checkpointed else block(x))
         return self.last(x)
 
 

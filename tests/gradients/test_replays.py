@@ -13,7 +13,7 @@ from halfulp.gradients._graph_walk import Matcher, Surroundings, walk
 
 from .exponents import ALL, WIDTH, assert_same, batch, case_of, clear, gradients, mean_square, plainly, scramble
 
-HALF = ["multilayer-perceptron", "hf-gpt2", "hf-llama", "lstm-cell"]
+HALF = ["multilayer-perceptron", "hf-gpt2", "hf-llama", "lstm-cell", "siamese"]
 # Custom Functions, writes into views, and parameters that a module writes itself stay with regions.
 
 
@@ -35,16 +35,14 @@ def replayed(scaler):
 def test_random_exponents_change_no_bit(name, seed):
     case = case_of(name, seed)
     wanted = plainly(seed, case.run, case.model)
-    scaler = hu.AdaptiveGradScaler(case.model)
-    for _ in range(4):
+    scaler, orders = hu.AdaptiveGradScaler(case.model), []
+    for _ in range(5):
         torch.manual_seed(seed)
         unmeasured(scaler, case.run, case.model)
-    order = list(scaler._controller.backward.order)
-    scramble(scaler)
-    torch.manual_seed(seed)
-    unmeasured(scaler, case.run, case.model)
-    assert_same({key: gradient / scaler.get_scale() for key, gradient in gradients(case.model).items()}, wanted)
-    assert list(scaler._controller.backward.order) == order
+        assert_same({key: gradient / scaler.get_scale() for key, gradient in gradients(case.model).items()}, wanted)
+        orders.append(list(scaler._controller.backward.order))
+        scramble(scaler)
+    assert orders[-1] == orders[-2]
 
 
 class Grows(torch.nn.Module):
@@ -65,7 +63,8 @@ class Grows(torch.nn.Module):
 
 def exact(scaler, run, model, seed):
     """One forward pass of the model, by the scaler, beside one of a copy."""
-    model.features = None
+    if isinstance(model, Grows):
+        model.features = None
     plain = copy.deepcopy(model)
     wanted = plainly(seed, lambda: run(plain), plain)
     torch.manual_seed(seed)
@@ -204,27 +203,109 @@ def test_exponents_that_change_between_forward_and_backward(seed):
 
 @pytest.mark.parametrize("name", HALF)
 def test_a_replay_rounds_as_a_region_does(name, seed):
-    """Under autocast to float16, whose weights' casts a region never shares, and exponents that round differently."""
+    """Under autocast to float16, by exponents that round differently."""
     case = case_of(name, seed)
-
-    def run():
-        with torch.autocast("cpu", torch.float16, cache_enabled=False):
-            return case.run()
-
     scaler = hu.AdaptiveGradScaler(case.model, float32_outputs=False)
     for _ in range(3):
-        torch.manual_seed(seed)
-        unmeasured(scaler, run, case.model)
+        unmeasured(scaler, halved(case.run, seed), case.model)
     scramble(scaler, 6, 12)
-    found = []
-    for row in (None, 0):
-        for forward in scaler_forwards(case.model) if row == 0 else ():
-            forward._replays._row = row
+    assert_rounds_as_a_region(scaler, halved(case.run, seed), case.model)
+
+
+def halved(run, seed):
+    """The same, seeded, under autocast to float16."""
+
+    def run_halved():
         torch.manual_seed(seed)
-        unmeasured(scaler, run, case.model)
-        found.append(gradients(case.model))
+        with torch.autocast("cpu", torch.float16):
+            return run()
+
+    return run_halved
+
+
+def assert_rounds_as_a_region(scaler, run, model):
+    """One backward pass without a region has the bits of one with a region."""
+    begins = scaler._controller.backward.unmarked._begins
+    before = len(begins)
+    unmeasured(scaler, run, model)
+    found = gradients(model)
+    assert len(begins) > before
+    assert not scaler._controller.backward.second_order
+    for forward in scaler_forwards(model):
+        forward._replays._row = 0
+    unmeasured(scaler, run, model)
+    assert_same(found, gradients(model))
+
+
+class Routed(torch.nn.Module):
+    """Two experts, of which either comes first: the graph's shape is the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.first = 0
+
+    def forward(self, x):
+        return self.experts[1 - self.first](torch.tanh(self.experts[self.first](x)))
+
+
+def test_parts_that_change_places_keep_their_sites(seed):
+    torch.manual_seed(seed)
+    model, x = Routed(), batch()
+    run, scaler = halved(lambda: mean_square(model(x)), seed), hu.AdaptiveGradScaler(model)
+    for first in (0, 1):
+        model.first = first
+        for _ in range(3):
+            unmeasured(scaler, run, model)
+    scramble(scaler, 6, 12)
+    scaler.set_exponents({"experts.0": 14, "experts.1": -8, "global": 6})
+    for first in (0, 1, 0):
+        model.first = first
+        for forward in scaler_forwards(model):
+            forward._replays._row = 4
+        assert_rounds_as_a_region(scaler, run, model)
+
+
+def test_several_forward_passes_under_one_autocast_keep_their_sites(seed):
+    model, x, scaler = prepared(seed)
+    run = halved(lambda: mean_square(model(x)) + mean_square(model(2 * x)), seed)
+    for _ in range(3):
+        unmeasured(scaler, run, model)
+    scramble(scaler, 6, 12)
+    assert_rounds_as_a_region(scaler, run, model)
+
+
+def test_a_graph_that_begins_outside_or_not(seed):
+    model, x, scaler = prepared(seed)
+    for run in (lambda model: mean_square(model(model(x))), lambda model: mean_square(model(x))):
+        for _ in range(6):
+            exact(scaler, run, model, seed)
     assert replayed(scaler)
-    assert_same(*found)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_that_come_and_go(reentrant, seed):
+    case = case_of(f"checkpoint-{'' if reentrant else 'non-'}reentrant", seed)
+    model, scaler = case.model, hu.AdaptiveGradScaler(case.model)
+
+    def run(model):
+        return case.loss(model(*case.batch))
+
+    for on in (True, False, True):
+        model.checkpointed = on
+        for _ in range(4):
+            exact(scaler, run, model, seed)
+            scramble(scaler)
+
+
+def test_steps_that_a_hook_takes_in_the_middle_of_backward(seed):
+    model, x, scaler = prepared(seed)
+    wanted = plainly(seed, lambda: mean_square(model(x)), model)
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.0) for parameter in model.parameters()}
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(lambda parameter: scaler.step(optimizers[parameter]))
+    unmeasured(scaler, lambda: mean_square(model(x)), model)
+    assert_same(gradients(model), wanted)
 
 
 def scaler_forwards(model):

@@ -13,7 +13,7 @@ from torch import nn
 from .._words import a_kind
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
-from ._backward import Backward
+from ._backward import Backward, differentiating
 from ._custom import watched
 from ._forward import Forward, traced
 from ._modules import attach_modules
@@ -49,6 +49,10 @@ class WatchedForward(Forward):
     def _with_edges(self, args: tuple, kwargs: dict) -> Any:
         region = current()
         if region is None and traced():
+            return self.inner(*args, **kwargs)
+        if region is None and differentiating():
+            # What a checkpoint runs again has its edges already, or is differentiated where all are shut.
+            self._backward.forwards += 1
             return self.inner(*args, **kwargs)
         if region is None or self._role == "model":
             self._backward.join()

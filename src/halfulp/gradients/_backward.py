@@ -98,7 +98,7 @@ class Backward:
         self._arrivals: dict[tuple[Site, Format | None], Hook] = {}
         self._readers: dict[int, Site] = {}
         self._unlisted: dict[int, Tensor] = {}
-        self._lookups = 0
+        self._lookups = self._listed = 0
         self._warned = False
         # What compiled graphs know it by, the factors that they hold, and whose parameters they name.
         self.handle = str(next(_handles))
@@ -128,7 +128,7 @@ class Backward:
 
     def end_unless_differentiating(self) -> None:
         """Shut the edges where no backward pass runs: none is open then, even if the last one raised."""
-        if torch._C._current_graph_task_id() == -1:
+        if not differentiating():
             self.end()
 
     def check_exits(self, node: Any) -> None:
@@ -142,7 +142,9 @@ class Backward:
 
     def rest(self) -> None:
         """Let one global scale hold until the next update, and regions, which tell more, see all that comes then."""
-        self.second_order, self.active, self._replays = True, False, False
+        self.second_order, self._replays = True, False
+        # A backward pass that runs had its gradients moved by edges, and goes on so.
+        self.end_unless_differentiating()
 
     def may_replay(self) -> bool:
         """Whether a forward pass of now may go without a region: only what it multiplies gradients by is wanted."""
@@ -282,9 +284,11 @@ class Backward:
     def _forget_gone(self) -> None:
         """Forget parameters that are gone, if models had others since."""
         lookups = sum(names.lookups for names in self.names)
-        if lookups != self._lookups:
+        # A new parameter may have the identity of one that is gone, which needs no lookup.
+        if lookups != self._lookups or len(self._readers) - len(self._unlisted) >= self._listed:
             self._lookups = lookups
             list(self.readers())
+            self._listed = len({id(parameter) for names in self.names for parameter in names.parameters()})
 
     def reader_of(self, parameter: Tensor) -> Site | None:
         """The site that read a parameter last; None where none did."""
@@ -367,6 +371,11 @@ class Backward:
                 "scaler.update(), as in torch.amp.GradScaler (said once)",
                 stacklevel=2,
             )
+
+
+def differentiating() -> bool:
+    """Whether this thread is in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def check_leaf(parameter: Tensor) -> None:

@@ -140,7 +140,7 @@ class Matcher:
         """
         return (
             len(set(nodes)) == len(nodes)
-            and all(around.has(node) for node in before)
+            and all(node is not None and around.has(node) for node in before)
             and not any(nodes[place]._sequence_nr() < around.begun for place in self._bottom)
             and (not around.inputs or around.inputs.isdisjoint(set(nodes).difference(before)))
         )

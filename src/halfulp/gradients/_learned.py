@@ -72,7 +72,7 @@ class Recording:
         anchor = backward.sites.anchor
         ends = [not links or kind is None for kind, links in zip(shape.kinds, shape.links)]
         sites = [anchor if end else self._site_of(node) for node, end in zip(nodes, ends)]
-        return None if None in sites else Learned(shape, sites, list(self.opened), backward)
+        return None if None in sites else Learned(shape, nodes, sites, list(self.opened), backward)
 
     def _site_of(self, node: Any) -> Site | None:
         number = node._sequence_nr()
@@ -91,10 +91,14 @@ class Learned:
 
     Attributes:
         shape: Of the graph.
+        places: Which of the nodes are parameters'.
+        parameters: These, by identity: a graph of the same shape may be another part's, at other sites.
         order: The sites that products open, in forward's order.
     """
 
-    def __init__(self, shape: Shape, sites: list[Site], order: list[Site], backward: Backward) -> None:
+    def __init__(
+        self, shape: Shape, nodes: list[Any], sites: list[Site], order: list[Site], backward: Backward
+    ) -> None:
         self.shape = shape
         self.order = dict.fromkeys(order)
         self._backward = backward
@@ -103,7 +107,9 @@ class Learned:
         self._every = list(dict.fromkeys([backward.sites.anchor, *self._sites]))
         self._leaves = [i for i, kind in enumerate(shape.kinds) if is_leaf(kind)]
         self._readers = _readers(shape, sites)
-        self._ids: list[int] = []
+        # Other leaves, as inputs whose gradient is wanted, are new in each pass.
+        self.places = [place for place in self._leaves if is_parameter(nodes[place].variable)]
+        self.parameters = self.parameters_of(nodes)
         self._exponents: list[tuple[int, bool]] = []
         self._hooks: list[tuple[int, Callable]] = []
 
@@ -111,22 +117,27 @@ class Learned:
         """The nodes of a graph of this shape; None of another one."""
         return self._matcher.nodes(roots, around)
 
+    def is_like(self, other: Learned) -> bool:
+        """Whether another graph differs in its parameters at most."""
+        return self.shape == other.shape and self.places == other.places
+
+    def parameters_of(self, nodes: list[Any]) -> tuple[int, ...]:
+        """Which parameters a graph of this shape reads."""
+        return tuple([id(nodes[place].variable) for place in self.places])
+
     def before(self, nodes: list[Any]) -> list[Any]:
         """Those of the nodes that were there before the forward pass."""
         return self._matcher.outside(nodes)
 
-    def reads(self, nodes: list[Any], names: Names) -> bool:
-        """Note which parameters are read; False where one is float16, whose gradient needs an edge of its own."""
-        leaves = [nodes[place].variable for place in self._leaves]
-        if torch.float16 in {leaf.dtype for leaf in leaves}:
-            return False
-        ids = list(map(id, leaves))
-        if ids != self._ids:
-            self._ids = ids
-            for place, leaf in zip(self._leaves, leaves):
-                if is_parameter(leaf):
-                    self._backward.reads(leaf, self._readers[place], listed=names.of(leaf) is not None)
-        return True
+    def takes(self, nodes: list[Any]) -> bool:
+        """Whether no leaf is float16, whose gradient needs an edge of its own."""
+        return torch.float16 not in {nodes[place].variable.dtype for place in self._leaves}
+
+    def note_reads(self, nodes: list[Any], names: Names) -> None:
+        """Note at which sites parameters are read."""
+        for place in self.places:
+            parameter = nodes[place].variable
+            self._backward.reads(parameter, self._readers[place], listed=names.of(parameter) is not None)
 
     def attach(self, nodes: list[Any]) -> list[Site]:
         """Let the nodes' gradients have the exponents of now; returns the sites at which the outputs' are wanted."""
@@ -175,7 +186,7 @@ def approximate(shape: Shape, nodes: list[Any], backward: Backward, like: Iterab
     for i in sorted(inner, key=lambda i: nodes[i]._sequence_nr()):
         read = [_read(nodes[link[0]], sites[link[0]], backward) for link in shape.links[i] if link is not None]
         sites[i] = max(read, key=lambda site: rank.get(site, -1), default=anchor)
-    return Learned(shape, sites, [site for site in order if site in sites], backward)
+    return Learned(shape, nodes, sites, [site for site in order if site in sites], backward)
 
 
 def _read(node: Any, site: Site, backward: Backward) -> Site:

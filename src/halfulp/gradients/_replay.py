@@ -12,14 +12,14 @@ from ..kernels import untraced
 from ._backward import Backward
 from ._borders import is_exit, mark
 from ._current import current, put, unwatched
-from ._graph_walk import Shape, Surroundings, walk
+from ._graph_walk import Surroundings, walk
 from ._learned import Learned, Names, Recording, approximate
 from ._nesting import carriers_in, mapped, once
 from ._site import Site
 from ._strides import copied
 
-# So many shapes of graphs are kept; a model that has more of them is always watched by regions.
-_SHAPES = 16
+# So many graphs are kept; a model that has more of them is always watched by regions.
+_GRAPHS = 16
 # So many forward passes are recorded, and so many may turn out to have another shape than those before.
 _RECORDINGS, _SURPRISES = 64, 6
 
@@ -39,7 +39,8 @@ class Replays:
     def __init__(self, backward: Backward, names: Names) -> None:
         self._backward = backward
         self._names = names
-        self._known: dict[Shape, Learned] = {}
+        # Graphs of one shape, by the parameters that they read, together; the latest shape first.
+        self._known: list[dict[tuple[int, ...], Learned]] = []
         self._latest: Learned | None = None
         self._row = self._surprises = self._recordings = 0
 
@@ -59,28 +60,49 @@ class Replays:
         """Take over what a region noted of a forward pass."""
         around = Surroundings(begun, nodes_of(arguments))
         learned = recording.learn(outputs_in(output), around, self._backward)
-        if learned is None or (learned.shape not in self._known and len(self._known) == _SHAPES):
+        if learned is None or not self._keep(learned):
             self._row, self._recordings = 0, _RECORDINGS
             return
-        self._row = self._row + 1 if learned.shape in self._known else 0
-        self._known[learned.shape] = self._latest = learned
         if self.ready():
             self._recordings = 0
 
+    def _keep(self, learned: Learned) -> bool:
+        """Add what was learned; False where too much is known already."""
+        like = next((group for group in self._known if _first(group).is_like(learned)), None)
+        known = like is not None and learned.parameters in like
+        if not known and sum(map(len, self._known)) == _GRAPHS:
+            return False
+        if like is None:
+            self._known.append(like := {})
+        self._row = self._row + 1 if known else 0
+        like[learned.parameters] = self._latest = learned
+        return True
+
     def find(self, roots: list[tuple[Any, int]], around: Surroundings) -> tuple[Learned | None, list[Any]]:
         """The sites of a graph, and its nodes; no sites where all its gradients are to be at the global exponent."""
-        for learned in dict.fromkeys([self._latest, *self._known.values()]):
-            nodes = learned.match(roots, around)
-            if nodes is not None and learned.reads(nodes, self._names):
-                self._latest = learned
+        for number, group in enumerate(self._known):
+            nodes = _first(group).match(roots, around)
+            learned = None if nodes is None else group.get(_first(group).parameters_of(nodes))
+            if learned is not None and learned.takes(nodes):
+                self._known.insert(0, self._known.pop(number))
+                if learned is not self._latest:
+                    learned.note_reads(nodes, self._names)
+                    self._latest = learned
                 return learned, nodes
         self._row = 0
         self._surprises += 1
         if self._surprises >= _SURPRISES:
             self._recordings = _RECORDINGS
         shape, nodes = walk(roots, around)
-        learned = approximate(shape, nodes, self._backward, self._known.values())
-        return learned if learned is not None and learned.reads(nodes, self._names) else None, nodes
+        learned = approximate(shape, nodes, self._backward, [one for group in self._known for one in group.values()])
+        if learned is None or not learned.takes(nodes):
+            return None, nodes
+        learned.note_reads(nodes, self._names)
+        return learned, nodes
+
+
+def _first(group: dict[tuple[int, ...], Learned]) -> Learned:
+    return next(iter(group.values()))
 
 
 class Replay:
@@ -106,10 +128,14 @@ class Replay:
         self._backward.end_unless_differentiating()
         self._begun = torch._C._autograd._get_sequence_nr()
         put(self)
+        # A region's views of parameters are cast for each reader, and the graph is to be the same.
+        self._cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
         return self
 
     def __exit__(self, *error: object) -> None:
         put(self._outer)
+        torch.set_autocast_cache_enabled(self._cached)
         self._backward.forwards += 1
         self._backward.unmarked.add(self._begun, torch._C._autograd._get_sequence_nr())
 

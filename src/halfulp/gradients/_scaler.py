@@ -154,7 +154,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
 
     def _scaled(self, output: Tensor) -> Tensor:
         backward = self._controller.backward
-        backward.end()
+        backward.end_unless_differentiating()
         if output.grad_fn is not None and not backward.second_order:
             if self._mode == "module":
                 check_units(output.grad_fn, backward.sites.anchor)
@@ -188,7 +188,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
                 "at a scale that this one does not know: in pipelines train in bfloat16, or multiply the loss by a "
                 "constant power of two and divide every stage's gradients by it"
             )
-        controller.backward.end()
+        controller.backward.end_unless_differentiating()
         self._tensor(torch.device(self._device))
         super().unscale_(optimizer)
 
