@@ -356,8 +356,9 @@ def saved(process: Process, folder: str) -> dict:
         process.advance(process.own_loss(model, 2), scaler, optimizer, True)
         # Each process has exponents of its own, and any may write them.
         torch.save(state["scaler"], f"{folder}/{wrap}-{process.rank}.pt")
+        truth = {"numbers": found, "next": values(model)}
         if process.rank == 0:
-            torch.save({"numbers": found, "next": values(model)}, f"{folder}/{wrap}.pt")
+            torch.save(truth, f"{folder}/{wrap}.pt")
     return {}
 
 

@@ -127,3 +127,20 @@ def test_the_floor_is_the_metadatas():
     wanted = tomllib.loads(project.read_text())["project"]["dependencies"]
     assert f"torch>={_torch_floor.FLOOR}" in wanted
     assert not _torch_floor.is_older(torch.__version__)
+
+
+def test_a_call_comes_after_an_import_or_at_once(tmp_path, monkeypatch):
+    (tmp_path / "imported_late.py").write_text("value = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    found = []
+    _torch_import.after_import("imported_late", lambda module: found.append(module.value))
+    assert not found
+    assert "imported_late" not in sys.modules
+    import imported_late
+
+    assert found == [3]
+    assert "exec_module" not in vars(imported_late.__spec__.loader)
+    _torch_import.after_import("imported_late", lambda module: found.append(module))
+    assert found == [3, imported_late]
+    del sys.modules["imported_late"]

@@ -23,37 +23,44 @@ def register_with_torch() -> None:
 
     Neither imports a layer of halfulp before a file or a graph asks for it.
     """
-    torch = sys.modules.get("torch")
-    if torch is None:
-        sys.meta_path.insert(0, _TorchFinder)
+    after_import("torch", _register)
+
+
+def after_import(name: str, call: Callable[[ModuleType], None]) -> None:
+    """Call a function with a module: now, or as soon as somebody has imported it."""
+    module = sys.modules.get(name)
+    if module is None:
+        sys.meta_path.insert(0, _Finder(name, call))
     else:
-        _register(torch)
+        call(module)
 
 
-class _TorchFinder:
-    """Finds torch where the other finders do, and registers once it has been executed."""
+class _Finder:
+    """Finds one module where the other finders do, and makes a call once it has been executed."""
 
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "torch":
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._call = call
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
             return None
-        others = [finder for finder in sys.meta_path if finder is not cls and hasattr(finder, "find_spec")]
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
         if spec is not None and spec.loader is not None:
-            cls._call_after(spec.loader)
+            self._call_after(spec.loader)
         return spec
 
-    @classmethod
-    def _call_after(cls, loader: Any) -> None:
+    def _call_after(self, loader: Any) -> None:
         """The loader stays what it is: only this one call of its method is replaced."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             execute(module)
-            if cls in sys.meta_path:
-                sys.meta_path.remove(cls)
-                _register(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._call(module)
 
         loader.exec_module = exec_module
 

@@ -10,7 +10,7 @@ import torch
 from ..formats import Format
 from ..kernels import plain
 from ..scaled import ScaledTensor
-from ..tensors import MCTensor
+from ..tensors import MCTensor, _whole_states
 from ._checkpoint import CheckpointMixin
 from ._eight_bits import PAYLOADS
 from ._format_store import format_store
@@ -112,6 +112,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
 
     def _start_caches(self) -> None:
         """What is derived from groups and states, and made again after a copy or a load."""
+        _whole_states.watch()
         self._slots: TensorMap[Slot] = TensorMap()
         self._set_aside: TensorMap[dict] = TensorMap()
         self._checksums: TensorMap[int] = TensorMap()

@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from ..kernels import untraced
+from . import _whole_states
 from ._backward import FIRST
 from ._companions import layout_of
 
@@ -29,6 +30,7 @@ def watch() -> None:
     if not _listening:
         _listening.append(register_module_module_registration_hook(_taken_in))
         _listening.append(register_module_parameter_registration_hook(_refuse_split))
+        _whole_states.watch()
 
 
 def install(wrapper: nn.Module) -> None:
