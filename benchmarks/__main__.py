@@ -22,6 +22,7 @@ NAMES = (
     "accuracy",
     "mctensor",
     "mctensor_experiments",
+    "mctensor_operators",
     "mammals",
     "op_coverage",
     "grad_modes",

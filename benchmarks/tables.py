@@ -18,6 +18,7 @@ ORDER = (
     "accuracy",
     "mctensor",
     "mctensor_experiments",
+    "mctensor_operators",
     "mammals",
 )
 HEAD = """# Benchmarks
