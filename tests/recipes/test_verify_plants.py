@@ -103,6 +103,14 @@ class ChannelsLastDropout(_Net):
         return F.dropout(x.view(-1, 4, 2, 2).to(memory_format=torch.channels_last), 0.3).reshape(x.shape)
 
 
+class MasksByTheLowestNumber(_Net):
+    """As transformers' attention does: what stands for no value is divided by more than a power of two."""
+
+    def between(self, x):
+        rows = torch.where(x.detach() > 0, x, torch.finfo(torch.float32).min) / 2.8284271247461903
+        return torch.softmax(rows, -1)
+
+
 class Normalizes(_Net):
     def __init__(self):
         super().__init__()
@@ -114,7 +122,7 @@ class Normalizes(_Net):
 
 RIGHT = (
     *(_Net, Counts, UnsavedBuffer, OwnGenerator, DrawsByPython, DrawsByNumPy, KeepsAnActivation),
-    *(TransposedDropout, ChannelsLastDropout, Normalizes),
+    *(TransposedDropout, ChannelsLastDropout, Normalizes, MasksByTheLowestNumber),
     lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True),
 )
 
