@@ -264,7 +264,7 @@ def mask_by_layout(model, places: Places) -> None:
     def change(output):
         turned = output.transpose(0, -1)
         turned = turned.clone(memory_format=_contiguous()) if isinstance(output, hu.ScaledTensor) else turned
-        return dropout(turned, 0.5).transpose(0, -1)
+        return dropout(turned, 0.5).transpose(0, -1).contiguous()
 
     _after(places.layer(model), change)
 

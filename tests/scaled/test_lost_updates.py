@@ -29,11 +29,13 @@ def _unwarned(monkeypatch):
 def _average(update, model, steps=400, start=None):
     """Move averages of a model's weights towards weights a little off; returns start, averages, and what was told."""
     start = model if start is None else start
-    averages = (
-        AveragedModel(start, multi_avg_fn=get_ema_multi_avg_fn(0.999))
-        if update == "AveragedModel"
-        else copy.deepcopy(start)
-    )
+    with warnings.catch_warnings():  # of what is told when it is made, see tests/optim/test_averages.py
+        warnings.filterwarnings("ignore", "AveragedModel keeps its averages")
+        averages = (
+            AveragedModel(start, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+            if update == "AveragedModel"
+            else copy.deepcopy(start)
+        )
     before = [_values(a) for a in averages.parameters()]
     generator = torch.Generator().manual_seed(0)
     if update == "AveragedModel":

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..tensors._averaged_models import tell_of_narrow_averages
 from ..tensors._holders import check_holders, check_overlaps, living_modules
 from ..tensors._wrappers import Wrappers, data_parallel_modules, replace_data, sharded_modules
 from ._narrowing import is_kept, take_float32
@@ -38,6 +39,7 @@ def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
     So are the low bits of parameters that were narrowed before there was an optimizer (`halfulp.convert`).
     """
     narrowed = {id(group["params"][position]) for group, position in _to_narrow(groups)}
+    tell_of_narrow_averages()
     for group in groups:
         for position, parameter in enumerate(group["params"]):
             if id(parameter) in narrowed:

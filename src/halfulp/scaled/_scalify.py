@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._words import a_kind
 from ..tensors import _companions, _model_fallbacks, _outer_modules
+from ..tensors._averaged_models import tell_of_narrow_averages
 from ..tensors._holders import check_holders
 from ..tensors._places import Place, Where, check_has_shape, chosen, places, with_marks
 from . import _door, _placement, _product_layers
@@ -116,6 +117,7 @@ def scalify(
     _companions.install_check(model)
     _model_fallbacks.install(model)
     _outer_modules.watch()
+    tell_of_narrow_averages()
     _placement.remove(model)
     _placement.install(sides)
     _product_layers.remove(model)
