@@ -91,15 +91,16 @@ def _fork_servers() -> Iterator[list[subprocess.Popen]]:
 
 
 @pytest.fixture
-def in_processes(seed: int, tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Callable[[str, int], None]:
+def in_processes(seed: int, tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Callable[..., None]:
     """Runs a script in some processes that must all succeed; its arguments are rank, path of a store, and seed."""
 
-    def run(script: str, count: int) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    def run(script: str, count: int, **given: str) -> None:
+        started = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = started | given
         command = [sys.executable, "-W", "error", str(Path(__file__).with_name("fork_server.py"))]
         while len(_fork_servers) < count:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            _fork_servers.append(subprocess.Popen(command, env=environment, **pipes))
+            _fork_servers.append(subprocess.Popen(command, env=started, **pipes))
         servers, children, codes = _fork_servers[:count], [], []
         request = {"script": script, "environment": environment, "directory": os.getcwd()}
         for rank, server in enumerate(servers):

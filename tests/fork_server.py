@@ -51,6 +51,7 @@ def run(request: dict) -> None:
     os.dup2(1, 2)
     os.environ.clear()
     os.environ.update(request["environment"])
+    sys.modules["numba"].config.reload_config()  # which reads the environment
     os.chdir(request["directory"])
     sys.argv = ["-c", *request["arguments"]]
     main = sys.modules["__main__"] = types.ModuleType("__main__")

@@ -93,9 +93,8 @@ def test_parameter_gradients_have_the_bits_of_the_plain_graph_under_any_exponent
     assert len(list(backward.sites)[1:]) >= 2
 
 
-@pytest.mark.parametrize("name", ["multilayer-perceptron", "multihead-attention"])
-def test_inductor_keeps_the_bits(name, seed):
-    _exact(lambda: build(name, seed % 3), "inductor", seed % 3, times=2)
+def test_inductor_keeps_the_bits_of_attention(seed):
+    _exact(lambda: build("multihead-attention", seed % 3), "inductor", seed % 3, times=2)
 
 
 class Added(nn.Module):

@@ -1,6 +1,5 @@
 """One call for all parameters: on threads, in forked workers, under either of Numba's layers, the same bits."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -37,17 +36,15 @@ def same(a, b):
 """
 
 
-def _run(body, **environment):
-    code = HEAD + textwrap.dedent(body)
-    variables = {**os.environ, **environment}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=variables)
-    assert done.returncode == 0, done.stderr
-    assert "right" in done.stdout
+@pytest.fixture
+def run(in_processes):
+    """Runs a body in a process that has made no thread and no kernel yet."""
+    return lambda body, **environment: in_processes(HEAD + textwrap.dedent(body), 1, **environment)
 
 
 @pytest.mark.parametrize("layer", ["omp", "workqueue"])
-def test_four_threads_step_four_optimizers_at_once(layer):
-    _run(
+def test_four_threads_step_four_optimizers_at_once(layer, run):
+    run(
         """
         torch.set_num_threads(2)
         alone = [train(number) for number in range(4)]
@@ -63,14 +60,13 @@ def test_four_threads_step_four_optimizers_at_once(layer):
         for thread in threads:
             thread.join()
         assert all(same(a, b) for a, b in zip(alone, found))
-        print("right")
         """,
         NUMBA_THREADING_LAYER=layer,
     )
 
 
-def test_four_threads_compile_their_first_kernels_at_once(tmp_path):
-    _run(
+def test_four_threads_compile_their_first_kernels_at_once(tmp_path, run):
+    run(
         """
         found = [None] * 4
         gate = threading.Barrier(4)
@@ -83,15 +79,14 @@ def test_four_threads_compile_their_first_kernels_at_once(tmp_path):
         for thread in threads:
             thread.join()
         assert all(same(found[0], other) for other in found[1:])
-        print("right")
         """,
         HALFULP_CACHE_DIR=str(tmp_path),
     )
 
 
 @pytest.mark.parametrize("layer", ["omp", "workqueue"])
-def test_a_forked_worker_quantizes_and_steps_after_its_parent_has(layer):
-    _run(
+def test_a_forked_worker_quantizes_and_steps_after_its_parent_has(layer, run):
+    run(
         """
         warnings.simplefilter("ignore")
         torch.set_num_threads(2)
@@ -107,7 +102,6 @@ def test_a_forked_worker_quantizes_and_steps_after_its_parent_has(layer):
         seen = list(loader)
         assert len(seen) == 4 and all(all(pair) for pair in seen), seen
         assert same(train(0), parent)
-        print("right")
         """,
         NUMBA_THREADING_LAYER=layer,
     )
@@ -135,29 +129,25 @@ def test_two_threads_give_the_bits_of_one(seed, update, codec):
         assert one == two
 
 
-def test_a_process_without_numba_runs_the_reference_with_the_same_bits():
-    _run(
-        """
-        import sys
-        fast = train(0, size=(16, 64))
-        with hu.kernels.engine("reference"):
-            assert same(fast, train(0, size=(16, 64)))
-        print("right")
-        """
-    )
-    _run(
-        """
+def test_a_process_without_numba_runs_the_reference_and_says_so():
+    """Its bits are those of the kernels: test_program."""
+    body = """
         import importlib.util
         real = importlib.util.find_spec
         importlib.util.find_spec = lambda name, *a: None if name == "numba" else real(name, *a)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            train(0, size=(16, 64))
+            without = train(0, size=(16, 64))
         assert sum("numba is not installed" in str(w.message) for w in seen) == 1, seen
         assert hu.kernels.report()
+        with hu.kernels.engine("reference"):
+            assert same(without, train(0, size=(16, 64)))
         print("right")
         """
-    )
+    code = HEAD + textwrap.dedent(body)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "right" in done.stdout
 
 
 def test_parameters_of_many_kinds_step_together_as_apart(seed):
