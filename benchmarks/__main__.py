@@ -43,6 +43,7 @@ NAMES = (
     "many_tensors",
     "torch_contract",
     "compiled",
+    "processes",
 )
 
 

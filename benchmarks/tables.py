@@ -20,6 +20,7 @@ ORDER = (
     "mctensor_experiments",
     "mctensor_operators",
     "mammals",
+    "processes",
 )
 HEAD = """# Benchmarks
 

@@ -405,6 +405,18 @@ def _benchmark(name: str, title: str, columns: Sequence[str], keep: Callable[[di
     return grid([column.replace("|", "\\|") for column in shown], rows)
 
 
+def _every_row(name: str, title: str) -> str:
+    """The whole table of a benchmark whose title starts as given, and its note."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    if not path.exists():
+        return ""
+    from benchmarks._results import load
+
+    table = next(table for table in load(path).tables if table.title.startswith(title))
+    note = textwrap.fill(table.note, 120, break_on_hyphens=False)
+    return "\n\n".join([_benchmark(name, title, list(table.columns)), note])
+
+
 def _speed(threads: int) -> str:
     title = f"AdamW step, 20.8M parameters, {threads} thread"
     return _benchmark("adamw", title, ("optimizer", "x torch", "range"))
@@ -544,6 +556,21 @@ def gradient_exactness_note() -> str:
     return textwrap.fill(load(path).text, 120, break_on_hyphens=False)
 
 
+def processes() -> str:
+    """Two processes beside one on the whole batch."""
+    return _every_row("processes", "Two processes")
+
+
+def processes_losses() -> str:
+    """Losses of which one process's is not like the others'."""
+    return _every_row("processes", "Steps applied")
+
+
+def processes_checkpoints() -> str:
+    """Checkpoints that another number of processes reads."""
+    return _every_row("processes", "Checkpoints")
+
+
 def mammals() -> str:
     """The embedding of WordNet's mammals."""
     path = ROOT / "benchmarks" / "results" / "mammals.json"
@@ -680,6 +707,9 @@ PLACES: dict[str, Callable[[], str]] = {
         mctensor_speed,
         mctensor_experiments,
         mammals,
+        processes,
+        processes_losses,
+        processes_checkpoints,
         scaled_coverage,
         scaled_exceptions,
         scaled_architectures,
