@@ -108,7 +108,7 @@ def worst(bound: Bound, kinds: tuple, low: float, high: float, size: int) -> flo
     return largest
 
 
-def table(size: int = 100) -> Table:
+def table(size: int = 64) -> Table:
     """Every line of the page with the worst errors found."""
     import mpmath
 

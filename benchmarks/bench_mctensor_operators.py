@@ -5,9 +5,12 @@ with both ways of keeping gradients, against four float64 components: see _opera
 """
 
 import argparse
+import pickle
 import random
 import time
 from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -95,59 +98,75 @@ def refusals(found: dict[str, dict[tuple, Finding]]) -> Table:
     return table
 
 
+@dataclass
+class Progress:
+    """What has been found so far: kept in a file by --continue, so that a long run can be taken up again."""
+
+    stated: list[Table] = field(default_factory=list)
+    found: dict[str, dict[tuple, Finding]] = field(default_factory=dict)
+    constants: dict[str, dict[float, str]] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+
+    def examine(self, op, most: int, seed: int) -> None:
+        """Add one operator."""
+        name, began = name_of(op), time.perf_counter()
+        self.seen.add(name)
+        each = dict(findings(op, most, seed, FORMATS, CASES))
+        if any(finding.verdict for finding in each.values()):
+            self.found[name] = each
+            if numbers := long_constants(op, most, seed):
+                self.constants[name] = numbers
+        if time.perf_counter() - began > 20:
+            print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+        for key, finding in each.items():
+            if finding.verdict in MISSES:
+                print(name, *key, finding, flush=True)
+
+    def _tables(self) -> list[Table]:
+        made = [make(self.found) for make in (summary, missed, refusals, every_operator)]
+        return [*made, constants_table(self.constants)]
+
+    def result(self, entries: int, most: int) -> Result:
+        """Everything as tables."""
+        left = f", the others left out for want of time (of {entries})" if len(self.seen) < entries else ""
+        return Result(
+            "mctensor_operators",
+            "Digits of operators on MCTensors",
+            f"{len(self.found)} operators with floating operands, of {len(self.seen)} entries of op_db that draw "
+            f"nothing{left}, on {most} of torch's own samples each, in five formats and five cases with both ways of "
+            "keeping gradients. The reference is the same call on four float64 components, which hold the operands "
+            "exactly; the bound is 2^-(bits - 10) of a result and of what it changes by when every operand changes by "
+            "its last bit, 2^-(bits - 12) for gradients of all components and 2^-(p - 4) for plain ones.",
+            "python -m benchmarks.bench_mctensor_operators",
+            tables=[*self.stated, *self._tables()],
+        )
+
+
 def main() -> None:
     """All operators, or those of the given names; the JSON where all ran."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="only operators of these names")
     parser.add_argument("--most", type=int, default=1, help="samples an operator")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, help="stop after so long, and say how far it came")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long, and say how far it came")
+    parser.add_argument("--continue", dest="file", type=Path, help="go on where the run that wrote this file stopped")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
     chosen = [op for op in operators() if not is_random(op) and (not options.names or name_of(op) in options.names)]
     random.Random(options.seed).shuffle(chosen)  # what --minutes leaves out is any of them
-    torch.manual_seed(options.seed)
-    stated = [] if options.names else [bounds.table(), bounds.products()]
-    found, constants, seen, start = {}, {}, 0, time.perf_counter()
+    progress = pickle.loads(options.file.read_bytes()) if options.file and options.file.exists() else Progress()
+    start = time.perf_counter()
+    if not options.names and not progress.stated:
+        progress.stated = [bounds.table(), bounds.products()]
     for op in chosen:
-        if options.minutes and time.perf_counter() - start > 60 * options.minutes:
+        if time.perf_counter() - start > 60 * options.minutes:
             break
-        seen += 1
-        name = name_of(op)
-        began = time.perf_counter()
-        each = dict(findings(op, options.most, options.seed, FORMATS, CASES))
-        if any(finding.verdict for finding in each.values()):
-            found[name] = each
-            if numbers := long_constants(op, options.most, options.seed):
-                constants[name] = numbers
-        if time.perf_counter() - began > 20:
-            print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
-        for key, finding in each.items():
-            if finding.verdict in MISSES:
-                print(name, *key, finding, flush=True)
-    result = Result(
-        "mctensor_operators",
-        "Digits of operators on MCTensors",
-        f"{len(found)} operators with floating operands, of {seen} entries of op_db that draw nothing (of "
-        f"{len(chosen)}{', the others left out for want of time' if seen < len(chosen) else ''}), on "
-        f"{options.most} of torch's own samples each, in five formats and five cases with both ways of keeping "
-        "gradients. The reference is the same call on four float64 components, which hold the operands exactly; the "
-        "bound is 2^-(bits - 10) of a result and of what it changes by when every operand changes by its last bit, "
-        "2^-(bits - 12) for gradients of all components and 2^-(p - 4) for plain ones.",
-        "python -m benchmarks.bench_mctensor_operators",
-        tables=[
-            *stated,
-            summary(found),
-            missed(found),
-            constants_table(constants),
-            refusals(found),
-            every_operator(found),
-        ],
-    )
-    if options.names:
-        show(result)
-    else:
-        save(result)
+        if name_of(op) not in progress.seen:
+            progress.examine(op, options.most, options.seed)
+    if options.file:
+        options.file.write_bytes(pickle.dumps(progress))
+    (show if options.names else save)(progress.result(len(chosen), options.most))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ ELEMENTWISE = {
     "hardswish": (F.hardswish, lambda v: v * (v + 3) / 6),
     "x ** (1 / 3)": (lambda x: x ** (1 / 3), lambda v: v ** mpmath.mpf(1 / 3)),
     "3 ** x": (lambda x: 3**x, lambda v: mpmath.mpf(3) ** v),
+    "x ** 1.00000001": (lambda x: x**1.00000001, lambda v: v ** mpmath.mpf(1.00000001)),
     "sinc": (torch.sinc, lambda v: mpmath.sincpi(v)),
     "deg2rad": (torch.deg2rad, lambda v: v * mpmath.pi / 180),
     "rad2deg": (torch.rad2deg, lambda v: v * 180 / mpmath.pi),
@@ -132,3 +133,17 @@ def test_a_users_number_is_what_it_is():
     result.backward()
     with mpmath.workdps(60):
         assert _near(_mpf(exact(x.grad)[0]), -mpmath.mpf(1 / 3) * mpmath.mpf(math.pi))
+
+
+def test_a_compiled_graph_holds_the_same_numbers(seed):
+    values, found = torch.rand(5, dtype=torch.float64), []
+
+    def function(x):
+        return (torch.erf(x) + torch.deg2rad(x) + F.mse_loss(x, x * 0)).sum()
+
+    for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+        x = MCTensor.encode(values, 2, gradients="components").requires_grad_()
+        result = call(x)
+        result.backward()
+        found.append([*exact(result.detach()), *exact(x.grad)])
+    assert found[0] == found[1]

@@ -64,6 +64,7 @@ _NODES = frozenset(
 # Where nodes keep the number that they were given and compute another one of.
 _SAVED = ("_saved_exponent", "_saved_weight", "_saved_alpha")
 _POWER_OF_NUMBER = "PowBackward2"
+_INVERTS = "CeluBackward0"
 _FLOAT32 = 2.0**-22  # torch inverts celu's alpha in float32
 _SELU = (
     "1.05070098735548049341933498529460635195898120437640454697787838780199462",
@@ -109,15 +110,15 @@ def _terms_in_backward(value: float) -> tuple[float, ...] | None:
     for attribute in _SAVED:
         saved = getattr(node, attribute, None)
         if isinstance(saved, (float, int)):
-            return _derived(value, float(saved))
-    return None if hasattr(_here, "given") and _here.given is not None else _recovered(value)
+            return _derived(value, float(saved), name == _INVERTS)
+    return _recovered(value) if getattr(_here, "given", None) is None else None
 
 
-def _derived(value: float, saved: float) -> tuple[float, ...] | None:
+def _derived(value: float, saved: float, inverts: bool) -> tuple[float, ...] | None:
     """Of a number that a node was given: one less, one minus it, or its inverse, which a float64 may not hold."""
     exact = Fraction(saved)
     found = {saved - 1: exact - 1, 1 - saved: 1 - exact}.get(value)
-    if found is None and abs(value * saved - 1) < _FLOAT32:
+    if found is None and inverts and value != saved and abs(value * saved - 1) < _FLOAT32:
         found = 1 / exact
     return None if found is None or found == Fraction(value) else _float64s(found)
 
