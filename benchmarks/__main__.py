@@ -23,6 +23,7 @@ NAMES = (
     "mctensor",
     "mctensor_experiments",
     "mctensor_operators",
+    "hilbert",
     "mammals",
     "op_coverage",
     "grad_modes",

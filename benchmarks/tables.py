@@ -19,6 +19,7 @@ ORDER = (
     "mctensor",
     "mctensor_experiments",
     "mctensor_operators",
+    "hilbert",
     "mammals",
     "processes",
 )

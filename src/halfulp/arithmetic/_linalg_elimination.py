@@ -8,6 +8,7 @@ large as four components can resolve, about 1e58.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -21,10 +22,11 @@ MOST_ROWS = 128
 _F64 = torch.float64
 _CONTRACTION = 0.125
 _GOOD = 2.0**-8
-_SHIFTS = (0, -53, -106, -160)
+_GRAM_BITS = 1000  # the condition's square has 400 at most
+_NEWTON = 12  # each step squares an error that begins below 1/8 but for the condition
 
 
-def solve_by_elimination(work: Work, a: Parts, b: Parts, task: str, watched: slice = slice(None)) -> Parts:
+def solve_by_elimination(work: Work, a: Parts, b: Parts, task: str) -> Parts:
     """x with a x = b for one matrix (N, N) of about unit size.
 
     Args:
@@ -32,67 +34,98 @@ def solve_by_elimination(work: Work, a: Parts, b: Parts, task: str, watched: sli
         a: float64 components.
         b: (N, K), likewise.
         task: for errors.
-        watched: the rows of x whose digits decide when refinement ends.
 
     Raises:
         torch.linalg.LinAlgError: a is singular, or beyond four components; N > 128.
     """
-    near = proven_inverse(a, task)
     matrix, right = Integers.of(a), Integers.of(b)
-    device = a[0].device
-    progress, x, rest = Progress(work, task), None, b
+    near = _proven(a, task, lambda components: _inverted(a, components), lambda z: z @ matrix)
+    return _refined(work, task, Integers.of(near), matrix, right, a[0].device)
+
+
+def _refined(work: Work, task: str, near: Integers, a: Integers, b: Integers, device: torch.device) -> Parts:
+    """x += Z (b - a x), of which nothing is rounded but x and the correction."""
+    progress, x = Progress(work, task), (near @ b).parts(device, work.components)
     for _ in range(LIMIT):
-        step = matmul(near, rest, len(near), _F64)
-        x = work.lift(step) if x is None else pointwise("add", x, step, components=len(x), dtype=_F64)
-        if progress.done(largest(step[0][watched]), largest(x[0][watched])):
+        step = (near @ (b - a @ Integers.of(x))).parts(device)
+        x = pointwise("add", x, step, components=len(x), dtype=_F64)
+        if progress.done(largest(step[0]), largest(x[0])):
             break
-        rest = (right - matrix @ Integers.of(x)).parts(device)
     return x
 
 
 def least_squares_by_elimination(work: Work, a: Parts, b: Parts, task: str) -> Parts:
-    """x of least |b - a x| for one matrix (M, N): of a x + s r = b, a^T r = 0, with a power of two s (Bjorck 1967).
+    """x of least |b - a x| for one matrix (M, N): x += W W^T a^T (b - a x) for W = R^-1, a = Q R (Bjorck 1987).
 
-    The condition of that system of M + N rows is least where s is near a's smallest singular value: s is tried.
+    |W^T a^T a W - 1| < 1/8 in the maximum norm, computed in integers, proves that the columns are independent.
     """
-    m, n = a[0].shape
-    if m == n:
-        return solve_by_elimination(work, a, b, task)
-    right = tuple(torch.cat([part, part.new_zeros(n, part.shape[-1])]) for part in b)
-    for exponent in _SHIFTS:
-        try:
-            x = solve_by_elimination(work, _augmented(a, 2.0**exponent), right, task, slice(m, None))
-            return tuple(part[m:] for part in x)
-        except torch.linalg.LinAlgError as error:
-            refused = error
-    raise refused
+    matrix, right, device = Integers.of(a), Integers.of(b), a[0].device
+    gram = matrix.mT @ matrix
+    near = _proven(a, task, lambda components: _orthonormalizer(a, gram, components), lambda w: w.mT @ gram @ w)
+    left = Integers.of(near)
+    inverse = _inverse_of_gram(left @ left.mT, gram, task, device)
+    return _refined(work, task, inverse @ matrix.mT, matrix, right, device)
 
 
-def _augmented(a: Parts, shift: float) -> Parts:
-    """[[s, a], [a^T, 0]]."""
-    m, n = a[0].shape
-    corner = [torch.eye(m, dtype=_F64, device=a[0].device) * shift * (k == 0) for k in range(len(a))]
-    top = [torch.cat([one, part], 1) for one, part in zip(corner, a, strict=True)]
-    return tuple(torch.cat([row, torch.cat([part.mT, part.new_zeros(n, n)], 1)]) for row, part in zip(top, a))
+def _inverse_of_gram(near: Integers, gram: Integers, task: str, device: torch.device) -> Integers:
+    """Z with |Z G - 1| < 2^-8 from a near one whose error is small in the norm of a x only: Z -= (Z G - 1) Z."""
+    one = Integers.of((torch.eye(gram.values.shape[0], dtype=_F64, device=device),))
+    for _ in range(_NEWTON):
+        error = near @ gram - one
+        if float(error.parts(device, 1)[0].abs().sum(-1).amax()) < _GOOD:
+            return near
+        near = (near - error @ near).rounded(_GRAM_BITS)
+    refuse("its condition is beyond about 1e58, which four components resolve", task)
 
 
-def proven_inverse(a: Parts, task: str) -> Parts:
-    """Z with |Z a - 1| < 1/8, by the fewest components that reach 2^-8, or by four.
+def _orthonormalizer(a: Parts, gram: Integers, components: int) -> Parts | None:
+    """W with a W orthonormal: R^-1 of Gram's and Schmidt's process, and once more R^-1 of what that left."""
+    first = _schmidt(a, components)
+    if first is None:
+        return None
+    near = Integers.of(first)
+    root = _root_inverted((near.mT @ gram @ near).parts(a[0].device, components), components)
+    return None if root is None else matmul(first, tuple(part.mT for part in root), components, _F64)
+
+
+def _schmidt(a: Parts, components: int) -> Parts | None:
+    """R^-1 of a = Q R, column by column."""
+    table = pointwise("renormalize", a, components=components, dtype=_F64)
+    rows = []
+    for k in range(a[0].shape[-1]):
+        column = tuple(part[:, k : k + 1] for part in table)
+        square = matmul(tuple(part.mT for part in column), column, components, _F64)
+        length = pointwise("sqrt", square, components=components, dtype=_F64)
+        if not bool(length[0] > 0):
+            return None
+        unit = pointwise("div", column, length, components=components, dtype=_F64)
+        row = matmul(tuple(part.mT for part in unit), table, components, _F64)
+        for part, own in zip(row, length, strict=True):
+            part[:, :k] = 0.0
+            part[:, k] = own[0]
+        rows.append(row)
+        row = tuple(-part for part in row)
+        table = pointwise("addcmul", table, unit, row, components=components, dtype=_F64)
+    return _inverted(tuple(torch.cat(parts) for parts in zip(*rows, strict=True)), components)
+
+
+def _proven(a: Parts, task: str, make: Callable, unit: Callable) -> Parts:
+    """What `make` makes of the fewest components such that `unit` of it is 1 but for 2^-8, or for 1/8 by four.
 
     Raises:
-        torch.linalg.LinAlgError: none is found.
+        torch.linalg.LinAlgError: none does.
     """
     rows, device = a[0].shape[-1], a[0].device
-    if rows > MOST_ROWS:
-        refuse(f"elimination in components serves up to {MOST_ROWS} rows, and this matrix has {rows}", task)
-    one, matrix = Integers.of((torch.eye(rows, dtype=_F64, device=device),)), Integers.of(a)
+    if max(a[0].shape) > MOST_ROWS:
+        refuse(f"elimination in components serves up to {MOST_ROWS} rows, and this matrix has {max(a[0].shape)}", task)
+    one = Integers.of((torch.eye(rows, dtype=_F64, device=device),))
     for components in range(2, MOST + 1):
-        near = _inverted(a, components)
-        if near is None:
+        made = make(components)
+        if made is None:
             continue
-        off = float((Integers.of(near) @ matrix - one).parts(device, 1)[0].abs().sum(-1).amax())
+        off = float((unit(Integers.of(made)) - one).parts(device, 1)[0].abs().sum(-1).amax())
         if off < (_CONTRACTION if components == MOST else _GOOD):
-            return near
+            return made
     refuse("its condition is beyond about 1e58, which four components resolve", task)
 
 
@@ -101,37 +134,26 @@ def cholesky_by_elimination(work: Work, a: Parts, task: str) -> Parts:
 
     |Z a Z^T - 1| < 1/8 in the maximum norm, computed in integers, proves that a is positive definite.
     """
-    start, near = _proven_root(a, task)
-    matrix, factor, count = Integers.of(a), work.lift(start), len(start)
-    transposed = tuple(part.mT for part in near)
-    progress, unit = Progress(work, task), torch.ones((), dtype=_F64, device=a[0].device)
+    matrix, device = Integers.of(a), a[0].device
+    near = _proven(a, task, lambda components: _root_inverted(a, components), lambda z: z @ matrix @ z.mT)
+    count = len(near)
+    start, transposed = _root(a, count), tuple(part.mT for part in near)
+    progress, factor = Progress(work, task), work.lift(start)
     for _ in range(LIMIT):
         known = Integers.of(factor)
-        rest = (matrix - known @ known.mT).parts(a[0].device)
+        rest = (matrix - known @ known.mT).parts(device)
         off = matmul(matmul(near, rest, count, _F64), transposed, count, _F64)
         lower = tuple(part.tril(-1) + torch.diag_embed(part.diagonal() / 2) for part in off)
         step = matmul(start, lower, count, _F64)
         factor = pointwise("add", factor, step, components=len(factor), dtype=_F64)
-        if progress.done(largest(off[0], (-2, -1)), unit):
+        if progress.done(largest(step[0], (-2, -1)), largest(factor[0], (-2, -1))):
             break
     return factor
 
 
-def _proven_root(a: Parts, task: str) -> tuple[Parts, Parts]:
-    rows, device = a[0].shape[-1], a[0].device
-    if rows > MOST_ROWS:
-        refuse(f"elimination in components serves up to {MOST_ROWS} rows, and this matrix has {rows}", task)
-    one, matrix = Integers.of((torch.eye(rows, dtype=_F64, device=device),)), Integers.of(a)
-    for components in range(2, MOST + 1):
-        root = _root(a, components)
-        near = None if root is None else _inverted(root, components)
-        if near is None:
-            continue
-        left = Integers.of(near)
-        off = float((left @ matrix @ left.mT - one).parts(device, 1)[0].abs().sum(-1).amax())
-        if off < (_CONTRACTION if components == MOST else _GOOD):
-            return root, near
-    refuse("it is not positive definite, or its condition is beyond about 1e58", task)
+def _root_inverted(a: Parts, components: int) -> Parts | None:
+    root = _root(a, components)
+    return None if root is None else _inverted(root, components)
 
 
 def _root(a: Parts, components: int) -> Parts | None:

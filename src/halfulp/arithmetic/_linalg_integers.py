@@ -45,6 +45,12 @@ class Integers:
         left, right = (x.values * (1 << (x.power - power)) for x in (self, other))
         return Integers(left - right, power)
 
+    def rounded(self, bits: int) -> Integers:
+        """Cut to so many bits of the largest entry."""
+        most = max(int(value).bit_length() for value in self.values.flat)
+        shift = max(0, most - bits)
+        return Integers(self.values >> shift, self.power + shift)
+
     def parts(self, device: torch.device, components: int = MOST) -> Parts:
         """The matrix rounded to float64 components."""
         rows = [_floats(int(value), self.power, components) for value in self.values.flat]
