@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.gradients import _attach
+from halfulp.gradients import _attach, _replay
 from halfulp.gradients._forward import Forward
 from halfulp.gradients._graph_walk import Matcher, Surroundings, walk
 
@@ -350,3 +350,31 @@ def test_a_matcher_tells_nodes_of_before_from_those_of_now():
     given = Surroundings(0, frozenset([inner.grad_fn]))
     assert walk([(old.grad_fn, 0)], given)[0] == shapes[0]
     assert Matcher(shapes[1]).nodes([(old.grad_fn, 0)], given) is None
+
+
+class Remembers(torch.nn.Module):
+    """A model that hands on what it was given, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, memory):
+        return self.layer(x), memory
+
+
+def test_a_tensor_that_outlives_forward_passes_gets_no_hooks_of_theirs(seed, monkeypatch):
+    torch.manual_seed(seed)
+    model, x, memory = Remembers(), batch(), batch().requires_grad_() * 2
+    scaler, made = hu.AdaptiveGradScaler(model), []
+    entering = _replay.Replay._entering
+    monkeypatch.setattr(_replay.Replay, "_entering", lambda *given: (made.append(1), entering(*given))[1])
+    for _ in range(6):
+        clear(model)
+        scaler._controller.backward.renew()
+        scaler._controller.backward.measuring = False
+        y, same = model(x, memory)
+        assert same is memory
+        scaler.scale(mean_square(y) + same.sum()).backward(retain_graph=True)
+    assert replayed(scaler)
+    assert len(made) == len(scaler._controller.backward.unmarked._begins)

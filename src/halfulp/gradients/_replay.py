@@ -178,6 +178,9 @@ class Replay:
         elif any(move):
             # A reader may write into it.
             out = copied(out)
+        elif is_exit(out.grad_fn, self._anchor):
+            # It was there before, and may outlive this pass by many, each of which would add a hook.
+            return out
         out.grad_fn.register_prehook(self._entering(move, order))
         mark(out.grad_fn, self._anchor, self._anchor, self._anchor)
         return out
