@@ -13,8 +13,9 @@ from ..formats import Format
 from ..scaled import ScaledTensor
 from ..tensors import MCTensor
 from ._blocks import scale_shape
+from ._checksum import as_saved, checksums_of
 from ._identity import plain_names
-from ._outside_writes import CHECKSUM, agree, checksum_of, companions_beside, companions_now, is_written, loaded
+from ._outside_writes import CHECKSUMS, agree, companions_beside, companions_now, is_written, loaded
 from ._saved import checked_groups, checked_state, whole_step
 from ._saved_states import ABSENT, block_of, check_version, codec_versions, saved_value
 from ._scaled_states import peak
@@ -67,8 +68,8 @@ class CheckpointMixin:
             return {}
         names = (name for name, _ in slot.kind.update.companions(slot.kind.store))
         companions = dict(zip(names, companions_now(slot))) if is_written(slot) else {}
-        checksum = checksum_of(slot)
-        return companions if checksum is None else {**companions, CHECKSUM: checksum}
+        checksums = checksums_of(slot)
+        return companions if checksums is None else {**companions, CHECKSUMS: checksums}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
@@ -127,7 +128,7 @@ class CheckpointMixin:
             for name, tensor in tensors.items():
                 local(held[name]).copy_(local(tensor))
             held["step"] = _steps_made(state, "")
-            loaded(self._slots[parameter], state.get(CHECKSUM))
+            loaded(self._slots[parameter], state.get(CHECKSUMS))
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
@@ -140,7 +141,7 @@ class CheckpointMixin:
         slot = self._known(group, position)
         _steps_made(state, slot.name)
         fitted: dict[str, torch.Tensor] = {}
-        used = {"step", CHECKSUM}
+        used = {"step", CHECKSUMS, "payload_checksum"}  # the latter in older files, which are trusted
         for codec, rule_state, names in zip(slot.kind.codecs, slot.kind.rule.states, slot.kind.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in ("", "_codes", "_scale", "_residual")}
             fitted |= _fit_state(slot, codec, rule_state, names, state)
@@ -259,25 +260,25 @@ class CheckpointMixin:
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: what is derived is left out, and made again."""
         self._settle_groups()
-        state, checksums = super().__getstate__(), []
+        state, kept = super().__getstate__(), []
         held = state["state"] = state["state"].copy()
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 saved = self._companions_to_save(group, position) if held.get(parameter) else {}
-                checksum = saved.pop(CHECKSUM, None)
-                if checksum is not None:
-                    checksums.append((parameter, checksum))
+                checksums = saved.pop(CHECKSUMS, None)
+                if checksums is not None:
+                    kept.append((parameter, checksums))
                 if saved:
                     held[parameter] = {**held[parameter], **saved}
-        return {**state, "_checksums": checksums}
+        return {**state, "_checksums": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The counterpart."""
-        checksums = state.pop("_checksums", ())
+        kept = state.pop("_checksums", ())
         super().__setstate__(state)
         self._start_caches()
-        for parameter, checksum in checksums:
-            self._checksums[parameter] = checksum
+        for parameter, checksums in kept:
+            self._checksums[parameter] = checksums
 
 
 def _could_be_a_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -298,6 +299,8 @@ def _contiguous_parts(slot: Slot) -> list[torch.Tensor]:
 
 def _as_held(name: str, value: object, state: Mapping, parameter: torch.Tensor) -> object:
     """A state tensor as a DTensor where its parameter is one, so that distributed checkpoints can re-shard it."""
+    if name == CHECKSUMS:
+        return as_saved(value, parameter)
     if local(parameter) is parameter or not isinstance(value, torch.Tensor) or local(value) is not value:
         return value
     if value.shape == local(parameter).shape:

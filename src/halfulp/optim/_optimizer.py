@@ -115,7 +115,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         _whole_states.watch()
         self._slots: TensorMap[Slot] = TensorMap()
         self._set_aside: TensorMap[dict] = TensorMap()
-        self._checksums: TensorMap[int] = TensorMap()
+        self._checksums: TensorMap[torch.Tensor] = TensorMap()
         self._identities: TensorMap[Identity] = TensorMap()
         self._tables = Tables()
         self._kinds: dict[tuple[Kind, torch.device], Kind] = {}

@@ -5,19 +5,19 @@ somebody else has written it since, the elements that differ from what was there
 them where what was there is not known: their float32 value is then what the writer wrote. After such a write the
 payload is kept for some steps, so that a clamp or a projection at every step costs no bit of the elements that it
 leaves alone. A write through `.data`, which no counter sees, is judged element by element in the kernel
-(`_companion_fit`). Files and copies hold a checksum of the payload that their companions belong to, as no counter goes
-along.
+(`_companion_fit`). Files and copies hold checksums of the payload that their companions belong to, as no counter goes
+along (`_checksum`).
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from ._checksum import as_loaded, checksums_of, differ
 from ._tensor_map import TensorMap
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Agreement:
         payload: a copy of what it held then, where that is kept.
         steps: how many more steps it is kept for.
         scale: of a scaled parameter then, in whose units its companions are.
-        checksum: of the payload that loaded companions go with; None where the file does not say (sharded parameters).
+        checksums: of the payload that loaded companions go with, row by row; None where the file does not say.
     """
 
     version: int
@@ -47,15 +47,15 @@ class Agreement:
     payload: torch.Tensor | None = None
     steps: int = 0
     scale: float = 1.0
-    checksum: int | None = None
+    checksums: torch.Tensor | None = None
 
 
 ANY, MOVED = -1, -2
-CHECKSUM = "payload_checksum"
+CHECKSUMS = "payload_checksums"
 
 
 def agreement_of(
-    parameter: torch.Tensor, part: torch.Tensor, known: Slot | None, checksum: int | None = None
+    parameter: torch.Tensor, part: torch.Tensor, known: Slot | None, checksums: torch.Tensor | None = None
 ) -> Agreement:
     """The agreement of a parameter that is looked at, from what was known of it.
 
@@ -63,12 +63,12 @@ def agreement_of(
         parameter: as the user holds it.
         part: its memory.
         known: what was known.
-        checksum: of the payload that its companions go with, where they are a copy that has not been looked at.
+        checksums: of the payload that its companions go with, where they are a copy that has not been looked at.
     """
     memory, held = part.detach(), None if known is None else known.agreement
     if held is None:
-        version = parameter._version if checksum is None else ANY
-        return Agreement(version, memory, checksum=checksum)
+        version = parameter._version if checksums is None else ANY
+        return Agreement(version, memory, checksums=checksums)
     old = held.memory
     if held.version in (ANY, MOVED) or old.data_ptr() == memory.data_ptr() or old.shape != memory.shape:
         return replace(held, memory=memory)
@@ -83,7 +83,7 @@ def is_written(slot: Slot) -> bool:
     if held is None:
         return False
     if held.version == ANY:
-        return held.checksum is not None and held.checksum != checksum_of(slot)
+        return held.checksums is not None and differ(held.checksums, checksums_of(slot))
     parameter = slot.parameter
     now = parameter._version
     return held.version != now and _restored.get(parameter) != (held.version, now)
@@ -146,20 +146,10 @@ def agree(slot: Slot) -> None:
         held.payload = None
 
 
-def loaded(slot: Slot, checksum: int | None) -> None:
-    """Companions have come from a file, and belong to the payload of which it has a checksum."""
+def loaded(slot: Slot, checksums: object) -> None:
+    """Companions have come from a file, and belong to the payload of which it has checksums."""
     if slot.agreement is not None:
-        is_sharded = hasattr(slot.parameter, "_local_tensor")
-        slot.agreement = Agreement(ANY, slot.agreement.memory, checksum=None if is_sharded else checksum)
-
-
-def checksum_of(slot: Slot) -> int | None:
-    """A checksum of what a parameter shows; None of a shard, which another number of processes would cut elsewhere."""
-    payload = slot.payloads[0]
-    if hasattr(slot.parameter, "_local_tensor") or payload.is_meta:
-        return None
-    shown = payload.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-    return zlib.crc32(shown, zlib.crc32(_scale(slot).hex().encode()) if slot.kind.scaled else 0)
+        slot.agreement = Agreement(ANY, slot.agreement.memory, checksums=as_loaded(checksums, slot))
 
 
 def note_restored(tensor: torch.Tensor, before: int, after: int) -> None:
