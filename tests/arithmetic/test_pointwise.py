@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfulp.arithmetic import names, pointwise
-from halfulp.arithmetic._functions import FUNCTIONS
+from halfulp.arithmetic._functions import DIVISIONS, NETWORKS, STEP
 from halfulp.arithmetic._pointwise import Call
 from halfulp.kernels import engine, record, same_bits
 
@@ -36,7 +36,7 @@ def test_the_arithmetic_is_float32s_where_two_of_them_are_enough(name):
         for operand, result in itertools.product((torch.float32, torch.bfloat16, torch.float64), repeat=2):
             call = Call(name, ((operand, counts[0]), (torch.float32, 1)), counts[1], result)
             few = max(counts) <= 2 and operand == result == torch.float32
-            wanted = torch.float32 if few and FUNCTIONS[name].any_precision else torch.float64
+            wanted = torch.float32 if few and NETWORKS[name].any_precision else torch.float64
             assert call.arithmetic == wanted, call
 
 
@@ -104,12 +104,12 @@ def _to_compile(trace, known: set) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", NETWORKS)
 def test_a_compiler_sees_few_instructions(name):
     """Ten thousand take about a second to compile; erf of four components has a hundred thousand to run."""
-    operands = FUNCTIONS[name].operands
-    call = Call(name, ((torch.float64, 4),) * operands, 4, torch.float64)
-    assert _to_compile(record(call.evaluate, torch.float64, 4 * operands)[0], set()) < 15_000
+    counts = (8, 4) if name == STEP else (4, 8, 4) if name in DIVISIONS else (4,) * NETWORKS[name].operands
+    call = Call(name, tuple((torch.float64, count) for count in counts), 9 if name == STEP else 4, torch.float64)
+    assert _to_compile(record(call.evaluate, torch.float64, sum(counts))[0], set()) < 15_000
 
 
 def test_refusals_say_what_is_allowed():

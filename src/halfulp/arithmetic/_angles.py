@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
@@ -10,33 +12,34 @@ from ..kernels import note
 from . import _constants as known
 from ._trigonometric import LARGEST_ANGLE
 
-_BITS = 1600  # the largest float64 has 1024 binades above 1; as many digits again must be right behind the point
+_BITS = 1700  # the largest float64 has 1024 binades above 1; as many digits again must be right behind the point
 
 
-def within_reach(parts: tuple[torch.Tensor, ...], most: int) -> tuple[torch.Tensor, ...]:
-    """The same angles, those beyond 2^20 modulo a turn, as float64 components; untouched where none is.
+def beyond_reach(head: torch.Tensor) -> torch.Tensor | None:
+    """Where finite angles are beyond the kernels' reduction; None where none is."""
+    far = (head.abs() > LARGEST_ANGLE) & torch.isfinite(head)
+    return far if bool(far.any()) else None
+
+
+def reduced_exactly(parts: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Angles in one dimension as k pi / 2 + r: k modulo 4, and r, at most pi / 4, as `count` float64 components.
 
     One element at a time, which `halfulp.kernels.report()` counts.
     """
-    head = parts[0]
-    far = (head.abs() > LARGEST_ANGLE) & torch.isfinite(head)
-    if not bool(far.any()):
-        return parts
     note("arithmetic", "angles beyond 2^20 are reduced one by one, exactly and slowly")
-    count = min(len(parts) + 1, most)
-    wide = [part.double() for part in parts] + [torch.zeros_like(head, dtype=torch.float64)] * (count - len(parts))
-    wide = [part.clone() for part in wide]
-    turn = 2 * _pi()
-    for place in far.nonzero().tolist():
-        at = tuple(place)
-        value = sum((Fraction(float(part[at])) for part in parts), Fraction(0))
+    right, quadrants, rows = _pi() // 2, [], []
+    for terms in zip(*(part.tolist() for part in parts)):
+        value = sum(map(Fraction, terms), Fraction(0))
         whole = (value.numerator << _BITS) // value.denominator
-        rest = (whole + turn // 2) % turn - turn // 2
-        for part, digits in zip(wide, known.components(rest >> (_BITS - known.BITS), count)):
-            part[at] = digits
-    return tuple(wide)
+        k = (2 * whole + right) // (2 * right)
+        quadrants.append(k % 4)
+        rows.append(known.components((whole - k * right) >> (_BITS - known.BITS), count))
+    device = parts[0].device
+    rest = tuple(torch.tensor(column, dtype=torch.float64, device=device) for column in zip(*rows))
+    return torch.tensor(quadrants, dtype=torch.int64, device=device), rest
 
 
+@functools.cache
 def _pi() -> int:
     """pi 2^_BITS, by Machin's formula."""
     return 16 * _inverse_tangent(5) - 4 * _inverse_tangent(239)

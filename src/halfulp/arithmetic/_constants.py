@@ -165,3 +165,23 @@ def bells(count: int) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]
     """erf(j / 16) and 2/sqrt(pi) e^(-(j/16)^2) for j = 0 to count - 1."""
     points = [Fraction(j, 16) for j in range(count)]
     return columns([error_function(x) for x in points], 5), columns([gauss(x) for x in points], 5)
+
+
+@functools.cache
+def tails(count: int) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]], tuple[float, ...]]:
+    """For j = 0 to count - 1 and x = j / 32: erfc(x) 2^k, 2/sqrt(pi) e^(-x^2) 2^k, and k, which keeps them near 1."""
+    points = [Fraction(j, 32) for j in range(count)]
+    shifts = [int(float(x * x) * math.log2(math.e)) for x in points]
+    bell = [(exp(k * ln2() - fixed(x * x)) << BITS) * 2 // math.isqrt(pi() << BITS) for x, k in zip(points, shifts)]
+    tail = [_tail(x, k, b) for x, k, b in zip(points, shifts, bell)]
+    return columns(tail, 5), columns(bell, 5), tuple(map(float, shifts))
+
+
+def _tail(x: Fraction, shift: int, bell: int) -> int:
+    """erfc(x) 2^shift: 1 - erf(x), and from 8 on the bell over 2 (x + (1/2)/(x + (2/2)/(x + (3/2)/(x + ...))))."""
+    if x < 8:
+        return (ONE - error_function(x)) << shift
+    below = fixed(x)
+    for k in range(160, 0, -1):
+        below = fixed(x) + (k << (2 * BITS)) // (2 * below)
+    return (bell << BITS) // (2 * below)

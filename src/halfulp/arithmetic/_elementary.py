@@ -81,7 +81,10 @@ def small_expm1(r: Terms, n: int) -> Terms:
 
 def exp_parts(x: Terms, n: int) -> tuple[object, Terms]:
     """q and y with e^x = 2^q (1 + y), -0.3 < y < 0.42."""
-    head = select(x[0] > 800.0, 800.0, select(x[0] < -800.0, -800.0, x[0]))
+    large, low = x[0] > 800.0, x[0] < -800.0
+    head = select(large, 800.0, select(low, -800.0, x[0]))
+    # Components behind a head that is cut would shift what is left of it.
+    x = [head, *(select(large | low, 0.0, t) for t in x[1:])]
     k = nearest_integer(head * (128.0 / math.log(2.0)))
     pieces = known.chunks(known.ln2() // 128, 35, (53 * n + 50) // 35 + 1)
     steps = [-(k * c) for c in constants(k, pieces)]

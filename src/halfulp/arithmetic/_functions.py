@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..kernels import is_finite, select
+from . import _division as division
 from . import _elementary as elementary
+from . import _error_functions as error_functions
 from . import _hyperbolics as hyperbolics
 from . import _networks as nets
 from . import _trigonometric as trigonometric
@@ -91,5 +93,17 @@ FUNCTIONS: dict[str, Function] = {
     "sin": Function(1, trigonometric.sin),
     "cos": Function(1, trigonometric.cos),
     "atan": Function(1, trigonometric.atan),
-    "erf": Function(1, trigonometric.erf),
+    "erf": Function(1, error_functions.erf),
+    "erfc": Function(1, error_functions.erfc),
+    "hypot": Function(2, hyperbolics.hypot),
 }
+
+# What ends a division whose remainder is known: functions of (a, r, b). `_pointwise` makes r by "remainder step".
+STEP = "remainder step"
+DIVISIONS: dict[str, Function] = {
+    "fmod": Function(3, division.fmod),
+    "remainder": Function(3, division.remainder),
+    "trunc_divide": Function(3, division.trunc_divide),
+    "floor_divide": Function(3, division.floor_divide),
+}
+NETWORKS = {**FUNCTIONS, **DIVISIONS, STEP: Function(2, division.step)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..kernels import floor, is_finite, select
+from ..kernels import exponent, floor, is_finite, select, times_power
 from ._elementary import (
     constants,
     exp_terms,
@@ -150,3 +150,19 @@ def powered(operands: list[Terms], n: int) -> Terms:
         is_one = is_one & (t == 0.0)
     unit = (y[0] == 0.0) | is_one | ((x[0] == -1.0) & ~is_finite(y[0]) & (y[0] == y[0]))
     return finished(select(unit, one, head), [select(unit, one, head), *(select(unit, zero, t) for t in low)])
+
+
+def hypot(operands: list[Terms], n: int) -> Terms:
+    """sqrt(a^2 + b^2), both scaled by one power of two; infinite where either is, whatever the other."""
+    a, b = map(_size, operands)
+    one, zero, inf = constants(a[0], [1.0, 0.0, math.inf])
+    largest = select(a[0] > b[0], a[0], b[0])
+    # Below the normal numbers their own exponent says nothing, and none is needed.
+    sound = is_finite(a[0]) & is_finite(b[0]) & (largest != 0.0)
+    k = select(sound & (largest > 2.0**-1000), exponent(select(sound, largest, one)), zero - 1000.0)
+    x, y = ([times_power(select(sound, t, zero), -k) for t in terms] for terms in (a, b))
+    squares = added(multiplied(x, x, n), multiplied(y, y, n), n)
+    made = [times_power(t, k) for t in rooted([select(sound, squares[0], one), *squares[1:]], n)]
+    plain = a[0] + b[0]
+    plain = select((a[0] == inf) | (b[0] == inf), inf, plain)
+    return finished(select(sound, made[0], plain), made)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ..kernels import LANES, SERIAL_BELOW, address, chosen, compile_trace, define_operator, plain, record, run_chunks
-from ._angles import within_reach
-from ._functions import FUNCTIONS
+from ._angles import beyond_reach, reduced_exactly
+from ._functions import DIVISIONS, FUNCTIONS, NETWORKS, STEP
 from ._lowering import lifted, lowered
 from ._transforms import Terms
 
@@ -38,7 +38,7 @@ class Call:
         """float32 where + - * / and roots of up to two float32 are asked for, else float64."""
         narrow = all(dtype == torch.float32 for dtype, _ in self.operands) and self.dtype == torch.float32
         few = max(self.components, *(count for _, count in self.operands)) <= 2
-        return torch.float32 if narrow and few and FUNCTIONS[self.name].any_precision else torch.float64
+        return torch.float32 if narrow and few and NETWORKS[self.name].any_precision else torch.float64
 
     @property
     def working(self) -> int:
@@ -53,7 +53,7 @@ class Call:
         for dtype, count in self.operands:
             parts, rest = rest[:count], rest[count:]
             operands.append(parts if dtype == self.arithmetic else lifted(parts))
-        terms = FUNCTIONS[self.name].network(operands, self.working)
+        terms = NETWORKS[self.name].network(operands, self.working)
         if self.dtype == self.arithmetic:
             return terms[: self.components]
         return lowered(terms, self.dtype, self.components)
@@ -107,15 +107,16 @@ def names() -> tuple[str, ...]:
     >>> "exp" in names()
     True
     """
-    return tuple(FUNCTIONS)
+    return (*FUNCTIONS, *DIVISIONS)
 
 
 @functools.cache
 def _call(name: str, operands: tuple, components: int, dtype: torch.dtype) -> Call:
-    if name not in FUNCTIONS:
-        raise ValueError(f"no function {name!r} of expansions: there are {', '.join(FUNCTIONS)}")
-    if len(operands) != FUNCTIONS[name].operands:
-        raise ValueError(f"{name} takes {FUNCTIONS[name].operands} operands, got {len(operands)}")
+    if name not in names():
+        raise ValueError(f"no function {name!r} of expansions: there are {', '.join(names())}")
+    wanted = 2 if name in DIVISIONS else FUNCTIONS[name].operands
+    if len(operands) != wanted:
+        raise ValueError(f"{name} takes {wanted} operands, got {len(operands)}")
     for kind, count in (*operands, (dtype, components)):
         if kind not in PRECISION:
             raise TypeError(f"components of {kind}: allowed are float16, bfloat16, float32 and float64")
@@ -126,8 +127,11 @@ def _call(name: str, operands: tuple, components: int, dtype: torch.dtype) -> Ca
 
 def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
     if call.name in ANGLES:
-        near = within_reach(tuple(flat), MOST)
-        call, flat = _call(call.name, ((near[0].dtype, len(near)),), call.components, call.dtype), near
+        far = beyond_reach(flat[0])
+        if far is not None:
+            return _run_far(call, flat, far, out)
+    if call.name in DIVISIONS and len(call.operands) == 2:
+        return _run_division(call, flat, out)
     if chosen(flat[0].device.type) == "numba":
         return _run_compiled(call, flat, out)
     values = [part.to(call.arithmetic) for part in flat]
@@ -138,6 +142,54 @@ def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
     for target, term in zip(out, made, strict=True):
         target.copy_(term)
     return out
+
+
+def _run_far(call: Call, flat: Sequence[torch.Tensor], far: torch.Tensor, out: Parts | None) -> Parts:
+    """Angles of which some are beyond the kernel's reach: those apart, and no other element changes a bit."""
+    made = _run(call, [part.masked_fill(far, 0.0) for part in flat], None)
+    count = min(len(flat) + 1, MOST)
+    quadrants, turned = reduced_exactly([part[far] for part in flat], count)
+    kinds = ((torch.float64, count),)
+    sine, cosine = (_run(_call(name, kinds, call.components, call.dtype), turned, None) for name in ANGLES)
+    quadrants = quadrants + ANGLES.index(call.name)
+    odd, negative = (quadrants % 2).bool(), (quadrants % 4) >= 2
+    rest = [torch.where(odd, c, s) for s, c in zip(sine, cosine, strict=True)]
+    rest = [torch.where(negative, -part, part) for part in rest]
+    for part, some in zip(made, rest, strict=True):
+        part[far] = some
+    if out is None:
+        return made
+    for target, part in zip(out, made, strict=True):
+        target.copy_(part)
+    return out
+
+
+def _run_division(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+    """A division with remainder: steps until |r| < |b| everywhere, mostly one, then the function of (a, r, b)."""
+    flat = torch.broadcast_tensors(*flat)
+    (kind_a, count_a), (kind_b, count_b) = call.operands
+    a = _in_float64(kind_a, flat[:count_a])
+    b = _in_float64(kind_b, flat[count_a:])
+    r = (*a, *(torch.zeros_like(a[0]) for _ in b))
+    step = _internal(STEP, (count_a + count_b, count_b), count_a + count_b + 1, torch.float64)
+    pending = True
+    while pending:
+        *r, flag = _run(step, (*r, *b), None)
+        pending = bool(flag.any())
+    ended = _internal(call.name, (count_a, len(r), count_b), call.components, call.dtype)
+    return _run(ended, (*a, *r, *b), out)
+
+
+def _in_float64(kind: torch.dtype, parts: Sequence[torch.Tensor]) -> Parts:
+    if kind == torch.float64 or len(parts) == 1:
+        return tuple(part.double() for part in parts)
+    return _run(_call("renormalize", ((kind, len(parts)),), len(parts), torch.float64), parts, None)
+
+
+@functools.cache
+def _internal(name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype) -> Call:
+    """A call of float64 operands, of more components than others may have."""
+    return Call(name, tuple((torch.float64, count) for count in counts), components, dtype)
 
 
 def _run_compiled(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:

@@ -1,4 +1,4 @@
-"""sin, cos, atan and erf of expansions."""
+"""sin, cos and atan of expansions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from fractions import Fraction
 
 from ..kernels import is_finite, nearest_integer, select
 from . import _constants as known
-from ._elementary import constants, looked_up, number, odd_at_zero, series, terms_for
-from ._networks import added, divided, finished, fitted, multiplied, negated, scaled
+from ._elementary import constants, looked_up, odd_at_zero, series, terms_for
+from ._networks import added, divided, finished, multiplied, negated, scaled
 from ._transforms import Terms, distill
 
 LARGEST_ANGLE = 2.0**20
@@ -88,53 +88,3 @@ def atan(operands: list[Terms], n: int) -> Terms:
 def _cross(a: Terms, c: Terms, b: Terms, n: int) -> Terms:
     """a + c b, accurate through cancellation."""
     return distill([*a, *multiplied(b, c, n + 1)], n)
-
-
-def _edge(n: int) -> int:
-    """From this many sixteenths on erf is 1 to n components."""
-    x = 1.0
-    while x * x * math.log2(math.e) + math.log2(x * math.sqrt(math.pi)) < 53 * n + 3:
-        x += 1 / 16
-    return math.ceil(x * 16) + 1
-
-
-def erf(operands: list[Terms], n: int) -> Terms:
-    """erf(c) + 2/sqrt(pi) e^(-c^2) integral of e^(-2 c s - s^2) over [0, r], for the sixteenth c nearest to |x|.
-
-    The terms t_k = b_k r^k of the integrand's series obey (k + 1) t_(k+1) = -2 (c r t_k + r^2 t_(k-1)).
-    """
-    x = operands[0]
-    last = _edge(n)
-    size = [select(x[0] < 0.0, -t, t) for t in x]
-    far = size[0] > last / 16
-    size = [select(far, number(x[0], last / 16), size[0]), *(select(far, 0.0, t) for t in size[1:])]
-    index = nearest_integer(size[0] * 16.0)
-    r = distill([size[0], -(index * (1.0 / 16.0)), *size[1:]], n)
-    slope = multiplied(r, [index * (-1.0 / 8.0)], n)
-    square = scaled(multiplied(r, r, n), -2.0)
-    total = _integral(slope, square, n, last / 16)
-    value, bell = (looked_up(table, index, n) for table in known.bells(last + 1))
-    made = added(value, multiplied(multiplied(bell, r, n), total, n), n)
-    one = constants(x[0], [1.0])
-    made = [select(far, a, b) for a, b in zip(fitted(one, n), made)]
-    made = [select(x[0] < 0.0, -t, t) for t in made]
-    return odd_at_zero(x, [select(x[0] == x[0], made[0], x[0]), *made[1:]])
-
-
-def _integral(slope: Terms, square: Terms, n: int, largest: float) -> Terms:
-    """sum t_k / (k + 1)."""
-    earlier, term = None, constants(slope[0], [1.0])
-    total, k = term, 0
-    before, bound = 0.0, 1.0
-    while bound > 2.0 ** -(53 * n + 4) or before > 2.0 ** -(53 * n + 4):
-        width = max(1, min(n, math.ceil((53 * n + 6 + math.log2(max(bound, before))) / 53)))
-        following = multiplied(slope, term, width)
-        if earlier is not None:
-            following = added(following, multiplied(square, earlier, width), width)
-        share = constants(slope[0], known.components(known.ONE // (k + 1), width))
-        earlier, term = term, multiplied(following, share, width)
-        before, bound = bound, (largest / 16 * bound + before / 512) / (k + 1)
-        k += 1
-        share = constants(slope[0], known.components(known.ONE // (k + 1), width))
-        total = added(total, multiplied(term, share, width), n)
-    return total

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from ..arithmetic import Parts, compare, pointwise
 from ..kernels import torch_operators
 from ._backward import COMPONENTS, rounds
-from ._form import Form, aligned, evaluate, form_of, kept, made, parts_of
+from ._form import Form, aligned, evaluate, form_of, made, parts_of
 from ._mctensor import MCTensor, wrap
 from ._registry import implements
 from ._scale import decoded, plain
@@ -257,18 +257,21 @@ def ceil(x: MCTensor) -> Tensor:
 @implements(aten.trunc.default)
 def trunc(x: MCTensor) -> Tensor:
     """The integer next to it toward zero."""
-    form = form_of((x,))
+    return made(_truncated(x), form_of((x,)))
+
+
+def _truncated(x: MCTensor) -> Parts:
     negative = x._parts[0].signbit()
-    flipped = tuple(torch.where(negative, -part, part) for part in parts_of(x, form.device))
+    flipped = tuple(torch.where(negative, -part, part) for part in parts_of(x, x.device))
     whole = floor_parts(flipped)
-    return made(_summed(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0]), form)
+    return _summed(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
 
 
 @implements(aten.frac.default)
 def frac(x: MCTensor) -> Tensor:
     """What trunc cuts off."""
     form = form_of((x,))
-    return evaluate("sub", x, trunc(kept(x)), form=form)
+    return evaluate("sub", x, wrap(_truncated(x), None, COMPONENTS), form=form)
 
 
 @implements(aten.round.default)

@@ -64,46 +64,46 @@ def pow_scalar(x: MCTensor, exponent: Any) -> Tensor:
     return evaluate("pow", x, exponent, form=form)
 
 
-@beyond_float64(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+@beyond_exact(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def pow_tensor(x: Any, exponent: Any) -> Tensor:
     """x to a power, or a number to powers."""
     return evaluate("pow", x, exponent)
 
 
-@beyond_float64(aten.exp2.default)
+@beyond_exact(aten.exp2.default)
 def exp2(x: MCTensor) -> Tensor:
     """2^x."""
     finer = _finer(form_of((x,)))
     return as_form(evaluate("exp", evaluate("mul", x, constant(_LN2, x), form=finer), form=finer), form_of((x,)))
 
 
-@beyond_float64(aten.log2.default)
+@beyond_exact(aten.log2.default)
 def log2(x: MCTensor) -> Tensor:
     """log(x) / log(2)."""
     return evaluate("div", evaluate("log", x, form=_finer(form_of((x,)))), constant(_LN2, x), form=form_of((x,)))
 
 
-@beyond_float64(aten.log10.default)
+@beyond_exact(aten.log10.default)
 def log10(x: MCTensor) -> Tensor:
     """log(x) / log(10)."""
     return evaluate("div", evaluate("log", x, form=_finer(form_of((x,)))), constant(_LN10, x), form=form_of((x,)))
 
 
-@beyond_float64(aten.tan.default)
+@beyond_exact(aten.tan.default)
 def tan(x: MCTensor) -> Tensor:
     """sin(x) / cos(x)."""
     finer = _finer(form_of((x,)))
     return evaluate("div", evaluate("sin", x, form=finer), evaluate("cos", x, form=finer), form=form_of((x,)))
 
 
-@beyond_float64(aten.asin.default)
+@beyond_exact(aten.asin.default)
 def asin(x: MCTensor) -> Tensor:
     """atan2(x, sqrt((1 - x)(1 + x)))."""
     finer = _finer(form_of((x,)))
     return as_form(_angle(x, _leg(x, finer), finer), form_of((x,)))
 
 
-@beyond_float64(aten.acos.default)
+@beyond_exact(aten.acos.default)
 def acos(x: MCTensor) -> Tensor:
     """atan2(sqrt((1 - x)(1 + x)), x)."""
     finer = _finer(form_of((x,)))
@@ -115,7 +115,7 @@ def _leg(x: MCTensor, form: Form) -> Tensor:
     return evaluate("sqrt", product, form=form)
 
 
-@beyond_float64(aten.atan2.default)
+@beyond_exact(aten.atan2.default)
 def atan2(y: Any, x: Any) -> Tensor:
     """The angle of the point (x, y)."""
     form = form_of((y, x))
@@ -142,7 +142,7 @@ def _negative(x: Any) -> Tensor:
     return x._parts[0].signbit() if isinstance(x, MCTensor) else x.signbit()
 
 
-@beyond_float64(aten.atanh.default)
+@beyond_exact(aten.atanh.default)
 def atanh(x: MCTensor) -> Tensor:
     """log1p(2x / (1 - x)) / 2, of |x| and with its sign."""
     form = _finer(form_of((x,)))
@@ -152,44 +152,38 @@ def atanh(x: MCTensor) -> Tensor:
     return chosen(_negative(x), -result, result)
 
 
-@beyond_float64(aten.hypot.default)
+@implements(aten.hypot.default)
 def hypot(a: Any, b: Any) -> Tensor:
-    """sqrt(a a + b b)."""
-    form = _finer(form_of((a, b)))
-    square = evaluate("addcmul", evaluate("mul", b, b, form=form), a, a, form=form)
-    return evaluate("sqrt", square, form=form_of((a, b)))
+    """sqrt(a a + b b), where the squares leave the range too."""
+    return evaluate("hypot", a, b)
 
 
-@beyond_exact(aten.div.Tensor_mode, aten.div.Scalar_mode)
+@implements(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def div_mode(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
-    """a / b, cut to an integer."""
+    """a / b, cut to an integer: the one below the exact quotient, or next to it toward zero."""
     if rounding_mode is None:
         return evaluate("div", a, b)
-    quotient = evaluate("div", a, b)
-    whole = torch.floor(quotient) if rounding_mode == "floor" else torch.trunc(quotient)
-    return whole
+    if rounding_mode not in ("floor", "trunc"):
+        raise ValueError(f"rounding_mode={rounding_mode!r}: allowed are None, 'trunc' and 'floor'")
+    return evaluate(f"{rounding_mode}_divide", a, b)
 
 
-@beyond_exact(aten.floor_divide.default)
+@implements(aten.floor_divide.default, aten.floor_divide.Scalar)
 def floor_divide(a: Any, b: Any) -> Tensor:
     """floor(a / b)."""
-    return torch.floor(evaluate("div", a, b))
+    return evaluate("floor_divide", a, b)
 
 
-@beyond_exact(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
+@implements(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def remainder(a: Any, b: Any) -> Tensor:
-    """a - b floor(a / b)."""
-    form = form_of((a, b))
-    whole = evaluate("mul", b, torch.floor(evaluate("div", a, b)), form=_finer(form))
-    return evaluate("sub", a, whole, form=form)
+    """a - b floor(a / b), exact before its one rounding."""
+    return evaluate("remainder", a, b)
 
 
-@beyond_exact(aten.fmod.Tensor, aten.fmod.Scalar)
+@implements(aten.fmod.Tensor, aten.fmod.Scalar)
 def fmod(a: Any, b: Any) -> Tensor:
-    """a - b trunc(a / b)."""
-    form = form_of((a, b))
-    whole = evaluate("mul", b, torch.trunc(evaluate("div", a, b)), form=_finer(form))
-    return evaluate("sub", a, whole, form=form)
+    """a - b trunc(a / b), exact before its one rounding."""
+    return evaluate("fmod", a, b)
 
 
 @beyond_exact(aten.copysign.Tensor, aten.copysign.Scalar)
@@ -208,10 +202,10 @@ def nan_to_num(x: MCTensor, nan: Any = None, posinf: Any = None, neginf: Any = N
     return chosen(is_nan(x), nan or 0.0, x)
 
 
-@beyond_float64(aten.erfc.default)
+@implements(aten.erfc.default)
 def erfc(x: MCTensor) -> Tensor:
-    """1 - erf(x): no more digits than erf leaves, so that large x end at 0."""
-    return evaluate("sub", 1.0, evaluate("erf", x, form=_finer(form_of((x,)))), form=form_of((x,)))
+    """1 - erf(x), with all digits however small it is."""
+    return evaluate("erfc", x)
 
 
 @beyond_float64(aten.softshrink_backward.default, aten.hardshrink_backward.default)
