@@ -2,12 +2,13 @@
 
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import halfulp as hu
-from halfulp.gradients import _attach, _replay
+from halfulp.gradients import _attach, _borders, _replay
 from halfulp.gradients._forward import Forward
 from halfulp.gradients._graph_walk import Matcher, Surroundings, walk
 
@@ -378,3 +379,22 @@ def test_a_tensor_that_outlives_forward_passes_gets_no_hooks_of_theirs(seed, mon
         scaler.scale(mean_square(y) + same.sum()).backward(retain_graph=True)
     assert replayed(scaler)
     assert len(made) == len(scaler._controller.backward.unmarked._begins)
+
+
+def numbered(number):
+    """A node of that number."""
+    return SimpleNamespace(_sequence_nr=lambda: number)
+
+
+def test_nodes_of_forward_passes_are_known_by_numbers_that_several_threads_count(seed, monkeypatch):
+    monkeypatch.setattr(_borders, "_KEPT", 12)
+    draw, unmarked, added = random.Random(seed), _borders.Unmarked(), []
+    for _ in range(200):
+        begin = draw.randint(0, 1000)
+        added.append((begin, begin + draw.choice([0, 1, 3, 20])))
+        unmarked.add(*added[-1])
+        made = {number for one in added[-12:] for number in range(*one)}
+        assert all(unmarked.has(numbered(number)) for number in made)
+        known = {number for one in added for number in range(*one)}
+        assert not any(unmarked.has(numbered(number)) for number in set(range(1100)) - known)
+    assert len(unmarked._begins) <= 24

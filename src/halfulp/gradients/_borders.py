@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -47,16 +48,28 @@ class Unmarked:
 
     def __init__(self) -> None:
         self.count = 0
+        self._latest: deque[tuple[int, int]] = deque(maxlen=_KEPT)
+        # In ascending order, and apart from each other.
         self._begins: list[int] = []
         self._ends: list[int] = []
 
     def add(self, begin: int, end: int) -> None:
         """Note a forward pass by autograd's sequence numbers before and after it."""
-        place = bisect.bisect(self._begins, begin)
-        self._begins.insert(place, begin)
-        self._ends.insert(place, end)
-        del self._begins[:-_KEPT], self._ends[:-_KEPT]
         self.count += 1
+        self._latest.append((begin, end))
+        if len(self._begins) < 2 * _KEPT:
+            self._join(begin, end)
+            return
+        self._begins, self._ends = [], []
+        for one in self._latest:
+            self._join(*one)
+
+    def _join(self, begin: int, end: int) -> None:
+        """Add numbers to those that are known, which other threads may have counted, too."""
+        first, last = bisect.bisect_right(self._ends, begin), bisect.bisect_left(self._begins, end)
+        if first < last:
+            begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
+        self._begins[first:last], self._ends[first:last] = [begin], [end]
 
     def has(self, node: Any) -> bool:
         """Whether a node is one of these, as far as the numbers tell: each thread counts for itself."""
