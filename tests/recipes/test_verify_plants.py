@@ -10,6 +10,8 @@ from torch import nn
 
 from halfulp.kernels import same_bits
 from halfulp.recipes import verify
+from halfulp.recipes._agreement import relative
+from halfulp.recipes._step import default_loss, in_float64, reference
 from halfulp.scaled import ScaledTensor
 from halfulp.scaled._registry import RULES
 
@@ -111,6 +113,15 @@ class MasksByTheLowestNumber(_Net):
         return torch.softmax(rows, -1)
 
 
+class OnlyInFloat32(_Net):
+    """As with kernels that there are for float32 alone."""
+
+    def between(self, x):
+        if x.dtype != torch.float32:
+            raise TypeError("float32 alone")
+        return x - 0.9 * x.mean(0, keepdim=True)
+
+
 class Normalizes(_Net):
     def __init__(self):
         super().__init__()
@@ -122,7 +133,7 @@ class Normalizes(_Net):
 
 RIGHT = (
     *(_Net, Counts, UnsavedBuffer, OwnGenerator, DrawsByPython, DrawsByNumPy, KeepsAnActivation),
-    *(TransposedDropout, ChannelsLastDropout, Normalizes, MasksByTheLowestNumber),
+    *(TransposedDropout, ChannelsLastDropout, Normalizes, MasksByTheLowestNumber, OnlyInFloat32),
     lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True),
 )
 
@@ -201,6 +212,7 @@ def _off(factor):
         (aten.tanh_backward.default, _flushing, _Net, None, "operator aten.tanh_backward.default in the backward pass"),
         (aten.tanh_backward.default, _off(1 + 1e-4), _Net, None, "gradient 'first.weight'"),
         (aten.tanh.default, _off(1 - 1e-5), _Net, None, "operator aten.tanh.default in the model"),
+        (aten.tanh_backward.default, _off(1.01), OnlyInFloat32, None, "gradient 'first.weight'"),
     ],
 )
 def test_a_wrong_rule_fails_wherever_it_shows(operator, wrong, model, loss, words, seed, monkeypatch):
@@ -209,6 +221,15 @@ def test_a_wrong_rule_fails_wherever_it_shows(operator, wrong, model, loss, word
     assert not found.passed
     assert words in found.wrong, found
     assert found.first[0] == str(operator)
+
+
+def test_where_float64_does_not_run_other_rounding_errors_tell_what_float32_loses(seed):
+    model, batch, loss = OnlyInFloat32(), torch.randn(8, 6), default_loss(0)
+    plain = reference(model, batch, loss)
+    other = in_float64(model, batch, loss, plain)
+    off = {name: relative(plain.gradients[name], other.gradients[name]) for name in plain.gradients}
+    assert 0 < off["first.weight"] < 1e-4
+    assert max(off.values()) < 1e-3
 
 
 class WrongBuffer(_Net):

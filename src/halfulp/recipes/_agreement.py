@@ -28,7 +28,7 @@ def agrees(wanted: Tensor | None, got: Tensor | None, exact: Tensor | None) -> b
     Args:
         wanted: of plain float32; None where there is none.
         got: to be judged, of the same shape.
-        exact: of the same computation in float64; None where it cannot run there.
+        exact: of the same computation in float64, or with other rounding errors; None where there is no such run.
 
     >>> a = torch.tensor([1.0, 1e-7]).repeat(8)
     >>> agrees(a, a * (1 + 1e-7), a.double()), agrees(a, torch.where(a < 1e-6, 0.0, a), a.double())

@@ -16,10 +16,12 @@ from ..kernels import same_bits
 from ..scaled import ScaledTensor
 from ._agreement import relative
 from ._copies import copy_of, same_randomness
+from ._jitter import Jitter
 
 LossOf = Callable[[Any], Tensor]
 
-# A run in float64 that is farther from float32's than this drew other random numbers, or computed something else.
+# A run in float64, or with jitter, that is farther from float32's than this drew other random numbers, or computed
+# something else.
 _SAME_RUN = 1e-2
 
 
@@ -73,22 +75,33 @@ def reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Run:
 
 
 def in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Run, step: int = 1) -> Run | None:
-    """The same step in float64, the copy's first or a later one; None where it does not run there.
+    """The same step in float64, the copy's first or a later one, which tells what float32 loses itself.
 
-    It tells what float32 loses itself.
+    Where it does not run there, it is the step in float32 with `Jitter`; None where both are another computation.
     """
+    return _like(plain, lambda: _steps(copy_of(model).double(), tree_map(_double, batch), loss_of, step)) or _like(
+        plain, lambda: _steps(copy_of(model), batch, loss_of, step, Jitter)
+    )
+
+
+def _steps(model: nn.Module, batch: Any, loss_of: LossOf, count: int, watch: Callable | None = None) -> Run:
+    for _ in range(count):
+        run = one_step(model, batch, loss_of, watch=watch and watch())
+    return run
+
+
+def _like(plain: Run, steps: Callable[[], Run]) -> Run | None:
+    """A run, if it goes through and drew the same random numbers as the plain one."""
     try:
-        other, batch = copy_of(model).double(), tree_map(_double, batch)
-        for _ in range(step):
-            wide = one_step(other, batch, loss_of)
+        other = steps()
     except Exception:  # whatever a model of somebody else's raises in another dtype
         return None
-    both = list(pairs(plain, wide).values())
+    both = list(pairs(plain, other).values())
     if any((a is None) != (b is None) or (a is not None and a.shape != b.shape) for a, b in both):
         return None
     # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
-    ours, theirs = (_joined(run.gradients.values()) for run in (plain, wide))
-    return wide if relative(plain.loss, wide.loss) < _SAME_RUN and relative(ours, theirs) < _SAME_RUN else None
+    ours, theirs = (_joined(run.gradients.values()) for run in (plain, other))
+    return other if relative(plain.loss, other.loss) < _SAME_RUN and relative(ours, theirs) < _SAME_RUN else None
 
 
 def _joined(gradients: Iterable[Tensor | None]) -> Tensor:
