@@ -43,7 +43,7 @@ def places_of(model, batch) -> tuple[list[str], list[str]]:
         def noted(module, inputs, output):
             calls[name] = calls.get(name, 0) + 1
             if isinstance(output, torch.Tensor) and output.requires_grad and output.dim() > 1:
-                output.register_hook(lambda g: large.add(name) if g.abs().max() > 10 * _BOUND else None)
+                output.register_hook(lambda g: large.add(name) if g.numel() and g.abs().max() > 10 * _BOUND else None)
 
         return noted
 
@@ -54,7 +54,7 @@ def places_of(model, batch) -> tuple[list[str], list[str]]:
     for handle in handles:
         handle.remove()
     trained = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    parameters = [name for name, grad in trained if grad.abs().max() > 10 * _BOUND]
+    parameters = [name for name, grad in trained if grad.numel() and grad.abs().max() > 10 * _BOUND]
     model.zero_grad()
     return [name for name in calls if calls[name] == 1 and name in large], parameters
 
@@ -290,7 +290,7 @@ def flushing_rule(model, places: Places) -> None:
 
     def flushed(result):
         values = result.decode(torch.float32)
-        small = values.abs() < 1e-3 * values.abs().max()
+        small = values.abs() < 1e-3 * values.abs().max() if values.numel() else values == 0
         return hu.ScaledTensor.encode(torch.where(small, 0.0, values), torch.float32)
 
     _replace_rule(model, places, flushed, backward=True)

@@ -20,7 +20,7 @@ LOWEST, HIGHEST = -12, 24
 _GLOBAL = "global"
 # So many steps show whether the graph is known: two forward passes are watched, the others are not.
 _STEPS = 4
-# An iteration from which as many are not measured, and what follows in a state: see `Controller.progress`.
+# The number of an iteration that is not measured.
 _UNMEASURED = 3
 
 
@@ -137,8 +137,9 @@ class Proof:
         sites = dict(state["sites"])
         drawn = self._draw([key for key in sites if key not in merged])
         drawn[_GLOBAL] = HIGHEST if step % 2 else LOWEST
-        progress = [_UNMEASURED, 0, False, 0, 0, 0, border, 0]
-        return {**self._with(state, drawn, merged), "progress": progress}
+        state = self._with(state, drawn, merged)
+        state["sites"][_GLOBAL]["reference"] = [border, 0]
+        return {**state, "progress": [_UNMEASURED, 0, False, 0, 0, 0]}
 
     def _judge(self, found: Run, where: str) -> None:
         """Compare a run with the plain one."""

@@ -11,14 +11,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # Results are multiplied by 1, or by 1 more or less this.
 _PLACE = 2.0**-23
+_LARGEST = 2.0**96
 
 
 class Jitter(TorchDispatchMode):
     """Multiplies the results of operators by 1 - 2^-23, 1 or 1 + 2^-23, element by element at random.
 
     Rounding errors of another size and sign than a run's own show how far these go on their way, as in stochastic
-    arithmetic (Vignes, "A stochastic arithmetic for reliable scientific computation", 1993). Zeros stay zeros, and what
-    shares memory with an operand, or is written in place, stays as it is.
+    arithmetic (Vignes, "A stochastic arithmetic for reliable scientific computation", 1993). Whole numbers stay, and so
+    does what shares memory with an operand or is written in place.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,8 @@ class Jitter(TorchDispatchMode):
             return x
         kind = {"generator": self._generator, "dtype": torch.float32, "device": "cpu"}
         factor = 1 + _PLACE * torch.randint(-1, 2, x.shape, **kind).to(x.device)
-        return x * factor
+        # Counts, indices and what stands for no value have no rounding errors.
+        return torch.where((x == x.round()) | (x.abs() > _LARGEST), x, x * factor)
 
 
 def _memory(x: Tensor) -> int:
