@@ -46,7 +46,7 @@ def rows_of(name: str, index: int, seed: int) -> list[dict]:
 
     torch.manual_seed(seed)
     _, model, batch = build(name)
-    places = places_of(model, batch)
+    places = places_of(copy.deepcopy(model), batch)
     draws = random.Random(f"{seed} {name}")
     rows = []
     for plant in (nothing, *_turn(RIGHT, index, _RIGHT), *_turn(FAULTS, index, _FAULTS)):
