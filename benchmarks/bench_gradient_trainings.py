@@ -236,7 +236,8 @@ def main() -> None:
     given = parser.parse_args()
     set_threads(1)
     trainings = {title: TRAININGS[title] for title in given.only}
-    keep({key: run for key, run in kept().items() if key.split(" | ")[1] not in given.again})
+    again = {(title, method) for title in given.only for method in given.again}
+    keep({key: run for key, run in kept().items() if tuple(key.split(" | ")[:2]) not in again})
     run_all(trainings, given.methods, given.data, given.seeds)
     command = "python -m benchmarks.bench_gradient_trainings"
     table = table_of(TRAININGS, kept(), given.seeds)
