@@ -19,6 +19,7 @@ from ._overflow import (
     all_finite,
     downstream,
     explains,
+    finite_sites,
     forget_if_old,
     is_blind,
     is_wide,
@@ -70,6 +71,8 @@ class Controller:
         self._measured: list[Measured] = []
         # The binades of what this iteration's losses sent into the model, as far as they were measured.
         self._culprits: list[Culprit] = []
+        # Whether the gradients of the parameters that each site reads are finite, once that was looked at.
+        self._finite: dict[Site, bool] = {}
         self._skipped = False
         backward.processes.after_join(self.catch_up)
         # Whether exponents are to blame for that: not for a loss that is no number.
@@ -110,7 +113,7 @@ class Controller:
         if found is None and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
         if found is None and not self.backward.measuring:
-            self._doubt(untouched and not self.backward.processes)
+            self._doubt()
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
         found = found or [Culprit(anchor, spreads=False)]
@@ -121,11 +124,12 @@ class Controller:
 
     def _found(self, untouched: bool) -> list[Culprit] | None:
         """Who is to blame as far as this process knows, by measurements or parameters' gradients."""
-        backward = self.backward
+        backward, self._finite = self.backward, {}
         found = measured_culprits(self._measured)
         if found or not untouched or backward.processes:
             return found or None
-        return unmeasured_culprits(backward.readers(), backward.reached(), backward.edges(), backward.measuring)
+        self._finite = finite_sites(backward.readers())
+        return unmeasured_culprits(self._finite, backward.reached(), backward.edges(), backward.measuring)
 
     def update(self) -> None:
         """Set the exponents of the next iteration."""
@@ -251,14 +255,11 @@ class Controller:
         known = [site.exponent for site in self.sites if site.measured and site.format is not None]
         self.sites.lowest = min(known, default=None)
 
-    def _doubt(self, told: bool) -> None:
-        """Note which sites of this iteration may have overflowed; they fall if the next ones do not show which.
-
-        ``told``: parameters' gradients are as backward left them, and narrow it down.
-        """
+    def _doubt(self) -> None:
+        """Note which sites of this iteration may have overflowed; they fall if the next ones do not show which."""
         backward = self.backward
         order = backward.reached()
-        known = suspects(backward.readers(), backward.edges()) if told else set()
+        known = suspects(self._finite, backward.edges())
         may = [*known, *downstream(list(known), order)] if known else order
         for site in dict.fromkeys(may):
             if not is_wide(site):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -39,13 +39,12 @@ def measured_culprits(measured: list[Measured]) -> list[Culprit]:
     return found
 
 
-def suspects(readers: Iterable[tuple[Tensor, Site]], edges: Iterable[tuple[Site, Site]]) -> set[Site]:
+def suspects(finite: Mapping[Site, bool], edges: Iterable[tuple[Site, Site]]) -> set[Site]:
     """The sites that may have overflowed, from the parameters' gradients alone; none where all of those are finite.
 
     What overflows shows in all that comes later in backward, so that only the first of the sites with infinite
     gradients count, and those that pass gradients to them, up to the first whose parameters' gradients are finite.
     """
-    finite = _finite_sites(readers)
     above: dict[Site, list[Site]] = {}
     for source, target in edges:
         above.setdefault(source, []).append(target)
@@ -62,7 +61,7 @@ def suspects(readers: Iterable[tuple[Tensor, Site]], edges: Iterable[tuple[Site,
     return found
 
 
-def _finite_sites(readers: Iterable[tuple[Tensor, Site]]) -> dict[Site, bool]:
+def finite_sites(readers: Iterable[tuple[Tensor, Site]]) -> dict[Site, bool]:
     """Whether the gradients of the parameters that each site reads are finite."""
     read = [(parameter, site) for parameter, site in readers if parameter.grad is not None]
     finite: dict[Site, bool] = {}
@@ -72,7 +71,7 @@ def _finite_sites(readers: Iterable[tuple[Tensor, Site]]) -> dict[Site, bool]:
 
 
 def unmeasured_culprits(
-    readers: Iterable[tuple[Tensor, Site]], order: list[Site], edges: Iterable[tuple[Site, Site]], guess: bool
+    finite: Mapping[Site, bool], order: list[Site], edges: Iterable[tuple[Site, Site]], guess: bool
 ) -> list[Culprit] | None:
     """The same from the parameters' gradients alone: which of them are finite; None where they do not tell.
 
@@ -81,12 +80,11 @@ def unmeasured_culprits(
     finite, that one or the one that passes gradients to it, whichever has the larger exponent.
 
     Args:
-        readers: parameters and the sites that read them.
+        finite: by site, whether the gradients of the parameters that it reads are.
         order: sites in forward's order.
         edges: pairs of a site and one that passes gradients to it.
         guess: whether to, as measuring did not tell either.
     """
-    finite = _finite_sites(readers)
     known = [site for site in order if site in finite]
     bad = [site for site in known if not finite[site]]
     if not bad:
