@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 FIRST, COMPONENTS = "first", "components"
 _graph_task = torch._C._current_graph_task_id
 _whole = threading.local()
-
-# Nodes that send an operand through views into a product: its components are still wanted there.
-_PRODUCTS = ("Mm", "Bmm", "Addmm", "Baddbmm", "Addbmm", "Mv", "Addmv", "Dot", "Vdot", "Addr", "Convolution", "Linear")
 
 
 def check_gradients(gradients: str) -> str:
@@ -30,14 +28,18 @@ def in_backward() -> bool:
     return _graph_task() != -1
 
 
-def rounds(gradients: str) -> bool:
-    """Whether a result with these gradients is one, to be rounded to a plain tensor."""
-    return _graph_task() != -1 and gradients == FIRST and _is_gradient() and not _stores()
+def rounds(gradients: str, has_gradient: bool) -> bool:
+    """Whether a result with these gradients is one, to be rounded to a plain tensor.
+
+    has_gradient: whether an operand may be a gradient: a plain one, or the ones that a backward pass begins with. What
+    is computed of saved values alone keeps all components: a difference or a comparison of them needs every digit.
+    """
+    return has_gradient and _graph_task() != -1 and gradients == FIRST and _is_gradient() and not _stores()
 
 
-def rounds_view(gradients: str) -> bool:
-    """The same for a view: of a gradient yes, of an operand on its way into a product no."""
-    return rounds(gradients) and not _node_name().startswith(_PRODUCTS)
+def rounds_alone(x: Any) -> bool:
+    """The same of a function of one MCTensor."""
+    return rounds(x._gradients, x._begins or len(x._parts) == 1)
 
 
 def stored_plain(gradients: str) -> bool:

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from ..arithmetic import Parts, compare, pointwise
 from ..kernels import torch_operators
-from ._backward import COMPONENTS, rounds
+from ._backward import COMPONENTS, rounds, rounds_alone
 from ._form import Form, aligned, evaluate, form_of, made, parts_of
 from ._mctensor import MCTensor, wrap
 from ._registry import implements
@@ -61,7 +61,7 @@ def allclose(a: Any, b: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan
 def chosen(mask: Tensor, a: Any, b: Any, form: Form | None = None) -> Tensor:
     """a where the mask holds, b elsewhere, in their common form."""
     form = form or form_of((a, b))
-    if rounds(form.gradients):
+    if rounds(form.gradients, form.has_gradient):
         return torch.where(mask, rounded(a, form), rounded(b, form))
     (first, second), scale = aligned((a, b), form)
     return wrap(tuple(torch.where(mask, x, y) for x, y in zip(first, second)), scale, form.gradients)
@@ -189,7 +189,7 @@ def isfinite(x: MCTensor) -> Tensor:
 
 def each(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """The same exact function of every component: a change of sign, a choice of elements."""
-    if rounds(x._gradients):
+    if rounds_alone(x):
         return function(plain(x))
     scale = None if x._scale is None else x._scale.clone()
     return wrap(tuple(map(function, x._parts)), scale, x._gradients)

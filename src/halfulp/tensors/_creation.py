@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from ..arithmetic import PRECISION
 from ..kernels import torch_operators
-from ._backward import rounds, stored_plain
+from ._backward import rounds_alone, stored_plain
 from ._form import Form, made, parts_of
 from ._mctensor import MCTensor, wrap
 from ._registry import implements
@@ -26,7 +26,7 @@ _BEYOND = 2.0**132  # what float16 components under no scale of ours hold: it be
 @implements(aten.clone.default)
 def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
     """Every component copied, and the scale."""
-    if rounds(x._gradients) or stored_plain(x._gradients):
+    if rounds_alone(x) or stored_plain(x._gradients):
         return plain(x).clone(memory_format=memory_format)
     scale = None if x._scale is None else x._scale.clone()
     return wrap(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
@@ -40,7 +40,7 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
     """
     if dtype is not None and dtype not in PRECISION:
         return integral(x, dtype).to(device=device)
-    if rounds(x._gradients):
+    if rounds_alone(x):
         return decoded(x, dtype or x.dtype).to(device=device)
     if device is not None and torch.device(device) != x.device:
         move = {"device": device, "non_blocking": options.get("non_blocking", False)}
@@ -89,7 +89,7 @@ def _like(operator: OpOverload) -> Callable:
 
     def new(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         dtype = options.get("dtype") or x.dtype
-        if dtype not in PRECISION or rounds(x._gradients) or stored_plain(x._gradients):
+        if dtype not in PRECISION or rounds_alone(x) or stored_plain(x._gradients):
             return operator(x._parts[0], *arguments, **options)
         options["dtype"] = torch.float64 if operator in _RANDOM else dtype
         first = operator(x._parts[0], *arguments, **options)
@@ -98,7 +98,10 @@ def _like(operator: OpOverload) -> Callable:
             return made((first,), form)
         rest = tuple(torch.zeros_like(first) for _ in range(form.components - 1))
         scale = torch.ones((), dtype=torch.float32, device=first.device) if form.scaled else None
-        return wrap((first, *rest), scale, x._gradients)
+        filled = wrap((first, *rest), scale, x._gradients)
+        # One component holds them: where a backward pass begins with these, its gradients are plain from there on.
+        filled._begins = operator is aten.ones_like.default
+        return filled
 
     return new
 

@@ -164,11 +164,11 @@ def _either(operator: OpOverload, rule: Callable, exactly: bool = False) -> Call
 
 def in_steps(rule: Callable, form: Form, arguments: tuple, options: dict) -> Any:
     """A rule of several steps, rounded at its end only; all of its operands have components."""
-    if has_plain(arguments, options) and not rounds(form.gradients):
+    if has_plain(arguments, options) and not rounds(form.gradients, form.has_gradient):
         arguments, options = lifted((arguments, options), form)
     with whole_results():
         results = rule(*arguments, **options)
-    if rounds(form.gradients):
+    if rounds(form.gradients, form.has_gradient):
         return tree_map(lambda x: decoded(x, x.dtype) if isinstance(x, MCTensor) else x, results)
     return results
 

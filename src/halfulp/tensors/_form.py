@@ -20,13 +20,17 @@ _FACTORS = ("mul", "div", "addcmul")
 
 
 class Form(NamedTuple):
-    """The dtype, number and place of a result's components, whether it has a scale, and its kind of gradient."""
+    """The dtype, number and place of a result's components, whether it has a scale, and its kind of gradient.
+
+    has_gradient: whether an operand may be a gradient, in a backward pass.
+    """
 
     dtype: torch.dtype
     components: int
     gradients: str
     scaled: bool
     device: torch.device
+    has_gradient: bool = False
 
     @property
     def is_wide(self) -> bool:
@@ -45,7 +49,7 @@ def form_of(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Form:
         ValueError: a complex operand.
     """
     kinds: list = [None, None]
-    count, gradients, scales, device = 1, FIRST, (), None
+    count, gradients, scales, device, has_gradient = 1, FIRST, (), None, False
     for x in operands:
         if isinstance(x, MCTensor):
             kind = x.dtype
@@ -53,6 +57,8 @@ def form_of(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Form:
                 count = len(x._parts)
             if x._gradients == COMPONENTS:
                 gradients = COMPONENTS
+            if x._begins or len(x._parts) == 1:  # a compiled pass begins with one component
+                has_gradient = True
             if x._scale is not None:
                 scales = (*scales, kind)
         elif isinstance(x, Tensor):
@@ -61,6 +67,7 @@ def form_of(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Form:
                 if kind.is_complex:
                     raise ValueError(f"an operand is {kind} and an MCTensor is real: split it into its two parts")
                 continue
+            has_gradient = True
         else:
             continue
         if device is None or x.dim():
@@ -69,7 +76,8 @@ def form_of(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Form:
         known = kinds[rank]
         kinds[rank] = kind if known is None or known is kind else torch.promote_types(known, kind)
     dtype = dtype or kinds[1] or kinds[0]
-    return Form(dtype, count, gradients, dtype in scales or (dtype == torch.float16 and bool(scales)), device)
+    scaled = dtype in scales or (dtype == torch.float16 and bool(scales))
+    return Form(dtype, count, gradients, scaled, device, has_gradient)
 
 
 def parts_of(x: Any, device: torch.device) -> Parts:
@@ -119,7 +127,7 @@ def operand_parts(name: str, operands: Iterable, dtype: torch.dtype, components:
 
 def run(name: str, operands: list[Parts], form: Form) -> Tensor:
     """The same of components."""
-    if rounds(form.gradients):
+    if rounds(form.gradients, form.has_gradient):
         return pointwise(name, *operands, components=1, dtype=form.dtype)[0]
     if form.scaled:
         return packed(pointwise(name, *operands, components=wide_count(form), dtype=torch.float64), form)
@@ -133,7 +141,7 @@ def wide_count(form: Form) -> int:
 
 def made(parts: Parts, form: Form) -> Tensor:
     """Canonical components without a scale, of any dtype and number, as a result."""
-    if rounds(form.gradients):
+    if rounds(form.gradients, form.has_gradient):
         return _fitted(parts, 1, form.dtype)[0]
     if form.scaled:
         return packed(tuple(part.double() for part in parts), form)

@@ -27,5 +27,5 @@ def grouped_mm(
     left, right = parts_of(a, form.device), parts_of(b, form.device)
     if form.scaled:
         return made(arithmetic.grouped_matmul(left, right, offs, wide_count(form), torch.float64), form)
-    count = 1 if rounds(form.gradients) else form.components
+    count = 1 if rounds(form.gradients, form.has_gradient) else form.components
     return made(arithmetic.grouped_matmul(left, right, offs, count, form.dtype), form)

@@ -24,7 +24,7 @@ def _solved(function: Callable, operands: tuple, form: Form) -> Any:
     if form.scaled:
         results = function(*parts, wide_count(form), torch.float64)
     else:
-        results = function(*parts, 1 if rounds(form.gradients) else form.components, form.dtype)
+        results = function(*parts, 1 if rounds(form.gradients, form.has_gradient) else form.components, form.dtype)
     if isinstance(results[0], Tensor):
         return made(results, form)
     return tuple(made(result, form) for result in results)

@@ -57,6 +57,8 @@ class MCTensor(torch.Tensor):
     _parts: Parts
     _scale: Tensor | None
     _gradients: str
+    # Whether it is what ones_like made: a gradient, should a backward pass begin with it.
+    _begins = False
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     # fully_shard asks for the first one before it changes a parameter, and older versions for the others after that.

@@ -83,7 +83,7 @@ _FROM_NUMBER = {
 def moved(operator: OpOverload, arguments: Sequence, positions: Sequence[int], **options: Any) -> Tensor:
     """An operator of several values, on every component of their common form."""
     form = form_of(arguments[i] for i in positions)
-    if rounds(form.gradients):
+    if rounds(form.gradients, form.has_gradient):
         plain = [rounded(x, form) if i in positions else x for i, x in enumerate(arguments)]
         return operator(*plain, **options)
     parts, scale = aligned([arguments[i] for i in positions], form)
@@ -120,7 +120,7 @@ for _operator, (_target, _position) in _FROM_NUMBER.items():
 def _joined(operator: OpOverload) -> Callable:
     def join(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
         form = form_of(tensors)
-        if rounds(form.gradients):
+        if rounds(form.gradients, form.has_gradient):
             return operator([rounded(x, form) for x in tensors], *arguments, **options)
         parts, scale = aligned(tensors, form)
         joined = tuple(operator(list(some), *arguments, **options) for some in zip(*parts, strict=True))

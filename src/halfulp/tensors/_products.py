@@ -28,9 +28,9 @@ def product(a: Any, b: Any, form: Form) -> Tensor:
     """a @ b, batch dimensions broadcast, as a result of that form."""
     if form.scaled or _has_scale(a) or _has_scale(b):
         return _scaled_product(a, b, form)
-    count = 1 if rounds(form.gradients) else form.components
+    count = 1 if rounds(form.gradients, form.has_gradient) else form.components
     parts = arithmetic.matmul(parts_of(a, form.device), parts_of(b, form.device), count, form.dtype)
-    return parts[0] if rounds(form.gradients) else wrap(parts, None, form.gradients)
+    return parts[0] if rounds(form.gradients, form.has_gradient) else wrap(parts, None, form.gradients)
 
 
 def _has_scale(x: Any) -> bool:
@@ -41,7 +41,12 @@ def _scaled_product(a: Any, b: Any, form: Form) -> Tensor:
     """Scales are factors: the payloads' product, times both."""
     payloads = _payload(a, form.device), _payload(b, form.device)
     scales = [x._scale for x in (a, b) if _has_scale(x)]
-    if form.scaled and form.components <= _SINGLE_COMPONENTS and not rounds(form.gradients) and _are_half(*payloads):
+    if (
+        form.scaled
+        and form.components <= _SINGLE_COMPONENTS
+        and not rounds(form.gradients, form.has_gradient)
+        and _are_half(*payloads)
+    ):
         flat = [*payloads[0], *payloads[1]]
         call = _half_product if all(type(part) is Tensor for part in flat) else _half_operator
         *parts, scale = call(flat, len(payloads[0]), scales, form.components)

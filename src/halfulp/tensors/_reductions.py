@@ -41,7 +41,7 @@ def reduced(function: Callable, x: MCTensor, dim: Any, keepdim: bool, dtype: tor
     parts = parts_of(x, form.device)
     if not dims:
         return made(tuple(part.clone() for part in parts), form)
-    count = 1 if rounds(form.gradients) and parts[0].dtype == form.dtype else _working(form, parts)
+    count = 1 if rounds(form.gradients, form.has_gradient) and parts[0].dtype == form.dtype else _working(form, parts)
     return made(function(parts, dims, count, keepdim), form)
 
 

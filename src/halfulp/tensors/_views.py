@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
 from ..kernels import torch_operators
-from ._backward import rounds_view, stored_plain
+from ._backward import rounds_alone, stored_plain
 from ._mctensor import MCTensor, wrap
 from ._registry import implements
 from ._scale import plain
@@ -31,7 +31,7 @@ _SEVERAL = (
 
 def _one(operator: OpOverload) -> Callable:
     def view(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
-        if rounds_view(x._gradients):
+        if rounds_alone(x):
             return operator(plain(x), *arguments, **options)
         return wrap(tuple(operator(part, *arguments, **options) for part in x._parts), x._scale, x._gradients)
 
@@ -40,7 +40,7 @@ def _one(operator: OpOverload) -> Callable:
 
 def _several(operator: OpOverload) -> Callable:
     def views(x: MCTensor, *arguments: Any, **options: Any) -> list[Tensor]:
-        if rounds_view(x._gradients):
+        if rounds_alone(x):
             return operator(plain(x), *arguments, **options)
         pieces = zip(*(operator(part, *arguments, **options) for part in x._parts), strict=True)
         return [wrap(parts, x._scale, x._gradients) for parts in pieces]
