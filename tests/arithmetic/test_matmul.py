@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from halfulp.arithmetic import half_components, largest_magnitude, renormalize, split
+from halfulp.arithmetic import half_components, largest_magnitude, pointwise, renormalize, split
 from halfulp.arithmetic._matmul import matmul
 from halfulp.arithmetic._matmul_sliced import _layout, _tasks
 from halfulp.arithmetic._workspace import _built, workspace
@@ -372,3 +372,28 @@ def test_bad_input(a, b, components, dtype, error, text):
     with pytest.raises(error) as caught:
         matmul(a, b, components, dtype)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("components", "dtype"),
+    [(1, torch.float32), (2, torch.bfloat16), (2, torch.float32), (2, torch.float64), (3, torch.float64)],
+)
+@pytest.mark.parametrize("shape", [(5, 3, 4, 2), (7, 1, 40, 1), (3, 24, 32, 16)])
+def test_permuting_a_stack_permutes_the_bits(components, dtype, shape, seed):
+    """And each matrix agrees with its own product within the two bounds."""
+    count, m, k, n = shape
+    a, b = (
+        renormalize(tuple(torch.randn(size).to(dtype) * 2.0 ** (-20 * i) for i in range(components)), components)
+        for size in ((count, m, k), (count, k, n))
+    )
+    order = torch.randperm(count)
+    made, bound = matmul(a, b, components, dtype, error=True)
+    turned = matmul(tuple(part[order] for part in a), tuple(part[order] for part in b), components, dtype)
+    assert all(torch.equal(part[order], other) for part, other in zip(made, turned))
+    for i in range(count):
+        own, own_bound = matmul(
+            tuple(part[i] for part in a), tuple(part[i] for part in b), components, dtype, error=True
+        )
+        alone = tuple(part[i] for part in made)
+        off = pointwise("sub", alone, own, components=1, dtype=torch.float64)[0].abs()
+        assert bool((off <= bound[i] + own_bound).all())

@@ -141,7 +141,11 @@ PLACES = {
     "ScaledTensor": (_payload, OURS, TRACED),
     "quantize": (lambda x: hu.quantize(x, "e8m10"), (), (*TRACED, *OURS)),
     "quantize in blocks": (lambda x: hu.quantize(x, "mxfp8_e4m3"), (), (*TRACED, *OURS)),
-    "exact_sum": (lambda x: hu.exact_sum(x.reshape(3, 1), 1), OURS, (*TRACED, "nested", "sparse", "mkldnn")),
+    "exact_sum": (
+        lambda x: hu.exact_sum(x.reshape(3, 1), 1),
+        ("ScaledTensor",),
+        (*TRACED, "nested", "sparse", "mkldnn"),
+    ),
     "emulated gradient": (_emulated, (*OURS, "marked"), (*TRACED, "sparse", "mkldnn", "nested", "freed")),
     "gradient": (_gradient, (), ("mkldnn", "nested")),
     "gradient of a narrow parameter": (lambda x: _gradient(x, param_dtype=torch.bfloat16), (), ("mkldnn", "nested")),

@@ -70,3 +70,59 @@ def test_a_singular_matrix_raises():
     a = MCTensor.encode([[1.0, 2.0], [2.0, 4.0]], 2, torch.float64)
     with pytest.raises(torch.linalg.LinAlgError):
         torch.linalg.inv(a)
+
+
+def test_information_instead_of_errors():
+    """As torch's: which matrices of a stack have no result; the functions without _ex raise."""
+    good, bad = [[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [2.0, 4.0]]
+    a = MCTensor.encode([good, bad, good], 2, torch.float64)
+    one = MCTensor.encode(torch.ones(3, 2, 1, dtype=torch.float64), 2)
+    for call, alone in (
+        (torch.linalg.inv_ex, torch.linalg.inv(a[0])),
+        (lambda a, **options: torch.linalg.solve_ex(a, one, **options), torch.linalg.solve(a[0], one[0])),
+    ):
+        found, information = call(a)
+        assert information.tolist() == [0, 2, 0]
+        assert torch.equal(found[0], alone)
+        assert found[1].isnan().all()
+        with pytest.raises(torch.linalg.LinAlgError):
+            call(a, check_errors=True)
+    root, information = torch.linalg.cholesky_ex(MCTensor.encode([[1.0, 2.0], [2.0, 1.0]], 2, torch.float64))
+    assert information == 2
+    assert root.isnan().all()
+    for function in (torch.linalg.inv, torch.linalg.cholesky):
+        with pytest.raises(torch.linalg.LinAlgError):
+            function(-a.abs())
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 3), (2, 0, 0), (0, 0)])
+@pytest.mark.parametrize("name", ["inv", "det", "cholesky", "qr", "matrix_power", "solve", "lstsq"])
+def test_empty_stacks(name, shape):
+    x = torch.zeros(shape, dtype=torch.float64)
+    more = {"matrix_power": (-2,)}.get(name)
+    wanted = getattr(torch.linalg, name)(x, *(more or ((x,) if name in ("solve", "lstsq") else ())))
+    mine = MCTensor.encode(x, 2)
+    found = getattr(torch.linalg, name)(mine, *(more or ((mine,) if name in ("solve", "lstsq") else ())))
+    for ours, theirs in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(wanted)):
+        assert ours.shape == theirs.shape
+
+
+def test_counting_along_a_dimension():
+    x = MCTensor.encode([[1.0, 0.0, 2.0], [0.0, 0.0, 3.0]], 2, torch.float64)
+    assert torch.count_nonzero(x, dim=1).tolist() == [2, 1]
+    assert torch.count_nonzero(x, dim=(0, 1)) == torch.count_nonzero(x) == 3
+
+
+@pytest.mark.parametrize(("components", "dtype"), [(2, torch.bfloat16), (2, torch.float64), (3, torch.float32)])
+def test_attention_of_a_row_that_is_masked_whole(components, dtype, seed):
+    """0, and no NaN in the gradient, as torch in float64."""
+    x = MCTensor.encode(torch.randn(1, 1, 3, 4, dtype=torch.float64), components, dtype).requires_grad_()
+    mask = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
+    out = torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+    out.square().sum().backward()
+    plain = x.detach().decode().requires_grad_()
+    wanted = torch.nn.functional.scaled_dot_product_attention(plain, plain, plain, attn_mask=mask)
+    wanted.square().sum().backward()
+    assert not out[0, 0, 1].detach().decode().any()
+    assert torch.allclose(out.detach().decode(), wanted.detach(), atol=1e-3)
+    assert torch.allclose(x.grad.double(), plain.grad, atol=0.05)

@@ -29,7 +29,8 @@ def exact_sum(
     are terms and all of them are -0. The sum of nothing is +0.
 
     Args:
-        x: float16, bfloat16, float32 or float64 tensor, any shape, strides and device.
+        x: float16, bfloat16, float32 or float64 tensor, any shape, strides and device; or an MCTensor, whose
+            components all count, and whose sum is an MCTensor, each component correctly rounded.
         dim: one dimension or several; None or () for all.
         keepdim: whether those dimensions stay, with size 1.
         dtype: of the result, one of the four; None for x's. float64 sums of float32 keep more of the same exact value.
@@ -38,7 +39,7 @@ def exact_sum(
         The sums. Their gradient is that of torch.sum.
 
     Raises:
-        TypeError: integer, complex or other elements, or such a `dtype`; scaled and multi-component tensors.
+        TypeError: integer, complex or other elements, or such a `dtype`; scaled tensors.
         ValueError: a dimension is given twice.
         IndexError: there is no such dimension.
 
@@ -58,7 +59,7 @@ def exact_dot(
     Products are exact also where a float's would overflow or underflow: 2^-1074 * 2^-1074 counts.
 
     Args:
-        a: float16, bfloat16, float32 or float64 tensor.
+        a: float16, bfloat16, float32 or float64 tensor, or an MCTensor, as in `exact_sum`.
         b: the same; shapes broadcast, and of two dtypes the products are of what torch promotes them to.
         dim: of the broadcast shape, one or several; None or () for all.
         keepdim: whether those dimensions stay, with size 1.
@@ -152,11 +153,11 @@ def _check(x: torch.Tensor, name: str) -> None:
             f"{name} takes float16, bfloat16, float32 and float64 tensors, got {_kind(x)}: integers need no rounding "
             "(torch.sum), complex numbers are summed as view_as_real(x)"
         )
-    # Tensor classes of higher layers: their results would be rounded again, to a narrow payload or to components.
-    if hasattr(type(x), "decode"):
+    # Of tensor classes of higher layers only sums of components have room for a result that is not rounded again.
+    if hasattr(type(x), "decode") and not hasattr(type(x), "components"):
         raise TypeError(
-            f"{name} takes plain tensors, got {type(x).__name__}: give x.decode(torch.float64), which is exact for "
-            "payload times scale, and rounds a sum of components once"
+            f"{name} takes plain tensors and MCTensors, got {type(x).__name__}: give x.decode(torch.float64), which is "
+            "exact for payload times scale"
         )
 
 

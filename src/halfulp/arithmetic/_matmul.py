@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -92,7 +93,7 @@ def _run(a: Sequence, b: Sequence, components: int, dtype: torch.dtype, error: b
 
 
 def _stacked(part: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
-    return part.expand(*batch, *part.shape[-2:]).reshape(-1, *part.shape[-2:])
+    return part.expand(*batch, *part.shape[-2:]).reshape(math.prod(batch), *part.shape[-2:])
 
 
 def _in_pieces(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:

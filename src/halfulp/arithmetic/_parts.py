@@ -29,7 +29,16 @@ def merge(parts: Parts, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     >>> merge((torch.tensor(1.0), torch.tensor(2.0**-30)), torch.float64).item() - 1 == 2.0**-30
     True
     """
+    if len(parts) > 2 and dtype == torch.float64:
+        return _beyond_a_tie(*pointwise("renormalize", parts, components=3, dtype=dtype))
     return pointwise("renormalize", parts, components=1, dtype=dtype)[0]
+
+
+def _beyond_a_tie(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor) -> torch.Tensor:
+    """Canonical components rounded to one: the first, or, where a third lies beyond the tie of two, its neighbour."""
+    other = first + 2 * second
+    tie = (other - first == 2 * second) & (torch.nextafter(first, other) == other) & (second != 0)
+    return torch.where(tie & (third.sign() == second.sign()), other, first)
 
 
 def renormalize(parts: Parts, components: int, dtype: torch.dtype | None = None) -> Parts:

@@ -54,7 +54,12 @@ def attention(
     key, value = _for_heads_of(query, key), _for_heads_of(query, value)
     scores = _scores(query, key, causal, mask, scale)
     sums = scores.logsumexp(-1)
-    return (scores - sums.unsqueeze(-1)).exp() @ value, sums
+    return _weights(scores, sums) @ value, sums
+
+
+def _weights(scores: Any, sums: Any) -> Any:
+    """The softmax of scores; 0 in a row that is masked whole, as in torch's kernels."""
+    return (scores - sums.masked_fill(sums == -math.inf, 0.0).unsqueeze(-1)).exp()
 
 
 def attention_backward(
@@ -71,7 +76,7 @@ def attention_backward(
     """The gradients of query, key, value and mask."""
     narrow_key, narrow_value = key, value
     key, value = _for_heads_of(query, key), _for_heads_of(query, value)
-    weights = (_scores(query, key, causal, mask, scale) - sums[..., : query.shape[-2]].unsqueeze(-1)).exp()
+    weights = _weights(_scores(query, key, causal, mask, scale), sums[..., : query.shape[-2]])
     back = gradient @ value.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True)
     change = weights * back
     factor = _factor(query, scale)

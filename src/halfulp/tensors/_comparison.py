@@ -165,7 +165,6 @@ def _by_first(operator: OpOverload) -> Callable:
 for _operator in (
     *(aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default),
     *(aten.signbit.default, aten.logical_not.default, aten.nonzero.default, aten.any.default, aten.all.default),
-    *(aten.count_nonzero.default,),
 ):
     implements(_operator)(_by_first(_operator))
 
@@ -177,7 +176,10 @@ def _by_first_along(operator: OpOverload) -> Callable:
     return function
 
 
-for _operator in (aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims, aten.count_nonzero.dim_IntList):
+for _operator in (
+    *(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims),
+    *(aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
+):
     implements(_operator)(_by_first_along(_operator))
 
 

@@ -56,8 +56,27 @@ def refined_lu(a: Any, components: int) -> tuple[Tensor, Tensor]:
     return (lower.tril(-1) + upper.triu()).to(a.dtype), pivots
 
 
-def _information(a: Tensor) -> Tensor:
-    return torch.zeros(a.shape[:-2], dtype=torch.int32, device=a.device)
+def _informed(function: Callable, *operands: Any) -> tuple[Tensor, Tensor]:
+    """A function of matrices, or of stacks of them, and for each 0, or its size where it has no result but NaNs.
+
+    torch's functions without _ex raise where one is not 0.
+    """
+    first = operands[0]
+    try:
+        return function(*operands), torch.zeros(first.shape[:-2], dtype=torch.int32, device=first.device)
+    except torch.linalg.LinAlgError:
+        shape = torch.broadcast_shapes(*(x.shape[:-2] for x in operands))
+        if not shape:
+            size = torch.tensor(first.shape[-1], dtype=torch.int32, device=first.device)
+            return torch.full_like(operands[-1], float("nan")), size
+    stacks = [x.expand(*shape, *x.shape[-2:]).flatten(0, len(shape) - 1) for x in operands]
+    made, found = zip(*(_informed(function, *matrices) for matrices in zip(*stacks, strict=True)), strict=True)
+    return torch.stack(made).unflatten(0, shape), torch.stack(found).reshape(shape)
+
+
+def _check_information(information: Tensor, name: str, check_errors: bool) -> None:
+    if check_errors:
+        aten._linalg_check_errors.default(information, name, is_matrix=information.dim() == 0)
 
 
 def _system(a: Any, b: Any, left: bool, form: Form) -> Tensor:
@@ -70,8 +89,12 @@ def _system(a: Any, b: Any, left: bool, form: Form) -> Tensor:
 
 @implements(aten._linalg_solve_ex.default)
 def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> tuple[Tensor, ...]:
-    """The solution of a linear system; a singular matrix raises."""
-    return _system(a, b, left, form_of((a, b))), *_factors(a), _information(a)
+    """The solution of a linear system, and which matrices are singular."""
+    form, vector = form_of((a, b)), b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    columns = b.unsqueeze(-1) if vector else b
+    x, information = _informed(lambda a, b: _system(a, b, left, form), a, columns)
+    _check_information(information, "torch.linalg.solve_ex", check_errors)
+    return (x.squeeze(-1) if vector else x), *_factors(a), information
 
 
 @implements(aten.linalg_lu_solve.default)
@@ -93,8 +116,10 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
 
 @implements(aten.linalg_inv_ex.default)
 def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
-    """The inverse; a singular matrix raises."""
-    return _solved(arithmetic.inverse, (a,), form_of((a,))), _information(a)
+    """The inverse, and which matrices are singular."""
+    found, information = _informed(lambda a: _solved(arithmetic.inverse, (a,), form_of((a,))), a)
+    _check_information(information, "torch.linalg.inv_ex", check_errors)
+    return found, information
 
 
 @implements(aten._linalg_det.default)
@@ -112,8 +137,10 @@ def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
 
 @implements(aten.linalg_cholesky_ex.default)
 def cholesky_ex(a: MCTensor, *, upper: bool = False, check_errors: bool = False) -> tuple[Tensor, Tensor]:
-    """The triangular root of a positive definite matrix; another matrix raises."""
-    return cholesky(a, upper), _information(a)
+    """The triangular root of a positive definite matrix, and which matrices are not."""
+    root, information = _informed(lambda a: cholesky(a, upper), a)
+    _check_information(information, "torch.linalg.cholesky_ex", check_errors)
+    return root, information
 
 
 @implements(aten.cholesky.default)

@@ -338,3 +338,4 @@ def _tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
 
 
 _tangents.register(MCTensor, _tangent)
+_saving.register_collate(MCTensor)

@@ -9,6 +9,7 @@ from . import _composite_operators as _composite_operators
 from . import _convolution as _convolution
 from . import _creation as _creation
 from . import _decoding as _decoding
+from . import _exact as _exact
 from . import _functional_collectives as _functional_collectives
 from . import _fused_optimizers as _fused_optimizers
 from . import _grouped as _grouped

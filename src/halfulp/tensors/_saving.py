@@ -1,4 +1,4 @@
-"""Pickle and torch.save: plain tensors and a version, nothing that weights_only refuses."""
+"""Pickle and torch.save: plain tensors and a version, nothing that weights_only refuses; batches of a DataLoader."""
 
 from __future__ import annotations
 
@@ -46,3 +46,16 @@ def rebuild_mctensor(
 
 
 torch.serialization.add_safe_globals([rebuild_mctensor])
+
+
+def collate(batch: list, *, collate_fn_map: dict | None = None) -> Tensor:
+    """A DataLoader's batch of MCTensors, with all components.
+
+    torch's own makes plain memory for it in a worker; components reach the other process in shared memory as they are.
+    """
+    return torch.stack(batch)
+
+
+def register_collate(kind: type) -> None:
+    """Let torch's default_collate make batches of a tensor class by `collate`."""
+    torch.utils.data._utils.collate.default_collate_fn_map[kind] = collate
