@@ -123,6 +123,8 @@ class Progress:
                 print(name, *key, finding, flush=True)
 
     def _tables(self) -> list[Table]:
+        if not self.found:
+            return []
         made = [make(self.found) for make in (summary, missed, refusals, every_operator)]
         return [*made, constants_table(self.constants)]
 
@@ -132,6 +134,7 @@ class Progress:
         return Result(
             "mctensor_operators",
             "Digits of operators on MCTensors",
+            "The stated bounds of the arithmetic, and the worst errors found. "
             f"{len(self.found)} operators with floating operands, of {len(self.seen)} entries of op_db that draw "
             f"nothing{left}, on {most} of torch's own samples each, in five formats and five cases with both ways of "
             "keeping gradients. The reference is the same call on four float64 components, which hold the operands "

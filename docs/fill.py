@@ -427,6 +427,17 @@ def mctensor_speed() -> str:
     return _benchmark("mctensor", "MCTensor: time", ("operation", "x torch", "MCTensor", "torch-dd"))
 
 
+def mctensor_bounds() -> str:
+    """The stated bounds of MCTensor's arithmetic, beside the worst errors found."""
+    columns = ("operation", "2 components", "3 and 4 components", "worst of 2", "worst of more")
+    return _benchmark("mctensor_operators", "Error bounds", columns)
+
+
+def mctensor_products() -> str:
+    """The same of matrix products."""
+    return _benchmark("mctensor_operators", "Error bounds of products", ("operation", "bound", "worst"))
+
+
 def _every_table(name: str) -> str:
     """All tables of a benchmark, each under its title."""
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
@@ -744,6 +755,8 @@ PLACES: dict[str, Callable[[], str]] = {
         moment,
         bytes_table,
         mctensor_speed,
+        mctensor_bounds,
+        mctensor_products,
         mctensor_experiments,
         mammals,
         processes,
