@@ -230,8 +230,11 @@ def drawn(case: Case, kind: tuple[torch.dtype, int], count: int) -> list[MCTenso
     dtype, n = kind
     rows: list[list[list[float]]] = []
     scale = 2.0 ** random.choice((0, 0, random.randint(-60, 60))) if dtype == torch.float16 else None
-    factor = Fraction(scale or 1)
+    factor, tries = Fraction(scale or 1), 0
     while len(rows) < count:
+        tries += 1
+        if tries == 50 and not rows:
+            scale, factor = None, Fraction(1)  # under that scale no number near 1, say, is in the domain
         row = _argument(case.near, n, dtype)
         together = [row] if case.operands == 1 else [row, _second(case.near, row, n, dtype)]
         values = [sum(map(Fraction, some)) * factor for some in together]
