@@ -39,7 +39,7 @@ def checksums_of(slot: Slot) -> torch.Tensor | None:
 
 def _sums(rows: torch.Tensor) -> torch.Tensor:
     bits = rows.contiguous().view(_WORDS[rows.element_size()]).long()
-    weights = (torch.arange(1, rows.shape[1] + 1, device=rows.device) * _STEP) ^ _MIX
+    weights = (torch.arange(1, rows.shape[1] + 1, dtype=torch.int64, device=rows.device) * _STEP) ^ _MIX
     return (bits * ((weights * _MIX) | 1)).sum(1)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..kernels import present, torch_operators, under_transform
+from ..kernels import present, torch_operators, under_transform, untraced
 from ._form import Form, form_of
 from ._formula_constants import formula
 from ._lifting import has_plain, is_plain, lift
@@ -64,7 +64,7 @@ def _entry(operator: OpOverload) -> Callable:
         with formula(operator, (arguments, options)):
             return operator.redispatch(keys.remove(ENTRY_KEY), *arguments, **options)
 
-    return entered
+    return untraced(entered)
 
 
 for _operator in present((*COMPOSITES, *DIFFERENTIATED)):
