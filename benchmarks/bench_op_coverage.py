@@ -172,7 +172,7 @@ def _examine(op, sample, entry: Entry, chance: random.Random, seed: int) -> bool
 def represented(x: Tensor, chance: random.Random) -> ScaledTensor:
     """The same values with a float32 payload under a random power of two."""
     exponent = chance.randint(*EXPONENTS)
-    return ScaledTensor((x * 2.0**-exponent).to(torch.float32), 2.0**exponent, x.dtype)
+    return ScaledTensor(x.to(torch.float32) * 2.0**-exponent, 2.0**exponent, x.dtype)
 
 
 def _floating(x) -> bool:
