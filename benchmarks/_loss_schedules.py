@@ -11,6 +11,7 @@ import dataclasses
 import math
 import random
 import warnings
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 import torch
@@ -187,9 +188,7 @@ class OneScale:
         """Of a loss times 2^power."""
         power = max(-120, min(100, power))
         if (loss, power) not in self._known:
-            self.model.zero_grad()
-            self.scaler.scale(_value(self.model, loss) * 2.0**power).backward()
-            self._known[loss, power] = gradients_of(self.groups)
+            self._known[loss, power] = differentiated(self.model, [(loss, power)], self.scaler.scale, self.groups)
             self.scaler.set_exponents({})
         return self._known[loss, power]
 
@@ -286,6 +285,19 @@ def _value(model: Model, loss: Loss) -> Tensor:
     return model(loss).square().mean()
 
 
+def differentiated(
+    model: Model,
+    losses: Iterable[tuple[Loss, int]],
+    scaled: Callable[[Tensor], Tensor],
+    groups: list[list[nn.Parameter]],
+) -> Gradients:
+    """What the scaled losses of one iteration leave in a model's parameters."""
+    model.zero_grad()
+    for loss, power in losses:
+        scaled(_value(model, loss) * 2.0**power).backward()
+    return gradients_of(groups)
+
+
 def adaptive(schedule: Schedule, one: OneScale, **options) -> Outcome:
     """`AdaptiveGradScaler`'s, by running it."""
     model = Model(schedule)
@@ -294,11 +306,7 @@ def adaptive(schedule: Schedule, one: OneScale, **options) -> Outcome:
     optimizers = [torch.optim.SGD(group, lr=0.0) for group in groups]
     count = Count(one)
     for k, losses in enumerate(schedule.steps):
-        model.zero_grad()
-        for loss, power in losses:
-            scaler.scale(_value(model, loss) * 2.0**power).backward()
-        found = gradients_of(groups)
-        skipped = []
+        found, skipped = differentiated(model, losses, scaler.scale, groups), []
         for number, (group, optimizer) in enumerate(zip(groups, optimizers)):
             if schedule.loop == "update each" and number != k % len(groups):
                 continue
@@ -332,10 +340,7 @@ def torchs(schedule: Schedule, one: OneScale) -> Outcome:
     optimizers = [torch.optim.SGD(group, lr=0.0) for group in groups]
     count = Count(one)
     for k, losses in enumerate(schedule.steps):
-        model.zero_grad()
-        for loss, power in losses:
-            rounding.scale(scaler.scale(_value(model, loss) * 2.0**power)).backward()
-        found, skipped = gradients_of(groups), []
+        found, skipped = differentiated(model, losses, lambda x: rounding.scale(scaler.scale(x)), groups), []
         for number, optimizer in enumerate(optimizers):
             mine = schedule.loop != "update each" or number == k % len(groups)
             if not mine or found.finite[number] is None:
