@@ -12,14 +12,12 @@ from torch.utils._pytree import tree_map_only
 
 from ..formats import Format
 from ..gradients._forward import NotScriptedError
+from ..kernels import checksum
 from ..rounding import Nearest, Rounding
 from ..tensors._holders import EMULATED
 from ._region import Region, refuse_recording, region, untraceable
 from ._report import describe
 from ._unit import CONTAINERS, Unit
-
-# The odd multiplier of Fibonacci hashing, 2^64 / golden ratio (Knuth, vol. 3, 6.4), as a signed integer.
-_FACTOR = 0x9E3779B97F4A7C15 - 2**64
 
 
 class Emulation:
@@ -128,7 +126,7 @@ class Emulation:
             return
         for parameter in self.target.parameters():
             # A write through .data changes no version.
-            state = parameter._version, _sum_of_hashes(parameter)
+            state = parameter._version, _checksum(parameter)
             if self._seen.get(id(parameter)) == state:
                 continue
             if _misses(parameter, self.unit):
@@ -277,10 +275,6 @@ def _off_format(target: object, unit: Unit) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def _sum_of_hashes(parameter: Tensor) -> int:
-    """A hash of every element's bits, added up: bits themselves may change by amounts that cancel."""
-    words = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(parameter.element_size())
-    if words is None or not parameter.is_floating_point() or parameter.is_meta:
-        return 0
-    bits = parameter.detach().view(words).long() * _FACTOR
-    return int(((bits ^ (bits >> 32)) * _FACTOR).sum())
+def _checksum(parameter: Tensor) -> int:
+    """What changes where bits of a parameter do; 0 of one that cannot leave the format or has no memory."""
+    return 0 if parameter.is_meta or not parameter.is_floating_point() else checksum(parameter)

@@ -71,8 +71,6 @@ class Controller:
         self._measured: list[Measured] = []
         # The binades of what this iteration's losses sent into the model, as far as they were measured.
         self._culprits: list[Culprit] = []
-        # Whether the gradients of the parameters that each site reads are finite, once that was looked at.
-        self._finite: dict[Site, bool] = {}
         self._skipped = False
         backward.processes.after_join(self.catch_up)
         # Whether exponents are to blame for that: not for a loss that is no number.
@@ -96,7 +94,7 @@ class Controller:
         """
         self._skipped = True
         finite = all(copied([all_finite(loss) for loss in self.losses]))
-        found = self._found(untouched) if finite and self.policy.per_site else None
+        found, by_reader = self._found(untouched) if finite and self.policy.per_site else (None, {})
         if self.backward.processes.joining:
             # Nobody can be asked: it may be another's.
             finite, unknown = True, False
@@ -113,7 +111,7 @@ class Controller:
         if found is None and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
         if found is None and not self.backward.measuring:
-            self._doubt()
+            self._doubt(by_reader)
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
         found = found or [Culprit(anchor, spreads=False)]
@@ -122,14 +120,14 @@ class Controller:
         words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
         return LastStep(False, f"gradients overflowed at {words}", blamed)
 
-    def _found(self, untouched: bool) -> list[Culprit] | None:
-        """Who is to blame as far as this process knows, by measurements or parameters' gradients."""
-        backward, self._finite = self.backward, {}
+    def _found(self, untouched: bool) -> tuple[list[Culprit] | None, dict[Site, bool]]:
+        """Who is to blame as far as this process knows, and which sites' parameters have finite gradients, if asked."""
+        backward = self.backward
         found = measured_culprits(self._measured)
         if found or not untouched or backward.processes:
-            return found or None
-        self._finite = finite_sites(backward.readers())
-        return unmeasured_culprits(self._finite, backward.reached(), backward.edges(), backward.measuring)
+            return found or None, {}
+        finite = finite_sites(backward.readers())
+        return unmeasured_culprits(finite, backward.reached(), backward.edges(), backward.measuring), finite
 
     def update(self) -> None:
         """Set the exponents of the next iteration."""
@@ -255,11 +253,11 @@ class Controller:
         known = [site.exponent for site in self.sites if site.measured and site.format is not None]
         self.sites.lowest = min(known, default=None)
 
-    def _doubt(self) -> None:
-        """Note which sites of this iteration may have overflowed; they fall if the next ones do not show which."""
+    def _doubt(self, finite: Mapping[Site, bool]) -> None:
+        """Note which sites may have overflowed, as parameters' gradients tell; they fall if the next ones do not."""
         backward = self.backward
         order = backward.reached()
-        known = suspects(self._finite, backward.edges())
+        known = suspects(finite, backward.edges())
         may = [*known, *downstream(list(known), order)] if known else order
         for site in dict.fromkeys(may):
             if not is_wide(site):

@@ -5,6 +5,8 @@ from ._canary import KernelMismatchError as KernelMismatchError
 from ._canary import check_bits as check_bits
 from ._canary import same_bits as same_bits
 from ._canary import undisturbed as undisturbed
+from ._checksum import checksum as checksum
+from ._checksum import row_checksums as row_checksums
 from ._compile import compile_kernel as compile_kernel
 from ._compile import digest as digest
 from ._compile import on_tensors as on_tensors

@@ -1,11 +1,7 @@
-"""A checksum of every row of a parameter, which goes with companions into files and copies.
+"""A checksum of every row of a parameter (`kernels.row_checksums`), which goes with companions into files and copies.
 
 Rows are those of the first dimension, along which parameters are sharded: however many processes a file is read by,
-each has the checksums of its own rows, and asks nobody. A row in which one element is another has another checksum:
-
-    sum_j w_j b_j  mod 2^64,   w_j odd, b_j the bits of element j, below 2^32
-
-0 stands for a row of which nothing is known.
+each has the checksums of its own rows, and asks nobody. 0 stands for a row of which nothing is known.
 """
 
 from __future__ import annotations
@@ -15,13 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..kernels import row_checksums
+
 if TYPE_CHECKING:
     from ._slots import Slot
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd 64-bit constants with about as many ones as zeros, as signed integers.
-_STEP, _MIX = -0x61C8864680B583EB, -0x4B47D0C5E2A3A5A7
-_AT_ONCE = 2**22
 
 
 def checksums_of(slot: Slot) -> torch.Tensor | None:
@@ -29,18 +22,12 @@ def checksums_of(slot: Slot) -> torch.Tensor | None:
     payload = slot.payloads[0]
     if payload.is_meta:
         return None
-    rows = (payload.detach() if payload.dim() else payload.detach()[None]).unsqueeze(-1).flatten(1)
     if not _is_by_rows(slot.parameter):
-        return torch.zeros(len(rows), dtype=torch.int64, device=payload.device)
-    sums = [_sums(part) for part in rows.split(max(1, _AT_ONCE // max(1, rows.shape[1])))]
-    found = torch.cat(sums) + (zlib.crc32(slot.parameter.scale.item().hex().encode()) if slot.kind.scaled else 0)
+        rows = payload.shape[0] if payload.dim() else 1
+        return torch.zeros(rows, dtype=torch.int64, device=payload.device)
+    scale = zlib.crc32(slot.parameter.scale.item().hex().encode()) if slot.kind.scaled else 0
+    found = row_checksums(payload) + scale
     return torch.where(found == 0, 1, found)
-
-
-def _sums(rows: torch.Tensor) -> torch.Tensor:
-    bits = rows.contiguous().view(_WORDS[rows.element_size()]).long()
-    weights = (torch.arange(1, rows.shape[1] + 1, dtype=torch.int64, device=rows.device) * _STEP) ^ _MIX
-    return (bits * ((weights * _MIX) | 1)).sum(1)
 
 
 def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
