@@ -5,6 +5,8 @@ import pickle
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor, scalify
@@ -152,3 +154,34 @@ def test_models_run_in_inference_mode():
         assert torch.equal(layer(encoded).t().t()[:, [0, 1]].decode(), other)
     layer(x).sum().backward()
     assert layer.weight.grad is not None
+
+
+class Items(Dataset):
+    """Elements that a plain tensor of the storage would lose, and eight bits, which torch has no kernels to stack."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        values = torch.tensor([1.0, 3.0]) * 2.0 ** -(40 + index)
+        kinds = {"half": torch.float16, "eight": torch.float8_e4m3fn}
+        return {name: ScaledTensor.encode(values, storage) for name, storage in kinds.items()}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_keeps_payload_and_scale(workers):
+    loader = DataLoader(Items(), batch_size=2, num_workers=workers, multiprocessing_context="fork" if workers else None)
+    for number, batch in enumerate(loader):
+        for name, x in batch.items():
+            wanted = torch.stack([Items()[2 * number + k][name] for k in range(2)])
+            assert isinstance(x, ScaledTensor), name
+            assert same_bits(x.payload, wanted.payload)
+            assert torch.equal(x.scale, wanted.scale)
+            assert x.dtype == torch.float32
+            assert x.payload.dtype == wanted.payload.dtype
+
+
+def test_every_tensor_class_has_batches_of_its_own():
+    own = [kind for kind in torch.Tensor.__subclasses__() if kind.__module__.startswith("halfulp.")]
+    assert ScaledTensor in own
+    assert not [kind for kind in own if "__torch_dispatch__" in vars(kind) and kind not in default_collate_fn_map]

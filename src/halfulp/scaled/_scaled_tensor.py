@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import resolved, untraced
-from ..tensors import _tangents, graph_key
+from ..tensors import _tangents, graph_key, register_collate
 from ..tensors._wrappers import refuse_fully_shard
 from . import _powers, _saving
 from ._powers import PowerRounding
@@ -344,3 +344,4 @@ def _tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | N
 
 
 _tangents.register(ScaledTensor, _tangent)
+register_collate(ScaledTensor)

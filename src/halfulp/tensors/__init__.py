@@ -18,6 +18,7 @@ from ._model import single_component as single_component
 from ._model_fallbacks import fallbacks as fallbacks
 from ._registry import implements as implements
 from ._rule_table import RuleTable as RuleTable
+from ._saving import register_collate as register_collate
 from ._state_dict import plain_state_dict as plain_state_dict
 from ._wrappers import shard_groups as shard_groups
 from ._wrappers import sharded_modules as sharded_modules

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ..kernels import present, torch_operators, under_transform, untraced
-from ._form import Form, form_of
+from ._form import form_of
 from ._formula_constants import formula
-from ._lifting import has_plain, is_plain, lift
-from ._mctensor import ENTRY_KEY, MCTensor, with_history
+from ._lifting import has_plain, lifted
+from ._mctensor import ENTRY_KEY, MCTensor
 
 aten = torch_operators("aten")
 
@@ -48,19 +48,13 @@ DIFFERENTIATED = (
 _library = torch.library.Library("aten", "IMPL")
 
 
-def lifted_with_history(operands: Any, form: Form) -> Any:
-    """Nested operands with every plain one as an MCTensor, through which gradients flow back to it."""
-    ranked = any(isinstance(x, Tensor) and x.dim() and x.is_floating_point() for x in tree_leaves(operands))
-    return tree_map(lambda x: with_history(x, lift(x.detach(), form, ranked)) if is_plain(x) else x, operands)
-
-
 def _entry(operator: OpOverload) -> Callable:
     def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # Inside a transform of torch.func a tensor may be one of its own around an MCTensor.
         if has_plain(arguments, options) and not under_transform():
             leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
             if any(isinstance(x, MCTensor) for x in leaves):
-                arguments, options = lifted_with_history((arguments, options), form_of(leaves))
+                arguments, options = lifted((arguments, options), form_of(leaves), with_gradients=True)
         with formula(operator, (arguments, options)):
             return operator.redispatch(keys.remove(ENTRY_KEY), *arguments, **options)
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import renormalize
 from ._form import Form, packed, parts_of
-from ._mctensor import MCTensor, wrap
+from ._mctensor import MCTensor, with_history, wrap
 
 _NESTS = (list, tuple, dict)
 
@@ -31,17 +31,25 @@ def has_plain(arguments: tuple, options: dict) -> bool:
     return False
 
 
-def lifted(operands: Any, form: Form) -> Any:
+def lifted(operands: Any, form: Form, with_gradients: bool = False) -> Any:
     """Nested operands with every plain one as an MCTensor that has the digits of an operator's form.
 
     Those without dimensions, which promote nothing beside others that have some, keep all the digits of a float64.
+
+    with_gradients: whether gradients flow back to the plain operands.
     """
     ranked = any(isinstance(x, Tensor) and x.dim() and x.is_floating_point() for x in tree_leaves(operands))
-    return tree_map(lambda x: lift(x, form, ranked) if is_plain(x) else x, operands)
+
+    def lift(x: Any) -> Any:
+        if not is_plain(x):
+            return x
+        made = _lift(x.detach(), form, ranked)
+        return with_history(x, made) if with_gradients else made
+
+    return tree_map(lift, operands)
 
 
-def lift(x: Tensor, form: Form, ranked: bool) -> MCTensor:
-    """One plain operand; ranked: whether any operand has dimensions."""
+def _lift(x: Tensor, form: Form, ranked: bool) -> MCTensor:
     parts = parts_of(x, form.device)
     if ranked and not x.dim():
         return wrap(renormalize(parts, form.components, x.double().dtype), None, form.gradients)

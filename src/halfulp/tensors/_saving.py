@@ -49,9 +49,9 @@ torch.serialization.add_safe_globals([rebuild_mctensor])
 
 
 def collate(batch: list, *, collate_fn_map: dict | None = None) -> Tensor:
-    """A DataLoader's batch of MCTensors, with all components.
+    """A DataLoader's batch of tensors with companions.
 
-    torch's own makes plain memory for it in a worker; components reach the other process in shared memory as they are.
+    torch's own makes plain memory for it in a worker, which would hold one component, or values without their scale.
     """
     return torch.stack(batch)
 
