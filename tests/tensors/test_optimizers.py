@@ -57,3 +57,24 @@ def test_an_optimizer_ends_where_float64_does(name, foreach, kind):
     # Muon orthogonalizes in bfloat16 whatever it is given.
     bound = 0.02 if name == "Muon" else FORMATS[kind]
     assert max(float((a - b).abs().max()) for a, b in zip(found, wanted)) < bound
+
+
+@pytest.mark.parametrize(("search", "steps", "bound"), [(None, 40, 1e-28), ("strong_wolfe", 12, 1e-4)])
+def test_lbfgs_reaches_the_last_component(search, steps, bound, seed):
+    """A line search compares losses as Python floats, so that it ends at a float64's digits; steps alone go on."""
+    root = torch.randn(3, 3, dtype=torch.float64)
+    matrix = MCTensor.encode(root @ root.t() + torch.eye(3, dtype=torch.float64), 2)
+    aim = MCTensor.encode(torch.randn(3, dtype=torch.float64), 2) / 3
+    x = MCTensor.encode(torch.zeros(3, dtype=torch.float64), 2, gradients="components").requires_grad_()
+    optimizer = torch.optim.LBFGS([x], max_iter=steps, tolerance_grad=0, tolerance_change=0, line_search_fn=search)
+
+    def closure():
+        optimizer.zero_grad()
+        off = x - aim
+        loss = off @ (matrix @ off)
+        loss.backward()
+        return loss
+
+    with strict():
+        optimizer.step(closure)
+    assert float((x - aim).detach().decode().abs().max()) < bound

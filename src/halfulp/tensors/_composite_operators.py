@@ -16,8 +16,10 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from ..kernels import present, torch_operators, under_transform, untraced
+from ._derivation import written
 from ._form import form_of
 from ._formula_constants import formula
+from ._in_place import functional_form
 from ._lifting import has_plain, lifted
 from ._mctensor import ENTRY_KEY, MCTensor
 
@@ -45,6 +47,10 @@ DIFFERENTIATED = (
     *(aten.pow.Tensor_Tensor, aten.ldexp.Tensor, aten.xlogy.Tensor, aten.special_xlog1py.default),
     *(aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default),
 )
+# Those that put a tensor subclass's result in another tensor than the one given, which stays as it was.
+REPLACED = tuple(
+    getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads() if "out" in name
+)
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -61,6 +67,14 @@ def _entry(operator: OpOverload) -> Callable:
     return untraced(entered)
 
 
-for _operator in present((*COMPOSITES, *DIFFERENTIATED)):
-    _name = _operator.name().removeprefix("aten::")
-    _library.impl(_name, _entry(_operator), "TESTING_ONLY_GenericMode", with_keyset=True)
+def _with_out(operator: OpOverload) -> Callable:
+    def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+        return written(operator, functional_form(operator), *arguments, **options)
+
+    return untraced(entered)
+
+
+for _operators, _make in (((*COMPOSITES, *DIFFERENTIATED), _entry), (REPLACED, _with_out)):
+    for _operator in present(_operators):
+        _name = _operator.name().removeprefix("aten::")
+        _library.impl(_name, _make(_operator), "TESTING_ONLY_GenericMode", with_keyset=True)

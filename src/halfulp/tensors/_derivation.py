@@ -23,7 +23,7 @@ from ._lifting import has_plain, lifted
 from ._mctensor import MCTensor
 from ._registry import RULES, implements
 from ._scale import decoded
-from ._writing import write_value
+from ._writing import check_takes_fractions, write_value
 
 aten = torch_operators("aten")
 _RESIZE = (
@@ -31,6 +31,8 @@ _RESIZE = (
     *(aten.set_.source_Tensor, aten.set_.source_Storage_storage_offset),
     *(aten.set_.source_Storage, aten.set_.source_Tensor_storage_offset),
 )
+# torch writes a number into integers here, cut.
+_FILLS = (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -61,7 +63,7 @@ def _primitive(operator: OpOverload, name: str) -> Callable:
         functional = functional_form(operator)
         if functional is None:
             return functools.partial(_refuse, operator, "writes into its argument")
-        return functools.partial(_written, operator, functional)
+        return functools.partial(written, operator, functional)
     if operator.is_view:
         return functools.partial(_refuse, operator, "is a view")
     return functools.partial(_computed, operator)
@@ -181,23 +183,32 @@ def _decompositions() -> dict[OpOverload, Callable]:
     return {**decomposition_table, **core_aten_decompositions()}
 
 
-def _written(operator: OpOverload, functional: OpOverload, *arguments: Any, **options: Any) -> Any:
+def written(operator: OpOverload, functional: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Compute, then copy into the arguments that are written."""
     names = [argument.name for argument in operator._schema.arguments]
     given = dict(zip(names, arguments)) | options
-    targets = [given[argument.name] for argument in operator._schema.arguments if is_written(argument)]
+    targets = tree_leaves([given[argument.name] for argument in operator._schema.arguments if is_written(argument)])
     taken = {argument.name for argument in functional._schema.arguments}
     with whole_results():
         results = functional(**{name: value for name, value in given.items() if name in taken})
     results = results if isinstance(results, (tuple, list)) else (results,)
     for target, result in zip(targets, results, strict=True):
+        if type(target) is Tensor and not target.numel():
+            target.resize_(result.shape)  # as torch does
         if result.shape != target.shape:
-            raise RuntimeError(f"a result of shape {list(result.shape)} for an output of shape {list(target.shape)}")
+            raise RuntimeError(
+                f"{operator}: a result of shape {list(result.shape)} for an output of shape {list(target.shape)}, "
+                "which is not resized as an MCTensor's memory is its views' too: give one of the result's shape"
+            )
+        if isinstance(result, MCTensor) and operator not in _FILLS:
+            check_takes_fractions(target)
     for target, result in zip(targets, results, strict=True):
         if isinstance(target, MCTensor) or isinstance(result, MCTensor):
             write_value(target, result)
         else:
             target.copy_(result)
+    if not operator._schema.returns:
+        return None
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 

@@ -14,7 +14,7 @@ from ._backward import COMPONENTS
 from ._form import evaluate, form_of, operand_parts
 from ._mctensor import MCTensor
 from ._registry import implements
-from ._writing import computing_form, write, write_value, writes_directly
+from ._writing import check_takes_fractions, computing_form, write, write_value, writes_directly
 
 aten = torch_operators("aten")
 
@@ -65,10 +65,7 @@ def _binary_in_place(name: str) -> Callable:
 def _update(name: str, x: Tensor, *operands: Any) -> Tensor:
     """x = f(operands), in x's own form."""
     if not isinstance(x, MCTensor):
-        if not x.dtype.is_floating_point:
-            raise RuntimeError(
-                f"an MCTensor's result can't be cast to the desired output type {x.dtype}: write out of place, or copy_"
-            )
+        check_takes_fractions(x)
         return write_value(x, evaluate(name, *operands, form=form_of(operands)._replace(gradients=COMPONENTS)))
     parts = operand_parts(name, operands, x.dtype, len(x._parts), x.device)
     if x._scale is None and x.dtype != torch.float16 and writes_directly(x, parts):

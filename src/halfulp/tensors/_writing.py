@@ -91,6 +91,14 @@ def integral(x: MCTensor, dtype: torch.dtype) -> Tensor:
     return sum((part.to(dtype) for part in parts_of(whole, x.device)[1:]), parts_of(whole, x.device)[0].to(dtype))
 
 
+def check_takes_fractions(x: Tensor) -> None:
+    """Raise unless an operator's result can be written into x without being cut to an integer."""
+    if not x.dtype.is_floating_point and not x.dtype.is_complex:
+        raise RuntimeError(
+            f"an MCTensor's result can't be cast to the desired output type {x.dtype}: write out of place, or copy_"
+        )
+
+
 def check_shape(x: Tensor, shape: torch.Size) -> None:
     """Raise unless a result of this shape can be written into x."""
     if shape != x.shape and torch.broadcast_shapes(shape, x.shape) != x.shape:
