@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from . import _graph_operators, _graph_pass, _graph_roles, _graph_sites, _graph_writer, _products
+from . import _graph_functions, _graph_operators, _graph_pass, _graph_roles, _graph_sites, _graph_writer, _products
 from ._backward import Backward
 from ._borders import reached
+from ._graph_functions import name_functions
 from ._graph_operators import scaled_here
 from ._graph_pass import Plan
 from ._graph_sites import listed, planned
@@ -57,6 +58,7 @@ class Partition:
         self.inner = inner
 
     def __call__(self, module: GraphModule, inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        name_functions(module)
         part = self.inner or torch._functorch.partitioners.min_cut_rematerialization_partition
         forward, backward = part(module, inputs, **kwargs)
         move_gradients(backward, self.plan, self.scaler)
@@ -66,7 +68,7 @@ class Partition:
         """What torch's caches of graphs must know."""
         from torch._inductor.custom_graph_pass import get_hash_for_files
 
-        files = (_graph_operators, _graph_pass, _graph_roles, _graph_sites, _graph_writer, _products)
+        files = (_graph_functions, _graph_operators, _graph_pass, _graph_roles, _graph_sites, _graph_writer, _products)
         sources = get_hash_for_files((__file__, *(one.__file__ for one in files)))
         inner = self.inner.uuid() if self.inner else None
         return sources, self.scaler, *self.plan.words(), inner

@@ -27,6 +27,7 @@ class Plan:
         rounds: Whether gradients are rounded to a format of their own.
         repeating: The paths of those that are given one tensor more than once, each of which is read by itself.
         wholes: The calls of modules that the eager front end meets as one function, by the paths of what runs there.
+        apart: The paths of bodies whose arguments and results have gradients at the global exponent.
         watches: Whether the policy reads the operands of products.
     """
 
@@ -36,12 +37,13 @@ class Plan:
     opening: frozenset[str] = frozenset()
     repeating: frozenset[str] = frozenset()
     wholes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    apart: frozenset[str] = frozenset()
     rounds: bool = False
     watches: bool = False
 
     def words(self) -> tuple:
         """All that a backward graph depends on, for caches."""
-        listed = (tuple(sorted(paths)) for paths in (self.products, self.opening, self.repeating))
+        listed = (tuple(sorted(paths)) for paths in (self.products, self.opening, self.repeating, self.apart))
         return tuple(self.keys.items()), *listed, tuple(self.wholes.items()), self.parameters, self.rounds, self.watches
 
     @functools.cached_property
@@ -130,6 +132,8 @@ class Placement:
         self._output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
         self.gradients: dict[Node, None] = {}
         self.roles: dict[Node, Role] = {}
+        # Sums of gradients of one tensor, for which autograd names no forward function.
+        self._adds: set[Node] = set()
         self._calls: dict[Node, str] = {}
         self._pinned: dict[Node, str] = {}
         self._collect(module.graph.nodes)
@@ -150,25 +154,23 @@ class Placement:
                 self.gradients[node] = None
             elif node.op not in ("placeholder", "output") and any(x in self.gradients for x in node.all_input_nodes):
                 self.roles[node] = role = self._role(node)
+                if node.target is torch.ops.aten.add.Tensor and all(x in self.gradients for x in node.args[:2]):
+                    self._adds.add(node)
                 if role in ("product", "opening"):
                     self._calls[node] = self._key(node)
                 elif role == "linear" and self._plan.rounds:
-                    path = self._sums_for(node) if self._adds_up(node) else self._path(node)
+                    path = self._sums_for(node) if node in self._adds else self._path(node)
                     if path is not None:
                         self._pinned[node] = self._plan.keys[path]
                 if role != "shape" and carries(node):
                     self.gradients[node] = None
 
-    def _adds_up(self, node: Node) -> bool:
-        """Whether a node is a sum of gradients of one tensor, for which autograd names no forward function."""
-        return node.target is torch.ops.aten.add.Tensor and all(x in self.gradients for x in node.args[:2])
-
     def _sums_for(self, add: Node) -> str | None:
         """The function within whose derivative all is made that adds up, so that it reads the tensor itself once."""
         made = list(add.args[:2])
         for x in made:
-            made += x.args[:2] if self._adds_up(x) else ()
-        paths = [self._path(x) for x in made if not self._adds_up(x)]
+            made += x.args[:2] if x in self._adds else ()
+        paths = [self._path(x) for x in made if x not in self._adds]
         is_one = None not in paths and len({self._plan.wholes.get(path, path) for path in paths}) == 1
         return paths[0] if is_one and paths[0] not in self._plan.repeating else None
 
@@ -194,7 +196,7 @@ class Placement:
         """Whether a gradient is made within a function's derivative, and not only added up there."""
         if node not in self.roles:
             return False
-        if self._adds_up(node):
+        if node in self._adds:
             return any(self._is_within(x, whole) for x in node.all_input_nodes)
         return self._whole(node) == whole
 
@@ -259,8 +261,22 @@ class Placement:
         own = own or self._leads[self._sums.get(product, product)]
         return self._calls[product] if own else GLOBAL
 
+    def _body(self, node: Node) -> str:
+        """The body with a path in `Plan.apart` that a gradient is made in; that of a sum is its arguments'."""
+        if node in self._adds:
+            bodies = {self._body(x) for x in node.args[:2]}
+            return bodies.pop() if len(bodies) == 1 else ""
+        path = self._path(node) if self._plan.apart else None
+        return max((one for one in self._plan.apart if path and path.startswith(f"{one}/")), key=len, default="")
+
+    def _wished(self, node: Node, reader: Node) -> str | None:
+        """Where a reader wants a gradient: at the global exponent where that enters another body."""
+        wish = self._needed(reader)
+        enters = wish is not None and self._plan.apart and reader.op != "output" and self._body(reader)
+        return GLOBAL if enters and self._body(node) != enters else wish
+
     def _wish(self, node: Node) -> None:
-        wishes = [wish for wish in map(self._needed, node.users) if wish is not None]
+        wishes = [wish for reader in node.users if (wish := self._wished(node, reader)) is not None]
         self._wishes[node] = max(wishes, key=self._plan.rank) if wishes else None
         self._leads[node] = any(self._goes_on(node, reader) for reader in node.users)
 

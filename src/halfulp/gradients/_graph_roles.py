@@ -28,7 +28,17 @@ _MOVES = {
     *("broadcast_in_dim", "slice", "select", "slice_scatter", "select_scatter", "diagonal", "diagonal_scatter"),
     *("unfold", "as_strided"),
     *("as_strided_scatter", "split", "split_with_sizes", "unbind", "flip", "roll", "repeat", "constant_pad_nd"),
-    *("index", "_unsafe_index", "index_select", "gather", "index_put", "_unsafe_index_put", "index_add", "scatter"),
+    *(
+        "index",
+        "_unsafe_index",
+        "index_fill",
+        "index_select",
+        "gather",
+        "index_put",
+        "_unsafe_index_put",
+        "index_add",
+        "scatter",
+    ),
     *("scatter_add", "_to_copy", "convert_element_type", "trace", "diag_embed", "im2col", "col2im"),
     *("real", "imag", "complex", "conj", "_conj", "_conj_physical", "resolve_conj", "view_as_real", "view_as_complex"),
     *("_fft_r2c", "_fft_c2r", "_fft_c2c", "view_copy", "permute_copy", "expand_copy", "slice_copy", "select_copy"),
@@ -36,7 +46,7 @@ _MOVES = {
 # Arguments that may be a number, and then fill in or are added: zero alone is linear.
 _FILLS = {
     **dict.fromkeys(("add", "sub", "rsub"), (0, 1)),
-    **{"where": (1, 2), "masked_fill": (2,), "constant_pad_nd": (2,), "scatter": (3,)},
+    **{"where": (1, 2), "masked_fill": (2,), "constant_pad_nd": (2,), "scatter": (3,), "index_fill": (3,)},
 }
 # a * b + c, by the places of a, b and c.
 _FUSED = {"fma": (0, 1, 2), "addcmul": (1, 2, 0)}
@@ -71,6 +81,8 @@ def role_of(node: Node, gradients: Mapping[Node, None]) -> Role:
         return "linear" if _one_of(node, gradients, *_FUSED[name][:2]) else "other"
     if name == "mul":
         return "linear" if (node.args[0] in gradients) != (node.args[1] in gradients) else "other"
+    if name == "copy":
+        return _copied(node, gradients)
     if name == "div":
         plain = "rounding_mode" not in node.kwargs or node.kwargs["rounding_mode"] is None
         return "linear" if plain and node.args[0] in gradients and node.args[1] not in gradients else "other"
@@ -109,6 +121,15 @@ def _moves(node: Node, name: str, gradients: Mapping[Node, None]) -> bool:
     return all(x in gradients or _is_zero(x) for x in tensors)
 
 
+def _copied(node: Node, gradients: Mapping[Node, None]) -> Role:
+    """The second argument in the shape of the first."""
+    shape, source = node.args[:2]
+    if _is_zero(source):
+        return "shape"
+    same = shape.meta["val"].dtype == source.meta["val"].dtype
+    return "linear" if source in gradients and same else "other"
+
+
 def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
@@ -123,6 +144,8 @@ def _is_zero(node: Node) -> bool:
     if name in ("full", "full_like", "scalar_tensor"):
         value = node.args[0 if name == "scalar_tensor" else 1]
         return isinstance(value, int | float) and value == 0
+    if name == "copy":
+        return _is_zero(node.args[1])
     one = len(node.all_input_nodes) == 1 and name in _MOVES and name not in _FILLS
     return one and _is_zero(node.all_input_nodes[0])
 

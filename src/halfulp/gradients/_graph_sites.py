@@ -45,6 +45,7 @@ def planned(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
         frozenset(walk.opening),
         frozenset(walk.repeating),
         walk.wholes,
+        frozenset(walk.apart),
         rounds=backward.format is not None,
         watches=backward.policy.wants_operands,
     )
@@ -59,6 +60,7 @@ class _Walk:
         self.opening: list[str] = []
         self.repeating: list[str] = []
         self.wholes: dict[str, str] = {}
+        self.apart: list[str] = []
         self.read_at: dict[nn.Parameter, str] = {}
         self._parts = {str(key): name for one in backward.names for key, name in one.parts().items()}
         self._parameters = dict(parameters)
@@ -85,15 +87,26 @@ class _Walk:
                 self._visit(node, path_of(stack))
 
     def _checkpoint(self, body: GraphModule, node: Node, stack: tuple) -> Any:
-        """The sites of the results of a body that runs again during backward."""
+        """The sites of the results of a body that runs again during backward.
+
+        Without a graph, a reentrant one is a custom function, whose gradients have the global exponent where they enter
+        and leave it, and a forward pass of its own, in which calls are counted anew.
+        """
+        is_apart = bool(node.kwargs.get("use_reentrant"))
         for x, y in zip(body.graph.find_nodes(op="placeholder"), node.args[1:]):
             if y in self._parameters:
                 self._parameters[x] = self._parameters[y]
             elif isinstance(y, Node) and self._carries(y):
-                self._sites[x] = self._sites.get(y, GLOBAL)
+                self._sites[x] = GLOBAL if is_apart else self._sites.get(y, GLOBAL)
+        if is_apart:
+            self.apart.append(path_of(stack))
+        calls = self._calls
+        self._calls = Counter() if is_apart else calls
         self.run(body, stack)
+        self._calls = calls
         output = next(one for one in reversed(body.graph.nodes) if one.op == "output")
-        return [self._sites.get(x, GLOBAL) for x in pytree.tree_leaves(output.args)]
+        given = pytree.tree_leaves(output.args)
+        return [GLOBAL if is_apart else self._sites.get(x, GLOBAL) for x in given]
 
     def _visit(self, node: Node, path: str) -> None:
         carriers = [x for x in node.all_input_nodes if self._carries(x)]
