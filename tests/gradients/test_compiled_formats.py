@@ -1,5 +1,6 @@
 """``format=`` and policies that read operands, in graphs that torch compiles: what the eager front end does."""
 
+import functools
 import random
 
 import pytest
@@ -8,6 +9,8 @@ from torch import nn
 
 import halfulp as hu
 from halfulp import rounding
+from halfulp.gradients import _compiled
+from halfulp.gradients._graph_functions import name_functions
 from halfulp.gradients._graph_operators import factors_of_edges, observed, rounded, watched, watched_loss
 from halfulp.kernels import same_bits
 
@@ -87,21 +90,67 @@ def _grouped(seed: int) -> Case:
     return Case(Grouped(), (torch.randn(2, 5, 8),), lambda out: out.square().sum())
 
 
-# Embeddings, norms, residuals and gates; functions that are several products, or several steps, in a graph.
+class Written(nn.Module):
+    """Writes into whole tensors and views of them, with and without a clone that autograd keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 3)
+
+    def forward(self, x):
+        one, other = self.first(x), self.second(x)
+        one.mul_(other.sigmoid())
+        one[:, 1] = other[:, 0].tanh()
+        one[:, 2:].mul_(other[:, :10].cos())
+        one.neg_().add_(other, alpha=0.5)
+        one += other.abs().clone().mul_(1.5).sub_(one.mean(1, keepdim=True))
+        one[:, ::2].copy_(other[:, ::2].exp()).clamp_(max=3)
+        return self.last(one.div_(other.square().add_(1)).masked_fill_(other > 1, 0))
+
+
+def _written(seed: int) -> Case:
+    torch.manual_seed(seed)
+    return Case(Written(), (torch.randn(5, 8),), lambda out: out.square().sum())
+
+
+OWN = {"grouped-query-attention": _grouped, "written-in-place": _written}
+# Embeddings, norms, residuals and gates; functions that are several products, or several steps, in a graph; writes.
 SAME = [
     *("resnet", "complex-layers", "gpt-fused-tied", "highway", "multihead-attention", "bilinear", "lstm-cell"),
-    *("siamese", "in-place-sums", "grouped-query-attention"),
+    *("siamese", "in-place-sums", "in-place-columns", "truncated", "checkpoint-reentrant", "written-in-place"),
+    "grouped-query-attention",
 ]
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_gradients_have_the_bits_of_the_eager_front_end(name, seed):
     """Both round the same gradients, at the same sites; benchmarks/bench_compiled_formats.py has all architectures."""
-    make = _grouped if name == "grouped-query-attention" else lambda number: build(name, number)
+    make = OWN.get(name, functools.partial(build, name))
     eager, compiled = both(lambda: make(seed % 1000), seed % 1000, format="e5m2")
     assert eager.keys() == compiled.keys()
     for key, gradient in eager.items():
         assert same_bits(compiled[key], gradient), key
+
+
+def test_every_derivative_is_of_a_function(seed, monkeypatch):
+    """Sums of gradients are of none; the eager front end's bits hang on what all others are of."""
+    unnamed, named = [], 0
+
+    def checked(joint):
+        nonlocal named
+        name_functions(joint)
+        made = [node for node in joint.graph.nodes if node.meta.get("autograd_backward") and node.op == "call_function"]
+        made = [node for node in made if not node.meta.get("is_gradient_acc")]
+        named += len(made)
+        unnamed.extend(node.format_node() for node in made if not node.meta.get("fwd_source_fn_stack"))
+
+    monkeypatch.setattr(_compiled, "name_functions", checked)
+    for case in (_written(seed), build("in-place-columns", seed % 1000)):
+        scaler = hu.AdaptiveGradScaler(case.model, format="e5m2")
+        run = torch.compile(case.model, backend=scaler.backend("aot_eager"))
+        scaler.scale(case.loss(run(*case.batch))).backward()
+    assert named > 100
+    assert unnamed == []
 
 
 def test_calls_of_one_module_are_rounded_each(seed):
