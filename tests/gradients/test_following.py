@@ -159,3 +159,43 @@ def test_where_the_first_output_misleads_it_comes_back(format, seed):
         longest, skipped = max(longest, row), skipped + (row > 0)
     assert longest <= ROW
     assert skipped <= 40, skipped
+
+
+class Boosted(nn.Module):
+    """Two layers; between them gradients grow, of which no loss tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.boost = nn.Linear(8, 8), nn.Linear(8, 8), 1.0
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        h.register_hook(lambda gradient: gradient * self.boost)
+        return self.last(h)
+
+
+def test_after_skips_in_a_row_a_small_loss_is_still_followed(seed):
+    """Without it the smaller of two losses was all zeros for as long as an overflow is remembered."""
+    x, model = batch(), Boosted()
+    loop = Loop(model)
+    for k in range(8):
+        model.boost = 2.0 ** (12 * k)
+        loop.step(lambda: mean_square(model(x)))
+    model.boost = 1.0
+    for k in range(ROW):
+        found = loop.step(lambda k=k: mean_square(model(x)) * 2.0 ** (-30 * (k % 2)))
+        above = [gradient for (_, key), gradient in (found or {}).items() if key.startswith("last")]
+        assert all(bool(gradient.count_nonzero()) for gradient in above), k
+
+
+def test_what_was_learned_while_losses_were_not_followed_holds_afterwards(seed):
+    """Exponents of a small loss were taken for those of the larger one before it, and lifted once more."""
+    x, model = batch(), mlp()
+    loop = Loop(model, interval=4)
+    following = loop.scaler._controller.following
+    for _ in range(8):
+        loop.step(lambda: mean_square(model(x)) * 2.0**20)
+    following.resumes = loop.scaler._controller.iteration + 40
+    for _ in range(60):
+        assert loop.step(lambda: mean_square(model(x))) is not None
+    assert following.on

@@ -219,7 +219,7 @@ class Controller:
         reference = given[GLOBAL].get("reference") or progress[6:] or (None, 0)
         self.sites.anchor.border, self.following.resumes = reference
         self.following.decide(self.iteration)
-        self._note_lowest()
+        self.sites.note_lowest()
 
     # sites with exponents of their own ------------------------------------------------------------------------
 
@@ -247,11 +247,7 @@ class Controller:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
             self._set(anchor, self._allowed(anchor, min(self.start, anchor.exponent + 1)))
         self.following.refer(narrow, self.floor, self.ceiling)
-        self._note_lowest()
-
-    def _note_lowest(self) -> None:
-        known = [site.exponent for site in self.sites if site.measured and site.format is not None]
-        self.sites.lowest = min(known, default=None)
+        self.sites.note_lowest()
 
     def _doubt(self, finite: Mapping[Site, bool]) -> None:
         """Note which sites may have overflowed, as parameters' gradients tell; they fall if the next ones do not."""
@@ -291,9 +287,10 @@ class Controller:
     def _fall_together(self) -> dict[Site, None]:
         """One falling scale for all, sites that are seldom used too: blaming single ones led nowhere.
 
-        It does not follow losses: where one pass reaches several outputs, the first one may mislead.
+        It does not follow losses where one pass reaches several outputs, of which the first one may mislead.
         """
-        self.following.resumes = self.iteration + _MEMORY * self.interval
+        if self.following.several:
+            self.following.resumes = self.iteration + _MEMORY * self.interval
         reached = dict.fromkeys([*self.backward.reached(), self.sites.anchor])
         highest = max(site.exponent for site in reached)
         for site in self.sites:
@@ -405,7 +402,11 @@ class Controller:
             # An overflow left sites without a measurement, and what comes may overflow, too.
             self._restarted = self.iteration
         self.backward.measuring = self._again or is_measured(self.iteration, self._restarted, self.interval)
+        followed = self.following.on
         self.following.decide(self.iteration)
+        if self.following.on and not followed:
+            # Exponents of meanwhile are meant for losses of meanwhile.
+            self.sites.refer(None)
         for site in self.sites:
             site.proposals.clear()
         self._measured.clear()

@@ -39,6 +39,7 @@ class Following:
             not finite.
         read: The finite borders of this iteration, once they are on the host.
         resumes: The iteration from which exponents follow losses.
+        several: Whether a pass of this iteration reached more than one output, of which the first may mislead.
     """
 
     def __init__(self, sites: Sites, wanted: bool) -> None:
@@ -48,6 +49,8 @@ class Following:
         self.borders: list[float | Tensor] = []
         self.read: list[int] = []
         self.resumes = 0
+        self.several = False
+        self._entered = 0
         self._lift: int | Tensor | None = None
         self._factors: dict[tuple, Tensor] = {}
 
@@ -57,6 +60,7 @@ class Following:
         if self._lift is None:
             below = (site.exponent - self._anchor.exponent for site in self._sites)
             self._room = _MOST - max(map(abs, below))
+        self._entered = 0
         self._factors.clear()
 
     def stop(self) -> None:
@@ -69,8 +73,9 @@ class Following:
         return [torch.as_tensor(border, dtype=torch.float32, device=device) for border in borders]
 
     def decide(self, iteration: int) -> None:
-        """Follow losses in this iteration, or let exponents be what they are."""
+        """An iteration begins: follow losses in it, or let exponents be what they are."""
         self.on = self.wanted and iteration >= self.resumes
+        self.several = False
 
     @property
     def lifted(self) -> int:
@@ -107,6 +112,8 @@ class Following:
 
     def moved_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
         """A gradient times 2^(exponent + sign lift), in memory as it was."""
+        self._entered += sign > 0
+        self.several = self.several or self._entered > 1
         if not sign or not self.on:
             return shifted(gradient, exponent)
         if self._lift is None:

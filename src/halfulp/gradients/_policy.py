@@ -16,8 +16,8 @@ from ._site import Site
 _BY_NAME: dict[str, type[Policy]] = {}
 # Beyond 2^15 more room in the format serves nobody, and sums of squares would leave float32.
 _TOP = 15
-# Powers of two left free above peaks, and in formats of so many binades above what is usual.
-_PEAK_ROOM, _WIDE, _WIDE_ROOM = 3, 30, 8
+# Powers of two left free above peaks; above what is usual, where so many binades stay below it.
+_PEAK_ROOM, _USUAL_ROOM, _BELOW = 3, 8, 27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Amax(Policy):
 
     Args:
         headroom: Powers of two left free above the activations' gradients, which grow in sums on their way, and from
-            batch to batch; None for 3, or a sixth of fewer than 18 binades, and in formats of 30 and more binades for 8
-            above the median of the measurements that count.
+            batch to batch; None for 3, or a sixth of fewer than 18 binades, and where that is more for 8 above the
+            median of the measurements that count, or what a format of fewer than 35 binades has beyond 27.
         weight_headroom: The same above the parameters' gradients.
         measurements: How many of the last measurements count, times the site's patience; exponents fall at once and
             rise when a peak is this old.
@@ -122,15 +122,15 @@ class Amax(Policy):
 def _above(sizes: list[float], room: int | None, format: Format) -> int:
     """How far the top is to be above 1: by the headroom above the largest size, or one that goes by their spread.
 
-    3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest.
+    3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest,
+    and so does what leaves a format too few binades for small gradients (e5m2 has 32).
     """
     largest = math.frexp(max(sizes))[1] - 1
     if room is not None:
         return largest + room
     usual = largest + min(_PEAK_ROOM, format.binades // 6)
-    if format.binades < _WIDE:
-        return usual
-    return max(usual, math.frexp(statistics.median(sizes))[1] - 1 + _WIDE_ROOM)
+    above_usual = min(_USUAL_ROOM, format.binades - _BELOW)
+    return max(usual, math.frexp(statistics.median(sizes))[1] - 1 + above_usual)
 
 
 def _sizes(site: Site, measurements: int) -> dict[str, list[float]]:

@@ -177,7 +177,7 @@ class Sites:
         self.anchor = Site(GLOBAL, None, exponent)
         self._sites = {GLOBAL: self.anchor}
         self.start = exponent
-        # The least exponent of a site that was measured; None where none was.
+        # The least exponent of a site that was measured, or overflowed; None where none was.
         self.lowest: int | None = None
         self._uniform = uniform
 
@@ -208,6 +208,12 @@ class Sites:
         for site in self:
             if not site.follows_anchor:
                 site.refer(before, border)
+
+    def note_lowest(self) -> None:
+        """Note the exponent at which a site opens that no call went before."""
+        fallen = [site for site in self if site.overflowed is not None and not site.follows_anchor]
+        measured = [site for site in self if site.format is not None]
+        self.lowest = min((site.exponent for site in measured + fallen), default=None)
 
     def merge(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass, any that will be met."""
