@@ -85,11 +85,6 @@ class Grouped(nn.Module):
         return self.last(out.transpose(1, 2).flatten(2))
 
 
-def _grouped(seed: int) -> Case:
-    torch.manual_seed(seed)
-    return Case(Grouped(), (torch.randn(2, 5, 8),), lambda out: out.square().sum())
-
-
 class Written(nn.Module):
     """Writes into whole tensors and views of them, with and without a clone that autograd keeps."""
 
@@ -108,24 +103,39 @@ class Written(nn.Module):
         return self.last(one.div_(other.square().add_(1)).masked_fill_(other > 1, 0))
 
 
-def _written(seed: int) -> Case:
+class Routed(nn.Module):
+    """Experts whose weights are picked by the places that a function of a gate gives beside its scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.last = nn.Linear(8, 4), nn.Linear(6, 3)
+        self.up = nn.Parameter(torch.randn(4, 6, 8) / 3)
+
+    def forward(self, x):
+        scores, chosen = self.gate(x).softmax(1).topk(2)
+        weights = self.up[chosen.flatten()]
+        made = torch.bmm(weights, x.repeat_interleave(2, 0).unsqueeze(2)).squeeze(2).relu()
+        return self.last((made.unflatten(0, (-1, 2)) * scores.unsqueeze(2)).sum(1))
+
+
+def _own(make: type[nn.Module], seed: int) -> Case:
     torch.manual_seed(seed)
-    return Case(Written(), (torch.randn(5, 8),), lambda out: out.square().sum())
+    return Case(make(), (torch.randn(*((2, 5, 8) if make is Grouped else (5, 8))),), lambda out: out.square().sum())
 
 
-OWN = {"grouped-query-attention": _grouped, "written-in-place": _written}
+OWN = {"grouped-query-attention": Grouped, "written-in-place": Written, "routed": Routed}
 # Embeddings, norms, residuals and gates; functions that are several products, or several steps, in a graph; writes.
 SAME = [
     *("resnet", "complex-layers", "gpt-fused-tied", "highway", "multihead-attention", "bilinear", "lstm-cell"),
     *("siamese", "in-place-sums", "in-place-columns", "truncated", "checkpoint-reentrant", "written-in-place"),
-    "grouped-query-attention",
+    *("routed", "grouped-query-attention"),
 ]
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_gradients_have_the_bits_of_the_eager_front_end(name, seed):
     """Both round the same gradients, at the same sites; benchmarks/bench_compiled_formats.py has all architectures."""
-    make = OWN.get(name, functools.partial(build, name))
+    make = functools.partial(_own, OWN[name]) if name in OWN else functools.partial(build, name)
     eager, compiled = both(lambda: make(seed % 1000), seed % 1000, format="e5m2")
     assert eager.keys() == compiled.keys()
     for key, gradient in eager.items():
@@ -145,7 +155,7 @@ def test_every_derivative_is_of_a_function(seed, monkeypatch):
         unnamed.extend(node.format_node() for node in made if not node.meta.get("fwd_source_fn_stack"))
 
     monkeypatch.setattr(_compiled, "name_functions", checked)
-    for case in (_written(seed), build("in-place-columns", seed % 1000)):
+    for case in (_own(Written, seed), build("in-place-columns", seed % 1000)):
         scaler = hu.AdaptiveGradScaler(case.model, format="e5m2")
         run = torch.compile(case.model, backend=scaler.backend("aot_eager"))
         scaler.scale(case.loss(run(*case.batch))).backward()

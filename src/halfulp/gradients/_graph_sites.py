@@ -143,8 +143,10 @@ class _Walk:
         """Whether gradients flow to a node."""
         if node in self._parameters:
             return self._parameters[node].requires_grad
-        leaves = pytree.tree_leaves(node.meta.get("example_value"))
-        return node in self._sites or any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+        tensors = [x for x in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(x, Tensor)]
+        # What was written in place has a site that it had not as it was made; whole numbers have no gradient.
+        is_known = node in self._sites and any(x.is_floating_point() or x.is_complex() for x in tensors)
+        return is_known or any(x.requires_grad for x in tensors)
 
     def _repeats(self, node: Node, carriers: list[Node]) -> bool:
         """Whether a function is given one of these tensors more than once."""
