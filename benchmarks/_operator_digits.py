@@ -1,17 +1,13 @@
 """What one operator of op_db does with the digits of MCTensors, beside the same in four float64.
 
 An operator's operands in a format are also taken as four float64 each, which hold them exactly; what these give is the
-reference. It is checked itself against torch's own float64, and against mpmath in the tests. A result may be off by
-2^-(bits - SLACK) times its own size and times what it changes by when every operand changes by its last bit: an element
-that cancels has no more digits than its operands leave it.
+reference: see _operator_judge.
 """
 
 import math
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +17,17 @@ from halfulp.tensors import MCTensor, recorded
 from halfulp.tensors import _mctensor as tensor_file
 from halfulp.tensors._formula_constants import terms_of
 
+from ._operator_judge import (
+    LAST,
+    PRECISION,
+    WIDER,
+    Finding,
+    Outcome,
+    References,
+    check_reference,
+    judged,
+    severity,
+)
 from .bench_op_coverage import (
     RANDOM,
     UNINITIALISED,
@@ -41,36 +48,17 @@ FORMATS = {
 }
 CASES = ("components", "plain operands", "constants", "gaps", "far element")
 GRADIENTS = ("first", "components")
-PRECISION = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
-# Bits that a result and a gradient may be short of what the components hold.
-SLACK, GRADIENT_SLACK, FIRST_SLACK = 10, 12, 4
 LARGEST = 300  # elements of all operands together
-FAR = {torch.float16: 8}  # one scale serves a whole tensor
-NUMBER = 0.3
-# torch's own float64 against four of them: the same function, whatever digits either loses.
-SAME = 2.0**-20
-
-
-@dataclass
-class Finding:
-    """What came of it: See VERDICTS; None where it says nothing."""
-
-    verdict: str | None
-    ratio: float = 0.0  # of the bound
-    where: str = ""
-    fallbacks: dict[str, int] = field(default_factory=dict)
-
-
-VERDICTS = {
-    "within": "every element within the bound",
-    "counted": "through float64, and `fallbacks` says so",
-    "refused": "an error that says what to do",
-    "cut": "through float64, uncounted: a change of the last bits of the operands changes nothing",
-    "outside": "an element beyond the bound",
-    "NaN": "an element that is not finite where float64's is",
-    "differs": "four float64 components give another function than torch's float64",
+# One scale serves a whole tensor; squares, and their last components, are in range.
+FAR = {torch.float16: 8, torch.float32: 24}
+# torch's float64 takes one step a unit from a far negative argument to the positive ones.
+POSITIVE = ("polygamma", "special.polygamma", "special.zeta", "digamma", "mvlgamma")
+# What torch's float64 is no reference for: its results have no digits for some arguments, in all cases or in some.
+LOSSY = {
+    "special.ndtr": ("1 + erf cancels far below zero", CASES),
+    "nn.functional.triplet_margin_loss": ("two distances of 2^40 cancel", ("far element",)),
 }
-ORDER = (None, *VERDICTS)
+NUMBER = 0.3
 
 
 def is_random(op) -> bool:
@@ -104,13 +92,9 @@ def findings(op, most: int, seed: int, kinds: Iterable[str], cases: Iterable[str
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     found = _examined(op, sample, kind, case, seed + number)
-                worst = {name: max(worst[name], found[name], key=_severity) for name in GRADIENTS}
+                worst = {name: max(worst[name], found[name], key=severity) for name in GRADIENTS}
             for gradients, finding in worst.items():
                 yield (kind, case, gradients), finding
-
-
-def _severity(finding: Finding) -> tuple[int, float]:
-    return ORDER.index(finding.verdict), finding.ratio
 
 
 def _given(sample):
@@ -124,7 +108,7 @@ def _is_floating(x) -> bool:
 class _Operands:
     """An operator's floating operands in one situation: as they are given, and wide."""
 
-    def __init__(self, given, kind: str, case: str, seed: int) -> None:
+    def __init__(self, given, kind: str, case: str, seed: int, positive: bool = False) -> None:
         self.dtype, self.count = FORMATS[kind]
         self.chance = torch.Generator().manual_seed(seed)
         distinct = {id(x): x for x in tree_leaves(given) if _is_floating(x)}
@@ -133,22 +117,24 @@ class _Operands:
         self.made = {}
         for number, (key, x) in enumerate(distinct.items()):
             plain = several and number != seed % len(distinct)
-            far = case == "far element" and number == 0
+            far = (1 + positive) * (case == "far element" and number == 0)
             self.made[key] = self._plain(x) if plain else self._encoded(x, case, far)
 
     def _plain(self, x: Tensor) -> Tensor:
         return x.detach().to(self.dtype)
 
-    def _encoded(self, x: Tensor, case: str, far: bool) -> MCTensor:
+    def _encoded(self, x: Tensor, case: str, far: int) -> MCTensor:
+        """far: 1 for one far element, 2 for a positive one."""
         x = x.detach().contiguous().clone()
         if far and x.numel() > 1:
-            x.view(-1)[0] *= 2.0 ** FAR.get(self.dtype, 40)
+            first = x.view(-1)[0]
+            x.view(-1)[0] = (first if far == 1 else first.abs()) * 2.0 ** FAR.get(self.dtype, 40)
         return MCTensor.encode(self._exact(x, case), self.count, self.dtype)
 
     def _exact(self, x: Tensor, case: str) -> MCTensor:
-        """Digits below a float64's, or below a gap."""
+        """Digits below a float64's, or below a gap; whole numbers stay, as operators compare labels with them."""
         bits = PRECISION[self.dtype]
-        sign = torch.randint(0, 2, x.shape, generator=self.chance).double() * 2 - 1
+        sign = _sign(x, self.chance)
         if case == "gaps":
             first = x.to(self.dtype).double()
             return MCTensor.from_components([first, first * sign * 2.0 ** -(bits * self.count + 20)])
@@ -172,16 +158,21 @@ class _Operands:
         made = self.made[id(x)].detach()
         return made.decode() if isinstance(made, MCTensor) else made.double()
 
+    def direction(self, x: Tensor) -> MCTensor:
+        """What an operand is changed by: itself, each element with a sign."""
+        chance = torch.Generator().manual_seed(1 + list(self.made).index(id(x)))
+        wide = self.wide(x)
+        return (wide * _sign(x, chance)).detach()
+
     def moved(self, step: float) -> Callable[[Tensor], MCTensor]:
-        """The wide operands, each element changed by that share of itself, up or down."""
+        """The wide operands, each changed by that share."""
+        return lambda x: (self.wide(x) + self.direction(x) * step).detach()
 
-        def convert(x: Tensor) -> MCTensor:
-            chance = torch.Generator().manual_seed(x.numel())
-            sign = torch.randint(0, 2, x.shape, generator=chance).double() * 2 - 1
-            wide = self.wide(x)
-            return (wide + wide * sign * step).detach()
 
-        return convert
+def _sign(x: Tensor, chance: torch.Generator) -> Tensor:
+    """1 or -1 by chance, and 0 for whole numbers."""
+    sign = torch.randint(0, 2, x.shape, generator=chance).double() * 2 - 1
+    return sign.masked_fill(x == x.round(), 0.0)
 
 
 def _examined(op, sample, kind: str, case: str, seed: int) -> dict[str, Finding]:
@@ -193,144 +184,95 @@ def _examined(op, sample, kind: str, case: str, seed: int) -> dict[str, Finding]
             return nothing
         given = (sample.input, NUMBER, *sample.args[1:]), sample.kwargs
     try:
-        operands = _Operands(given, kind, case, seed)
+        operands = _Operands(given, kind, case, seed, name_of(op).startswith(POSITIVE))
     except ValueError as error:  # a value that float16 does not hold
-        return dict.fromkeys(GRADIENTS, Finding("refused", 0.0, _said(error)))
+        return dict.fromkeys(GRADIENTS, _raised(error))
     if not operands.useful:
         return nothing
     try:
-        native = _outcome(op, given, seed, operands.native, None)
+        native = _outcome(op, given, seed, operands.native)
     except Exception:  # what torch itself refuses says nothing
         return nothing
+    seeks_cuts = (kind, case) == ("2 x f64", "components")
     try:
         with recorded() as counts:
-            reference = _references(op, given, seed, operands, (kind, case) == ("2 x f64", "components"))
+            reference = _references(op, given, seed, operands, seeks_cuts)
     except Exception as error:
-        return dict.fromkeys(GRADIENTS, Finding("refused", 0.0, f"four float64: {_said(error)}"))
+        return dict.fromkeys(GRADIENTS, _raised(error, "four float64: "))
     if counts:
         reference = reference._replace(wide=native)
-    return {name: _finding(op, given, seed, operands, kind, name, reference, native, counts) for name in GRADIENTS}
+    checked = check_reference(reference, native) if seeks_cuts and not counts else Finding("within")
+
+    def judge(*proved: str) -> dict[str, Finding]:
+        every = (op, given, seed, operands, kind, reference, native, dict(counts), proved)
+        return {name: max(_finding(name, *every), checked, key=severity) for name in GRADIENTS}
+
+    lossy = ("results",) if case in LOSSY.get(name_of(op), ("", ()))[1] else ()
+    own = judge(*lossy)
+    differs = any(finding.verdict == "differs" and "gradient" in finding.where for finding in own.values())
+    # torch's formula of a gradient may lose all digits in float64: the results' slope tells which is right.
+    if differs and not counts and _is_slope(_references(op, given, seed, operands, True), native):
+        return judge(*lossy, "gradients")
+    return own
 
 
-def _finding(op, given, seed, operands, kind, gradients, reference, native, wide_counts) -> Finding:
+def _is_slope(reference: References, native: Outcome) -> bool:
+    return check_reference(reference, native, must_prove=True).verdict == "within"
+
+
+def _finding(gradients, op, given, seed, operands, kind, reference, native, wide_counts, proved) -> Finding:
     with recorded() as counts:
         try:
-            found = _outcome(op, given, seed, operands.given(gradients), FORMATS[kind])
+            found = _outcome(op, given, seed, operands.given(gradients))
         except Exception as error:
-            return Finding("refused", 0.0, _said(error))
+            same = _error(lambda: _outcome(op, given, seed, lambda x: operands.native(x).to(operands.dtype)))
+            return _raised(error, is_torchs=str(same) == str(error))
     held = FORMATS[kind][1] * PRECISION[operands.dtype]
     bits = min(held, 48) if counts or wide_counts else held
-    return _judged(found, reference, native, bits, kind, gradients, dict(counts), wide_counts)
+    return judged(found, reference, native, bits, FORMATS[kind], gradients, dict(counts or wide_counts), proved)
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:160]}"
+def _error(call: Callable) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
 
 
-class _References(NamedTuple):
-    """What four float64 components give, and what they give when operands change by their last bits, or by more."""
+def _raised(error: Exception, where: str = "", is_torchs: bool = False) -> Finding:
+    """is_torchs: whether plain tensors of the components' dtype raise the same."""
+    refused = is_torchs or isinstance(error, (NotImplementedError, ValueError, TypeError))
+    return Finding("refused" if refused else "fails", 0.0, f"{where}{type(error).__name__}: {str(error)[:160]}")
 
-    wide: "_Outcome"
-    moved: list["_Outcome"]
 
-
-def _references(op, given, seed: int, operands: _Operands, seeks_cuts: bool) -> _References:
-    kind = operands.dtype, operands.count
+def _references(op, given, seed: int, operands: _Operands, seeks_cuts: bool) -> References:
     step = 2.0 ** -min(operands.count * PRECISION[operands.dtype], 106)
-    steps = (step, -step, 2.0**-20) if seeks_cuts else (step, -step)
-    moved = [_outcome(op, given, seed, operands.moved(by), kind) for by in steps]
-    return _References(_outcome(op, given, seed, operands.wide, kind), moved)
+    steps = (LAST, -LAST, WIDER, -WIDER) if seeks_cuts else (step, -step)
+    moved = {by: _outcome(op, given, seed, operands.moved(by)) for by in steps}
+    distinct = {id(x): x for x in tree_leaves(given) if _is_floating(x)}
+    return References(
+        _outcome(op, given, seed, operands.wide), moved, [operands.direction(x) for x in distinct.values()]
+    )
 
 
-class _Outcome(NamedTuple):
-    """Results and gradients, as they came."""
-
-    results: list
-    gradients: list
-
-
-def _outcome(op, given, seed: int, convert: Callable, kind: tuple | None) -> _Outcome:
+def _outcome(op, given, seed: int, convert: Callable) -> Outcome:
     results, leaves = run_on(op, given, seed, convert)
     flat = [x.detach() if isinstance(x, Tensor) else x for x in tree_leaves(results)]
     if not op.supports_autograd or is_random(op):
-        return _Outcome(flat, [])
-    cotangents = [_cotangent(x, kind) for x in differentiable(results)]
+        return Outcome(flat, [], [])
+    cotangents = [_cotangent(x) for x in differentiable(results)]
     found = gradients_of(results, leaves, cotangents) if cotangents else None
-    return _Outcome(flat, [] if found is None else list(found))
+    return Outcome(flat, [] if found is None else list(found), cotangents)
 
 
-def _cotangent(x: Tensor, kind: tuple | None) -> Tensor:
+def _cotangent(x: Tensor) -> Tensor:
     """The same numbers for every form of a result."""
     chance = torch.Generator().manual_seed(1 + x.numel())
     values = torch.randn(x.shape, generator=chance, dtype=torch.float64).to(torch.bfloat16)
     if isinstance(x, MCTensor):
         return MCTensor.encode(values.to(x.dtype), len(x.components), x.dtype, gradients=x.gradients)
     return values.to(x.dtype)
-
-
-def _judged(found, reference, native, bits, kind, gradients, fallbacks, wide_counts) -> Finding:
-    worst = Finding("counted" if fallbacks else "within", 0.0, "", fallbacks)
-    dtype, count = FORMATS[kind]
-    own = (PRECISION[dtype], FIRST_SLACK) if gradients == "first" else (bits, GRADIENT_SLACK)
-    for what, (held, slack) in (("results", (bits, SLACK)), ("gradients", (min(own[0], bits), own[1]))):
-        wanted = getattr(reference.wide, what)
-        for number, (x, y, plain) in enumerate(zip(getattr(found, what), wanted, getattr(native, what), strict=False)):
-            if not _is_floating(plain) or not isinstance(x, Tensor) or y is None:
-                continue
-            steps = [getattr(outcome, what)[number] for outcome in reference.moved]
-            verdict, ratio = _compared(x, y, steps, plain, (held, slack), 2.0 ** min(count * PRECISION[dtype], 106))
-            if verdict in ("cut", "outside", "differs") and (fallbacks or wide_counts):
-                verdict = "counted"
-            worst = max(worst, Finding(verdict, ratio, f"{what[:-1]} {number}", fallbacks), key=_severity)
-    return worst
-
-
-def _compared(x, wanted, steps, plain, spare, per_step: float) -> tuple[str, float]:
-    """Whether a result is within its bound, and how much of that it takes."""
-    bits, slack = spare
-    if x.shape != plain.shape or x.dtype.is_complex:
-        return "differs", 0.0
-    if not x.numel():
-        return "within", 0.0
-    if type(x) is Tensor and bits > PRECISION[x.dtype]:  # a plain operand's gradient
-        bits, slack = PRECISION[x.dtype], FIRST_SLACK
-    bits = min(bits, PRECISION[x.dtype] * (len(x.components) if isinstance(x, MCTensor) else 1))
-    reference, is_plain = _wide(wanted), type(x) is Tensor
-    size = reference.decode().abs()
-    finite = plain.isfinite() & (plain.abs() < torch.finfo(x.dtype).max / 4) & size.isfinite()
-    gap = (_wide(x) - reference).decode().abs()
-    if bool((~gap.isfinite() & finite).any()):
-        return "NaN", 0.0
-    if not bool(finite.any()):
-        return "within", 0.0
-    changes = [_change(step, wanted) for step in steps]
-    change = torch.minimum(changes[0], changes[1]) * per_step
-    largest = float(size[finite].max())
-    floor = torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps * 64
-    if x.dtype == torch.float16:
-        # One scale serves a whole tensor; a plain gradient has none.
-        floor = 2.0**-30 * largest + (2.0**-22 if is_plain else 0.0)
-    same = SAME * (size + largest) + change * 2.0**-48 + floor + 8 * torch.finfo(plain.dtype).eps * size + 2.0**-40
-    if bool((((plain - reference.decode()).abs() > same) & finite).any()):
-        return "differs", 0.0
-    # What torch's own formula loses in float64 it loses with more digits too; a wide format is computed so.
-    lost = (plain - reference.decode()).abs()[finite].max() * 2.0**53
-    is_wide = wanted is not plain and wanted.dtype == torch.float64
-    if is_wide and changes[2:] and not bool(changes[0].any()) and bool((changes[2] > 2.0**-50 * (size + lost)).any()):
-        return "cut", 0.0
-    change = change + lost
-    if per_step <= 2.0**53:
-        floor = floor + 2.0**-52 * lost
-    ratio = float((gap / (2.0 ** (slack - bits) * (size + change) + floor))[finite].nan_to_num(nan=0.0).max())
-    return ("outside" if ratio > 1 else "within"), ratio
-
-
-def _change(step: Tensor, wanted: Tensor) -> Tensor:
-    return (_wide(step) - _wide(wanted)).decode().abs().nan_to_num(nan=0.0, posinf=0.0)
-
-
-def _wide(x: Tensor) -> MCTensor:
-    return MCTensor.encode(x.detach(), 4, torch.float64, gradients="components")
 
 
 def long_constants(op, most: int, seed: int) -> dict[float, str]:
@@ -367,7 +309,7 @@ def long_constants(op, most: int, seed: int) -> dict[float, str]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                _outcome(op, given, seed, operands.given("components"), (torch.float64, 2))
+                _outcome(op, given, seed, operands.given("components"))
         except Exception:
             continue
         finally:

@@ -126,3 +126,14 @@ def test_attention_of_a_row_that_is_masked_whole(components, dtype, seed):
     assert not out[0, 0, 1].detach().decode().any()
     assert torch.allclose(out.detach().decode(), wanted.detach(), atol=1e-3)
     assert torch.allclose(x.grad.double(), plain.grad, atol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore::halfulp.tensors.FallbackWarning")
+@pytest.mark.parametrize("driver", ["gels", "gelsy", "gelss", "gelsd"])
+def test_singular_values_of_least_squares_come_with_their_drivers(driver, seed):
+    a, b = _matrix(torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    found = torch.linalg.lstsq(a, b, driver=driver)
+    wanted = torch.linalg.lstsq(a.decode(), b, driver=driver)
+    assert found.singular_values.shape == wanted.singular_values.shape
+    assert torch.allclose(found.singular_values.decode(), wanted.singular_values)
+    assert torch.allclose(found.solution.decode(), wanted.solution)

@@ -62,7 +62,7 @@ _NODES = frozenset(
     )
 )
 # Where nodes keep the number that they were given and compute another one of.
-_SAVED = ("_saved_exponent", "_saved_weight", "_saved_alpha")
+_SAVED = ("_saved_exponent", "_saved_weight", "_saved_alpha", "_saved_ord", "_saved_p")
 _POWER_OF_NUMBER = "PowBackward2"
 _INVERTS = "CeluBackward0"
 _FLOAT32 = 2.0**-22  # torch inverts celu's alpha in float32
@@ -115,9 +115,11 @@ def _terms_in_backward(value: float) -> tuple[float, ...] | None:
 
 
 def _derived(value: float, saved: float, inverts: bool) -> tuple[float, ...] | None:
-    """Of a number that a node was given: one less, one minus it, or its inverse, which a float64 may not hold."""
+    """Of a number that a node was given: less one or two, one minus it, or its inverse, where no float64 holds it."""
+    if saved in (math.inf, -math.inf) or saved != saved:
+        return None
     exact = Fraction(saved)
-    found = {saved - 1: exact - 1, 1 - saved: 1 - exact}.get(value)
+    found = {saved - 1: exact - 1, 1 - saved: 1 - exact, saved - 2: exact - 2}.get(value)
     if found is None and inverts and value != saved and abs(value * saved - 1) < _FLOAT32:
         found = 1 / exact
     return None if found is None or found == Fraction(value) else _float64s(found)

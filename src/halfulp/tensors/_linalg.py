@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import arithmetic
 from ..kernels import torch_operators
 from ._backward import COMPONENTS, rounds
-from ._form import Form, form_of, kept, made, parts_of, wide_count
+from ._form import Form, evaluate, form_of, kept, made, parts_of, wide_count
 from ._mctensor import MCTensor
 from ._registry import implements
 
@@ -161,7 +161,10 @@ def linalg_qr(a: MCTensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
 
 @implements(aten.linalg_lstsq.default)
 def lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = None) -> tuple[Tensor, ...]:
-    """The least-squares solution for a matrix of full column rank; another raises."""
+    """The least-squares solution for a matrix of full column rank; another raises.
+
+    Singular values, which two drivers give beside it, are computed in float64 and counted.
+    """
     vector = b.dim() == a.dim() - 1
     right = b.unsqueeze(-1) if vector else b
     form = form_of((a, b))
@@ -170,7 +173,9 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = No
     rank = torch.full(a.shape[:-2], a.shape[-1], dtype=torch.int64, device=a.device)
     tall = a.shape[-2] > a.shape[-1]
     residuals = (rest * rest).sum(-2) if tall else rest.new_empty((0,))
-    return (x.squeeze(-1) if vector else x), residuals, rank, x.new_empty((0,))
+    by_singular_values = driver in ("gelsd", "gelss")
+    values = torch.linalg.svdvals(evaluate("mul", a, 1, form=form)) if by_singular_values else x.new_empty((0,))
+    return (x.squeeze(-1) if vector else x), residuals, rank, values
 
 
 @implements(aten.linalg_solve_triangular.default)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ..arithmetic import MOST
 from ..kernels import torch_operators
@@ -234,3 +236,23 @@ def cdist_backward(gradient: Any, a: Any, b: Any, p: float, distance: Any) -> Te
         less = evaluate("sub", constant(str(Fraction(p)), a), 1.0) if math.isfinite(p) else p
         slope = difference.sign() * torch.pow(difference.abs() / reach.unsqueeze(-1), less)
     return (slope * chosen(zero, 0.0, gradient).unsqueeze(-1)).sum(-2)
+
+
+def _of_tensors(operator: OpOverload) -> Callable:
+    """The form with a number in place of a tensor: torch's formula rounds that to the other operand's dtype."""
+
+    def rule(a: Any, b: Any) -> Tensor:
+        device = (a if isinstance(a, Tensor) else b).device
+        given = (
+            x if isinstance(x, Tensor) else torch.scalar_tensor(x, dtype=torch.float64, device=device) for x in (a, b)
+        )
+        return operator(*given)
+
+    return rule
+
+
+for _operators in (
+    (aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other),
+    (aten.special_xlog1py.default, aten.special_xlog1py.self_scalar, aten.special_xlog1py.other_scalar),
+):
+    implements(*_operators[1:])(_of_tensors(_operators[0]))

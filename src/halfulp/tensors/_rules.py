@@ -13,6 +13,7 @@ from . import _exact as _exact
 from . import _functional_collectives as _functional_collectives
 from . import _fused_optimizers as _fused_optimizers
 from . import _grouped as _grouped
+from . import _interpolation as _interpolation
 from . import _linalg as _linalg
 from . import _moves as _moves
 from . import _normalization as _normalization
