@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -67,12 +68,20 @@ class Recording:
         if self.failed or any(one() is not None and id(one()) not in kept for one in self._numbers):
             return None
         shape, nodes = walk(((x.grad_fn, x.output_nr) for x in outputs), around, self.edges)
-        if any(kind is not None and kind.__name__ in _REFUSED for kind in shape.kinds):
+        if any(kind is not None and kind.__name__ in _REFUSED for kind in shape.kinds) or self._sums_in_16_bits(nodes):
             return None
         anchor = backward.sites.anchor
         ends = [not links or kind is None for kind, links in zip(shape.kinds, shape.links)]
         sites = [anchor if end else self._site_of(node) for node, end in zip(nodes, ends)]
         return None if None in sites else Learned(shape, nodes, sites, list(self.opened), backward)
+
+    def _sums_in_16_bits(self, nodes: list[Any]) -> bool:
+        """Whether several nodes read one edge, whose gradients in 16 bits a region sums before it moves them.
+
+        Hooks of nodes move each of them before the sum, which overflows and underflows elsewhere.
+        """
+        readers = Counter(one for node in nodes for one, _ in node.next_functions if one in self.edges)
+        return any(count > 1 and edge._input_metadata[0].dtype.itemsize == 2 for edge, count in readers.items())
 
     def _site_of(self, node: Any) -> Site | None:
         number = node._sequence_nr()
