@@ -21,6 +21,8 @@ from halfulp.tensors import MCTensor
 PRECISION = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 # Bits that a result, a gradient of components and a plain gradient may be short of what they hold.
 SLACK, GRADIENT_SLACK, FIRST_SLACK = 10, 12, 4
+# What is held to of results that went through float64.
+COUNTED = 48
 # How far torch's float64 and four of them may be apart and still be one function.
 SAME = 2.0**-20
 # A change of the operands' last bits, and one by which slopes are measured.
@@ -52,11 +54,12 @@ ORDER = (None, *VERDICTS)
 
 
 class Outcome(NamedTuple):
-    """Results and gradients, as they came, and what the gradients began with."""
+    """Results and gradients, as they came, what the gradients began with, and what of the results was in float64."""
 
     results: list
     gradients: list
     cotangents: list
+    counts: dict[str, int]
 
 
 class References(NamedTuple):
@@ -86,7 +89,6 @@ def judged(
     found: Outcome,
     reference: References,
     native: Outcome,
-    bits: int,
     form: tuple,
     gradients: str,
     counts: dict,
@@ -94,13 +96,17 @@ def judged(
 ) -> Finding:
     """The worst of all results and gradients of a call.
 
-    proved: "results" or "gradients" that are known to be right, whatever float64 makes of them.
+    counts: what went through float64. proved: "results" or "gradients" that are known to be right, whatever float64
+    makes of them.
     """
     dtype, count = form
     worst = Finding("counted" if counts else "within", 0.0, "", counts)
-    step = 2.0 ** -min(count * PRECISION[dtype], 106)
+    bits = count * PRECISION[dtype]
+    step = 2.0 ** -min(bits, 106)
     own = (PRECISION[dtype], FIRST_SLACK) if gradients == "first" else (bits, GRADIENT_SLACK)
-    for what, (held, slack) in (("results", (bits, SLACK)), ("gradients", (min(own[0], bits), own[1]))):
+    in_float64 = {"results": found.counts or reference.wide.counts, "gradients": counts}
+    for what, (held, slack) in (("results", (bits, SLACK)), ("gradients", own)):
+        held = min(held, COUNTED) if in_float64[what] else held
         lists = [getattr(outcome, what) for outcome in (found, reference.wide, native)]
         if len({len(each) for each in lists}) > 1:
             return Finding("differs", 0.0, f"{[len(each) for each in lists]} {what}", counts)
@@ -109,7 +115,7 @@ def judged(
             verdict, ratio = compared(
                 x, wanted, steps, plain, Held(held, slack, step, form, what in proved), what == "gradients"
             )
-            if verdict in ("within", "plain") and counts:
+            if verdict in ("within", "plain") and in_float64[what]:
                 verdict = "counted"
             worst = max(worst, Finding(verdict, ratio, f"{what[:-1]} {number}", counts), key=severity)
     return worst
@@ -167,7 +173,7 @@ def _compared_floating(x, wanted, steps, plain, held: Held, is_gradient: bool) -
     elif PRECISION[x.dtype] * len(x.components) < PRECISION[held.form[0]] * held.form[1]:
         return "cut", 0.0
     reference, size = _wide(wanted), _decoded(wanted).abs()
-    finite = plain.isfinite() & (plain.abs() < torch.finfo(x.dtype).max / 4)
+    finite = plain.isfinite() & (plain.abs() < _largest(x))
     gap = (_wide(x) - reference).decode().abs()
     if bool((~gap.isfinite() & finite).any()):
         return "NaN", 0.0
@@ -197,6 +203,12 @@ def _forgiven(lost: Tensor, size: Tensor, finite: Tensor) -> Tensor:
     return torch.minimum(largest, share * size) * 2.0**53
 
 
+def _largest(x: Tensor) -> float:
+    """The range of results that are judged: a scale is a float32."""
+    is_scaled = isinstance(x, MCTensor) and x.scale is not None
+    return torch.finfo(torch.float32 if is_scaled else x.dtype).max / 4
+
+
 def _smallest(x: Tensor, size: Tensor) -> float:
     """What is lost near the end of the range; of float16 below a tensor's one scale, and a plain one has none."""
     if x.dtype == torch.float16:
@@ -204,10 +216,12 @@ def _smallest(x: Tensor, size: Tensor) -> float:
     return torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps * 64
 
 
-def check_reference(reference: References, native: Outcome, must_prove: bool = False) -> Finding:
+def check_reference(
+    reference: References, native: Outcome, must_prove: bool = False, has_slope: bool = True
+) -> Finding:
     """Whether the reference has a step in float64, or gradients that are not its slope.
 
-    must_prove: "differs" where the slope cannot be told.
+    must_prove: "differs" where the slope cannot be told. has_slope: whether the gradients are to be its slope.
     """
     wide, moved, _ = reference
     worst = Finding("within")
@@ -225,7 +239,8 @@ def check_reference(reference: References, native: Outcome, must_prove: bool = F
             bad = ((near - far).abs() > 2.0**-16 * far.abs() + 2.0**-24 * size) & far.isfinite() & ~jumps
             if bool(bad.any()):
                 worst = max(worst, Finding("cut", 0.0, f"{what[:-1]} {number} of four float64"), key=severity)
-    return max(worst, _slopes_agree(reference) or Finding("differs" if must_prove else "within"), key=severity)
+    agree = _slopes_agree(reference) if has_slope else None
+    return max(worst, agree or Finding("differs" if must_prove else "within"), key=severity)
 
 
 def _is_narrow(x: MCTensor) -> bool:

@@ -24,7 +24,13 @@ _make = torch.Tensor._make_wrapper_subclass
 ENTRY_KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
 _entry_keys = torch._C.DispatchKeySet(ENTRY_KEY)
 _fallthrough = torch.library.Library("_", "IMPL")
-_fallthrough.fallback(torch.library.fallthrough_kernel, "TESTING_ONLY_GenericMode")
+try:
+    _fallthrough.fallback(torch.library.fallthrough_kernel, "TESTING_ONLY_GenericMode")
+except RuntimeError as error:
+    raise ImportError(
+        "another library in this process has taken the dispatch key TESTING_ONLY_GenericMode, which torch has one of: "
+        "use halfulp.tensors and that library in processes of their own"
+    ) from error
 
 
 class MCTensor(torch.Tensor):
