@@ -3,6 +3,8 @@
 import argparse
 import random
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 from ._harness import ROOT, set_threads
 from ._results import Result, Table, save
@@ -14,12 +16,29 @@ order where a graph is compiled, which may take a sum to the other of two neighb
 elements of a parameter may differ. Where more do, or the model is not compiled, the reason is said."""
 MOST = 0.01
 # What is not the same, and why.
-_CUSTOM = "a custom Function is one node in eager mode, and in a graph what its backward does"
-_BROKEN = "the graph breaks, which format= refuses"
+_BROKEN = "the graph breaks and leaves a part uncompiled, which format= refuses"
+_APART = "the graph breaks: between its parts gradients have the global exponent"
+_PATH = "transformers takes another path where it is compiled"
 REASONS = {
-    **dict.fromkeys(("gradient-reversal", "several-outputs-function"), _CUSTOM),
     **dict.fromkeys(("gru", "lstm", "rnn", "switch"), _BROKEN),
+    **dict.fromkeys(("hf-llama", "hf-mamba"), _PATH),
+    **{"hf-wav2vec2": _APART, "hf-mixtral": f"{_PATH}, and {_APART}"},
 }
+
+
+def _plain_attention(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def _no_scan(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "use_associative_scan"):
+            module.use_associative_scan = False
+
+
+# transformers' models, on a path that is one for both.
+ONE_PATH: dict[str, Callable[[Any], None]] = {"hf-llama": _plain_attention, "hf-mamba": _no_scan}
+_SAME = ", on one path"
 
 
 def both(name: str, seed: int) -> list[dict]:
@@ -39,7 +58,9 @@ def both(name: str, seed: int) -> list[dict]:
 
     found, state = [], None
     for compiled in (False, True):
-        case = build(name, seed)
+        case = build(name.removesuffix(_SAME), seed)
+        if name.endswith(_SAME):
+            ONE_PATH[name.removesuffix(_SAME)](case.model)
         scaler = hu.AdaptiveGradScaler(case.model, init_scale=2.0**8, format="e5m2")
         compiler = scaler.backend("aot_eager")
         run = torch.compile(case.model, backend=compiler, dynamic=False) if compiled else case.model
@@ -87,7 +108,8 @@ def main() -> None:
 
     columns = {"architecture": "", "parameters": "", "same bits": "", "most": ".2%", "reason": "", "bar": "", "met": ""}
     table = Table("Gradients with format=, compiled beside eager", columns)
-    for name in arguments.names or [*sorted(ARCHITECTURES), *(f"hf-{name}" for name in HF)]:
+    all_names = [*sorted(ARCHITECTURES), *(f"hf-{name}" for name in HF), *(f"{name}{_SAME}" for name in ONE_PATH)]
+    for name in arguments.names or all_names:
         table.add(**row(name, arguments.seed))
         print(table.rows[-1], flush=True)
     if not arguments.names:

@@ -18,6 +18,9 @@ from ._results import Result, Table, save, show
 
 SEEDS = (51803, 240917, 863442)
 SECONDS = 3000
+# Roundings that one step may differ by: float32 gradients of these layers, summed over all rows or over halves of them,
+# differ by up to 1.6 in 40 draws, and weights of two float32 show all of that.
+ONE_STEP = 2
 
 
 def run(what: str, world: int, folder: str, seeds: list[int], kinds: list[str]) -> dict[str, list[dict]]:
@@ -88,7 +91,7 @@ def judged(entries: list[dict]) -> tuple[str, bool]:
 def read(entries: list[dict]) -> tuple[str, bool]:
     """Whether a checkpoint was read bit for bit, and the difference one step later."""
     same, worst = all(entry["same"] for entry in entries), max(entry["next"] for entry in entries)
-    ok = same and worst <= 1 and not any(entry["drift"] for entry in entries)
+    ok = same and worst <= ONE_STEP and not any(entry["drift"] for entry in entries)
     return ("same bits" if same else "OTHER BITS") + f", then {worst:.2f}", ok
 
 
@@ -139,8 +142,9 @@ def tables(found: dict[str, list[dict]]) -> list[Table]:
             found,
             read,
             "Weights, momentum and the scaler's state by torch.distributed.checkpoint, bit for bit, and the difference "
-            "after one more step from what the two processes that saved it got, in the units above. Each process has "
-            "exponents of its own; those of one are in the checkpoint.",
+            "after one more step from what the two processes that saved it got, in the units above: at most "
+            f"{ONE_STEP}, as plain float32 gradients differ by up to 1.6 where rows are summed in another order. Each "
+            "process has exponents of its own; those of one are in the checkpoint.",
         ),
         refusals(found),
     ]

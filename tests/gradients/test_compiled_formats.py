@@ -128,7 +128,7 @@ OWN = {"grouped-query-attention": Grouped, "written-in-place": Written, "routed"
 SAME = [
     *("resnet", "complex-layers", "gpt-fused-tied", "highway", "multihead-attention", "bilinear", "lstm-cell"),
     *("siamese", "in-place-sums", "in-place-columns", "truncated", "checkpoint-reentrant", "written-in-place"),
-    *("routed", "grouped-query-attention"),
+    *("routed", "grouped-query-attention", "gradient-reversal", "several-outputs-function"),
 ]
 
 

@@ -154,7 +154,8 @@ class Placement:
                 self.gradients[node] = None
             elif node.op not in ("placeholder", "output") and any(x in self.gradients for x in node.all_input_nodes):
                 self.roles[node] = role = self._role(node)
-                if node.target is torch.ops.aten.add.Tensor and all(x in self.gradients for x in node.args[:2]):
+                adds = node.target is torch.ops.aten.add.Tensor and all(x in self.gradients for x in node.args[:2])
+                if adds and self._path(node) is None:
                     self._adds.add(node)
                 if role in ("product", "opening"):
                     self._calls[node] = self._key(node)

@@ -20,6 +20,8 @@ from ._site import GLOBAL
 
 # The higher-order operator that dynamo makes of torch.utils.checkpoint, by name.
 _CHECKPOINT = "tag_activation_checkpoint"
+# That of torch.autograd.Function, by name, and what dynamo calls the functions that its bodies run in.
+_CUSTOM, _IN_CUSTOM = "autograd_function_apply", "autograd.function"
 _ATTRIBUTE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]|__self__\.(\w+)")
 # Dynamo writes `a += b` and `a[i] = b` with functions of Python's operator module.
 _WRITES = {*("iadd", "isub", "imul", "itruediv", "ipow", "ior", "iand", "ixor", "imatmul", "setitem")}
@@ -118,6 +120,9 @@ class _Walk:
             return
         site = self._site(node, kind, carriers)
         self.keys[path] = site
+        if getattr(node.target, "__name__", "") == _CUSTOM:
+            # What its backward does is named so, whichever of them it is.
+            self.keys["/".join([*path.split("/")[:-1], _IN_CUSTOM])] = site
         whole = self._call_of(node, _WHOLE)
         if whole is not None:
             self.wholes[path] = whole
