@@ -12,7 +12,7 @@ from numba.core.ir import FunctionIR
 from numba.core.typeinfer import TypeInferer
 
 import halfulp
-from halfulp.kernels import compile_kernel
+from halfulp.kernels import _compile, compile_kernel
 from halfulp.kernels._scalar import add, load32, store32
 
 ROOT = Path(halfulp.__file__).parent
@@ -77,6 +77,16 @@ def test_nothing_of_a_compilation_stays(cache):
     x = np.array([5], np.uint32)
     kernel(1, x.ctypes.data)
     assert x[0] == 5 + 12 + 12
+
+
+def test_only_kernels_are_assembled(cache):
+    """A piece is optimized and made machine code in the kernels that it is linked into, and by itself never."""
+    compiled(41)
+    pieces = [result for piece in _compile._pieces.values() for result in piece.overloads.values()]
+    assert pieces
+    for result in pieces:
+        assert result.library._compiled_object is None
+        assert not result.library.codegen._engine.is_symbol_defined(result.fndesc.mangled_name)
 
 
 def test_a_compiled_kernel_is_as_a_loaded_one(cache):

@@ -87,4 +87,6 @@ class MachineCodeCache:
 
 def _machinery() -> str:
     """The sources that shape every kernel."""
-    return "".join(Path(__file__).with_name(name).read_text() for name in ("_intrinsics.py", "_compile.py"))
+    return "".join(
+        Path(__file__).with_name(name).read_text() for name in ("_intrinsics.py", "_compile.py", "_pipeline.py")
+    )

@@ -39,10 +39,13 @@ def compile_kernel(function: Callable, signature: str, bind: Bindings | None = N
     """
     import numba
 
+    from ._pipeline import KernelCompiler
+
     bound = dict(bind or {})
     done: dict = {}
     rebuilt = _rebuild(function, bound, done)
-    dispatcher = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(rebuilt)
+    compiler = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
+    dispatcher = compiler(rebuilt)
     pieces = [piece for piece in done.values() if hasattr(piece, "overloads")]
     return machine_code(dispatcher, function.__name__, digest(function, bound) + signature, signature, pieces)
 
@@ -96,10 +99,18 @@ def _compiled(value: object, bind: dict, done: dict) -> object:
         from ._intrinsics import INTRINSICS
 
         return INTRINSICS[value.__name__]
+    from ._pipeline import PieceCompiler
+
     if value not in done:
         key = value, digest(value, bind)
         if key not in _pieces:
-            piece = numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+            piece = numba.njit(
+                nogil=True,
+                error_model="numpy",
+                no_cpython_wrapper=True,
+                no_cfunc_wrapper=True,
+                pipeline_class=PieceCompiler,
+            )
             _pieces.setdefault(key, piece(_rebuild(value, bind, done)))
         done[value] = _pieces[key]
     return done[value]

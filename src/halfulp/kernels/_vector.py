@@ -48,8 +48,11 @@ def compile_trace(
 def _dispatcher(run: Callable, name: str, key: str) -> Callable:
     import numba
 
+    from ._pipeline import KernelCompiler
+
     run.__name__ = run.__qualname__ = f"{name}_{key[:16]}"
-    dispatcher = numba.njit(nogil=True, error_model="numpy")(run)
+    compiler = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
+    dispatcher = compiler(run)
     return machine_code(dispatcher, name, key + _source(), "void(int64, int64, int64)")
 
 
