@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -79,6 +81,18 @@ def fresh_compiler() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], types.ModuleType]]:
+    """Imports a module of benchmarks/, given its name there; afterwards none of them is imported."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    # pytest makes an empty module of a folder's name where it imports one from inside.
+    if not hasattr(sys.modules.get("benchmarks"), "__path__"):
+        monkeypatch.delitem(sys.modules, "benchmarks", raising=False)
+    yield lambda name: importlib.import_module(f"benchmarks.{name}")
+    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

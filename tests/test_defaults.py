@@ -1,7 +1,6 @@
 """torch's global defaults (dtype and device) change nothing: no tensor is made without naming both."""
 
 import ast
-import sys
 from pathlib import Path
 
 import pytest
@@ -134,13 +133,9 @@ def test_the_search_lets_named_ones_pass():
     assert not made_by_default("kind = {'dtype': 1, 'device': 'cpu'}\ntorch.rand(2, **kind)\ntorch.where(x, 1, 2)")
 
 
-def test_a_fresh_process_under_other_defaults_has_the_same_bits(monkeypatch):
-    monkeypatch.syspath_prepend(str(SOURCE.parents[1]))
-    from benchmarks import bench_defaults
-
+def test_a_fresh_process_under_other_defaults_has_the_same_bits(benchmark_module):
+    bench_defaults = benchmark_module("bench_defaults")
     expected = bench_defaults.run("float32 cpu", few=True)
     assert expected.keys() == set(bench_defaults.FEW)
     assert not [line for line in expected.values() if ":" in line], expected
     assert bench_defaults.process("float16 meta", few=True) == expected
-    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
-        del sys.modules[name]

@@ -3,6 +3,7 @@
 A named weight update needs no line: the registry is read. `SPECIAL` holds the numbers that break arithmetic.
 """
 
+import functools
 import itertools
 import random
 from collections.abc import Iterable, Iterator
@@ -100,7 +101,8 @@ def narrow_updates(but: Iterable[str] = ()) -> list[str]:
     return [u for u in UPDATES if allowed("adamw", u, "bf16") and u not in but]
 
 
-def covering() -> list[tuple[str, str, str, str, torch.dtype]]:
+@functools.cache
+def covering() -> tuple[tuple[str, str, str, str, torch.dtype], ...]:
     """(rule, update, store, codec, gradient) such that every pair of values that goes together occurs in one row.
 
     Greedy from a fixed start, so that the cases have the same names in every worker.
@@ -111,16 +113,16 @@ def covering() -> list[tuple[str, str, str, str, torch.dtype]]:
     # A rule without states has no codec to speak of.
     rows = [row for row in rows if row[0] != "sgd" or row[3] == "default"]
     chooser.shuffle(rows)
-    pairs = lambda row: {(i, row[i], j, row[j]) for i in range(5) for j in range(i)}  # noqa: E731
-    left, found = set().union(*map(pairs, rows)), []
+    pairs = {row: {(i, row[i], j, row[j]) for i in range(5) for j in range(i)} for row in rows}
+    left, found = set().union(*pairs.values()), []
     while left:
-        best = max(chooser.sample(rows, min(len(rows), 400)), key=lambda row: len(pairs(row) & left))
-        if pairs(best) & left:
+        best = max(chooser.sample(rows, min(len(rows), 400)), key=lambda row: len(pairs[row] & left))
+        if pairs[best] & left:
             found.append(best)
-            left -= pairs(best)
+            left -= pairs[best]
         else:
-            rows = [row for row in rows if pairs(row) & left]
-    return found
+            rows = [row for row in rows if pairs[row] & left]
+    return tuple(found)
 
 
 def fit(values: torch.Tensor, store: str) -> torch.Tensor:

@@ -1,22 +1,13 @@
 """Hugging Face models, unmodified, with scaled parameters: eight of those that the benchmark counts."""
 
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def measure(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    if "benchmarks" in sys.modules and not hasattr(sys.modules["benchmarks"], "__path__"):
-        monkeypatch.delitem(sys.modules, "benchmarks")
-    from benchmarks.bench_scaled_architectures import measure
-
-    return measure
+def measure(benchmark_module):
+    return benchmark_module("bench_scaled_architectures").measure
 
 
 @pytest.mark.parametrize(

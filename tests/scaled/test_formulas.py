@@ -1,25 +1,17 @@
 """Formulas written by hand against autocast: a random choice each time; the benchmark runs them all."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 CHOSEN = 12
 # Those that "none" gets wrong or not finite: they are always there.
 HARD = ("entropy of a softmax", "SAC's tanh", "log sigmoid by hand", "InfoNCE, rows without eps", "cumulative decay")
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import bench_formulas
-
-    yield bench_formulas
-    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
-        del sys.modules[name]
+def bench(benchmark_module):
+    return benchmark_module("bench_formulas")
 
 
 @pytest.mark.filterwarnings("ignore")  # of autocast, about operators that stay in float32

@@ -1,8 +1,6 @@
 """Numbers do not depend on autograd's mode: a random choice of torch's operators; the benchmark runs them all."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,18 +8,12 @@ import torch
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
 
-ROOT = Path(__file__).resolve().parents[2]
 ENTRIES, SAMPLES = 25, 1
 
 
 @pytest.fixture
-def modes(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import bench_grad_modes
-
-    yield bench_grad_modes
-    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
-        del sys.modules[name]
+def modes(benchmark_module):
+    return benchmark_module("bench_grad_modes")
 
 
 @pytest.mark.filterwarnings("ignore")

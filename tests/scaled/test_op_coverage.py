@@ -1,23 +1,15 @@
 """torch's own table of operators: a random choice of entries each time; the benchmark of coverage runs them all."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 ENTRIES, SAMPLES = 60, 4
 
 
 @pytest.fixture
-def coverage(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import bench_op_coverage
-
-    yield bench_op_coverage
-    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
-        del sys.modules[name]
+def coverage(benchmark_module):
+    return benchmark_module("bench_op_coverage")
 
 
 @pytest.mark.filterwarnings("ignore")

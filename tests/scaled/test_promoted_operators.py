@@ -1,8 +1,6 @@
 """torch's own table of operators on tensors with a home: a random choice of entries each time, held to wide="none"."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,18 +8,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from halfulp.scaled import ScaledTensor
 
-ROOT = Path(__file__).resolve().parents[2]
 ENTRIES, SAMPLES = 20, 1
 
 
 @pytest.fixture
-def coverage(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import bench_op_coverage
-
-    yield bench_op_coverage
-    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
-        del sys.modules[name]
+def coverage(benchmark_module):
+    return benchmark_module("bench_op_coverage")
 
 
 def scaled(sample, home):

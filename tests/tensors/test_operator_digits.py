@@ -1,12 +1,8 @@
 """The digits of operators with plain operands, gaps and far elements; bench_mctensor_operators has all of them."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
 # Operators of several steps, with numbers of their own, or whose derivative has such.
 NAMES = (
     *("addcmul", "atan2", "cdist", "deg2rad", "einsum", "erf", "exp2", "linalg.multi_dot", "log10", "log2", "sinc"),
@@ -20,13 +16,8 @@ NARROW = ("nn.functional.interpolate.bilinear", "special.xlog1py", "xlogy")
 
 
 @pytest.fixture
-def digits(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import _operator_digits
-
-    yield _operator_digits
-    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
-        del sys.modules[name]
+def digits(benchmark_module):
+    return benchmark_module("_operator_digits")
 
 
 @pytest.mark.filterwarnings("ignore")

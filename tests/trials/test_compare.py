@@ -27,6 +27,7 @@ def test_the_same_settings_give_the_same_losses(tiny) -> None:
     assert [row.loss for row in first.rows()] == [row.loss for row in second.rows()]
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("trap", "words"),
     [
@@ -59,12 +60,14 @@ def test_a_lost_trial_is_no_result_and_can_be_resumed(tiny, tmp_path: Path, trap
     assert len(reused) == 3
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_other_hyper_parameters_are_not_resumed(tiny, tmp_path: Path) -> None:
     compare(tiny.Tiny(), ["fp32"], seeds=1, steps=2, out=tmp_path, workers=1)
     with pytest.raises(ValueError, match=r"cannot resume: .* task\.hyper\.lr = 0\.1, this run has 0\.2"):
         compare(tiny.Tiny(lr=0.2), ["fp32"], seeds=1, steps=2, out=tmp_path, workers=1, resume=True)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_divergence_is_a_result(tiny) -> None:
     evidence = compare(tiny.Tiny(trap="diverge"), ["fp32", "bf16"], seeds=1, steps=20, workers=1)
     assert evidence.row("tiny", "fp32").diverged == 1
