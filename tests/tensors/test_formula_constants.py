@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from halfulp.tensors import MCTensor, strict
-from halfulp.tensors._formula_constants import _IRRATIONAL, _SELU, _table, terms_of
+from halfulp.tensors._formula_constants import _SELU, IRRATIONAL, _table, terms_of
 from halfulp.tensors._text import exact
 
 ALPHA = (
@@ -37,6 +37,7 @@ def _targets(x):
 ELEMENTWISE = {
     "erf": (torch.erf, mpmath.erf),
     "erfc": (torch.erfc, mpmath.erfc),
+    "ndtr": (torch.special.ndtr, mpmath.ncdf),
     "log2": (torch.log2, lambda v: mpmath.log(v) / mpmath.log(2)),
     "log10": (torch.log10, mpmath.log10),
     "exp2": (torch.exp2, lambda v: mpmath.mpf(2) ** v),
@@ -114,7 +115,7 @@ def test_the_table_is_mpmaths():
     with mpmath.workdps(80):
         pi, log = mpmath.pi, mpmath.log
         names = {"pi": pi, "log": log, "sqrt": mpmath.sqrt}
-        for name, text in _IRRATIONAL.items():
+        for name, text in IRRATIONAL.items():
             words = name.replace("sqrt pi", "sqrt(pi)").replace("2 pi", "2 * pi").replace("log pi", "log(pi)")
             for number in ("2", "10"):
                 words = words.replace(f"log {number}", f"log({number})").replace(f"sqrt {number}", f"sqrt({number})")

@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 from ..kernels import present, torch_operators, under_transform, untraced
 from ._derivation import written
 from ._form import form_of
-from ._formula_constants import formula
+from ._formula_constants import IRRATIONAL, formula
 from ._in_place import functional_form
 from ._lifting import has_plain, lifted
 from ._mctensor import ENTRY_KEY, MCTensor
+from ._powers import constant
 
 aten = torch_operators("aten")
 
@@ -67,6 +68,26 @@ def _entry(operator: OpOverload) -> Callable:
     return untraced(entered)
 
 
+def ndtr(x: MCTensor) -> Tensor:
+    """The normal distribution: torch's formula, 1 + erf, has no digits far below zero."""
+    factor = constant(f"-{IRRATIONAL['1 / sqrt 2']}", x)
+    # Without dimensions it leaves the dtype of what has some.
+    factor = MCTensor.encode(factor, len(x._parts), torch.float64 if x.dim() else x.dtype)
+    return torch.erfc(x * factor) * 0.5
+
+
+def _own(operator: OpOverload) -> Callable:
+    def entered(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        if under_transform():
+            return operator.redispatch(keys.remove(ENTRY_KEY), *arguments)
+        return OWN[operator](*arguments)
+
+    return untraced(entered)
+
+
+OWN = {aten.special_ndtr.default: ndtr}
+
+
 def _with_out(operator: OpOverload) -> Callable:
     def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         return written(operator, functional_form(operator), *arguments, **options)
@@ -74,7 +95,7 @@ def _with_out(operator: OpOverload) -> Callable:
     return untraced(entered)
 
 
-for _operators, _make in (((*COMPOSITES, *DIFFERENTIATED), _entry), (REPLACED, _with_out)):
+for _operators, _make in (((*COMPOSITES, *DIFFERENTIATED), _entry), (OWN, _own), (REPLACED, _with_out)):
     for _operator in present(_operators):
         _name = _operator.name().removeprefix("aten::")
         _library.impl(_name, _make(_operator), "TESTING_ONLY_GenericMode", with_keyset=True)

@@ -22,7 +22,7 @@ from ..arithmetic import MOST, pointwise
 _graph_task = torch._C._current_graph_task_id
 _here = threading.local()
 
-_IRRATIONAL = {
+IRRATIONAL = {
     "pi": "3.14159265358979323846264338327950288419716939937510582097494459230781641",
     "2 pi": "6.28318530717958647692528676655900576839433879875021164194988918461563281",
     "pi / 180": "0.0174532925199432957692369076848861271344287188854172545609719144017100911",
@@ -162,7 +162,7 @@ def _ratio(value: float) -> Fraction | None:
 def _table() -> dict[float, Fraction]:
     """By float64: the nearest and its neighbours, one of which torch writes for log 10."""
     table = {}
-    for text in (*_IRRATIONAL.values(), *_SELU):
+    for text in (*IRRATIONAL.values(), *_SELU):
         table |= {value: Fraction(text) for value in _near(float(text))}
     return table
 
