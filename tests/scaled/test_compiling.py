@@ -126,6 +126,16 @@ def test_the_graph_does_not_ask_which_model_ran_before(seed):
         compiled(models[0], *given)
 
 
+def test_a_batch_as_large_as_a_layer_is_wide_takes_no_graph_of_its_own(seed):
+    layer = scalify(torch.nn.Linear(6, 5), torch.float16, matmul="fp8")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for rows in (8, 7):
+        compiled(torch.randn(rows, 6)).sum().backward()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (5, 6, 9):
+            compiled(torch.randn(rows, 6)).sum().backward()
+
+
 @pytest.mark.parametrize(("name", "dynamic", "graphs"), [("mlp", None, 2), ("mlp", True, 1), ("gpt", True, 1)])
 def test_a_dynamic_batch_takes_one_graph_and_two_at_most(name, dynamic, graphs, seed):
     make, batch = MODELS[name]

@@ -1,6 +1,8 @@
 """What a home does to storages: autocast's list widens, products bring back, gradients accumulate in the home."""
 
+import contextlib
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -10,7 +12,7 @@ from torch.nn import functional
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
-from halfulp.scaled._promotion import FAMILIES_OF, brought_home, home_for, operands_of
+from halfulp.scaled._promotion import FAMILIES_OF, brought_home, home_for, operands_of, repeats_both
 from halfulp.scaled._registry import FAMILIES
 
 HOMES = (torch.float16, torch.bfloat16)
@@ -29,6 +31,15 @@ def test_every_family_says_what_it_does_to_storages():
     own = {family for operator, family in FAMILIES.items() if "halfulp_doc" not in operator.name()}
     assert own <= placed
     assert sum(map(len, FAMILIES_OF.values())) == len(placed)
+
+
+def test_an_outer_sum_is_one_in_which_broadcasting_repeats_both():
+    sizes = [size for rank in range(4) for size in itertools.product((1, 2, 3), repeat=rank)]
+    empty = {size: torch.empty(size, device="meta") for size in sizes}
+    for one, other in itertools.product(sizes, repeat=2):
+        with contextlib.suppress(RuntimeError):
+            is_outer = torch.broadcast_shapes(one, other) not in (one, other)
+            assert is_outer == repeats_both(empty[one], empty[other]), (one, other)
 
 
 @pytest.mark.parametrize("home", HOMES)

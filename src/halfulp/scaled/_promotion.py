@@ -103,8 +103,20 @@ def adding(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     if not isinstance(b, Tensor):
         return arguments, options
     is_plain = any(type(x) is not ScaledTensor and x.dim() for x in (a, b))
-    is_outer = a.shape != b.shape and torch.broadcast_shapes(a.shape, b.shape) not in (a.shape, b.shape)
-    return (widening if is_plain or is_outer else widest)(arguments, options)
+    return (widening if is_plain or repeats_both(a, b) else widest)(arguments, options)
+
+
+def repeats_both(a: Tensor, b: Tensor) -> bool:
+    """Whether broadcasting repeats both tensors, as in an outer sum.
+
+    Sizes are compared to 1 alone: a graph whose sizes vary would be compiled again where two of them become equal.
+    """
+    return _is_repeated(a, b) and _is_repeated(b, a)
+
+
+def _is_repeated(x: Tensor, y: Tensor) -> bool:
+    sizes = zip(reversed(x.shape), reversed(y.shape))
+    return x.dim() < y.dim() or any(one == 1 and other != 1 for one, other in sizes)
 
 
 # What autocast computes in float32; what it computes in 16 bits; what takes the widest; what keeps to its rule.
