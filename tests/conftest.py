@@ -104,34 +104,59 @@ def _fork_servers() -> Iterator[list[subprocess.Popen]]:
         server.communicate(timeout=60)
 
 
+def _server(number: int, servers: list[subprocess.Popen]) -> subprocess.Popen:
+    """One of the processes that have imported torch, which is started where there are not as many."""
+    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("fork_server.py"))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    while len(servers) <= number:
+        servers.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes))
+    return servers[number]
+
+
+def _codes(servers: list[subprocess.Popen], requests: list[dict]) -> list[int]:
+    """How the scripts ended, each of which a server runs, all at once."""
+    for server, request in zip(servers, requests, strict=True):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"} | request["environment"]
+        request = {**request, "environment": environment, "directory": os.getcwd()}
+        print(json.dumps(request), file=server.stdin, flush=True)
+    children, codes = [int(server.stdout.readline()) for server in servers], []
+    until = time.monotonic() + 240
+    for child, server in zip(children, servers, strict=True):
+        # The one that waits for another that is gone would wait on.
+        if not select.select([server.stdout], [], [], max(0, until - time.monotonic()))[0]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        codes.append(int(server.stdout.readline()))
+    return codes
+
+
 @pytest.fixture
 def in_processes(seed: int, tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Callable[..., None]:
     """Runs a script in some processes that must all succeed; its arguments are rank, path of a store, and seed."""
 
     def run(script: str, count: int, **given: str) -> None:
-        started = {**os.environ, "OMP_NUM_THREADS": "1"}
-        environment = started | given
-        command = [sys.executable, "-W", "error", str(Path(__file__).with_name("fork_server.py"))]
-        while len(_fork_servers) < count:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            _fork_servers.append(subprocess.Popen(command, env=started, **pipes))
-        servers, children, codes = _fork_servers[:count], [], []
-        request = {"script": script, "environment": environment, "directory": os.getcwd()}
-        for rank, server in enumerate(servers):
-            request["arguments"] = [str(rank), str(tmp_path / "store"), str(seed)]
-            request["output"] = str(tmp_path / f"output{rank}")
-            print(json.dumps(request), file=server.stdin, flush=True)
-        for server in servers:
-            children.append(int(server.stdout.readline()))
-        until = time.monotonic() + 240
-        for child, server in zip(children, servers, strict=True):
-            # The one that waits for another that is gone would wait on.
-            if not select.select([server.stdout], [], [], max(0, until - time.monotonic()))[0]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-            codes.append(int(server.stdout.readline()))
-        said = [(tmp_path / f"output{rank}").read_text() for rank in range(count)]
-        assert codes == [0] * count, "\n".join(said)
+        outputs = [tmp_path / f"output{rank}" for rank in range(count)]
+        requests = []
+        for rank, output in enumerate(outputs):
+            arguments = [str(rank), str(tmp_path / "store"), str(seed)]
+            requests.append({"script": script, "arguments": arguments, "environment": given, "output": str(output)})
+        codes = _codes([_server(rank, _fork_servers) for rank in range(count)], requests)
+        assert codes == [0] * count, "\n".join(output.read_text() for output in outputs)
+
+    return run
+
+
+@pytest.fixture
+def in_process(tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Callable[..., str]:
+    """Runs a script in one process that must succeed, the child of the server of a number; what it printed."""
+
+    def run(script: str, number: int = 0, **given: str) -> str:
+        output = tmp_path / "output"
+        output.unlink(missing_ok=True)
+        request = {"script": script, "arguments": [], "environment": given, "output": str(output)}
+        codes = _codes([_server(number, _fork_servers)], [request])
+        assert codes == [0], output.read_text()
+        return output.read_text()
 
     return run
 

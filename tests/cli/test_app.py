@@ -98,19 +98,20 @@ def test_missing_packages_name_the_extra(run, monkeypatch: pytest.MonkeyPatch) -
     assert "pip install 'halfulp[cli]'" in err
 
 
-def test_compare_writes_everything_and_resumes(tmp_path: Path) -> None:
+def test_compare_writes_everything_and_resumes(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
     done = halfulp(*COMPARE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "training loss" in done.stdout
     out = tmp_path / "halfulp-compare"
     assert {path.name for path in out.iterdir()} == {".lock", "trials", "compare.json", "compare.html"}
     before = {path.name: path.stat().st_mtime_ns for path in (out / "trials").iterdir()}
-    again = halfulp(*COMPARE, "--resume", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert again.stderr.count("kept") == 2
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = run(*COMPARE, "--resume")
+    assert code == 0, errors
+    assert errors.count("kept") == 2
     assert {path.name: path.stat().st_mtime_ns for path in (out / "trials").iterdir()} == before
-    other = halfulp(*COMPARE, "--steps", "5", "--resume", cwd=tmp_path)
-    assert_one_line_error(other, "steps = 4, this run has 5")
+    other = run(*COMPARE, "--steps", "5", "--resume")
+    assert_one_line_error(subprocess.CompletedProcess(COMPARE, *other), "steps = 4, this run has 5")
 
 
 def test_interruption_and_a_killed_worker(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A kernel folder of each test's own, and a way to run Python in a process of its own."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -34,5 +35,17 @@ def python(tmp_path: Path) -> Callable[..., str]:
         )
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
+
+    return run
+
+
+@pytest.fixture
+def forked_python(tmp_path: Path, in_process: Callable[..., str]) -> Callable[..., str]:
+    """The same in a process that has imported numba and torch, but compiled nothing; no two in a row hash alike."""
+    turns = itertools.count()
+
+    def run(*programs: str, **environment: str) -> str:
+        start = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.dont_write_bytecode = True\n"
+        return in_process(start + "".join(map(textwrap.dedent, programs)), next(turns) % 2, **environment)
 
     return run

@@ -26,20 +26,20 @@ def entries(folder) -> dict[str, tuple[int, int]]:
     return {p.name: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.iterdir()}
 
 
-def test_a_second_process_finds_it(cache, python):
-    python(QUANTIZE)
+def test_a_second_process_finds_it(cache, forked_python):
+    forked_python(QUANTIZE)
     first = entries(cache)
     assert len(first) == 1
-    python(QUANTIZE)
+    forked_python(QUANTIZE)
     assert entries(cache) == first
     program = """
         import numba.core.compiler as c
         c.compile_extra = None   # any compilation would fail
     """
-    python(program, QUANTIZE)
+    forked_python(program, QUANTIZE)
 
 
-def test_an_edited_piece_in_another_file(cache, python, tmp_path):
+def test_an_edited_piece_in_another_file(cache, forked_python, tmp_path):
     """The next process picks up an edit of a file that a kernel only inlines."""
     (tmp_path / "rule.py").write_text("from halfulp.kernels._scalar import add\ndef rule(x): return add(x, x)\n")
     (tmp_path / "loop.py").write_text(
@@ -57,10 +57,10 @@ def test_an_edited_piece_in_another_file(cache, python, tmp_path):
         compile_kernel(loop, "void(int64, int64)")(1, x.ctypes.data)
         print(x[0])
     """
-    assert python(program) == "10\n"
+    assert forked_python(program) == "10\n"
     (tmp_path / "rule.py").write_text("from halfulp.kernels._scalar import mul\ndef rule(x): return mul(x, x)\n")
     os.utime(tmp_path / "rule.py", (0, 0))
-    assert python(program, PYTHONDONTWRITEBYTECODE="1") == "25\n"
+    assert forked_python(program) == "25\n"
 
 
 def double(n, a):
@@ -120,13 +120,13 @@ def test_a_full_disk(cache, notes, monkeypatch):
     assert list(cache.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made(tmp_path, python):
+def test_a_folder_that_cannot_be_made(tmp_path, forked_python):
     blocker = tmp_path / "file"
     blocker.write_text("")
-    assert "cannot be written" in python(QUANTIZE, HALFULP_CACHE_DIR=str(blocker / "cache"))
+    assert "cannot be written" in forked_python(QUANTIZE, HALFULP_CACHE_DIR=str(blocker / "cache"))
 
 
-def test_a_read_only_home(tmp_path, python):
+def test_a_read_only_home(tmp_path, forked_python):
     """As an ordinary user; root may write everywhere, and there the folder is on a file instead."""
     home = tmp_path / "home"
     home.mkdir()
@@ -135,7 +135,7 @@ def test_a_read_only_home(tmp_path, python):
     else:
         home.chmod(stat.S_IRUSR | stat.S_IXUSR)
     clean = {"HALFULP_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": str(home)}
-    assert "cannot be written" in python(QUANTIZE, **clean)
+    assert "cannot be written" in forked_python(QUANTIZE, **clean)
 
 
 def test_where_the_folder_is(monkeypatch, tmp_path):

@@ -58,7 +58,7 @@ def test_kernels_share_the_pieces_that_are_the_same_and_no_others(cache, monkeyp
     assert [piece.__name__ for piece, _ in _pieces] == ["twice", "moved", "moved", "thrice", "moved"]
 
 
-def test_pieces_of_one_name_are_never_linked_to_each_other(cache, python, tmp_path):
+def test_pieces_of_one_name_are_never_linked_to_each_other(cache, forked_python, tmp_path):
     """Two kernels, compiled in two processes and loaded in a third, each keep their own pieces."""
     (tmp_path / "pieces.py").write_text(
         "from halfulp.kernels._scalar import add, load32, mul, store32, sub\n"
@@ -83,11 +83,11 @@ def test_pieces_of_one_name_are_never_linked_to_each_other(cache, python, tmp_pa
             return out.tolist()
         print([run(name) for name in {names}])
     """
-    plus = eval(python(program.format(names=["plus"])))
-    minus = eval(python(program.format(names=["minus"])))
+    plus = eval(forked_python(program.format(names=["plus"])))
+    minus = eval(forked_python(program.format(names=["minus"])))
     assert plus != minus
-    assert eval(python(program.format(names=["plus", "minus"]))) == plus + minus
-    assert eval(python(program.format(names=["minus", "plus"]))) == minus + plus
+    assert eval(forked_python(program.format(names=["plus", "minus"]))) == plus + minus
+    assert eval(forked_python(program.format(names=["minus", "plus"]))) == minus + plus
     assert len(list(cache.iterdir())) == 2
 
 
