@@ -1,9 +1,11 @@
 """What `format=` rounds in a compiled graph beside eager mode: `python -m benchmarks.bench_compiled_formats`."""
 
 import argparse
+import json
 import random
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ._harness import ROOT, set_threads
@@ -98,6 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="a JSON file for the rows; from it a run goes on")
     arguments = parser.parse_args()
     set_threads(1)
     warnings.simplefilter("ignore")
@@ -109,9 +112,14 @@ def main() -> None:
     columns = {"architecture": "", "parameters": "", "same bits": "", "most": ".2%", "reason": "", "bar": "", "met": ""}
     table = Table("Gradients with format=, compiled beside eager", columns)
     all_names = [*sorted(ARCHITECTURES), *(f"hf-{name}" for name in HF), *(f"{name}{_SAME}" for name in ONE_PATH)]
+    rows = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
     for name in arguments.names or all_names:
-        table.add(**row(name, arguments.seed))
-        print(table.rows[-1], flush=True)
+        if name not in rows:
+            rows[name] = row(name, arguments.seed)
+            print(rows[name], flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(rows, indent=1))
+        table.add(**rows[name])
     if not arguments.names:
         command = "python -m benchmarks.bench_compiled_formats"
         save(Result("compiled_formats", "Compiled roundings of gradients", TEXT, command, tables=[table]))
