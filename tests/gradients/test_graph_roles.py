@@ -65,3 +65,48 @@ def test_a_product_of_one_gradient_is_a_product_and_of_two_none(name):
             assert role_of(node, {factor: None}) == "other"  # a constant beside a gradient has no exponent
     assert role_of(node, dict.fromkeys(operands)) == "other"
     assert role_of(node, added) == "other"
+
+
+def _of(operator, gradient: torch.Tensor, other, *rest) -> torch.fx.Node:
+    """A node that reads a gradient, and what else it reads."""
+    graph = torch.fx.Graph()
+    operands = [graph.placeholder("gradient"), graph.placeholder("other")]
+    for operand, value in zip(operands, (gradient, other)):
+        operand.meta["val"] = value
+    node = graph.call_function(operator, tuple(operands[x] if isinstance(x, _Place) else x for x in rest))
+    node.meta["val"] = operator(*((gradient, other)[x] if isinstance(x, _Place) else x for x in rest))
+    return node
+
+
+class _Place(int):
+    """Which of the two tensors stands here."""
+
+
+GRADIENT, OTHER = _Place(0), _Place(1)
+X = torch.ones(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("operator", "other", "rest", "role"),
+    [
+        (aten.index_fill.int_Scalar, torch.tensor([1]), (GRADIENT, 1, OTHER, 0), "linear"),
+        (aten.index_fill.int_Scalar, torch.tensor([1]), (GRADIENT, 1, OTHER, 2.5), "other"),  # a constant beside it
+        (aten.copy.default, X, (OTHER, GRADIENT), "linear"),  # what a write into a view begins with
+        (aten.copy.default, X.half(), (OTHER, GRADIENT), "other"),  # a cast, which comes before no move
+        (aten.copy.default, X, (GRADIENT, OTHER), "other"),  # other numbers than a gradient's
+    ],
+)
+def test_writes_are_linear_in_what_they_keep_and_write(operator, other, rest, role):
+    node = _of(operator, X, other, *rest)
+    gradient = next(one for one in node.all_input_nodes if one.name == "gradient")
+    assert role_of(node, {gradient: None}) == role
+
+
+def test_zeros_in_the_shape_of_a_gradient_are_none():
+    node = _of(aten.copy.default, X, X, GRADIENT, OTHER)
+    shape, zeros = node.args
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(aten.zeros_like.default, (zeros,))
+    made.meta["val"] = X
+    node.replace_input_with(zeros, made)
+    assert role_of(node, {shape: None}) == "shape"
