@@ -20,6 +20,7 @@ from ._derivation import written
 from ._form import form_of
 from ._formula_constants import IRRATIONAL, formula
 from ._in_place import functional_form
+from ._interpolation import BY_FACTORS, FORWARD
 from ._lifting import has_plain, lifted
 from ._mctensor import ENTRY_KEY, MCTensor
 from ._powers import constant
@@ -77,15 +78,28 @@ def ndtr(x: MCTensor) -> Tensor:
 
 
 def _own(operator: OpOverload) -> Callable:
-    def entered(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-        if under_transform():
-            return operator.redispatch(keys.remove(ENTRY_KEY), *arguments)
-        return OWN[operator](*arguments)
+    def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+        result = NotImplemented if under_transform() else OWN[operator](*arguments, **options)
+        if result is NotImplemented:
+            return operator.redispatch(keys.remove(ENTRY_KEY), *arguments, **options)
+        return result
 
     return untraced(entered)
 
 
+def _in_compiled_steps(steps: Callable) -> Callable:
+    """Where a compiler traces, torch takes these apart before a rule is asked."""
+
+    def interpolate(x: Any, *arguments: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling() or not isinstance(x, MCTensor) or form_of((x,)).is_wide:
+            return NotImplemented
+        return steps(x, *arguments, **options)
+
+    return interpolate
+
+
 OWN = {aten.special_ndtr.default: ndtr}
+OWN |= {operator: _in_compiled_steps(rule) for operator, rule in (FORWARD | BY_FACTORS).items()}
 
 
 def _with_out(operator: OpOverload) -> Callable:

@@ -103,6 +103,18 @@ def _forward(taps: Callable) -> Callable:
     return interpolate
 
 
+def _by_factors(taps: Callable) -> Callable:
+    """The form that takes a size or factors."""
+    interpolate = _forward(taps)
+
+    def by_factors(x: Any, size: Sequence[int] | None, align_corners: bool, factors: Sequence[float] | None) -> Tensor:
+        factors = None if size is not None else factors
+        size = size if factors is None else [int(n * factor) for n, factor in zip(x.shape[2:], factors)]
+        return interpolate(x, size, align_corners, *(factors or ()))
+
+    return by_factors
+
+
 def _backward(taps: Callable) -> Callable:
     def derivative(
         gradient: Any, size: Sequence[int], shape: Sequence[int], align_corners: bool, *factors: Any, **named: Any
@@ -114,15 +126,23 @@ def _backward(taps: Callable) -> Callable:
     return derivative
 
 
-OPERATORS: dict[OpOverload, Callable] = {
+FORWARD: dict[OpOverload, Callable] = {
     aten.upsample_linear1d.default: _forward(_linear),
     aten.upsample_bilinear2d.default: _forward(_linear),
     aten.upsample_trilinear3d.default: _forward(_linear),
     aten.upsample_bicubic2d.default: _forward(_cubic),
+}
+BY_FACTORS: dict[OpOverload, Callable] = {
+    aten.upsample_linear1d.vec: _by_factors(_linear),
+    aten.upsample_bilinear2d.vec: _by_factors(_linear),
+    aten.upsample_trilinear3d.vec: _by_factors(_linear),
+    aten.upsample_bicubic2d.vec: _by_factors(_cubic),
+}
+_BACKWARD: dict[OpOverload, Callable] = {
     aten.upsample_linear1d_backward.default: _backward(_linear),
     aten.upsample_bilinear2d_backward.default: _backward(_linear),
     aten.upsample_trilinear3d_backward.default: _backward(_linear),
     aten.upsample_bicubic2d_backward.default: _backward(_cubic),
 }
-for _operator, _rule in OPERATORS.items():
+for _operator, _rule in (FORWARD | _BACKWARD).items():
     beyond_float64(_operator)(_rule)
