@@ -567,6 +567,22 @@ def gradient_exactness_note() -> str:
     return textwrap.fill(load(path).text, 120, break_on_hyphens=False)
 
 
+def compiled_formats() -> str:
+    """What format= rounds otherwise in a compiled graph."""
+    path = ROOT / "benchmarks" / "results" / "compiled_formats.json"
+    if not path.exists():
+        return ""
+    from benchmarks._results import load
+
+    result = load(path)
+    table = result.tables[0]
+    alike = [row for row in table.rows if row.get("parameters", -1) == row.get("same bits")]
+    said = f"In {len(alike)} of {len(table.rows)} every gradient has the same bits. The others:"
+    columns = ("architecture", "parameters", "same bits", "most", "reason", "bar", "met")
+    others = _benchmark("compiled_formats", table.title, columns, lambda row: row not in alike)
+    return "\n\n".join([textwrap.fill(f"{result.text} {said}", 120, break_on_hyphens=False), others])
+
+
 def processes() -> str:
     """Two processes beside one on the whole batch."""
     return _every_row("processes", "Two processes")
@@ -747,6 +763,7 @@ PLACES: dict[str, Callable[[], str]] = {
         gradient_exactness,
         gradient_exactness_short,
         gradient_exactness_note,
+        compiled_formats,
         compare_two_heads,
         compare_e5m2_text,
         compare_e5m2_images,
