@@ -19,7 +19,8 @@ torch.compile: the model alone ("model"), or one function of forward, backward a
 difference of a loss from eager's, relative to it; eager and compiled rounding differ where a scale is chosen by \
 looking at values, which graphs cannot, and where sums run in another order. Beside it the same model in plain \
 float32, compiled, from its own eager run. Again: the most that any frame was compiled again after the first step. A \
-scaler with format= refuses a model of which torch.compile leaves a part uncompiled, as it does recurrent layers."""
+scaler with format= refuses a model of which torch.compile leaves a part uncompiled, as it does recurrent layers. Rows \
+are measured one by one: the commit below is that of the latest."""
 STEPS = 12
 ROWS = (8, 6, 7, 8, 5, 9)
 TIME, WORDS, CLASSES = 12, 19, 5
