@@ -56,6 +56,17 @@ def wrapped(kind: str, model):
     return fully_shard(model, mesh=mesh, **options)
 
 
+def boosted(module) -> list[float]:
+    """The factor by which the gradient of a module's result is multiplied from now on; set what it holds."""
+    factors = [1.0]
+
+    def boost(module, args, out) -> None:
+        out.register_hook(lambda gradient: gradient * factors[0])
+
+    module.register_forward_hook(boost)
+    return factors
+
+
 def full(tensor):
     """All of a tensor that may be sharded."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
@@ -112,14 +123,19 @@ class Rank:
         return found
 
     def overflow(self, kind: str, where: str, make) -> dict:
-        """Rank 0 overflows in the fourth step: is it skipped here, is the next one taken, and what are weights then."""
+        """Rank 0 overflows in the fourth step: is it skipped here, is the next one taken, and what are weights then.
+
+        In its backward pass it does so inside the model, as what the loss sends in is followed.
+        """
         model, sums = wrapped(kind, self.case.model), []
+        boosts = boosted([module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)][-1])
         scaler, optimizer = make(model), torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(5):
             bad = step == 3 and self.rank == 0
             optimizer.zero_grad()
+            boosts[:] = [2.0**30 if bad and "backward" in where else 1.0]
             with torch.autocast("cpu", torch.float16):
-                loss = self.loss(model) * (2.0**30 if bad and "backward" in where else 1.0)
+                loss = self.loss(model)
             scaler.scale(loss).backward()
             if bad and "shard" in where:
                 next(model.parameters()).grad.to_local().fill_(torch.inf)
