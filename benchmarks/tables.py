@@ -19,6 +19,7 @@ ORDER = (
     "mctensor",
     "mctensor_experiments",
     "mctensor_operators",
+    "mctensor_values",
     "hilbert",
     "mammals",
     "processes",

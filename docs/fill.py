@@ -438,6 +438,60 @@ def mctensor_products() -> str:
     return _benchmark("mctensor_operators", "Error bounds of products", ("operation", "bound", "worst"))
 
 
+def _rows(name: str, title: str) -> list[dict]:
+    """The rows of a benchmark's table whose title starts as given."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    if not path.exists():
+        return []
+    from benchmarks._results import load
+
+    return next((table.rows for table in load(path).tables if table.title.startswith(title)), [])
+
+
+def mctensor_values() -> str:
+    """Functions over their whole domains, by kind of components."""
+    rows = _rows("mctensor_values", "functions")
+    found = []
+    for kind in dict.fromkeys(row["components"] for row in rows):
+        here = [row for row in rows if row["components"] == kind]
+        worst = max(row["largest error in bounds"] for row in here)
+        values, wrong = (sum(row[name] for row in here) for name in ("values", "wrong"))
+        found.append([kind.replace("torch.", ""), str(len(here)), f"{values:,}", f"{worst:.2f}", str(wrong)])
+    return grid(["components", "functions", "values", "largest error in bounds", "wrong"], found)
+
+
+def mctensor_operators() -> str:
+    """op_db's operators: how many situations are what, by format and gradients."""
+    rows = _rows("mctensor_operators", "Operators by format")
+    kinds = ("within", "plain", "counted", "refused", "fails", "cut", "outside", "NaN", "differs")
+    found = []
+    for pair in dict.fromkeys((row["format"], row["gradients"]) for row in rows):
+        here = [row for row in rows if (row["format"], row["gradients"]) == pair]
+        found.append([*pair, *(f"{sum(row[kind] for row in here):,}" for kind in kinds)])
+    return "\n\n".join([grid(["format", "gradients", *kinds], found), _how_many_operators()])
+
+
+def _how_many_operators() -> str:
+    path = ROOT / "benchmarks" / "results" / "mctensor_operators.json"
+    text = json.loads(path.read_text(encoding="utf-8"))["text"] if path.exists() else ""
+    said = re.search(r"\d+ operators with floating operands.*?(?=, on \d)", text)
+    return textwrap.fill(f"These are {said[0]}.", 120) if said else ""
+
+
+def mctensor_beyond() -> str:
+    """What is beyond the bound, and why."""
+    grouped: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in _rows("mctensor_operators", "Beyond"):
+        here = grouped.setdefault((row["operator"], row["why"]), {"format": {}, "case": {}, "gradients": {}})
+        for column, seen in here.items():
+            seen[row[column]] = None
+    found = [
+        [operator, *(", ".join(here[name]) for name in ("format", "case", "gradients")), why]
+        for (operator, why), here in sorted(grouped.items())
+    ]
+    return grid(["operator", "formats", "cases", "gradients", "why"], found)
+
+
 def _every_table(name: str) -> str:
     """All tables of a benchmark, each under its title."""
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
@@ -774,6 +828,9 @@ PLACES: dict[str, Callable[[], str]] = {
         mctensor_speed,
         mctensor_bounds,
         mctensor_products,
+        mctensor_values,
+        mctensor_operators,
+        mctensor_beyond,
         mctensor_experiments,
         mammals,
         processes,
