@@ -342,6 +342,6 @@ def _number(x) -> float | None:
 
 def _is_long(value: float) -> bool:
     """Whether neither a float32 holds a number nor few decimal digits name it."""
-    if value != value or value in (float("inf"), 0.0):
+    if value != value or value in (float("inf"), 0.0, torch.finfo(torch.float64).max):
         return False
     return float(torch.tensor(value).float()) != value and float(f"{value:.8g}") != value
