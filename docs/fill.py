@@ -448,7 +448,12 @@ def _rows(name: str, title: str) -> list[dict]:
     return next((table.rows for table in load(path).tables if table.title.startswith(title)), [])
 
 
-def mctensor_values() -> str:
+def mctensor_digits() -> str:
+    """Functions and operators against their bounds."""
+    return "\n\n".join(filter(None, (_mctensor_values(), _mctensor_operators(), _mctensor_beyond())))
+
+
+def _mctensor_values() -> str:
     """Functions over their whole domains, by kind of components."""
     rows = _rows("mctensor_values", "functions")
     found = []
@@ -457,10 +462,20 @@ def mctensor_values() -> str:
         worst = max(row["largest error in bounds"] for row in here)
         values, wrong = (sum(row[name] for row in here) for name in ("values", "wrong"))
         found.append([kind.replace("torch.", ""), str(len(here)), f"{values:,}", f"{worst:.2f}", str(wrong)])
-    return grid(["components", "functions", "values", "largest error in bounds", "wrong"], found)
+    return _said_before(
+        "Functions over their whole domains, against mpmath or rational arithmetic "
+        "(`python -m benchmarks.bench_mctensor_values`): random arguments, multiples of pi/2, near integers, "
+        "subnormal numbers, gaps, the ends of the range.",
+        grid(["components", "functions", "values", "largest error in bounds", "wrong"], found),
+    )
 
 
-def mctensor_operators() -> str:
+def _said_before(text: str, *parts: str) -> str:
+    """A paragraph and what follows it."""
+    return "\n\n".join([textwrap.fill(text, 120, break_on_hyphens=False), *filter(None, parts)])
+
+
+def _mctensor_operators() -> str:
     """op_db's operators: how many situations are what, by format and gradients."""
     rows = _rows("mctensor_operators", "Operators by format")
     kinds = ("within", "plain", "counted", "refused", "fails", "cut", "outside", "NaN", "differs")
@@ -468,7 +483,14 @@ def mctensor_operators() -> str:
     for pair in dict.fromkeys((row["format"], row["gradients"]) for row in rows):
         here = [row for row in rows if (row["format"], row["gradients"]) == pair]
         found.append([*pair, *(f"{sum(row[kind] for row in here):,}" for kind in kinds)])
-    return "\n\n".join([grid(["format", "gradients", *kinds], found), _how_many_operators()])
+    return _said_before(
+        "The floating operators of torch's `op_db`, with operands that have digits in all components, with plain ones "
+        "beside them, with a constant, with a gap between components and with one far element, against four float64 "
+        "components (`python -m benchmarks.bench_mctensor_operators`; what each word means stands in "
+        "[Benchmarks](benchmarks.md)). What is counted is an operator in one of these five cases.",
+        grid(["format", "gradients", *kinds], found),
+        _how_many_operators(),
+    )
 
 
 def _how_many_operators() -> str:
@@ -478,7 +500,7 @@ def _how_many_operators() -> str:
     return textwrap.fill(f"These are {said[0]}.", 120) if said else ""
 
 
-def mctensor_beyond() -> str:
+def _mctensor_beyond() -> str:
     """What is beyond the bound, and why."""
     grouped: dict[tuple[str, str], dict[str, dict]] = {}
     for row in _rows("mctensor_operators", "Beyond"):
@@ -489,7 +511,9 @@ def mctensor_beyond() -> str:
         [operator, *(", ".join(here[name]) for name in ("format", "case", "gradients")), why]
         for (operator, why), here in sorted(grouped.items())
     ]
-    return grid(["operator", "formats", "cases", "gradients", "why"], found)
+    return _said_before(
+        "What is beyond the bound there:", grid(["operator", "formats", "cases", "gradients", "why"], found)
+    )
 
 
 def _every_table(name: str) -> str:
@@ -828,9 +852,7 @@ PLACES: dict[str, Callable[[], str]] = {
         mctensor_speed,
         mctensor_bounds,
         mctensor_products,
-        mctensor_values,
-        mctensor_operators,
-        mctensor_beyond,
+        mctensor_digits,
         mctensor_experiments,
         mammals,
         processes,
