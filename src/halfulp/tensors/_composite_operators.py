@@ -109,7 +109,7 @@ def _with_out(operator: OpOverload) -> Callable:
     return untraced(entered)
 
 
-for _operators, _make in (((*COMPOSITES, *DIFFERENTIATED), _entry), (OWN, _own), (REPLACED, _with_out)):
+for _operators, _entering in (((*COMPOSITES, *DIFFERENTIATED), _entry), (OWN, _own), (REPLACED, _with_out)):
     for _operator in present(_operators):
         _name = _operator.name().removeprefix("aten::")
-        _library.impl(_name, _make(_operator), "TESTING_ONLY_GenericMode", with_keyset=True)
+        _library.impl(_name, _entering(_operator), "TESTING_ONLY_GenericMode", with_keyset=True)
