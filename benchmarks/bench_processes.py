@@ -143,8 +143,8 @@ def tables(found: dict[str, list[dict]]) -> list[Table]:
             read,
             "Weights, momentum and the scaler's state by torch.distributed.checkpoint, bit for bit, and the difference "
             "after one more step from what the two processes that saved it got, in the units above: at most "
-            f"{ONE_STEP}, as plain float32 gradients differ by up to 1.6 where rows are summed in another order. Each "
-            "process has exponents of its own; those of one are in the checkpoint.",
+            f"{ONE_STEP}, as gradients differ by up to 1.6 (plain float32: 1.5) where rows are summed in another "
+            "order. Each process has exponents of its own; those of one are in the checkpoint.",
         ),
         refusals(found),
     ]
