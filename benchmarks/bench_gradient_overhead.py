@@ -5,6 +5,7 @@ import json
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from ._harness import ROOT, Contender, measure
 from ._results import Result, Table, save
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--child", choices=CASES)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=1, help="so many at once, one thread each; idle cores at most")
     chosen = parser.parse_args()
     if chosen.child:
         child(chosen.child, chosen.compiled)
@@ -135,14 +137,17 @@ def main() -> None:
     table = Table(
         "A step with exponents over one without", columns | {"statistics": "+.2%", "dropped": "", "bar": "", "met": ""}
     )
-    for compiled in (False, True):
-        for name, case in CASES.items():
-            bar = case.compiled if compiled else case.bar
-            if bar is None:
-                continue
-            line = judged(spread(name, compiled, chosen.processes), bar, case.statistics)
+    bars = {(name, False): case.bar for name, case in CASES.items()}
+    bars |= {(name, True): case.compiled for name, case in CASES.items()}
+
+    def line_of(row: tuple[str, bool]) -> dict:
+        line = judged(spread(*row, chosen.processes), bars[row], CASES[row[0]].statistics)
+        print(line, flush=True)
+        return line
+
+    with ThreadPoolExecutor(chosen.workers) as workers:
+        for line in workers.map(line_of, [row for row, bar in bars.items() if bar is not None]):
             table.add(**line)
-            print(line, flush=True)
     result = Result(
         "gradient_overhead", "The cost of gradient exponents", TEXT, "python -m benchmarks.bench_gradient_overhead"
     )
