@@ -117,8 +117,8 @@ def main() -> None:
         if name not in rows:
             rows[name] = row(name, arguments.seed)
             print(rows[name], flush=True)
-        if arguments.out:
-            arguments.out.write_text(json.dumps(rows, indent=1))
+            if arguments.out:
+                arguments.out.write_text(json.dumps(rows, indent=1))
         table.add(**rows[name])
     if not arguments.names:
         command = "python -m benchmarks.bench_compiled_formats"

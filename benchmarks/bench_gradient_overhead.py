@@ -1,13 +1,21 @@
 """What exponents per gradient cost a step: `python -m benchmarks.bench_gradient_overhead`."""
 
 import argparse
+import copy
 import json
+import random
 import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
+import halfulp as hu
+from halfulp.gradients._replay import forwards_without_region
+
 from ._harness import ROOT, Contender, measure
+from ._overhead_models import CASES, workload
 from ._results import Result, Table, save
 
 TEXT = """Forward and backward of one batch in float32 on one thread, as a multiple of the same without a scaler, \
@@ -26,16 +34,6 @@ def contenders(case: str, compiled: bool, **sizes: int) -> list[Contender]:
     Raises:
         RuntimeError: forward passes do not go without a region, which is the path that a training takes.
     """
-    import copy
-    import random
-
-    import torch
-
-    import halfulp as hu
-    from halfulp.gradients._replay import forwards_without_region
-
-    from ._overhead_models import CASES, workload
-
     model, loss_of = workload(CASES[case], **sizes)
     other = copy.deepcopy(model)
     scaler = hu.AdaptiveGradScaler(other, interval=10**9)
@@ -79,8 +77,6 @@ def contenders(case: str, compiled: bool, **sizes: int) -> list[Contender]:
 
 def child(case: str, compiled: bool) -> None:
     """One process's figures, as JSON on the last line."""
-    import torch
-
     torch.set_num_threads(1)
     found = measure(contenders(case, compiled), "plain", threads=1, rounds=9, window=0.2, patience=150)
     print(json.dumps({name: timing.to_dict() for name, timing in found.items()}))
@@ -88,8 +84,6 @@ def child(case: str, compiled: bool) -> None:
 
 def spread(case: str, compiled: bool, processes: int) -> dict:
     """The figures of several fresh processes."""
-    from ._overhead_models import CASES
-
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.bench_gradient_overhead", "--child", case]
     command += ["--compiled"] if compiled else []
     runs = []
@@ -122,8 +116,6 @@ def judged(line: dict, bar: float, most: float | None) -> dict:
 
 def main() -> None:
     """Every case, eager and compiled, with its bar."""
-    from ._overhead_models import CASES
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", choices=CASES)
     parser.add_argument("--compiled", action="store_true")
