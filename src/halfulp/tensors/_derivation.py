@@ -120,7 +120,7 @@ def beyond_float64(*operators: OpOverload) -> Callable[[Callable], Callable]:
 
     def register(rule: Callable) -> Callable:
         for operator in operators:
-            implements(operator)(_either(operator, rule))
+            implements(operator)(either_way(operator, rule))
         return rule
 
     return register
@@ -131,7 +131,7 @@ def beyond_exact(*operators: OpOverload) -> Callable[[Callable], Callable]:
 
     def register(rule: Callable) -> Callable:
         for operator in operators:
-            implements(operator)(_either(operator, rule, exactly=True))
+            implements(operator)(either_way(operator, rule, exactly=True))
         return rule
 
     return register
@@ -152,7 +152,9 @@ def _is_exact(x: Any) -> bool:
     return True
 
 
-def _either(operator: OpOverload, rule: Callable, exactly: bool = False) -> Callable:
+def either_way(operator: OpOverload, rule: Callable, exactly: bool = False) -> Callable:
+    """The operator in float64 where that holds the operands, the rule elsewhere."""
+
     @functools.wraps(rule)
     def either(*arguments: Any, **options: Any) -> Any:
         leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]

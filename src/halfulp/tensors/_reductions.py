@@ -13,7 +13,7 @@ from .. import arithmetic
 from ..arithmetic import MOST, PRECISION, Parts
 from ..kernels import torch_operators
 from ._backward import COMPONENTS, rounds
-from ._derivation import beyond_float64
+from ._derivation import beyond_float64, either_way
 from ._form import Form, evaluate, form_of, made, parts_of, wide_count
 from ._mctensor import MCTensor
 from ._registry import implements
@@ -116,9 +116,19 @@ def cumprod(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
     return x.clone() if step == 1 else x
 
 
-@beyond_float64(aten.linalg_vector_norm.default)
+@implements(aten.linalg_vector_norm.default)
 def vector_norm(x: MCTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """(sum |x|^ord)^(1/ord), the largest for infinity, the count of others than 0 for 0."""
+    """(sum |x|^ord)^(1/ord), the largest for infinity, the count of others than 0 for 0.
+
+    An infinite order is one of the elements, with all of its digits: its gradient asks which elements are equal to it.
+    """
+    if not math.isinf(ord):
+        return either_way(aten.linalg_vector_norm.default, _finite_norm)(x, ord, dim, keepdim, dtype=dtype)
+    size = (x if dtype is None else x.to(dtype)).abs()
+    return (torch.amax if ord > 0 else torch.amin)(size, dimensions(x, dim), keepdim)
+
+
+def _finite_norm(x: MCTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     dims = dimensions(x, dim)
     if ord == 2:
@@ -126,8 +136,6 @@ def vector_norm(x: MCTensor, ord: Any = 2, dim: Any = None, keepdim: bool = Fals
     if ord == 0:
         return (x != 0).sum(dims, keepdim) + torch.zeros_like(x.sum(dims, keepdim))
     size = x.abs()
-    if math.isinf(ord):
-        return size.amax(dims, keepdim) if ord > 0 else size.amin(dims, keepdim)
     if ord == 1:
         return size.sum(dims, keepdim)
     root = evaluate("div", 1.0, torch.tensor(float(ord), dtype=torch.float64, device=x.device), form=_four_float64s(x))
