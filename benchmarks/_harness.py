@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 STARVED = 1.1  # a peer that took longer than this times its best had to share memory bandwidth or cache
 BUSY = 0.9  # process CPU time under this share of threads x wall time means that somebody else had the core
+HALF = 0.5  # the same for one thread, whose CPU time leaves out what others took and is what counts
 
 
 @dataclass
@@ -64,6 +65,9 @@ def calibrate(contender: Contender, window: float) -> None:
 def clock(contender: Contender, threads: int) -> tuple[float, bool]:
     """Seconds per call over one window, and whether nothing else was on our cores.
 
+    Of one thread the seconds are CPU time: on a virtual machine the host takes milliseconds at any time, which are no
+    part of it. Of several threads they are wall time.
+
     One untimed call goes first: it refills the caches that the previous contender used and lets another
     library's worker threads fall asleep.
     """
@@ -73,6 +77,8 @@ def clock(contender: Contender, threads: int) -> tuple[float, bool]:
     for _ in range(contender.calls):
         contender.call()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    if threads == 1:
+        return cpu / contender.calls, cpu >= HALF * wall
     return wall / contender.calls, cpu >= BUSY * used * wall
 
 
@@ -88,10 +94,10 @@ def measure(
     """Times all contenders in turn, round after round, against the one called ``peer``.
 
     A round of a contender lies between two of the peer, whose mean is its reference, and counts when all three were
-    undisturbed: process CPU time at least 0.9 x threads x wall time, and the reference at most 1.1 x the best that the
-    peer did in this process (a peer starved of memory bandwidth would flatter everybody else). Measuring stops when
-    every contender has ``rounds`` such rounds, or after ``patience`` seconds; what was dropped is counted, and fewer
-    than 7 rounds raise.
+    undisturbed: process CPU time at least 0.9 x threads x wall time (half of wall time for one thread, whose time is
+    CPU time), and the reference at most 1.1 x the best that the peer did in this process (a peer starved of memory
+    bandwidth would flatter everybody else). Measuring stops when every contender has ``rounds`` such rounds, or after
+    ``patience`` seconds; what was dropped is counted, and fewer than 7 rounds raise.
 
     Args:
         contenders: what to time; one of them is named ``peer``.
