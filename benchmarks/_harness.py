@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-STARVED = 1.1  # a peer that took longer than this times its best had to share memory bandwidth or cache
+STARVED = 1.1  # a peer that took longer than this times its fastest tenth had to share memory bandwidth or cache
 BUSY = 0.9  # process CPU time under this share of threads x wall time means that somebody else had the core
 HALF = 0.5  # the same for one thread, whose CPU time leaves out what others took and is what counts
 
@@ -95,8 +95,8 @@ def measure(
 
     A round of a contender lies between two of the peer, whose mean is its reference, and counts when all three were
     undisturbed: process CPU time at least 0.9 x threads x wall time (half of wall time for one thread, whose time is
-    CPU time), and the reference at most 1.1 x the best that the peer did in this process (a peer starved of memory
-    bandwidth would flatter everybody else). Measuring stops when every contender has ``rounds`` such rounds, or after
+    CPU time), and the reference at most 1.1 x what the fastest tenth of the peer's took in this process (a peer starved
+    of memory bandwidth would flatter everybody else). Measuring stops when every contender has ``rounds`` such rounds, or after
     ``patience`` seconds; what was dropped is counted, and fewer than 7 rounds raise.
 
     Args:
@@ -131,7 +131,8 @@ def measure(
 
 def fed(kept: dict[str, list[tuple[float, float]]], peer: str) -> dict[str, list[tuple[float, float]]]:
     """The rounds whose reference was not starved."""
-    best = min((seconds for seconds, _ in kept[peer]), default=0.0)
+    times = sorted(seconds for seconds, _ in kept[peer])
+    best = times[len(times) // 10] if times else 0.0
     return {name: [pair for pair in pairs if pair[1] <= STARVED * best] for name, pairs in kept.items()}
 
 

@@ -34,8 +34,8 @@ How speed is measured: contenders take turns in one process, but for peers that 
 need an environment of their own and run there beside the same reference; a figure is the median over at least 7 \
 rounds of the ratio to a named peer that ran just before and just after, whose own time stands beside it. A round in \
 which the process had less than 0.9 x threads x wall time of CPU (half of wall time for one thread, whose time is CPU \
-time), or in which the peer took more than 1.1 x its best, was disturbed by something else: it is dropped, and \
-counted. \
+time), or in which the peer took more than 1.1 x what its fastest tenth took, was disturbed by something else: it is \
+dropped, and counted. \
 Where a table speaks of processes, the whole measurement was made in that many fresh processes, and the range is over \
 them: a bar counts as met when that range reaches it.
 """
