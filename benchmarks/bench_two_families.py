@@ -97,7 +97,7 @@ def gradients(chain, scaler, inputs, targets):
 
 def measured(chain, scaler, format, inputs, targets) -> dict:
     """Underflow and subnormals by layer, and the error of the weights' gradients, against float32."""
-    from halfulp import quantize
+    from halfulp.rounding import quantize
 
     plain = copy.deepcopy(chain)
     truth = gradients(plain, None, inputs, targets)

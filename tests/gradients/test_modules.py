@@ -13,18 +13,7 @@ from torch import nn
 
 import halfulp as hu
 
-from .exponents import (
-    WIDTH,
-    assert_same,
-    batch,
-    case_of,
-    clear,
-    mean_square,
-    mlp,
-    plainly,
-    scrambled,
-    sites,
-)
+from .exponents import WIDTH, assert_same, batch, case_of, clear, mean_square, mlp, plainly, scrambled, sites
 
 
 def trial(model, run, seed):

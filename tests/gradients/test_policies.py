@@ -9,16 +9,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.formats import Format, get
-from halfulp.gradients import (
-    AbsRange,
-    Amax,
-    Constant,
-    Dynamic,
-    ElementWise,
-    Measured,
-    RisingFloor,
-    UnderflowBound,
-)
+from halfulp.gradients import AbsRange, Amax, Constant, Dynamic, ElementWise, Measured, RisingFloor, UnderflowBound
 from halfulp.gradients._policy import _BY_NAME
 from halfulp.gradients._site import Reading, Site
 

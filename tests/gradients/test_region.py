@@ -15,18 +15,7 @@ import halfulp as hu
 from halfulp.gradients._region import current
 from halfulp.kernels import same_bits
 
-from .exponents import (
-    assert_same,
-    batch,
-    case_of,
-    clear,
-    gradients,
-    mean_square,
-    mlp,
-    plainly,
-    scramble,
-    scrambled,
-)
+from .exponents import assert_same, batch, case_of, clear, gradients, mean_square, mlp, plainly, scramble, scrambled
 
 
 def assert_nothing_is_left():

@@ -11,7 +11,7 @@ import pytest
 from halfulp import kernels
 from halfulp.kernels import compile_kernel
 from halfulp.kernels._cache import cache_folder
-from halfulp.kernels._scalar import add, load32, store32
+from halfulp.kernels.scalar._operations import add, load32, store32
 
 QUANTIZE = """
     import torch, halfulp.rounding as r
@@ -41,9 +41,11 @@ def test_a_second_process_finds_it(cache, forked_python):
 
 def test_an_edited_piece_in_another_file(cache, forked_python, tmp_path):
     """The next process picks up an edit of a file that a kernel only inlines."""
-    (tmp_path / "rule.py").write_text("from halfulp.kernels._scalar import add\ndef rule(x): return add(x, x)\n")
+    (tmp_path / "rule.py").write_text(
+        "from halfulp.kernels.scalar._operations import add\ndef rule(x): return add(x, x)\n"
+    )
     (tmp_path / "loop.py").write_text(
-        "from halfulp.kernels._scalar import load32, store32\n"
+        "from halfulp.kernels.scalar._operations import load32, store32\n"
         "from rule import rule\n"
         "def loop(n, a):\n"
         "    for i in range(n):\n"
@@ -58,7 +60,9 @@ def test_an_edited_piece_in_another_file(cache, forked_python, tmp_path):
         print(x[0])
     """
     assert forked_python(program) == "10\n"
-    (tmp_path / "rule.py").write_text("from halfulp.kernels._scalar import mul\ndef rule(x): return mul(x, x)\n")
+    (tmp_path / "rule.py").write_text(
+        "from halfulp.kernels.scalar._operations import mul\ndef rule(x): return mul(x, x)\n"
+    )
     os.utime(tmp_path / "rule.py", (0, 0))
     assert forked_python(program) == "25\n"
 
@@ -77,7 +81,7 @@ def compiled_doubles() -> list[int]:
 @pytest.fixture
 def notes(monkeypatch):
     """What is reported during one test."""
-    monkeypatch.setattr(kernels._engines, "_notes", type(kernels._engines._notes)())
+    monkeypatch.setattr(kernels._engine, "_notes", type(kernels._engine._notes)())
     return lambda: " ".join(kernels.report())
 
 

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import (
 )
 
 import halfulp as hu
-from halfulp.kernels import _engines
+from halfulp.kernels import _engine as _engines
 from halfulp.scaled import ScaledTensor, unscalify
 
 STEPS, DECAY = 300, 0.999

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.kernels._triton import OPTIONS, load_module, module_source
+from halfulp.kernels.triton._source import OPTIONS, load_module, module_source
 from halfulp.optim._stores import STORES
 from halfulp.optim._triton_program import triton_source
 
@@ -100,7 +100,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_step_right(monkeyp
         raise RuntimeError("no compiler here")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(hu.kernels._engines, "_installed", lambda name: True)
+    monkeypatch.setattr(hu.kernels._engine, "_installed", lambda name: True)
     monkeypatch.setattr(_triton, "load_module", refuse)
     monkeypatch.setattr(_triton, "_kernels", {})
     case = ("lion", "kahan", "bf16", None, torch.bfloat16)

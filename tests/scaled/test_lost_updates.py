@@ -8,7 +8,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfulp as hu
-from halfulp.kernels import _engines
+from halfulp.kernels import _engine as _engines
 from halfulp.scaled import ScaledTensor, unscalify
 
 UPDATES = {

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfulp import MCTensor, ScaledTensor
+from halfulp.scaled import ScaledTensor
+from halfulp.tensors import MCTensor
 
 LAYOUTS = {
     "contiguous": lambda x: x,

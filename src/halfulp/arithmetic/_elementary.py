@@ -11,17 +11,7 @@ from fractions import Fraction
 
 import torch
 
-from ..kernels import (
-    Traced,
-    exponent,
-    floor,
-    gather,
-    is_finite,
-    nearest_integer,
-    power,
-    select,
-    times_power,
-)
+from ..kernels import Traced, exponent, floor, gather, is_finite, nearest_integer, power, select, times_power
 from . import _constants as known
 from ._networks import added, divided, finished, multiplied, negated, scaled
 from ._transforms import Terms, distill, two_product

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..kernels._machine_code import machine_code
+from ..kernels.scalar._machine_code import machine_code
 from ._exact_pieces import A_STEP, B_STEP, BLOCKS, COLUMNS, ONE_BY_ONE, PER_ROW, RECORD, SHARE, SIZE, SMALLEST, A, B
 from ._exact_vectors import extracted, keeps_subnormals, peeled, ranges, unfolded
 from ._exact_words import BLOCK, LAYOUTS, Layout, block_size

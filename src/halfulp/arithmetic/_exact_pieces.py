@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numpy import float64, int64
 
-from ..kernels._scalar import load16, load32, load64, word64
+from ..kernels.scalar._operations import load16, load32, load64, word64
 from ._exact_words import LIMB, LIMBS, LOW, MINUS, NEGATIVE_ZEROS, PLUS, TERMS, UNIT
 
 # Words of a setup: what is added up, then how a result is laid out.

@@ -5,14 +5,7 @@ from __future__ import annotations
 import math
 
 from ..kernels import exponent, floor, is_finite, select, times_power
-from ._elementary import (
-    constants,
-    exp_terms,
-    expm1_terms,
-    log_terms,
-    number,
-    odd_at_zero,
-)
+from ._elementary import constants, exp_terms, expm1_terms, log_terms, number, odd_at_zero
 from ._networks import added, divided, finished, multiplied, negated, root, rooted, scaled
 from ._transforms import Terms, distill
 

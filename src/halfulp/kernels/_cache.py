@@ -8,8 +8,8 @@ import pickle
 import tempfile
 from pathlib import Path
 
-from ._engines import note
-from ._processor import processor
+from ._engine import note
+from .scalar._processor import processor
 
 _TAG = b"halfulp-kernel-1"
 
@@ -88,5 +88,6 @@ class MachineCodeCache:
 def _machinery() -> str:
     """The sources that shape every kernel."""
     return "".join(
-        Path(__file__).with_name(name).read_text() for name in ("_intrinsics.py", "_compile.py", "_pipeline.py")
+        (Path(__file__).parent / "scalar" / name).read_text()
+        for name in ("_instructions.py", "_compile.py", "_pipeline.py")
     )

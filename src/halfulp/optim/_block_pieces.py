@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..kernels._scalar import (
+from ..kernels.scalar._operations import (
     add,
     bit_and,
     bit_xor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..kernels._scalar import bit_and, real, word
+from ..kernels.scalar._operations import bit_and, real, word
 from ._stores import EXPONENT, Store, float_words, words_float
 
 NONE = np.float32(0.0)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ..kernels._scalar import sub
+from ..kernels.scalar._operations import sub
 from ._bound import residual_round, weight_load, weight_nearest, weight_real, weight_save
 from ._companion_fit import fit_bindings, fitting, fitting_tensor
 from ._kahan import Kahan

@@ -5,7 +5,20 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..kernels._scalar import add, bit_and, bit_or, load8, real, shl, shr, store8, sub, to_real, to_word, word
+from ..kernels.scalar._operations import (
+    add,
+    bit_and,
+    bit_or,
+    load8,
+    real,
+    shl,
+    shr,
+    store8,
+    sub,
+    to_real,
+    to_word,
+    word,
+)
 from ._stores import ABS, CANONICAL_NAN, EXPONENT, ONE, S8, STORES, TWO_M24, Store, float_words, fp16_real
 
 S20, S21, S24, SIGN_8, ABS_8 = (np.uint32(n) for n in (20, 21, 24, 0x80, 0x7F))

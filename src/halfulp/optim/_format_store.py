@@ -9,7 +9,7 @@ import torch
 
 from .. import formats
 from ..formats import Format
-from ..kernels._scalar import add, bit_and, bit_or, load32, real, shr, store32, sub, to_real, to_word, word
+from ..kernels.scalar._operations import add, bit_and, bit_or, load32, real, shr, store32, sub, to_real, to_word, word
 from ..rounding import Nearest, quantize
 from ._stores import Store, f32_real, float_words, words_float
 

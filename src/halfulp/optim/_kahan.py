@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ..kernels._scalar import sub, word
+from ..kernels.scalar._operations import sub, word
 from ._bound import residual_round, weight_load, weight_nearest, weight_real, weight_round, weight_save
 from ._companion_fit import fit_bindings, fitting, fitting_tensor, ulp_of_one
 from ._stores import Store

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ..kernels._scalar import load16, store16, sub
+from ..kernels.scalar._operations import load16, store16, sub
 from ._stores import BF16, bf16_nearest, bf16_real
 
 

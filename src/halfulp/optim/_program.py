@@ -12,7 +12,20 @@ import numpy as np
 import torch
 
 from ..kernels import compile_kernel
-from ..kernels._scalar import add, bit_and, load8, load16, load32, real, root, shr, store8, store16, store32, word
+from ..kernels.scalar._operations import (
+    add,
+    bit_and,
+    load8,
+    load16,
+    load32,
+    real,
+    root,
+    shr,
+    store8,
+    store16,
+    store32,
+    word,
+)
 from ..rounding._random import WEYL, draw, stream_start
 from ._block_pieces import (
     GROW,

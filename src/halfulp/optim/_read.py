@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..kernels import IndexMap, address, check_bits, chosen, chunks, compile_kernel, run_chunks, undisturbed
-from ..kernels._scalar import store32, word
+from ..kernels.scalar._operations import store32, word
 from ._bound import read_weight
 from ._outside_writes import companions_now
 from ._slots import Slot

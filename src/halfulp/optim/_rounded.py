@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ..kernels._scalar import load32, store32, word
+from ..kernels.scalar._operations import load32, store32, word
 from ._bound import weight_load, weight_nearest, weight_real, weight_save
 from ._stores import F32, Store, f32_real
 from ._weight_update import Parts, WeightUpdate, read_plain, register, store_bindings, write_plain

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ..kernels._scalar import add, bit_and, shr, sub, to_real, word
+from ..kernels.scalar._operations import add, bit_and, shr, sub, to_real, word
 from ._stores import ABS, EXPONENT, ONE, S8, TWO_M24, Store
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ..kernels._scalar import (
+from ..kernels.scalar._operations import (
     add,
     bit_and,
     bit_xor,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..kernels._scalar import (
+from ..kernels.scalar._operations import (
     add,
     bit_and,
     bit_or,

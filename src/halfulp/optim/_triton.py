@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..kernels import check_bits, note_and_warn_once
-from ..kernels._triton import OPTIONS, load_module
+from ..kernels.triton._source import OPTIONS, load_module
 from ._program import Kind
 from ._triton_program import METER, PARTS, TILE, triton_source
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..kernels._scalar import bit_xor, load8, load16, real, shl, store8, store16, sub, to_real
-from ..kernels._triton_operations import row_peak
+from ..kernels.scalar._operations import bit_xor, load8, load16, real, shl, store8, store16, sub, to_real
+from ..kernels.triton._operations import row_peak
 from ._block_pieces import (
     NAN,
     S16,

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from ..kernels import CHUNK
-from ..kernels._triton import module_source
+from ..kernels.triton._source import module_source
 from . import _triton_pieces
 from ._program import Kind, bindings, bits_of, draws_of, element_update, form_of, pointer_count, state_pointers
 

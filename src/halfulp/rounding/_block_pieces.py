@@ -3,15 +3,15 @@
 # ruff: noqa: F821  names that are free here (load, store, BLOCK, measured, ...) are bound when a kernel is compiled
 from __future__ import annotations
 
-from ..kernels._scalar import add as plus
-from ..kernels._scalar import add as plus32
-from ..kernels._scalar import bit_and as both
-from ..kernels._scalar import bit_or as either
-from ..kernels._scalar import bit_xor as flip
-from ..kernels._scalar import divide, peak16x16, peak16x32, real, word
-from ..kernels._scalar import shl as left
-from ..kernels._scalar import shr as right
-from ..kernels._scalar import sub as minus
+from ..kernels.scalar._operations import add as plus
+from ..kernels.scalar._operations import add as plus32
+from ..kernels.scalar._operations import bit_and as both
+from ..kernels.scalar._operations import bit_or as either
+from ..kernels.scalar._operations import bit_xor as flip
+from ..kernels.scalar._operations import divide, peak16x16, peak16x32, real, word
+from ..kernels.scalar._operations import shl as left
+from ..kernels.scalar._operations import shr as right
+from ..kernels.scalar._operations import sub as minus
 from ._constants import (
     BASE,
     FIELD,

@@ -9,7 +9,7 @@ import torch
 
 from ..formats import BlockFormat
 from ..kernels import address, check_bits, compile_kernel, define_operator, note, run_chunks
-from ..kernels._scalar import load32, load64, store32, store64
+from ..kernels.scalar._operations import load32, load64, store32, store64
 from . import _block_pieces as b
 from ._block_reference import blocks_by_reference, tensor_scale
 from ._block_target import CLOSEST, BlockTarget, make_block_target, scale_threshold

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..kernels import IndexMap, address, check_bits, chosen, chunks, compile_kernel, run_chunks
-from ..kernels._scalar import load32, load64, store32, store64
+from ..kernels.scalar._operations import load32, load64, store32, store64
 from . import _pieces as p
 from ._constants import WORD32, WORD64, Layout, constants, layout_for
 from ._random import random_words

@@ -9,8 +9,8 @@ from __future__ import annotations
 # ruff: noqa: F821  names that are free here (load, store, magnitude, addend, ...) are bound when a kernel is compiled
 import numpy as np
 
-from ..kernels._scalar import add as plus
-from ..kernels._scalar import (
+from ..kernels.scalar._operations import add as plus
+from ..kernels.scalar._operations import (
     add64,
     and64,
     load16,
@@ -32,12 +32,12 @@ from ..kernels._scalar import (
     word64,
     xor64,
 )
-from ..kernels._scalar import bit_and as both
-from ..kernels._scalar import bit_or as either
-from ..kernels._scalar import bit_xor as flip
-from ..kernels._scalar import shl as left
-from ..kernels._scalar import shr as right
-from ..kernels._scalar import sub as minus
+from ..kernels.scalar._operations import bit_and as both
+from ..kernels.scalar._operations import bit_or as either
+from ..kernels.scalar._operations import bit_xor as flip
+from ..kernels.scalar._operations import shl as left
+from ..kernels.scalar._operations import shr as right
+from ..kernels.scalar._operations import sub as minus
 from ._constants import (
     BASE,
     DOWN_SCALE,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..kernels._scalar import add, bit_xor, high_word, low_word, mul, shr
+from ..kernels.scalar._operations import add, bit_xor, high_word, low_word, mul, shr
 
 WEYL = np.uint32(0x9E3779B9)
 FIRST = np.uint32(0x21F0AAAD)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ._machine_code import machine_code
-from ._scalar import SCALARS
+from ._operations import SCALARS
 
 Bindings = Mapping[str, object]
 _ALLOWED = types.FunctionType | types.BuiltinFunctionType | type | np.generic | int | float | tuple
@@ -96,7 +96,7 @@ def _compiled(value: object, bind: dict, done: dict) -> object:
     if not isinstance(value, types.FunctionType):
         return value
     if SCALARS.get(value.__name__) is value:
-        from ._intrinsics import INTRINSICS
+        from ._instructions import INTRINSICS
 
         return INTRINSICS[value.__name__]
     from ._pipeline import PieceCompiler

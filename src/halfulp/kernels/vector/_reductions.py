@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from ._trace import Trace, record
-from ._vector import Loop, _dispatcher, _intrinsic_of, _native_lanes
-from ._vector_instructions import Instructions, size_of
+from .._trace import Trace, record
+from ._instructions import Instructions, size_of
+from ._loop import Loop, _dispatcher, _intrinsic_of, _native_lanes
 
 ACROSS = 32  # lanes that the rows of a matrix with fewer columns are dealt to, whatever the processor's vectors
 BLOCK = 16  # rows that a step takes up one after another before they are joined to what came before

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._trace import Piece, Trace
+from .._trace import Piece, Trace
 
 if TYPE_CHECKING:
-    from ._vector import Loop
+    from ._loop import Loop
 
 _PREDICATES = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
 

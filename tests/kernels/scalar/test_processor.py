@@ -1,6 +1,7 @@
 """What a processor has decides how kernels are compiled, under which name they are cached, and no bit of a result."""
 
-from halfulp.kernels import _processor, vector_bits
+from halfulp.kernels import vector_bits
+from halfulp.kernels.scalar import _processor
 
 # As Numba reads it: any 64-bit processor. benchmarks/bench_processors.py runs the suite so.
 RESTRICTED = {"NUMBA_CPU_NAME": "generic"}

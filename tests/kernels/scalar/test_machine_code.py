@@ -12,8 +12,9 @@ from numba.core.ir import FunctionIR
 from numba.core.typeinfer import TypeInferer
 
 import halfulp
-from halfulp.kernels import _compile, compile_kernel
-from halfulp.kernels._scalar import add, load32, store32
+from halfulp.kernels import compile_kernel
+from halfulp.kernels.scalar import _compile
+from halfulp.kernels.scalar._operations import add, load32, store32
 
 ROOT = Path(halfulp.__file__).parent
 CONSTANT = np.uint32(0)
@@ -102,7 +103,7 @@ def test_a_compiled_kernel_is_as_a_loaded_one(cache):
 
 def test_all_kernels_are_made_in_one_place():
     """What becomes machine code elsewhere would keep the compiler's memory, and might miss the cache."""
-    makers = ["kernels/_compile.py", "kernels/_vector.py", "arithmetic/_exact_blocks.py"]
+    makers = ["kernels/scalar/_compile.py", "kernels/vector/_loop.py", "arithmetic/_exact_blocks.py"]
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         tree = ast.parse(path.read_text())

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from halfulp.kernels import compile_kernel, digest
-from halfulp.kernels._compile import _pieces
-from halfulp.kernels._scalar import add, bit_xor, load32, mul, store32
+from halfulp.kernels.scalar._compile import _pieces
+from halfulp.kernels.scalar._operations import add, bit_xor, load32, mul, store32
 
 THREE = np.uint32(3)
 
@@ -61,7 +61,7 @@ def test_kernels_share_the_pieces_that_are_the_same_and_no_others(cache, monkeyp
 def test_pieces_of_one_name_are_never_linked_to_each_other(cache, forked_python, tmp_path):
     """Two kernels, compiled in two processes and loaded in a third, each keep their own pieces."""
     (tmp_path / "pieces.py").write_text(
-        "from halfulp.kernels._scalar import add, load32, mul, store32, sub\n"
+        "from halfulp.kernels.scalar._operations import add, load32, mul, store32, sub\n"
         "def plus(a, b): return add(a, b)\n"
         "def minus(a, b): return sub(a, b)\n"
         "def loop(source, target, n):\n"
@@ -105,7 +105,7 @@ def test_digest_sees_pieces_constants_and_bindings():
 
 
 KERNEL = """
-from halfulp.kernels._scalar import add, mul
+from halfulp.kernels.scalar._operations import add, mul
 import numpy as np
 FACTOR = np.uint32(3)
 def piece(x, y=2, *, z=5): return add(x, mul(y, z))

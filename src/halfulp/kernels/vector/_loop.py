@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from ._machine_code import machine_code
-from ._processor import has_fused_vectors, vector_bits
-from ._trace import Trace
-from ._vector_instructions import Instructions, hidden_one, size_of
+from .._trace import Trace
+from ..scalar._machine_code import machine_code
+from ..scalar._processor import has_fused_vectors, vector_bits
+from ._instructions import Instructions, hidden_one, size_of
 
 LANES = 16  # neighbours that a broadcast operand repeats: the widest vector of any kernel
 _HEADER = 2  # words of the table before the operands: elements per row, elements in all
@@ -48,7 +48,7 @@ def compile_trace(
 def _dispatcher(run: Callable, name: str, key: str) -> Callable:
     import numba
 
-    from ._pipeline import KernelCompiler
+    from ..scalar._pipeline import KernelCompiler
 
     run.__name__ = run.__qualname__ = f"{name}_{key[:16]}"
     compiler = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
@@ -59,7 +59,7 @@ def _dispatcher(run: Callable, name: str, key: str) -> Callable:
 @functools.cache
 def _source() -> str:
     here = Path(__file__)
-    files = (here, here.with_name("_vector_instructions.py"))
+    files = (here, here.with_name("_instructions.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -47,8 +47,8 @@ def test_the_reference_needs_no_numba(python, cache):
 
 def test_without_numba(monkeypatch):
     monkeypatch.delenv("HALFULP_ENGINE", raising=False)
-    monkeypatch.setattr(kernels._engines, "_installed", lambda name: False)
-    monkeypatch.setattr(kernels._engines, "_notes", type(kernels._engines._notes)())
+    monkeypatch.setattr(kernels._engine, "_installed", lambda name: False)
+    monkeypatch.setattr(kernels._engine, "_notes", type(kernels._engine._notes)())
     with pytest.warns(RuntimeWarning, match="numba is not installed"):
         assert chosen("cpu") == "reference"
     assert chosen("cpu") == "reference"
@@ -58,7 +58,7 @@ def test_without_numba(monkeypatch):
 
 
 def test_notes(monkeypatch):
-    monkeypatch.setattr(kernels._engines, "_notes", type(kernels._engines._notes)())
+    monkeypatch.setattr(kernels._engine, "_notes", type(kernels._engine._notes)())
     note("kind", "one thing")
     note("kind", "one thing")
     with pytest.warns(RuntimeWarning, match="another"):

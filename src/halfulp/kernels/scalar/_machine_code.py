@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ._cache import MachineCodeCache
+from .._cache import MachineCodeCache
 
 
 def machine_code(

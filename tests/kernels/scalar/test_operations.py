@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from halfulp.kernels import compile_kernel, same_bits
-from halfulp.kernels._intrinsics import INTRINSICS
-from halfulp.kernels._scalar import SCALARS, load32, load64, real, real64, store32, store64, word, word64
+from halfulp.kernels.scalar._instructions import INTRINSICS
+from halfulp.kernels.scalar._operations import SCALARS, load32, load64, real, real64, store32, store64, word, word64
 
 SPECIAL = [0, 1, 2, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x7F800000, 0x7F800001, 0xFF800000, 0x00800000, 0x007FFFFF]
 SPECIAL += [0x3F800000, 0xBF800000, 0x4EFFFFFF, 0x33800000, 0x00000100]

@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from . import _triton_operations as operations
-from ._compile import resolve
-from ._scalar import SCALARS
+from ..scalar._compile import resolve
+from ..scalar._operations import SCALARS
+from . import _operations as operations
 
 Bindings = Mapping[str, object]
 LANES = ("lanes", "aligned")

@@ -1,0 +1,1 @@
+"""Kernels on LLVM's vector types: traces as loops, and reductions of rows."""
