@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from halfulp.formats import BlockFormat, Format, block_names, get, get_block, names, round_exact
 from halfulp.kernels import engine, same_bits
 from halfulp.rounding import Nearest, Stochastic, mix64, quantize, random_words
-from halfulp.rounding._constants import random_bits
+from halfulp.rounding._kernel_constants import random_bits
 from halfulp.rounding._target import make_target
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -29,7 +29,7 @@ from ..kernels.scalar._operations import (
     unsigned_cubes16,
     word,
 )
-from ..rounding._random import WEYL, draw
+from ..rounding._random_bits import WEYL, draw
 
 BLOCK = np.int64(32)
 LANES = np.int64(16)

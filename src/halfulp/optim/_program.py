@@ -26,7 +26,7 @@ from ..kernels.scalar._operations import (
     store32,
     word,
 )
-from ..rounding._random import WEYL, draw, stream_start
+from ..rounding._random_bits import WEYL, draw, stream_start
 from ._block_pieces import (
     GROW,
     HUGE,

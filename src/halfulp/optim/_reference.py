@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..kernels import IndexMap, on_tensors
-from ..rounding._random import random_words
+from ..rounding._random_bits import random_words
 from ._program import Draw, Kind, draws_of
 from ._scaled_states import Scaled, peak
 from ._states import Blocks

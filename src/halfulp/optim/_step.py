@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..kernels import CHUNK, IndexMap, address, check_bits, chosen, chunk_table, chunks, note, plain, run_chunks
-from ..rounding._random import mix64_many
+from ..rounding._random_bits import mix64_many
 from ._program import Kind, compiled, draws_of, pointer_count
 from ._reference import reference_peaks, reference_step
 from ._scaled_step import choose_scales, keep_scales, with_present_scales

@@ -10,8 +10,8 @@ from ._modes import Up as Up
 from ._modes import get_rounding as get_rounding
 from ._modes import rounding_names as rounding_names
 from ._quantize import quantize as quantize
-from ._random import mix64 as mix64
-from ._random import random_words as random_words
+from ._random_bits import mix64 as mix64
+from ._random_bits import random_words as random_words
 from ._statistics import Fit as Fit
 from ._statistics import fit as fit
 from ._straight_through import StraightThrough as StraightThrough

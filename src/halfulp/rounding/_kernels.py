@@ -9,9 +9,9 @@ import torch
 
 from ..kernels import IndexMap, address, check_bits, chosen, chunks, compile_kernel, run_chunks
 from ..kernels.scalar._operations import load32, load64, store32, store64
-from . import _pieces as p
-from ._constants import WORD32, WORD64, Layout, constants, layout_for
-from ._random import random_words
+from . import _device_functions as p
+from ._kernel_constants import WORD32, WORD64, Layout, constants, layout_for
+from ._random_bits import random_words
 from ._reference import from_words, round_words, to_words
 from ._target import DOWN, NEAREST, STOCHASTIC, UP, Target
 

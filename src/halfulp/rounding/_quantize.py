@@ -9,12 +9,12 @@ import torch
 from ..formats import BlockFormat, Format, get, get_block
 from ..kernels import define_operator
 from ..kernels._plain_memory import refuse
-from ._blocks import block_target_for, quantize_block_format
+from ._graph_constants import traced_target
 from ._kernels import collide, run
 from ._modes import Nearest, Rounding, Stochastic, drawn_key, get_rounding
-from ._random import mix64
+from ._random_bits import mix64
 from ._target import DTYPES, STOCHASTIC, Target, make_target
-from ._traced import traced_target
+from .blocks._quantize import block_target_for, quantize_block_format
 
 
 def quantize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._constants import Layout, random_bits
+from ._kernel_constants import Layout, random_bits
 from ._target import DOWN, NEAREST, STOCHASTIC, UP, Target
 
 

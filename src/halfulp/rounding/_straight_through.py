@@ -9,7 +9,7 @@ from ..formats import BlockFormat, Format
 from ..kernels import under_transform
 from ._modes import Nearest, Rounding, Stochastic, get_rounding
 from ._quantize import check_format, check_tensor, quantize
-from ._random import mix64
+from ._random_bits import mix64
 
 AnyFormat = Format | BlockFormat | str | torch.dtype
 _BACKWARD = 0x6261636B

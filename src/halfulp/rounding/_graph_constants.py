@@ -13,9 +13,9 @@ import torch
 
 from ..formats import BlockFormat, Format
 from ..kernels import constant_result
-from ._block_target import BlockTarget, make_block_target
 from ._modes import Rounding, get_rounding
 from ._target import Target, make_target
+from .blocks._target import BlockTarget, make_block_target
 
 _ERRORS = {kind.__name__: kind for kind in (NotImplementedError, TypeError, ValueError)}
 

@@ -38,7 +38,7 @@ from ..kernels.scalar._operations import bit_xor as flip
 from ..kernels.scalar._operations import shl as left
 from ..kernels.scalar._operations import shr as right
 from ..kernels.scalar._operations import sub as minus
-from ._constants import (
+from ._kernel_constants import (
     BASE,
     DOWN_SCALE,
     DRAWN,
@@ -74,7 +74,7 @@ from ._constants import (
     WHOLE_STEPS,
     ZERO_SIGN,
 )
-from ._random import WEYL, draw, stream_start
+from ._random_bits import WEYL, draw, stream_start
 
 # What the pieces below are bound to for 64-bit words.
 WIDE = {

@@ -6,11 +6,11 @@ from math import frexp
 
 import torch
 
-from ._block_target import CLOSEST, FLOOR, BlockTarget
-from ._constants import WORD32, WORD64
-from ._random import random_words
-from ._reference import from_words, round_words, to_words
-from ._target import STOCHASTIC
+from .._kernel_constants import WORD32, WORD64
+from .._random_bits import random_words
+from .._reference import from_words, round_words, to_words
+from .._target import STOCHASTIC
+from ._target import CLOSEST, FLOOR, BlockTarget
 
 _SMALLEST_NORMAL = 2.0**-126
 

@@ -7,18 +7,18 @@ from functools import cache, lru_cache
 import numpy as np
 import torch
 
-from ..formats import BlockFormat
-from ..kernels import address, check_bits, compile_kernel, define_operator, note, run_chunks
-from ..kernels.scalar._operations import load32, load64, store32, store64
-from . import _block_pieces as b
-from ._block_reference import blocks_by_reference, tensor_scale
-from ._block_target import CLOSEST, BlockTarget, make_block_target, scale_threshold
-from ._constants import WORD32, WORD64, Layout, constants, layout_for
-from ._kernels import collide, container_pieces, fixed_elements, mode_pieces, on_cpu_kernels
-from ._modes import Rounding, Stochastic, drawn_key
-from ._random import mix64
-from ._target import DOWN, STOCHASTIC, UP
-from ._traced import traced_block_target
+from ...formats import BlockFormat
+from ...kernels import address, check_bits, compile_kernel, define_operator, note, run_chunks
+from ...kernels.scalar._operations import load32, load64, store32, store64
+from .._graph_constants import traced_block_target
+from .._kernel_constants import WORD32, WORD64, Layout, constants, layout_for
+from .._kernels import collide, container_pieces, fixed_elements, mode_pieces, on_cpu_kernels
+from .._modes import Rounding, Stochastic, drawn_key
+from .._random_bits import mix64
+from .._target import DOWN, STOCHASTIC, UP
+from . import _device_functions as b
+from ._reference import blocks_by_reference, tensor_scale
+from ._target import CLOSEST, BlockTarget, make_block_target, scale_threshold
 
 GROUP = 16_384
 

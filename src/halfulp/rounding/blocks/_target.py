@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..formats import BlockFormat
-from ._modes import Nearest, Rounding, Up
-from ._target import DTYPES, Target, make_target
+from ...formats import BlockFormat
+from .._modes import Nearest, Rounding, Up
+from .._target import DTYPES, Target, make_target
 
 FLOOR, RAISED, CLOSEST = range(3)
 _SCALE_ROUNDINGS = {"floor": FLOOR, "up": RAISED, "nearest": CLOSEST}

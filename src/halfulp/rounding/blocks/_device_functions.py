@@ -3,16 +3,17 @@
 # ruff: noqa: F821  names that are free here (load, store, BLOCK, measured, ...) are bound when a kernel is compiled
 from __future__ import annotations
 
-from ..kernels.scalar._operations import add as plus
-from ..kernels.scalar._operations import add as plus32
-from ..kernels.scalar._operations import bit_and as both
-from ..kernels.scalar._operations import bit_or as either
-from ..kernels.scalar._operations import bit_xor as flip
-from ..kernels.scalar._operations import divide, peak16x16, peak16x32, real, word
-from ..kernels.scalar._operations import shl as left
-from ..kernels.scalar._operations import shr as right
-from ..kernels.scalar._operations import sub as minus
-from ._constants import (
+from ...kernels.scalar._operations import add as plus
+from ...kernels.scalar._operations import add as plus32
+from ...kernels.scalar._operations import bit_and as both
+from ...kernels.scalar._operations import bit_or as either
+from ...kernels.scalar._operations import bit_xor as flip
+from ...kernels.scalar._operations import divide, peak16x16, peak16x32, real, word
+from ...kernels.scalar._operations import shl as left
+from ...kernels.scalar._operations import shr as right
+from ...kernels.scalar._operations import sub as minus
+from .._device_functions import all_constants, as_real, as_word, bfloat16_word, choose, float16_word, rounded
+from .._kernel_constants import (
     BASE,
     FIELD,
     HIGHEST,
@@ -27,8 +28,7 @@ from ._constants import (
     SIGNIFICAND,
     TINY,
 )
-from ._pieces import all_constants, as_real, as_word, bfloat16_word, choose, float16_word, rounded
-from ._random import WEYL, draw, stream_start
+from .._random_bits import WEYL, draw, stream_start
 
 # Positions in a kernel's array of words about blocks.
 FIRST, SECOND, SMALLEST, GREATEST, TWICE_BIAS, BELOW_NORMAL, UNIT, TENSOR = range(8)

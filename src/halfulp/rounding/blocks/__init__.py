@@ -1,0 +1,1 @@
+"""Rounding in blocks of elements that share a scale."""
