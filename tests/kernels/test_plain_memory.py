@@ -238,7 +238,7 @@ LOOKED_AT = {
     "optim/_outside_writes.py": {"agreement_of"},
     "tensors/_holders.py": {"_check_outside_memory", "_tied", "check_overlaps", "find", "overlap"},
     "kernels/_plain_memory.py": {"address", "has_own_memory"},
-    "arithmetic/_pointwise.py": {"fill"},
+    "arithmetic/expansions/_pointwise.py": {"fill"},
     "optim/_narrowing.py": {"narrow", "take_float32"},
     "optim/_optimizer.py": {"_prepare"},
     "optim/_checkpoint.py": {"load_float32_state_dict"},

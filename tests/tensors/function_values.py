@@ -15,7 +15,7 @@ from mpmath.libmp import from_man_exp
 from halfulp.tensors import MCTensor
 from halfulp.tensors._text import exact
 
-from ..arithmetic.expansions import PRECISION, SMALLEST, followed, nearest, stacked
+from ..arithmetic.expansion_values import PRECISION, SMALLEST, followed, nearest, stacked
 
 KINDS = [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 2), (torch.float64, 2), (torch.float32, 3)]
 _REACH = {torch.float64: (-1074, 1023), torch.float16: (-24, 15)}

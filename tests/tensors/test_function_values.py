@@ -10,7 +10,7 @@ import mpmath
 import pytest
 import torch
 
-from halfulp.arithmetic._functions import DIVISIONS, FUNCTIONS
+from halfulp.arithmetic.functions._table import DIVISIONS, FUNCTIONS
 from halfulp.kernels import engine, same_bits
 from halfulp.tensors import MCTensor, strict
 

@@ -10,11 +10,11 @@ import functools
 import torch
 
 from .. import arithmetic
-from ..arithmetic._elementary import expm1
-from ..arithmetic._fused import Fused
-from ..arithmetic._hyperbolics import asinh
-from ..arithmetic._lowering import lifted, lowered
-from ..arithmetic._networks import added, finished, multiplied, negated
+from ..arithmetic.expansions._fused import Fused
+from ..arithmetic.expansions._operators import added, finished, multiplied, negated
+from ..arithmetic.expansions._round_components import lifted, lowered
+from ..arithmetic.functions._exp_log import expm1
+from ..arithmetic.functions._hyperbolic import asinh
 from ..kernels import select, square_root
 
 WIDEST = 16  # coordinates of a point up to which there are kernels

@@ -103,7 +103,7 @@ def test_a_compiled_kernel_is_as_a_loaded_one(cache):
 
 def test_all_kernels_are_made_in_one_place():
     """What becomes machine code elsewhere would keep the compiler's memory, and might miss the cache."""
-    makers = ["kernels/scalar/_compile.py", "kernels/vector/_loop.py", "arithmetic/_exact_blocks.py"]
+    makers = ["kernels/scalar/_compile.py", "kernels/vector/_loop.py", "arithmetic/exact_sums/_block_sums.py"]
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         tree = ast.parse(path.read_text())

@@ -1,0 +1,193 @@
+"""Arithmetic on expansions without branches: + - * / and roots of sums of components.
+
+An expansion is a list of values, the largest first, each at most half an ulp of the one before. Two components follow
+the algorithms and bounds of Joldes, Muller and Popescu (ACM TOMS 44, 2017) and Lefevre, Louvet, Muller, Picot and
+Rideau (2023), u = 2^-p: sum 3u^2, product 5u^2, quotient 15u^2, root 25/8 u^2, with a plain operand 2u^2. Three and
+more components are distilled from all exact partial results: at most 2^-(n p - 4).
+"""
+
+from __future__ import annotations
+
+from ...kernels import is_finite, power, select, shared, square_root, times_power, trace_is_wide
+from .._error_free import Terms, distill, fast_two_sum, sweep, two_product, two_sum
+
+
+def finished(plain, terms: Terms) -> Terms:
+    """A result where special values follow the plain operation: infinities, NaNs, the sign of zero."""
+    head = select(is_finite(plain) & (abs(terms[0]) > 0.0), terms[0], plain)
+    sound = is_finite(plain) & is_finite(terms[0])
+    return [head, *(select(sound, t, 0.0) for t in terms[1:])]
+
+
+def settled(plain, terms: Terms) -> Terms:
+    """The same for terms that are not finite where the plain operation is not: sums and products."""
+    sound = is_finite(terms[0])
+    head = select(sound & (abs(terms[0]) > 0.0), terms[0], plain)
+    return [head, *(select(sound, t, 0.0) for t in terms[1:])]
+
+
+def gathered(x: Terms, keep: int) -> Terms:
+    """The sum of any terms as `keep` components: infinities and NaN as the plain sum, a zero head's sign."""
+    plain = x[0]
+    for t in x[1:]:
+        plain = plain + t
+    nothing = select(x[0] == 0.0, x[0], 0.0)
+    return finished(select(is_finite(plain), nothing, plain), distill(x, keep))
+
+
+def negated(x: Terms) -> Terms:
+    """-x."""
+    return [-t for t in x]
+
+
+def one_like(x):
+    """1, of a value's kind."""
+    return select(is_finite(x), x, 0.0) * 0.0 + 1.0
+
+
+def scaled(x: Terms, factor) -> Terms:
+    """x times a power of two."""
+    return [t * factor for t in x]
+
+
+@shared
+def added(x: Terms, y: Terms, n: int) -> Terms:
+    """x + y to n components; special values are not looked after."""
+    if len(x) < len(y):
+        x, y = y, x
+    if n == 1 and len(x) == 1:
+        return [x[0] + y[0]]
+    if len(x) == 1:
+        return fitted(list(two_sum(x[0], y[0])), n)
+    if n <= 2 and len(x) == 2:
+        return (_add_plain(x, y[0]) if len(y) == 1 else _add_two(x, y))[:n]
+    merged = [t for pair in zip(x, y) for t in pair] + list(x[len(y) :])
+    return distill(merged, n)
+
+
+def _add_plain(x: Terms, y) -> Terms:
+    high, low = two_sum(x[0], y)
+    return list(fast_two_sum(high, x[1] + low))
+
+
+def _add_two(x: Terms, y: Terms) -> Terms:
+    s, s1 = two_sum(x[0], y[0])
+    t, t1 = two_sum(x[1], y[1])
+    v, w = fast_two_sum(s, s1 + t)
+    return list(fast_two_sum(v, t1 + w))
+
+
+@shared
+def multiplied(x: Terms, y: Terms, n: int) -> Terms:
+    """x y to n components; special values are not looked after."""
+    if len(x) < len(y):
+        x, y = y, x
+    if n == 1:
+        return [x[0] * y[0]] if len(x) == 1 else multiplied(x, y, 2)[:1]
+    if len(x) == 1:
+        return fitted(list(two_product(x[0], y[0])), n)
+    if n == 2:
+        return _multiply_plain(x, y[0]) if len(y) == 1 else _multiply_two(x, y)
+    return _distilled_product(x, y, n)
+
+
+def _multiply_plain(x: Terms, y) -> Terms:
+    c, c1 = two_product(x[0], y)
+    t, t1 = fast_two_sum(c, x[1] * y)
+    return list(fast_two_sum(t, t1 + c1))
+
+
+def _multiply_two(x: Terms, y: Terms) -> Terms:
+    c, c1 = two_product(x[0], y[0])
+    return list(fast_two_sum(c, c1 + (x[0] * y[1] + x[1] * y[0])))
+
+
+def _distilled_product(x: Terms, y: Terms, n: int) -> Terms:
+    """Partial products by order of magnitude: exact below order n, rounded at order n, none beyond."""
+    orders: list[list] = [[] for _ in range(n + 1)]
+    for i, a in enumerate(x):
+        for j, b in enumerate(y):
+            if i + j < n:
+                p, e = two_product(a, b)
+                orders[i + j].append(p)
+                orders[i + j + 1].append(e)
+            elif i + j == n:
+                orders[n].append(a * b)
+    terms = [t for order in orders[:n] for t in order] + ([sum(orders[n][1:], orders[n][0])] if orders[n] else [])
+    # Nothing cancels between orders, so n passes leave an error of order u^n (Ogita, Rump, Oishi 2005).
+    for _ in range(n):
+        terms = sweep(terms)
+    return distill(terms[: 2 * n], n)
+
+
+def updated(x: Terms, y, factor: Terms) -> Terms:
+    """x + y factor to two components: at most 4 u^2 (|x| + |y factor|) off, half the work of a product and a sum."""
+    p, e = two_product(factor[0], y)
+    high, low = two_sum(x[0], p)
+    rest = low + (e + factor[1] * y if len(factor) > 1 else e)
+    return list(fast_two_sum(high, x[1] + rest))
+
+
+@shared
+def divided(x: Terms, y: Terms, n: int) -> Terms:
+    """x / y to n components, for y and the quotient away from the ends of the range."""
+    if n == 1:
+        return [x[0] / y[0]] if len(x) == len(y) == 1 else divided(x, y, 2)[:1]
+    quotient, rest = [x[0] / y[0]], list(x)
+    if n == 2:
+        part = multiplied(y, quotient, 2)
+        low = rest[1] - part[1] if len(rest) > 1 else -part[1]
+        return list(fast_two_sum(quotient[0], ((rest[0] - part[0]) + low) / y[0]))
+    for _ in range(n):
+        rest = added(rest, negated(multiplied(y, quotient[-1:], n + 1)), n + 1)
+        quotient.append(rest[0] / y[0])
+    return distill(quotient, n)
+
+
+@shared
+def rooted(x: Terms, n: int) -> Terms:
+    """The square root to n components, for x away from the ends of the range."""
+    digits = [square_root(x[0])]
+    if n == 1:
+        return digits if len(x) == 1 else rooted(x, 2)[:1]
+    # Behind the root of zero follow zeros.
+    twice = select(digits[0] == 0.0, digits[0] * 0.0 + 1.0, digits[0] + digits[0])
+    if n == 2:
+        p, e = two_product(digits[0], digits[0])
+        rest = (x[0] - p) - e
+        return list(fast_two_sum(digits[0], (rest + x[1] if len(x) > 1 else rest) / twice))
+    for _ in range(n):
+        known = distill(digits, len(digits))
+        rest = added(list(x), negated(multiplied(known, known, n + 1)), n + 1)
+        digits.append(rest[0] / twice)
+    return distill(digits, n)
+
+
+def quotient(x: Terms, y: Terms, n: int) -> Terms:
+    """x / y for all operands: scaled to the middle of the range, and back with one rounding."""
+    x, kx = centred(x)
+    y, ky = centred(y)
+    plain = x[0] / y[0]
+    return finished(times_power(plain, kx - ky), [times_power(t, kx - ky) for t in divided(x, y, n)])
+
+
+def root(x: Terms, n: int) -> Terms:
+    """The square root for all operands; NaN below zero."""
+    scaled_x, k = centred(x)
+    plain = square_root(scaled_x[0])
+    digits = rooted(scaled_x, n)
+    return finished(times_power(plain, k * 0.5), [times_power(t, k * 0.5) for t in digits])
+
+
+def centred(x: Terms) -> tuple[Terms, object]:
+    """x 2^-k and k: an even power of two that brings very large and very small values into the middle."""
+    edge, step = (2.0**500, 600.0) if trace_is_wide(x[0]) else (2.0**50, 70.0)
+    size = abs(x[0])
+    zero = size * 0.0
+    k = select(size > edge, zero + step, select(size < 1.0 / edge, zero - step, zero))
+    return scaled(x, power(-k)), k
+
+
+def fitted(terms: Terms, n: int) -> Terms:
+    """The first n terms, zeros behind."""
+    return list(terms[:n]) + [select(is_finite(terms[0]), terms[0], 0.0) * 0.0] * (n - len(terms))

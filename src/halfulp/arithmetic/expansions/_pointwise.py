@@ -1,0 +1,302 @@
+"""Any element-wise function of expansions: which arithmetic it runs in, and the kernel that runs it."""
+
+from __future__ import annotations
+
+import array
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...kernels import LANES, SERIAL_BELOW, address, chosen, compile_trace, define_operator, plain, record, run_chunks
+from .._error_free import Terms
+from ..functions._angle_reduction import beyond_reach, reduced_exactly
+from ..functions._table import DIVISIONS, FUNCTIONS, NETWORKS, STEP
+from ._round_components import lifted, lowered
+
+Parts = tuple[torch.Tensor, ...]
+PRECISION = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+MOST = 4
+ANGLES = ("sin", "cos")
+_ROW = 8192
+_CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's arrays, which cost less to make than tensors
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is computed from what: enough to build the kernel."""
+
+    name: str
+    operands: tuple[tuple[torch.dtype, int], ...]
+    components: int
+    dtype: torch.dtype
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """float32 where + - * / and roots of up to two float32 are asked for, else float64."""
+        narrow = all(dtype == torch.float32 for dtype, _ in self.operands) and self.dtype == torch.float32
+        few = max(self.components, *(count for _, count in self.operands)) <= 2
+        return torch.float32 if narrow and few and NETWORKS[self.name].any_precision else torch.float64
+
+    @property
+    def working(self) -> int:
+        """How many values of that arithmetic carry the result and a few bits more."""
+        if self.arithmetic == self.dtype:
+            return self.components
+        return -(-(self.components * PRECISION[self.dtype] + 4) // PRECISION[self.arithmetic])
+
+    def evaluate(self, *values) -> Terms:
+        """The function of all operands' components, in the arithmetic's type."""
+        operands, rest = [], list(values)
+        for dtype, count in self.operands:
+            parts, rest = rest[:count], rest[count:]
+            operands.append(parts if dtype == self.arithmetic else lifted(parts))
+        terms = NETWORKS[self.name].network(operands, self.working)
+        if self.dtype == self.arithmetic:
+            return terms[: self.components]
+        return lowered(terms, self.dtype, self.components)
+
+    @functools.cached_property
+    def kernel(self) -> Callable:
+        """The machine code."""
+        stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
+        trace, results = record(self.evaluate, self.arithmetic, len(stored))
+        numbers = [trace.emit("add", (r, 0.0)).number if not hasattr(r, "number") else r.number for r in results]
+        return compile_trace(f"pointwise_{self.name}", trace, numbers, stored, [self.dtype] * len(numbers))
+
+
+def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, out: Parts | None = None) -> Parts:
+    """A function of expansions, element by element, within the bounds that its network states.
+
+    Args:
+        name: one of `names()`.
+        operands: each a tuple of 1 to 4 components, largest first, of one dtype (float16, bfloat16, float32, float64)
+            and shape; shapes broadcast.
+        components: of the result, 1 to 4.
+        dtype: of the result's components.
+        out: components to write into, of the broadcast shape; they may be an operand's own.
+
+    Returns:
+        The result's components, largest first.
+
+    Raises:
+        ValueError: an unknown name, the wrong number of operands, or of components.
+        TypeError: a dtype that is not one of the four.
+
+    >>> import torch
+    >>> third = pointwise("div", (torch.ones(()),), (torch.full((), 3.0),), components=2, dtype=torch.float32)
+    >>> float(third[0].double() + third[1].double()) - 1 / 3 < 2**-48
+    True
+    """
+    flat, kinds, plain = [], [], True
+    for parts in operands:
+        kinds.append((parts[0].dtype, len(parts)))
+        for part in parts:
+            flat.append(part)
+            plain = plain and type(part) is torch.Tensor
+    if out is None and (not plain or torch.compiler.is_compiling()):
+        return tuple(_operator(name, flat, [count for _, count in kinds], components, dtype))
+    return _run(_call(name, tuple(kinds), components, dtype), flat, out)
+
+
+def names() -> tuple[str, ...]:
+    """Every function that `pointwise` knows.
+
+    >>> "exp" in names()
+    True
+    """
+    return (*FUNCTIONS, *DIVISIONS)
+
+
+@functools.cache
+def _call(name: str, operands: tuple, components: int, dtype: torch.dtype) -> Call:
+    if name not in names():
+        raise ValueError(f"no function {name!r} of expansions: there are {', '.join(names())}")
+    wanted = 2 if name in DIVISIONS else FUNCTIONS[name].operands
+    if len(operands) != wanted:
+        raise ValueError(f"{name} takes {wanted} operands, got {len(operands)}")
+    for kind, count in (*operands, (dtype, components)):
+        if kind not in PRECISION:
+            raise TypeError(f"components of {kind}: allowed are float16, bfloat16, float32 and float64")
+        if not 1 <= count <= MOST:
+            raise ValueError(f"{count} components: allowed are 1 to {MOST}")
+    return Call(name, operands, components, dtype)
+
+
+def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+    if call.name in ANGLES:
+        far = beyond_reach(flat[0])
+        if far is not None:
+            return _run_far(call, flat, far, out)
+    if call.name in DIVISIONS and len(call.operands) == 2:
+        return _run_division(call, flat, out)
+    if chosen(flat[0].device.type) == "numba":
+        return _run_compiled(call, flat, out)
+    values = [part.to(call.arithmetic) for part in flat]
+    shape = torch.broadcast_shapes(*(part.shape for part in flat))
+    made = [term.to(call.dtype).expand(shape) for term in call.evaluate(*values)]
+    if out is None:
+        return tuple(term.contiguous() for term in made)
+    for target, term in zip(out, made, strict=True):
+        target.copy_(term)
+    return out
+
+
+def _run_far(call: Call, flat: Sequence[torch.Tensor], far: torch.Tensor, out: Parts | None) -> Parts:
+    """Angles of which some are beyond the kernel's reach: those apart, and no other element changes a bit."""
+    made = _run(call, [part.masked_fill(far, 0.0) for part in flat], None)
+    count = min(len(flat) + 1, MOST)
+    quadrants, turned = reduced_exactly([part[far] for part in flat], count)
+    kinds = ((torch.float64, count),)
+    sine, cosine = (_run(_call(name, kinds, call.components, call.dtype), turned, None) for name in ANGLES)
+    quadrants = quadrants + ANGLES.index(call.name)
+    odd, negative = (quadrants % 2).bool(), (quadrants % 4) >= 2
+    rest = [torch.where(odd, c, s) for s, c in zip(sine, cosine, strict=True)]
+    rest = [torch.where(negative, -part, part) for part in rest]
+    for part, some in zip(made, rest, strict=True):
+        part[far] = some
+    if out is None:
+        return made
+    for target, part in zip(out, made, strict=True):
+        target.copy_(part)
+    return out
+
+
+def _run_division(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+    """A division with remainder: steps until |r| < |b| everywhere, mostly one, then the function of (a, r, b)."""
+    flat = torch.broadcast_tensors(*flat)
+    (kind_a, count_a), (kind_b, count_b) = call.operands
+    a = _in_float64(kind_a, flat[:count_a])
+    b = _in_float64(kind_b, flat[count_a:])
+    r = (*a, *(torch.zeros_like(a[0]) for _ in b))
+    step = _internal(STEP, (count_a + count_b, count_b), count_a + count_b + 1, torch.float64)
+    pending = True
+    while pending:
+        *r, flag = _run(step, (*r, *b), None)
+        pending = bool(flag.any())
+    ended = _internal(call.name, (count_a, len(r), count_b), call.components, call.dtype)
+    return _run(ended, (*a, *r, *b), out)
+
+
+def _in_float64(kind: torch.dtype, parts: Sequence[torch.Tensor]) -> Parts:
+    if kind == torch.float64 or len(parts) == 1:
+        return tuple(part.double() for part in parts)
+    return _run(_call("renormalize", ((kind, len(parts)),), len(parts), torch.float64), parts, None)
+
+
+@functools.cache
+def _internal(name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype) -> Call:
+    """A call of float64 operands, of more components than others may have."""
+    return Call(name, tuple((torch.float64, count) for count in counts), components, dtype)
+
+
+def _run_compiled(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+    first = flat[0]
+    shape = first.shape
+    for part in flat:
+        if part.shape != shape:
+            shape = _broadcast({part.shape for part in flat if part.dim()})
+            break
+    direct = out is not None and all(part.is_contiguous() and part.shape == shape for part in out)
+    written = out if direct else _made_like(first, shape, call.dtype, call.components)
+    count = written[0].numel()
+    if count:
+        fill(call.kernel, flat, written)
+    if out is not None and not direct:
+        for target, part in zip(out, written, strict=True):
+            target.copy_(part)
+        return out
+    return written
+
+
+def _broadcast(shapes: set[torch.Size]) -> torch.Size:
+    """The shape that all shapes with dimensions broadcast to; mostly there is one."""
+    return next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
+
+
+def _made_like(first: torch.Tensor, shape: torch.Size, dtype: torch.dtype, components: int) -> Parts:
+    """New contiguous tensors; from a contiguous one of that shape and dtype in half the time."""
+    if first.dtype is dtype and first.is_contiguous() and first.shape == shape:
+        return tuple([torch.empty_like(first) for _ in range(components)])
+    return tuple([torch.empty((*shape,), dtype=dtype, device=first.device) for _ in range(components)])
+
+
+def fill(kernel: Callable, flat: Sequence[torch.Tensor], written: Parts) -> None:
+    """Run a kernel on operands that broadcast to the results, which are contiguous and not empty."""
+    shape, count = written[0].shape, written[0].numel()
+    row = count if count < _ROW else _ROW
+    words, _alive = [row, count], flat
+    for part in flat:
+        at = part.data_ptr()
+        if not at or part.is_neg() or part.shape != shape or not part.is_contiguous():
+            words, _alive = _spread_all(flat, shape, count)
+            row = words[0]
+            break
+        words += (at, row, 1)
+    for part in written:
+        words += (part.data_ptr() or address(part), row, 1)
+    table = array.array("q", words)
+    rows = -(-count // row)
+    if count < SERIAL_BELOW or rows == 1 or torch.get_num_threads() == 1:
+        kernel(0, rows, table.buffer_info()[0])
+    else:
+        run_chunks(kernel, np.full(rows, row), table.buffer_info()[0])
+
+
+def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> tuple[list[int], Sequence]:
+    """The table's words for operands of any shapes and strides, and what holds the memory that they tell."""
+    row = count if count < _ROW else _ROW
+    for part in flat:
+        if part.shape != shape and part.numel() != 1:
+            row = shape[-1]
+            break
+    words, alive = [row, count], []
+    for part in map(plain, flat):
+        if part.shape != shape:
+            part, words_of = _spread(part, shape, row)
+            words += words_of
+        else:
+            part = part.contiguous()
+            words += (address(part), row, 1)
+        alive.append(part)
+    return words, alive
+
+
+def _spread(part: torch.Tensor, shape: torch.Size, row: int) -> tuple[torch.Tensor | array.array, tuple[int, int, int]]:
+    """A broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
+    if part.numel() == 1:
+        if part.dtype in _CODES:
+            copies = array.array(_CODES[part.dtype], (part.item(),)) * LANES
+            return copies, (copies.buffer_info()[0], 0, 0)
+        part = part.reshape(1).expand(LANES).contiguous()
+        return part, (address(part), 0, 0)
+    if part.dim() == 1 and part.shape[-1] == row:
+        part = part.contiguous()
+        return part, (address(part), 0, 1)
+    if part.shape[-1] == 1:
+        part = part.expand(*shape[:-1], 1).reshape(-1, 1).expand(-1, LANES).contiguous()
+        return part, (address(part), LANES, 0)
+    part = part.expand(shape).contiguous()
+    return part, (address(part), row, 1)
+
+
+def _implementation(name: str, parts: list, counts: list, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    kinds, at = [], 0
+    for count in counts:
+        kinds.append((parts[at].dtype, count))
+        at += count
+    return list(_run(_call(name, tuple(kinds), components, dtype), parts, None))
+
+
+def _fake(name: str, parts: list, counts: list, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    shape = torch.broadcast_shapes(*(part.shape for part in parts))
+    return [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
+
+
+_operator = define_operator(
+    "pointwise(str name, Tensor[] parts, int[] counts, int components, ScalarType dtype) -> Tensor[]",
+    _implementation,
+    _fake,
+)

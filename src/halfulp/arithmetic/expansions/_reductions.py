@@ -1,0 +1,355 @@
+"""Sums, products and running sums of expansions along dimensions."""
+
+from __future__ import annotations
+
+import array
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...kernels import ACROSS, BLOCK, SERIAL_BELOW, Fold, address, chosen, compile_fold, define_operator, run_chunks
+from .._error_free import Terms, two_sum
+from ._operators import added, gathered, multiplied, quotient
+from ._pointwise import PRECISION, Parts, pointwise
+from ._round_components import lowered
+
+_LARGE = 2**17  # elements of a matrix from which on its rows are reduced in segments, each by one thread
+_SEGMENT = 2**16  # elements of a segment
+
+
+def total(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
+    """The sum over dimensions, accumulated in float64 expansions of at least two components.
+
+    16 elements at a time are summed exactly but for a plain sum of their rounding errors, the blocks' results as
+    expansions: the error is at most (2^8 + N/5) 2^-106 sum |x|, of components up to 48 bits in all 2^-49 sum |x|, and
+    one rounding to the components. The order depends on the shape alone, so the bits do not depend on threads, strides
+    or the processor. Infinities and NaN are as in a float64 sum.
+
+    Args:
+        parts: components of one value, any shape.
+        dim: one, several, or None for all.
+        components: of the result, in the same dtype.
+        keepdim: leave dimensions of size 1.
+
+    >>> import torch
+    >>> [float(part) for part in total((torch.tensor([1.0, 2.0**-40]),), None, 2)]
+    [1.0, 9.094947017729282e-13]
+    """
+    return _reduced("sum", parts, dim, components, keepdim)
+
+
+def product(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
+    """The product over dimensions, as `total`."""
+    return _reduced("prod", parts, dim, components, keepdim)
+
+
+def average(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
+    """The sum over dimensions, divided before it is rounded to the components: 15 u^2 of a float64 sum more.
+
+    >>> import torch
+    >>> [float(part) for part in average((torch.tensor([1.0, 2.0**-40]),), None, 2)]
+    [0.5, 4.547473508864641e-13]
+    """
+    return _reduced("mean", parts, dim, components, keepdim)
+
+
+def running(parts: Parts, dim: int, components: int) -> Parts:
+    """The running sum along a dimension (torch.cumsum), by doubling: log2 N sums of whole tensors.
+
+    >>> import torch
+    >>> running((torch.tensor([1.0, 2.0, 3.0]),), 0, 1)[0].tolist()
+    [1.0, 3.0, 6.0]
+    """
+    dtype = parts[0].dtype
+    parts = pointwise("renormalize", parts, components=components, dtype=dtype)
+    if parts[0].dim() == 0:
+        return parts
+    length, step = parts[0].shape[dim], 1
+    while step < length:
+        early = tuple(part.narrow(dim, 0, length - step) for part in parts)
+        late = tuple(part.narrow(dim, step, length - step) for part in parts)
+        summed = pointwise("add", late, early, components=components, dtype=dtype)
+        parts = tuple(torch.cat([part.narrow(dim, 0, step), new], dim) for part, new in zip(parts, summed))
+        step *= 2
+    return parts
+
+
+def _reduced(kind: str, parts: Parts, dim, components: int, keepdim: bool) -> Parts:
+    dims = _dimensions(parts[0].dim(), dim)
+    if torch.compiler.is_compiling() or not all(map(_at_hand, parts)):
+        return tuple(_operator(kind, list(parts), dims, components, keepdim))
+    return _reduce(kind, parts, dims, components, keepdim)
+
+
+def _at_hand(part: torch.Tensor) -> bool:
+    """Whether a kernel may read a part as it is; torch resolves lazy signs and zeros for operators."""
+    return type(part) is torch.Tensor and not part.is_neg() and not part._is_zerotensor()
+
+
+def _dimensions(rank: int, dim) -> list[int]:
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return list(range(rank))
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    if rank == 0:
+        return []
+    for d in dims:
+        if not -rank <= d < rank:
+            raise IndexError(f"dimension {d} is out of range for {rank} dimensions")
+    return sorted({d % rank for d in dims})
+
+
+def _reduce(kind: str, parts: Parts, dims: Sequence[int], components: int, keepdim: bool) -> Parts:
+    shape, dtype = parts[0].shape, parts[0].dtype
+    after = [1 if d in dims else shape[d] for d in range(len(shape)) if keepdim or d not in dims]
+    matrices, sizes = _matrices(parts, dims)
+    made = _columns(kind, matrices, sizes, components, dtype, after)
+    if _is_finite(made[0]):
+        return made
+    wide = _columns(kind, matrices, sizes, _held(dtype, len(parts), components), torch.float64, after)
+    mended = _mended(kind, matrices[0].view(sizes), wide)
+    return pointwise("renormalize", mended, components=components, dtype=dtype)
+
+
+def _matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[int, int, int]]:
+    """The elements as (matrices, rows, columns) without gaps, of which the rows are reduced."""
+    shape = parts[0].shape
+    if len(dims) == len(shape):
+        return tuple([part.contiguous() for part in parts]), (1, parts[0].numel(), 1)
+    before = [d for d in range(dims[0]) if d not in dims]
+    behind = [d for d in range(dims[0], len(shape)) if d not in dims]
+    sizes = tuple([math.prod([shape[d] for d in some]) for some in (before, dims, behind)])
+    order = [*before, *dims, *behind]
+    if order != sorted(order):
+        parts = tuple([part.permute(order) for part in parts])
+    parts = tuple([part.contiguous() for part in parts])
+    many, rows, columns = sizes
+    if rows * columns > ACROSS or columns >= ACROSS or many < ACROSS:
+        return parts, sizes
+    # Many small matrices lie side by side.
+    beside = tuple([part.reshape(sizes).transpose(0, 1).contiguous() for part in parts])
+    return beside, (1, rows, many * columns)
+
+
+def _is_finite(x: torch.Tensor) -> bool:
+    return math.isfinite(x.item() if x.numel() == 1 else x.sum(dtype=torch.float64).item())
+
+
+def _mended(kind: str, head: torch.Tensor, made: Parts) -> Parts:
+    """Infinities and NaN as the leading components' own sum, mean or product has them."""
+    head = head.double()
+    plain = getattr(head, kind)(1).reshape(made[0].shape)
+    sound = torch.isfinite(made[0])
+    return (torch.where(sound, made[0], plain), *(torch.where(sound, part, 0.0) for part in made[1:]))
+
+
+def _columns(
+    kind: str, parts: Parts, sizes: tuple[int, int, int], components: int, dtype: torch.dtype, shape: Sequence[int]
+) -> Parts:
+    """The results of every column of (matrices, rows, columns), in a shape."""
+    many, rows, columns = sizes
+    stored, count = parts[0].dtype, len(parts)
+    held = _held(stored, count, max(components, 2) if dtype == torch.float64 else components)
+    pieces = _Pieces(kind, stored, count, held, True, components, dtype)
+    several = _side_by_side(rows, columns)
+    if rows * columns <= _LARGE:
+        return _fold(pieces, parts, _Cut(sizes, rows, 1, several, rows), shape)
+    length = max(2, _SEGMENT // (BLOCK * several * columns)) * BLOCK * several
+    segments = -(-rows // length)
+    inner = pieces._replace(kind="prod" if kind == "prod" else "sum", components=held, dtype=torch.float64)
+    first = _fold(inner, parts, _Cut(sizes, length, segments, several, rows), (many * segments, columns))
+    outer = pieces._replace(stored=torch.float64, count=held, raw=False)
+    cut = _Cut((many, segments, columns), segments, 1, _side_by_side(segments, columns), rows)
+    return _fold(outer, first, cut, shape)
+
+
+def _side_by_side(rows: int, columns: int) -> int:
+    """Rows in the lanes of a kernel."""
+    return ACROSS if columns == 1 else max(1, min(ACROSS // max(columns, 1), rows))
+
+
+class _Cut(NamedTuple):
+    """How a kernel goes through its matrices.
+
+    Attributes:
+        sizes: matrices, rows and columns.
+        length: rows of a segment.
+        segments: of a matrix.
+        several: rows that lie side by side in the lanes of a kernel.
+        count: what a mean is divided by.
+    """
+
+    sizes: tuple[int, int, int]
+    length: int
+    segments: int
+    several: int
+    count: int
+
+
+def _held(dtype: torch.dtype, count: int, components: int) -> int:
+    """Float64 components that the result is gathered in."""
+    if dtype == torch.float64:
+        return max(2, components)
+    return 2 if PRECISION[dtype] * max(count, components) <= 60 else 3
+
+
+class _Pieces(NamedTuple):
+    """What a kernel is made of.
+
+    Attributes:
+        kind: "sum", "mean" or "prod".
+        stored: dtype of a row's components.
+        count: of them.
+        held: float64 components that the result is gathered in.
+        raw: whether a row is an operand's own, and the rounding errors of a block may be summed plainly.
+        components: of the result.
+        dtype: of the result's components.
+    """
+
+    kind: str
+    stored: torch.dtype
+    count: int
+    held: int
+    raw: bool
+    components: int
+    dtype: torch.dtype
+
+    def step(self, *values) -> Terms:
+        """The next row into a block's state."""
+        held, state, row = self.held, list(values[: self.held]), list(values[self.held :])
+        if self.stored != torch.float64:
+            row = _gathered(row)
+        if self.kind == "prod":
+            return multiplied(state, row, held)
+        if not self._short:
+            return added(state, row, held)
+        if self.stored != torch.float64:
+            # Two float32 fill 48 bits: 16 of them summed in float64 keep what they hold.
+            return [state[0] + row[0], state[1]]
+        high, error = two_sum(state[0], row[0])
+        return [high, state[1] + (error + row[1] if len(row) > 1 else error)]
+
+    def join(self, *values) -> Terms:
+        """A block's state into what is held."""
+        state = values[self.held :]
+        return self.merge(*values[: self.held], *(two_sum(*state) if self._short and self.kind != "prod" else state))
+
+    def merge(self, *values) -> Terms:
+        """What two lanes hold."""
+        one, other = list(values[: self.held]), list(values[self.held :])
+        return multiplied(one, other, self.held) if self.kind == "prod" else added(one, other, self.held)
+
+    def close(self, *values) -> Terms:
+        """What is held, and what a mean is divided by, as the result's components."""
+        *terms, count = values
+        if self.kind == "mean":
+            terms = quotient(terms, [count], self.held)
+        if self.dtype != torch.float64:
+            return lowered(terms, self.dtype, self.components)
+        return terms if self.held == self.components else gathered(terms, self.held)[: self.components]
+
+    @property
+    def _short(self) -> bool:
+        """At most 16 rounding errors are summed plainly: 2^8 u^2 of the sum of magnitudes."""
+        return self.raw and self.held == 2
+
+    @property
+    def fold(self) -> Fold:
+        """For the compiler."""
+        return Fold(self.step, self.join, self.merge, self.close, self.held, self.start)
+
+    @property
+    def start(self) -> float:
+        """What changes nothing."""
+        return 1.0 if self.kind == "prod" else 0.0
+
+
+def _gathered(row: Terms) -> Terms:
+    """Up to two float32 lie in a float64, three and more in two."""
+    if len(row) <= 2:
+        return [row[0] + row[1]] if len(row) == 2 else row
+    high, low = two_sum(row[0], row[1])
+    return list(two_sum(high, low + sum(row[3:], row[2])))
+
+
+def _fold(pieces: _Pieces, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Parts:
+    """The segments' results, in a shape."""
+    (many, rows, columns), length, segments, several, divisor = cut
+    if chosen(parts[0].device.type) != "numba":
+        made = _fold_reference(pieces, [part.reshape(cut.sizes).double() for part in parts], cut)
+        return tuple([part.to(pieces.dtype).reshape(shape) for part in made])
+    made = tuple([torch.empty(shape, dtype=pieces.dtype, device="cpu") for _ in range(pieces.components)])
+    count = many * segments
+    if not count or not columns:
+        return made
+    words = [rows, columns, length, segments, several, many * rows * columns, divisor]
+    for part in (*parts, *made):
+        words.append(address(part))
+    table = array.array("q", words)
+    kernel = _kernel(pieces, "line" if columns == 1 else "narrow" if columns < ACROSS else "wide")
+    if count == 1 or many * rows * columns < SERIAL_BELOW or torch.get_num_threads() == 1:
+        kernel(0, count, table.buffer_info()[0])
+    else:
+        run_chunks(kernel, np.full(count, length * columns), table.buffer_info()[0])
+    return made
+
+
+@functools.cache
+def _kernel(pieces: _Pieces, shape: str) -> Callable:
+    stored, written = (pieces.stored,) * pieces.count, (pieces.dtype,) * pieces.components
+    return compile_fold(f"fold_{pieces.kind}", pieces.fold, stored, written, shape)
+
+
+def _fold_reference(pieces: _Pieces, parts: list[torch.Tensor], cut: _Cut) -> Terms:
+    length = cut.length
+    pieces_of = [[part[:, k * length : (k + 1) * length] for part in parts] for k in range(cut.segments)]
+    return [torch.stack(some, 1) for some in zip(*(_segment(pieces, some, cut) for some in pieces_of))]
+
+
+def _segment(pieces: _Pieces, parts: list[torch.Tensor], cut: _Cut) -> Terms:
+    """Turns of several rows side by side, then these joined by halves."""
+    (many, rows, columns), several = parts[0].shape, cut.several
+    turns = -(-rows // several)
+    lanes = [_padded(part, turns * several, 0.0 if k else pieces.start) for k, part in enumerate(parts)]
+    held = _in_blocks(pieces, [part.reshape(many, turns, several * columns) for part in lanes])
+    while several > 1:
+        half = (several + 1) // 2
+        own, alone, other = (several - half) * columns, half * columns, several * columns
+        joined = pieces.merge(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
+        held = [torch.cat([new, old[:, own:alone]], 1) for new, old in zip(joined, held)]
+        several = half
+    return pieces.close(*held, held[0].new_tensor(float(cut.count)))
+
+
+def _in_blocks(pieces: _Pieces, lanes: list[torch.Tensor]) -> Terms:
+    many, turns, width = lanes[0].shape
+    held = begin = [lanes[0].new_full((many, width), 0.0 if k else pieces.start) for k in range(pieces.held)]
+    for top in range(0, turns, BLOCK):
+        state = begin
+        for turn in range(top, min(top + BLOCK, turns)):
+            state = pieces.step(*state, *(part[:, turn] for part in lanes))
+        held = pieces.join(*held, *state)
+    return held
+
+
+def _padded(part: torch.Tensor, rows: int, value: float) -> torch.Tensor:
+    """More rows that change nothing."""
+    return torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[1]), value=value)
+
+
+def _implementation(kind: str, parts: list, dims: list, components: int, keepdim: bool) -> list[torch.Tensor]:
+    return list(_reduce(kind, tuple(parts), dims, components, keepdim))
+
+
+def _fake(kind: str, parts: list, dims: list, components: int, keepdim: bool) -> list[torch.Tensor]:
+    shape = parts[0].shape
+    after = [1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims]
+    return [parts[0].new_empty(after) for _ in range(components)]
+
+
+_operator = define_operator(
+    "reduce(str kind, Tensor[] parts, int[] dims, int components, bool keepdim) -> Tensor[]", _implementation, _fake
+)

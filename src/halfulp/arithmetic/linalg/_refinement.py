@@ -1,0 +1,137 @@
+"""What refinement of linear algebra is made of: expansions with room to spare, exact scaling, watching convergence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels import power
+from ..expansions._pointwise import MOST, PRECISION, Parts, pointwise
+from ..matmul import _slices as slicing
+from ..matmul._matmul import matmul
+
+LIMIT = 60  # corrections; each one that counts brings at least two bits
+_HARDER = (
+    "float64, in which refinement starts, sees no regular matrix: its condition is beyond about 1e15. Scale rows and "
+    "columns, add a small multiple of the identity, or leave out dependent columns"
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Float64 components that carry a result and about 50 bits more, so that a residual keeps the result's digits."""
+
+    components: int
+    bits: int
+
+    @classmethod
+    def towards(cls, components: int, dtype: torch.dtype) -> Work:
+        """For results of so many components of a dtype."""
+        bits = components * PRECISION[dtype]
+        return cls(min(MOST, -(-(bits + 50) // 53)), bits)
+
+    def lift(self, parts: Parts) -> Parts:
+        """Operands in float64."""
+        return pointwise("renormalize", parts, components=max(self.components, len(parts)), dtype=torch.float64)
+
+    def add(self, x: Parts, y: Parts) -> Parts:
+        """x + y."""
+        return pointwise("add", x, y, components=self.components, dtype=torch.float64)
+
+    def sub(self, x: Parts, y: Parts) -> Parts:
+        """x - y."""
+        return pointwise("sub", x, y, components=self.components, dtype=torch.float64)
+
+    def matmul(self, x: Parts, y: Parts) -> Parts:
+        """x @ y."""
+        return matmul(x, y, self.components, torch.float64)
+
+    def residual(self, b: Parts, x: Parts, y: Parts) -> torch.Tensor:
+        """b - x @ y, rounded to float64 at the end."""
+        return self.sub(b, self.matmul(x, y))[0]
+
+
+class Progress:
+    """Decides after each correction whether it was the last one.
+
+    Args:
+        work: how many bits are wanted.
+        task: for the error, what is being computed.
+    """
+
+    def __init__(self, work: Work, task: str) -> None:
+        # One more correction than the largest entries need serves entries that are smaller by up to 2^-50.
+        self._enough = 2.0 ** -(work.bits + 3)
+        self._acceptable = 2.0 ** -(min(work.bits, 53 * work.components - 50) - 4)
+        self._before: torch.Tensor | None = None
+        self._count = 0
+        self._task = task
+
+    def done(self, step: torch.Tensor, size: torch.Tensor) -> bool:
+        """Whether every correction, of largest entry `step`, is small enough beside what it corrects.
+
+        Raises:
+            torch.linalg.LinAlgError: corrections do not shrink.
+        """
+        relative = torch.where(step == 0, 0.0, step / size)
+        fine = relative <= self._enough
+        if bool(fine.all()):
+            return True
+        before, self._before, self._count = self._before, relative, self._count + 1
+        stuck = ~relative.isfinite()
+        # The first solution may be all rounding, where it is small beside the right-hand side; then so is its error.
+        if self._count > 2:
+            stuck |= ~(relative <= before / 4)
+        if bool((stuck & ~(relative <= self._acceptable)).any()):
+            raise torch.linalg.LinAlgError(f"{self._task} does not converge: {_HARDER}")
+        return bool((stuck | fine).all())
+
+
+def refuse_singular(info: torch.Tensor, task: str) -> None:
+    """LAPACK found a pivot of zero."""
+    if bool((info != 0).any()):
+        raise torch.linalg.LinAlgError(f"{task} met a pivot of zero: {_HARDER}")
+
+
+def prove_regular(a: Parts, near: torch.Tensor, task: str) -> None:
+    """|near a - 1| < 1/2 in the maximum norm proves that no x but zero has a x = 0; `near` is about the inverse.
+
+    Refinement alone does not: where b lies in the range of a singular matrix it converges, to any of the solutions.
+    """
+    one = torch.eye(a[0].shape[-1], dtype=near.dtype, device=near.device)
+    off = (near @ a[0] - one).abs() + (near.abs() @ a[0].abs()) * (4 * near.shape[-1] * 2.0**-53)
+    if not _below_half(off):
+        exact = matmul((near,), a, 2, torch.float64)
+        if not _below_half((pointwise("sub", exact, (one,), components=1, dtype=torch.float64)[0]).abs()):
+            raise torch.linalg.LinAlgError(f"{task} cannot tell the matrix from a singular one: {_HARDER}")
+
+
+def _below_half(x: torch.Tensor) -> bool:
+    return bool((x.sum(-1) < 0.5).all())
+
+
+def largest(x: torch.Tensor, dims: tuple[int, ...] = (-2,)) -> torch.Tensor:
+    """Largest magnitude of each column, or of each matrix."""
+    return x.abs().amax(dims)
+
+
+def scaled(parts: Parts, dim: int) -> tuple[Parts, torch.Tensor]:
+    """Rows (dim = -1) or columns (dim = -2) times 2^-k, so that their largest magnitude lies in [1/2, 1), and k."""
+    k, first, second = slicing.exponents(parts[0], dim)
+    return times_factors(parts, first, second), k
+
+
+def times_factors(parts: Parts, first: torch.Tensor, second: torch.Tensor) -> Parts:
+    """Times two powers of two, one after the other."""
+    return tuple(part * first * second for part in parts)
+
+
+def times_power_of_two(parts: Parts, k: torch.Tensor) -> Parts:
+    """Times 2^k for whole k of any size, which neither over- nor underflows on the way."""
+    out = parts
+    for _ in range(3):
+        step = k.clamp(-1000, 1000)
+        out, k = tuple(part * power(step.double()) for part in out), k - step
+    sound = torch.isfinite(out[0])
+    return (out[0], *(torch.where(sound, part, 0.0) for part in out[1:]))

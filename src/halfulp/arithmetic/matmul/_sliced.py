@@ -1,0 +1,235 @@
+"""A product of matrices of expansions by plain float64 products of slices (Ozaki, Ogita, Oishi, Rump 2012).
+
+Rows of A and columns of B are scaled by powers of two and cut into slices of so few bits that products of slices are
+exact in float64. What the slices leave, the tail, is so small that plain products with it are exact enough: with three
+slices each, six exact products and four with tails give two components. Slices are relative to the maximum of their
+row or column, so |A||B| tells where they do not reach; those entries are computed one by one, or all get more slices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels import times_power
+from .._workspace import Layout, workspace
+from ..expansions._pointwise import PRECISION, Parts
+from . import _slices as slicing
+from ._direct import multiply_entries
+from ._plain import multiply
+
+_RESULTS = 7  # products that wait for being summed
+_ENTRY = 250  # what a product of two numbers costs in an entry computed alone, compared with one in a matrix product
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One block of the inner dimension: the operands, exponents and factors of rows and columns, what is wanted."""
+
+    a: Parts
+    b: Parts
+    row_scales: tuple[torch.Tensor, ...]
+    column_scales: tuple[torch.Tensor, ...]
+    components: int
+    dtype: torch.dtype
+
+    @property
+    def inner(self) -> int:
+        return self.a[0].shape[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.a[0].shape[:-1], self.b[0].shape[-1])
+
+    @property
+    def bits(self) -> int:
+        """The error wanted, as a power of two below |A||B|."""
+        if self.dtype == torch.float64 and self.components <= 2:
+            return 104 if self.components == 2 else 58
+        return self.components * PRECISION[self.dtype] - 4
+
+
+def multiply_sliced(
+    a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool
+) -> tuple[Parts, torch.Tensor | None]:
+    """a @ b for matrices or stacks of them, and on request a bound of the error.
+
+    The error is at most 2^-104 (|A||B|)_ij for two float64, 2^-(n p - 6) for more and for float32. Where an operand
+    holds infinities or NaNs, entries whose plain float64 product is not finite take that.
+    """
+    tasks = _tasks(a, b, components, dtype)
+    if not _all_finite(tasks):
+        return _with_special_values(a, b, components, dtype, error)
+    known, bound, alone = (), None, None
+    for k, task in enumerate(tasks):
+        known, missed, more = _multiply_block(task, known, k == len(tasks) - 1, error)
+        alone = missed if alone is None else alone if missed is None else alone | missed
+        bound = more if bound is None else bound + more
+    if alone is not None:
+        _compute_alone(a, b, alone.nonzero(as_tuple=True), known, bound)
+    return known, bound
+
+
+def _tasks(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> list[_Task]:
+    inner = a[0].shape[-1]
+    count = -(-inner // slicing.BLOCK)
+    edges = [inner * k // count for k in range(count + 1)]
+    out = []
+    for first, last in itertools.pairwise(edges):
+        x = a if count == 1 else tuple(part[..., first:last] for part in a)
+        y = b if count == 1 else tuple(part[..., first:last, :] for part in b)
+        scales = slicing.exponents(x[0], -1), slicing.exponents(y[0], -2)
+        out.append(_Task(x, y, *scales, components, dtype))
+    return out
+
+
+def _all_finite(tasks: list[_Task]) -> bool:
+    return all(math.isfinite(float(task.row_scales[0].sum() + task.column_scales[0].sum())) for task in tasks)
+
+
+def _with_special_values(
+    a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool
+) -> tuple[Parts, torch.Tensor | None]:
+    plain = torch.matmul(a[0].double(), b[0].double())
+    clean = [tuple(torch.where(x[0].isfinite(), part, 0.0) for part in x) for x in (a, b)]
+    product, bound = multiply_sliced(*clean, components, dtype, error)
+    special = ~plain.isfinite()
+    head = torch.where(special, plain.to(dtype), product[0])
+    rest = tuple(torch.where(special, 0.0, part) for part in product[1:])
+    return (head, *rest), None if bound is None else torch.where(special, 0.0, bound)
+
+
+def _compute_alone(a: Parts, b: Parts, entries: tuple, known: Parts, bound: torch.Tensor | None) -> None:
+    """Put in the entries that slices do not reach."""
+    components, dtype = len(known), known[0].dtype
+    for target, value in zip(known, multiply_entries(a, b, entries, components, dtype), strict=True):
+        target[entries] = value
+    if bound is not None:
+        sizes = [(parts[0].abs(),) for parts in (a, b)]
+        sums = multiply_entries(*sizes, entries, 1, torch.float64)[0]
+        bound[entries] = sums * 2.0 ** (4 - components * PRECISION[dtype]) + _tiny(dtype)
+
+
+def _multiply_block(
+    task: _Task, known: Parts, last: bool, error: bool
+) -> tuple[Parts, torch.Tensor | None, torch.Tensor | None]:
+    """`known` plus a block's product, the entries that must be computed alone, the bound."""
+    slices = slicing.first_slices(task.inner, task.bits)
+    with workspace(_layout(task, slices), task.a[0].device) as (cut, sizes, results):
+        left, right = _cut(task, slices, cut, sizes)
+        wanted, missed, bound = _judged(task, slices, sizes, error)
+        if wanted == slices:
+            return _summed(task, left, right, known, last, results), missed, bound
+    with workspace(_layout(task, wanted), task.a[0].device) as (cut, sizes, results):
+        left, right = _cut(task, wanted, cut, sizes)
+        return _summed(task, left, right, known, last, results), missed, bound
+
+
+def _layout(task: _Task, slices: int) -> Layout:
+    """Slices and tails of both operands; over each other magnitudes with their product, and results."""
+    left, right = tuple(task.a[0].shape), tuple(task.b[0].shape)
+    wide, narrow = torch.float64, torch.float32
+    spare = task.components if task.dtype == wide else 0
+    return (
+        ((left, wide),) * (slices + 1) + ((right, wide),) * (slices + 1),
+        ((left, narrow), (right, narrow), (task.shape, narrow)),
+        ((task.shape, wide),) * (_RESULTS - spare),
+    )
+
+
+def _cut(task: _Task, slices: int, cut: list, sizes: list) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The slices of either operand, the tail behind them; the magnitudes go to the first two of `sizes`."""
+    pieces = cut[: slices + 1], cut[slices + 1 :]
+    scales = task.row_scales, task.column_scales
+    for parts, out, size, (_, *factors) in zip((task.a, task.b), pieces, sizes, scales, strict=False):
+        inputs = [*parts, *(_as_row(factor) for factor in factors)]
+        slicing.slicer(parts[0].dtype, len(parts), slices)(inputs, [*out, size])
+    return pieces
+
+
+def _as_row(x: torch.Tensor) -> torch.Tensor:
+    """One value per column of a matrix as a vector, which a kernel reads in place."""
+    return x.reshape(-1) if x.dim() == 2 and x.shape[0] == 1 else x
+
+
+def _judged(task: _Task, slices: int, sizes: list, error: bool) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+    """How many slices to take, the entries that they do not reach, and the bound of the error."""
+    left, right, sums = sizes
+    multiply(left, right, sums)
+    missed = None
+    if not float(sums.amin()) >= slicing.least_sum(slices, task.inner, task.bits):
+        nonzero = (sums > 0) | _hidden(task, left, right)
+        slices = _cheapest(task, slices, sums[nonzero])
+        missed = nonzero & (sums < slicing.least_sum(slices, task.inner, task.bits))
+        missed = missed if bool(missed.any()) else None
+    return slices, missed, _bound(task, slices, sums) if error else None
+
+
+def _hidden(task: _Task, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Where a product is not zero though its factors may have been too small to count."""
+    flushed = [bool(((size == 0) & (parts[0] != 0)).any()) for size, parts in ((left, task.a), (right, task.b))]
+    if not any(flushed):
+        return torch.zeros((), dtype=torch.bool, device=left.device)
+    return torch.matmul((task.a[0] != 0).float(), (task.b[0] != 0).float()) > 0
+
+
+def _cheapest(task: _Task, slices: int, sums: torch.Tensor) -> int:
+    """More slices for all entries, or single entries alone: what takes less time."""
+    outputs = task.shape[-1] * task.a[0].shape[:-1].numel()
+
+    def cost(count: int) -> float:
+        missed = int((sums < slicing.least_sum(count, task.inner, task.bits)).sum())
+        again = 2 if count > slices else 0
+        return (slicing.products(count) + again) * outputs + _ENTRY * missed
+
+    return min(range(slices, slicing.MOST_SLICES + 1), key=cost)
+
+
+def _summed(task: _Task, left: list, right: list, known: Parts, last: bool, results: list) -> Parts:
+    """All products of slices and tails, summed with what is known."""
+    slices, device = len(left) - 1, left[0].device
+    final, dtype = (task.components, task.dtype) if last else (task.components + 1, torch.float64)
+    written = tuple(torch.empty(task.shape, dtype=dtype, device=device) for _ in range(final))
+    buffers = [*(part for part in written if part.dtype == torch.float64), *results][:_RESULTS]
+    waiting: list[torch.Tensor] = []
+    for level in range(slices):
+        for i in range(level + 1):
+            if len(waiting) == _RESULTS - 1:
+                known, waiting = _fold(task, waiting, known, None), []
+            multiply(left[i], right[level - i], buffers[len(waiting)])
+            waiting.append(buffers[len(waiting)])
+    tails = buffers[len(waiting)]
+    rest = right[slices]
+    multiply(left[0], rest, tails)
+    for i in range(1, slices + 1):
+        rest += right[slices - i]
+        _accumulate(left[i], rest, tails)
+    return _fold(task, [*waiting, tails], known, written)
+
+
+def _fold(task: _Task, waiting: list, known: Parts, written: Parts | None) -> Parts:
+    if written is None:
+        written = tuple(torch.empty_like(waiting[0]) for _ in range(task.components + 1))
+    kernel = slicing.summer(len(waiting), len(known), len(written), written[0].dtype)
+    kernel([*waiting, task.row_scales[0], _as_row(task.column_scales[0]), *known], written)
+    return written
+
+
+def _accumulate(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+    out.addmm_(x, y) if x.dim() == 2 else out.baddbmm_(x, y)
+
+
+def _bound(task: _Task, slices: int, sums: torch.Tensor) -> torch.Tensor:
+    """Rigorous: the tails' rounding in any order of additions, and the summing."""
+    inner = task.inner
+    most = sums.double() * (1 + inner * 2.0**-22) + inner * 2 * slicing.FLUSHED
+    scaled = slicing.tails_error(slices, inner) + most * 2.0 ** (2 - task.components * PRECISION[task.dtype])
+    return times_power(scaled, task.row_scales[0] + task.column_scales[0]) + _tiny(task.dtype)
+
+
+def _tiny(dtype: torch.dtype) -> float:
+    """A few of the smallest subnormals."""
+    return 16 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

@@ -1,0 +1,187 @@
+"""A product of matrices of expansions by one product in a wider type: merged, multiplied, split."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ...kernels import is_finite, select
+from .._error_free import Terms, distill
+from .._workspace import workspace
+from ..expansions._fused import Fused
+from ..expansions._operators import finished
+from ..expansions._pointwise import PRECISION, Parts
+from ..expansions._round_components import lowered
+from ._plain import multiply
+
+_PIECE = 512  # inner length from which on a product is taken in pieces
+_MOST_PIECES = 4
+_NARROW = (torch.float16, torch.bfloat16)
+# Bits of a float32 that go in rounding to the type, and the type's smallest subnormal.
+_CUT = {torch.float16: (13, 2.0**-24), torch.bfloat16: (16, 2.0**-133)}
+_LARGEST = {torch.float16: 65504.0}
+
+
+def wide_type(operands: tuple[Parts, Parts], components: int, dtype: torch.dtype) -> torch.dtype | None:
+    """The native type in which a product has the result's digits and a few more; None where there is none."""
+    bits = components * PRECISION[dtype]
+    if dtype in _NARROW and bits <= 24 and all(parts[0].dtype != torch.float64 for parts in operands):
+        return torch.float32
+    return torch.float64 if bits <= 48 else None
+
+
+def multiply_wide(a: Parts, b: Parts, components: int, dtype: torch.dtype, work: torch.dtype) -> Parts:
+    """a @ b for matrices or stacks of them, in `work` and rounded to components."""
+    shape = (*a[0].shape[:-1], b[0].shape[-1])
+    written = tuple([torch.empty(shape, dtype=dtype, device=a[0].device) for _ in range(components)])
+    direct = components == 1 and dtype == work
+    merged = [parts for parts in (a, b) if len(parts) > 1 or parts[0].dtype != work]
+    # Where the result has nearly the digits of the product, long sums lose some of them: several are added exactly.
+    long = work == torch.float64 and components * PRECISION[dtype] > 40
+    pieces = max(1, min(_MOST_PIECES, a[0].shape[-1] // _PIECE)) if long else 1
+    layout = (*((tuple(parts[0].shape), work) for parts in merged), *([] if direct else [(shape, work)] * pieces))
+    with workspace((layout,), a[0].device) as ((*scratch,),):
+        rest = iter(scratch)
+        factors = [_merged(parts, next(rest)) if any(parts is x for x in merged) else parts[0] for parts in (a, b)]
+        scratch = list(rest)
+        _multiply_pieces(*factors, written[:1] if direct else scratch)
+        if not direct:
+            _splitter(work, dtype, components, pieces)(scratch, written)
+    return written
+
+
+def _merged(parts: Parts, out: torch.Tensor) -> torch.Tensor:
+    """The sum of all components, in the scratch memory's type."""
+    _merger(out.dtype, parts[0].dtype, len(parts))(parts, (out,))
+    return out
+
+
+def _multiply_pieces(x: torch.Tensor, y: torch.Tensor, products: Sequence[torch.Tensor]) -> None:
+    """Products of equal parts of the inner dimension, one into each tensor."""
+    inner, count = x.shape[-1], len(products)
+    for k, out in enumerate(products):
+        part = slice(inner * k // count, inner * (k + 1) // count)
+        left, right = (x, y) if count == 1 else (x[..., part], y[..., part, :])
+        multiply(left, right, out)
+
+
+def error_wide(a: Parts, b: Parts, product: Parts, work: torch.dtype) -> torch.Tensor:
+    """A bound of what `multiply_wide` is off by: every order of additions, merging, and the last rounding."""
+    count, components, dtype = a[0].shape[-1], len(product), product[0].dtype
+    merged = [functools.reduce(torch.add, (part.double().abs() for part in parts)) for parts in (a, b)]
+    sums = torch.matmul(*merged)
+    unit = 2.0 ** -PRECISION[work]
+    lost = (2 * count + 4) * unit / (1 - 2 * (count + 4) * unit)
+    size = product[0].double().abs()
+    tiny = components * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return sums * (lost * (1 + 2.0**-20)) + size * 2.0 ** (1 - components * PRECISION[dtype]) + tiny
+
+
+@contextlib.contextmanager
+def single_product(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
+    """a @ b of float16 components in float32, whose range holds it; in scratch memory, for the length of a block.
+
+    Args:
+        a: (M, K) or (B, M, K).
+        b: (K, N) or (B, K, N).
+
+    >>> half = torch.ones(2, 2, dtype=torch.float16)
+    >>> with single_product((half * 60000,), (half * 2,)) as product:
+    ...     product[0].tolist()
+    [240000.0, 240000.0]
+    """
+    shapes = a[0].shape, b[0].shape, (*a[0].shape[:-1], b[0].shape[-1])
+    with workspace((tuple((tuple(shape), torch.float32) for shape in shapes),), a[0].device) as ((left, right, out),):
+        multiply(_merged(a, left), _merged(b, right), out)
+        yield out
+
+
+def largest_magnitude(x: torch.Tensor) -> float:
+    """Of a tensor with elements; NaN where one is.
+
+    >>> largest_magnitude(torch.tensor([1.0, -3.0]))
+    3.0
+    """
+    # Two reductions that torch vectorizes: aminmax is slower than both, the norm by infinity twenty times slower.
+    return max(-float(x.amin()), float(x.amax()))
+
+
+def half_components(x: torch.Tensor, factor: float, components: int) -> Parts:
+    """A float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15.
+
+    >>> [part.item() for part in half_components(torch.tensor(3.0), 0.5, 2)]
+    [1.5, 0.0]
+    """
+    written = tuple([torch.empty((*x.shape,), dtype=torch.float16, device=x.device) for _ in range(components)])
+    _half_cutter(components)((x, _kept(factor)), written)
+    return written
+
+
+@functools.lru_cache(512)
+def _kept(factor: float) -> torch.Tensor:
+    return torch.tensor(factor, dtype=torch.float32, device="cpu")
+
+
+@functools.cache
+def _half_cutter(components: int) -> Fused:
+    def scale_and_cut(x, factor) -> Terms:
+        rest, out = x * factor, []
+        for _ in range(components - 1):
+            out.append(_nearest(rest, torch.float16))
+            rest = rest - out[-1]
+        # Storing rounds the last one.
+        return [*out, rest]
+
+    inputs = (torch.float32, torch.float32)
+    return Fused("matmul_half", scale_and_cut, torch.float32, inputs, (torch.float16,) * components)
+
+
+@functools.cache
+def _merger(work: torch.dtype, dtype: torch.dtype, count: int) -> Fused:
+    def add_up(*parts) -> Terms:
+        total = parts[-1]
+        for part in parts[-2::-1]:
+            total = part + total
+        return [total + 0.0 if len(parts) == 1 else total]
+
+    return Fused("matmul_merge", add_up, work, (dtype,) * count, (work,))
+
+
+@functools.cache
+def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: int) -> Fused:
+    def cut(*products) -> Terms:
+        if work == torch.float32:
+            return _cut(products[0], dtype, components)
+        terms = list(products)
+        if pieces > 1:
+            terms = finished(functools.reduce(operator.add, terms), distill(terms, 2))
+        return lowered(terms, dtype, components) if dtype != work else terms[:1]
+
+    return Fused("matmul_split", cut, work, (work,) * pieces, (dtype,) * components)
+
+
+def _cut(x, dtype: torch.dtype, components: int) -> Terms:
+    """A float32 as 16-bit components, each the nearest."""
+    largest = _LARGEST.get(dtype)
+    huge = abs(x) > 2.0**100
+    rest, grow = x * select(huge, 2.0**-40, 1.0), select(huge, 2.0**40, 1.0)
+    out = []
+    for _ in range(components):
+        head = _nearest(rest, dtype)
+        rest = rest - head
+        out.append(head * grow)
+    head = select(is_finite(x), out[0], x)
+    if largest is not None:
+        head = select(abs(head) > largest, head * float("inf"), head)
+    return [head, *(select(is_finite(head), part, 0.0) for part in out[1:])]
+
+
+def _nearest(x, dtype: torch.dtype):
+    """A float32 below 2^100 as a 16-bit number (Veltkamp 1968; below the normal numbers by a fixed grid)."""
+    bits, smallest = _CUT[dtype]
+    magic, far = 1.5 * 2.0**23 * smallest, x * (2.0**bits + 1.0)
+    return select(abs(x) < smallest * 2.0 ** (24 - bits), (x + magic) - magic, far - (far - x))

@@ -1,0 +1,127 @@
+"""How element-wise functions are called: shapes, strides, outputs, threads, torch.compile, refusals."""
+
+import itertools
+
+import pytest
+import torch
+
+from halfulp.arithmetic import names, pointwise
+from halfulp.arithmetic.expansions._pointwise import Call
+from halfulp.arithmetic.functions._table import DIVISIONS, NETWORKS, STEP
+from halfulp.kernels import engine, record, same_bits
+
+
+def pair(*shape, dtype=torch.float32):
+    head = torch.randn(shape, dtype=torch.float64)
+    return head.to(dtype), (head - head.to(dtype).double()).to(dtype)
+
+
+SHAPES = [
+    ((5, 7), (5, 7)),
+    ((5, 7), (7,)),
+    ((5, 1), (1, 7)),
+    ((3, 5, 7), (5, 1)),
+    ((), (4,)),
+    ((2, 3), ()),
+    ((0, 3), (3,)),
+    ((1,), (1,)),
+    ((3, 1, 200), (200,)),
+]
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_arithmetic_is_float32s_where_two_of_them_are_enough(name):
+    """Which decides the bits of the last component: a function that any precision serves, of one or two float32."""
+    for counts in itertools.product((1, 2, 3), repeat=2):
+        for operand, result in itertools.product((torch.float32, torch.bfloat16, torch.float64), repeat=2):
+            call = Call(name, ((operand, counts[0]), (torch.float32, 1)), counts[1], result)
+            few = max(counts) <= 2 and operand == result == torch.float32
+            wanted = torch.float32 if few and NETWORKS[name].any_precision else torch.float64
+            assert call.arithmetic == wanted, call
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_operands_broadcast(shapes, dtype, seed):
+    x, y = (pair(*shape, dtype=dtype) for shape in shapes)
+    got = pointwise("mul", x, y, components=2, dtype=dtype)
+    with engine("reference"):
+        wanted = pointwise("mul", x, y, components=2, dtype=dtype)
+    shape = torch.broadcast_shapes(*shapes)
+    assert all(a.shape == shape and same_bits(a, b) for a, b in zip(got, wanted))
+
+
+def test_views_are_read_as_they_lie(seed):
+    x, y = pair(6, 8), pair(8, 6)
+    turned = tuple(part.t() for part in y)
+    spread = tuple(part[:1].expand(6, 8) for part in x)
+    for operand in (turned, spread, tuple(part.flip(0) for part in x), tuple(part[::2].repeat(2, 1) for part in x)):
+        got = pointwise("add", x, operand, components=2, dtype=torch.float32)
+        wanted = pointwise("add", x, tuple(part.contiguous() for part in operand), components=2, dtype=torch.float32)
+        assert all(same_bits(a, b) for a, b in zip(got, wanted))
+
+
+def test_out_may_be_an_operand_and_any_layout(seed):
+    x, y = pair(50, 3), pair(50, 3)
+    wanted = pointwise("add", x, y, components=2, dtype=torch.float32)
+    strided = tuple(torch.zeros(3, 50).t() for _ in range(2))
+    got = pointwise("add", x, y, components=2, dtype=torch.float32, out=strided)
+    assert got is strided
+    assert all(same_bits(a, b) for a, b in zip(strided, wanted))
+    pointwise("add", x, y, components=2, dtype=torch.float32, out=x)
+    assert all(same_bits(a, b) for a, b in zip(x, wanted))
+
+
+def test_threads_do_not_change_bits(seed):
+    x, y = pair(300, 700), pair(300, 700)
+    wanted = pointwise("mul", x, y, components=2, dtype=torch.float32)
+    torch.set_num_threads(2)
+    try:
+        got = pointwise("mul", x, y, components=2, dtype=torch.float32)
+    finally:
+        torch.set_num_threads(1)
+    assert all(same_bits(a, b) for a, b in zip(got, wanted))
+
+
+def test_a_compiled_graph_gives_the_same_bits(seed):
+    def work(a, b, c, d):
+        total = pointwise("add", (a, b), (c, d), components=2, dtype=torch.float32)
+        return pointwise("exp", total, components=2, dtype=torch.float32)
+
+    operands = (*pair(40), *pair(40))
+    torch._dynamo.reset()
+    compiled = torch.compile(work, fullgraph=True, backend="aot_eager")
+    assert all(same_bits(a, b) for a, b in zip(compiled(*operands), work(*operands)))
+
+
+def _to_compile(trace, known: set) -> int:
+    """Instructions, those of a network that is called counted once."""
+    digests = {piece.trace.digest(): piece.trace for piece in trace.pieces}
+    count = len(trace.lines)
+    for digest in digests.keys() - known:
+        known.add(digest)
+        count += _to_compile(digests[digest], known)
+    return count
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_compiler_sees_few_instructions(name):
+    """Ten thousand take about a second to compile; erf of four components has a hundred thousand to run."""
+    counts = (8, 4) if name == STEP else (4, 8, 4) if name in DIVISIONS else (4,) * NETWORKS[name].operands
+    call = Call(name, tuple((torch.float64, count) for count in counts), 9 if name == STEP else 4, torch.float64)
+    assert _to_compile(record(call.evaluate, torch.float64, sum(counts))[0], set()) < 15_000
+
+
+def test_refusals_say_what_is_allowed():
+    x = (torch.ones(2),)
+    with pytest.raises(ValueError, match="there are add"):
+        pointwise("adds", x, x, components=2, dtype=torch.float32)
+    with pytest.raises(ValueError, match="takes 2 operands, got 1"):
+        pointwise("add", x, components=2, dtype=torch.float32)
+    with pytest.raises(ValueError, match="5 components: allowed are 1 to 4"):
+        pointwise("add", x, x, components=5, dtype=torch.float32)
+    with pytest.raises(TypeError, match="int32"):
+        pointwise("add", x, x, components=2, dtype=torch.int32)
+    with pytest.raises(TypeError, match="complex64"):
+        pointwise("sqrt", (torch.ones(2, dtype=torch.complex64),), components=2, dtype=torch.float32)
+    assert "erf" in names()
