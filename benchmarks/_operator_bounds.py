@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from halfulp.tensors import MCTensor
-from halfulp.tensors._text import exact
+from halfulp.mctensor import MCTensor
+from halfulp.mctensor._repr import exact
 
 from ._results import Table
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from halfulp.tensors import MCTensor, recorded
-from halfulp.tensors import _mctensor as tensor_file
-from halfulp.tensors._formula_constants import terms_of
+from halfulp.mctensor import MCTensor
+from halfulp.mctensor import _mctensor as tensor_file
+from halfulp.mctensor._formula_constants import terms_of
+from halfulp.subclass import recorded
 
 from ._operator_judge import (
     LAST,

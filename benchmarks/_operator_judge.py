@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfulp.tensors import MCTensor
+from halfulp.mctensor import MCTensor
 
 PRECISION = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 # Bits that a result, a gradient of components and a plain gradient may be short of what they hold.

@@ -39,7 +39,7 @@ def points(name: str, mammals, data, seed: int):
     """The start of a seed as a parameter."""
     import torch
 
-    from halfulp.tensors import MCTensor
+    from halfulp.mctensor import MCTensor
 
     dtype, components, apart = VARIANTS[name]
     start = mammals.model(data, seed).points.detach().double()

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfulp.scaled import ScaledTensor
-from halfulp.tensors import recorded
+from halfulp.subclass import recorded
 
 from ._results import Result, Table, save
 

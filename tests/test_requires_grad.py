@@ -13,8 +13,8 @@ from torch import nn
 
 import halfulp as hu
 from halfulp import optim, recipes
+from halfulp.mctensor import single_component
 from halfulp.scaled import unscalify
-from halfulp.tensors import single_component
 
 
 def net() -> nn.Module:

@@ -5,11 +5,11 @@ from . import formats as formats
 from . import gradients as gradients
 from . import hyperbolic as hyperbolic
 from . import kernels as kernels
+from . import mctensor as mctensor
 from . import optim as optim
 from . import recipes as recipes
 from . import rounding as rounding
 from . import scaled as scaled
-from . import tensors as tensors
 from . import testing as testing
 from . import trials as trials
 from .arithmetic import exact_dot as exact_dot
@@ -20,6 +20,8 @@ from .emulate import emulate as emulate
 from .formats import BlockFormat as BlockFormat
 from .formats import Format as Format
 from .gradients import AdaptiveGradScaler as AdaptiveGradScaler
+from .mctensor import MCTensor as MCTensor
+from .mctensor import multicomponent as multicomponent
 from .optim import Components as Components
 from .optim import Feedback as Feedback
 from .optim import Kahan as Kahan
@@ -41,9 +43,7 @@ from .scaled import ScaledTensor as ScaledTensor
 from .scaled import cast as cast
 from .scaled import rescale as rescale
 from .scaled import scalify as scalify
-from .tensors import MCTensor as MCTensor
-from .tensors import fallbacks as fallbacks
-from .tensors import multicomponent as multicomponent
+from .subclass import fallbacks as fallbacks
 from .trials import Evidence as Evidence
 from .trials import compare as compare
 

@@ -12,9 +12,9 @@ from typing import Any
 from ._torch_floor import is_older
 
 # The functions that files of torch.save name, under the names that the files hold.
-SAVED_FUNCTIONS = ("halfulp.tensors._saving.rebuild_mctensor", "halfulp.scaled._saving.rebuild_scaled_tensor")
+SAVED_FUNCTIONS = ("halfulp.mctensor._pickle.rebuild_mctensor", "halfulp.scaled._saving.rebuild_scaled_tensor")
 # The packages that define operators, halfulp::name, when they are imported.
-OPERATOR_PACKAGES = ("rounding", "arithmetic", "tensors", "scaled", "gradients")
+OPERATOR_PACKAGES = ("rounding", "arithmetic", "mctensor", "scaled", "gradients")
 _here = threading.local()
 
 

@@ -4,7 +4,7 @@ import mpmath
 import torch
 from mpmath import mpf
 
-from halfulp.tensors import MCTensor
+from halfulp.mctensor import MCTensor
 
 mpmath.mp.dps = 120
 

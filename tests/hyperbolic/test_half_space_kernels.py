@@ -6,7 +6,7 @@ import torch
 from halfulp.hyperbolic import HalfSpace
 from halfulp.hyperbolic import _half_space_kernels as kernels
 from halfulp.kernels import engine
-from halfulp.tensors import MCTensor
+from halfulp.mctensor import MCTensor
 
 
 def table(dtype: torch.dtype, components: int, width: int = 2) -> torch.Tensor:

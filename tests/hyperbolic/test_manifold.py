@@ -6,7 +6,7 @@ import torch
 from mpmath import mpf
 
 from halfulp.hyperbolic import HalfSpace, PoincareBall
-from halfulp.tensors import MCTensor
+from halfulp.mctensor import MCTensor
 
 from . import oracle
 

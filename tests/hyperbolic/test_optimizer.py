@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfulp.hyperbolic import HalfSpace, PoincareBall, RiemannianAdam, RiemannianSGD, ranking_loss
-from halfulp.tensors import MCTensor
+from halfulp.mctensor import MCTensor
 
 MAKERS = {
     "sgd": lambda params, **options: RiemannianSGD(params, lr=0.1, **options),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfulp.hyperbolic import HalfSpace, PoincareBall, ranking_gradient, ranking_loss
-from halfulp.tensors import MCTensor
+from halfulp.mctensor import MCTensor
 
 
 def points(count: int = 30, width: int = 2, dtype: torch.dtype = torch.float64) -> torch.Tensor:

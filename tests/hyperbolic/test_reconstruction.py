@@ -6,7 +6,7 @@ import torch
 from sklearn.metrics import average_precision_score
 
 from halfulp.hyperbolic import HalfSpace, PoincareBall, reconstruction
-from halfulp.tensors import MCTensor
+from halfulp.mctensor import MCTensor
 
 
 @pytest.mark.parametrize("ties", [False, True])

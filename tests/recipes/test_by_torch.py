@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from halfulp import recipes
+from halfulp.mctensor import MCTensor
 from halfulp.recipes import Recipe
-from halfulp.tensors import MCTensor
 
 from .steps import converted
 

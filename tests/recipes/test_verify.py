@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from halfulp.kernels import same_bits
+from halfulp.mctensor import multicomponent, single_component
 from halfulp.recipes import verify
 from halfulp.recipes._agreement import relative
 from halfulp.scaled import ScaledTensor, scalify, unscalify
 from halfulp.scaled._registry import RULES
-from halfulp.tensors import multicomponent, single_component
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ def test_a_wrong_rule_is_found_and_named(seed, monkeypatch):
 
 
 def test_an_operator_without_a_rule_is_counted(seed, monkeypatch):
-    from halfulp.tensors import _fallback
+    from halfulp.subclass import _fallbacks as _fallback
 
     monkeypatch.setattr(_fallback, "_warned", set())
     library = torch.library.Library("halfulp_test", "FRAGMENT")
@@ -200,7 +200,7 @@ def test_models_of_our_own_tensors_are_refused_with_the_way_back(seed):
     scaled, split = scalify(nn.Linear(3, 2)), multicomponent(nn.Linear(3, 2), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"'weight' is a ScaledTensor.*halfulp.scaled.unscalify\(copy"):
         verify(scaled, x, "scaled-fp16")
-    with pytest.raises(ValueError, match=r"'weight' is a MCTensor.*halfulp.tensors.single_component\(copy"):
+    with pytest.raises(ValueError, match=r"'weight' is a MCTensor.*halfulp.mctensor.single_component\(copy"):
         verify(split, x, "scaled-fp16")
     for plain in (unscalify(scaled), single_component(split, torch.float32)):
         assert verify(plain, x, "scaled-fp16", trials=1).passed

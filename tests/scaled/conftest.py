@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from halfulp.scaled import ScaledTensor
-from halfulp.tensors import strict
+from halfulp.subclass import strict
 
 FAR = 2.0**-60
 

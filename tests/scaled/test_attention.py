@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfulp.scaled import ScaledTensor
-from halfulp.tensors import recorded, strict
+from halfulp.subclass import recorded, strict
 from halfulp.testing import check_rule
 
 attention = functional.scaled_dot_product_attention

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from halfulp.scaled import ScaledTensor
 from halfulp.scaled._powers import ANY
-from halfulp.tensors import strict
+from halfulp.subclass import strict
 from halfulp.testing import check_rule
 
 OFFSETS = torch.tensor([4, 8, 16], dtype=torch.int32)

@@ -9,8 +9,9 @@ from torch import nn
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
 import halfulp as hu
+from halfulp.mctensor import MCTensor, multicomponent
 from halfulp.scaled import ScaledTensor, scalify
-from halfulp.tensors import MCTensor, multicomponent, strict
+from halfulp.subclass import strict
 
 # torch's own compilers use what torch warns of.
 pytestmark = [

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 
 from halfulp.scaled import ScaledTensor, scalify
-from halfulp.tensors import strict
+from halfulp.subclass import strict
 from halfulp.trials.tasks._gpt import GPT
 from halfulp.trials.tasks._gpt_scaled import FusedBlock
 

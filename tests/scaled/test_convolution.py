@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from halfulp.scaled import ScaledTensor
-from halfulp.tensors import strict
+from halfulp.subclass import strict
 from halfulp.testing import check_rule
 
 CONVOLUTIONS = {

@@ -10,7 +10,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
-from halfulp.tensors import strict
+from halfulp.subclass import strict
 
 ROWS = 3
 TRANSFORMS = {

@@ -8,7 +8,8 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.scaled import ScaledTensor, drift
-from halfulp.tensors import FallbackWarning, _fallback
+from halfulp.subclass import FallbackWarning
+from halfulp.subclass import _fallbacks as _fallback
 
 
 class Net(nn.Module):

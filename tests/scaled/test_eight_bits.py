@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from halfulp.scaled import ScaledTensor, cast, eight_bit_engine, linear_fp8
 from halfulp.scaled import _eight_bits as eight_bits
-from halfulp.tensors import strict
+from halfulp.subclass import strict
 
 COMPILED = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -6,7 +6,7 @@ import torch
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
 from halfulp.scaled._registry import FAMILIES
-from halfulp.tensors import strict
+from halfulp.subclass import strict
 
 
 def lists(dtype):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
-from halfulp.tensors import strict
+from halfulp.subclass import strict
 from halfulp.testing import check_rule
 
 ROWS = torch.tensor([0, 2, 0])

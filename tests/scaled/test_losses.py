@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from halfulp.scaled import ScaledTensor
-from halfulp.tensors import strict
+from halfulp.subclass import strict
 from halfulp.testing import check_rule
 
 LABELS = torch.tensor([1, 0, 3, -100])

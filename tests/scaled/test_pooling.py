@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfulp.tensors import strict
+from halfulp.subclass import strict
 from halfulp.testing import check_rule
 
 

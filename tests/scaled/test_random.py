@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from halfulp.scaled import ScaledTensor
 from halfulp.scaled._form import LOGICALS
-from halfulp.tensors import strict
+from halfulp.subclass import strict
 from halfulp.testing import check_rule
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.kernels import same_bits
+from halfulp.mctensor import plain_state_dict as plain_components
 from halfulp.scaled import plain_state_dict, unscalify
-from halfulp.tensors import plain_state_dict as plain_components
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32]
 
@@ -153,8 +153,8 @@ def test_parameters_of_both_kinds_in_one_model(kind, seed):
     assert torch.equal(model[1].weight.decode(), other[1].weight.decode())
     plain, state = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), model.state_dict()
     for first, second in (
-        (plain_state_dict, hu.tensors.plain_state_dict),
-        (hu.tensors.plain_state_dict, plain_state_dict),
+        (plain_state_dict, hu.mctensor.plain_state_dict),
+        (hu.mctensor.plain_state_dict, plain_state_dict),
     ):
         plain.load_state_dict(second(first(state)))
         for i in (0, 1):

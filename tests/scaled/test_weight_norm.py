@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfulp.scaled import ScaledTensor
-from halfulp.tensors import strict
+from halfulp.subclass import strict
 
 
 @pytest.mark.parametrize("dim", [0, 2])

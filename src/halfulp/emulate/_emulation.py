@@ -14,7 +14,7 @@ from ..formats import Format
 from ..gradients._forward import NotScriptedError
 from ..kernels import checksum
 from ..rounding import Nearest, Rounding
-from ..tensors._holders import EMULATED
+from ..subclass._parameter_holders import EMULATED
 from ._region import Region, refuse_recording, region, untraceable
 from ._report import describe
 from ._unit import CONTAINERS, Unit

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from .._words import a_kind
+from ..mctensor import MCTensor
 from ..scaled import ScaledTensor
-from ..tensors import MCTensor
 from ._backward import Backward, differentiating
 from ._custom import watched
 from ._forward import Forward, traced

@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ..tensors import shard_groups, sharded_modules
+from ..subclass import shard_groups, sharded_modules
 from ._join import Joining
 
 # One for each occasion at which processes meet; they are part of the message.

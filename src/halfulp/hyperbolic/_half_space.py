@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ..tensors import MCTensor
+from ..mctensor import MCTensor
 from . import _half_space_kernels as kernels
 from ._manifold import Manifold
 from ._values import like, rounded, travel, turned, unit, with_parts

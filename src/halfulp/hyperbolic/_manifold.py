@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ..tensors import MCTensor
+from ..mctensor import MCTensor
 from ._values import rounded
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

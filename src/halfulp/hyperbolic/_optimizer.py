@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..tensors import MCTensor
+from ..mctensor import MCTensor
 from ._manifold import Manifold
 from ._models import manifold
 from ._values import write

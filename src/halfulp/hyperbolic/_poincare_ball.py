@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from .. import arithmetic
-from ..tensors import MCTensor
+from ..mctensor import MCTensor
 from ._manifold import Manifold
 from ._values import like, rounded, travel, turned, unit
 

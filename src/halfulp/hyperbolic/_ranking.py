@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..tensors import MCTensor
+from ..mctensor import MCTensor
 from . import _half_space_kernels as kernels
 from ._half_space import HalfSpace
 from ._manifold import Manifold

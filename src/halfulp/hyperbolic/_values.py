@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ..tensors import MCTensor
-from ..tensors._mctensor import wrap
+from ..mctensor import MCTensor
+from ..mctensor._mctensor import wrap
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

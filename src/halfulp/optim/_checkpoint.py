@@ -10,8 +10,8 @@ import torch
 
 from .._words import differences, listed
 from ..formats import Format
+from ..mctensor import MCTensor
 from ..scaled import ScaledTensor
-from ..tensors import MCTensor
 from ._blocks import scale_shape
 from ._checksum import as_saved, checksums_of
 from ._identity import plain_names

@@ -11,8 +11,8 @@ import torch
 
 from .._words import a_kind, differences, listed
 from ..formats import Format
-from ..tensors import MCTensor
-from ..tensors._places import check_module
+from ..mctensor import MCTensor
+from ..subclass._module_parameters import check_module
 from ._given import GivenOptimizer
 from ._meter import LostUpdateReport
 from ._optimizer import Optimizer

@@ -8,8 +8,8 @@ import torch
 
 from ..kernels import has_own_memory, overlaps_itself, plain
 from ..kernels._plain_memory import refuse
+from ..mctensor import MCTensor
 from ..scaled import ScaledTensor
-from ..tensors import MCTensor
 from ._eight_bits import PAYLOADS
 from ._stores import STORES, Store
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..tensors import MCTensor
+from ..mctensor import MCTensor
 from ._components import Components
 from ._weight_update import WeightUpdate, weight_update
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..tensors._averaged_models import tell_of_narrow_averages
-from ..tensors._holders import check_holders, check_overlaps, living_modules
-from ..tensors._wrappers import Wrappers, data_parallel_modules, replace_data, sharded_modules
+from ..subclass._averaged_models import tell_of_narrow_averages
+from ..subclass._data_parallel import Wrappers, data_parallel_modules, replace_data, sharded_modules
+from ..subclass._parameter_holders import check_holders, check_overlaps, living_modules
 from ._narrowing import is_kept, take_float32
 from ._outside_writes import agree, settle
 from ._slots import Slot, local, memory

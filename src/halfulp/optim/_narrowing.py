@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..tensors._wrappers import replace_data
+from ..subclass._data_parallel import replace_data
 from ._split import Split16
 from ._stores import STORES
 

@@ -9,8 +9,9 @@ import torch
 
 from ..formats import Format
 from ..kernels import plain
+from ..mctensor import MCTensor
 from ..scaled import ScaledTensor
-from ..tensors import MCTensor, _whole_states
+from ..subclass import _gathered_states as _whole_states
 from ._checkpoint import CheckpointMixin
 from ._eight_bits import PAYLOADS
 from ._format_store import format_store

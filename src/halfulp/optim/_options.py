@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from .._words import a_kind
-from ..tensors._holders import EMULATED
+from ..subclass._parameter_holders import EMULATED
 from ._states import State, as_state
 from ._weight_update import weight_update
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..tensors import MCTensor
+from ..mctensor import MCTensor
 from ._slots import local, placed_like
 
 OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")

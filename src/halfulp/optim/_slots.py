@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels import IndexMap
+from ..mctensor import MCTensor
 from ..scaled import ScaledTensor
-from ..tensors import MCTensor
 from ._eight_bits import PAYLOADS
 from ._outside_writes import Agreement
 from ._program import Kind

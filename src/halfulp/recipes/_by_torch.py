@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..mctensor import MCTensor
+from ..mctensor._state_dict import plain_state_dict
 from ..optim._meter import LostUpdateReport, lost_update_report
-from ..tensors import MCTensor
-from ..tensors._state_dict import plain_state_dict
 from ._near import unknown
 from ._recipe import Recipe
 

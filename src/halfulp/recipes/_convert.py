@@ -9,12 +9,12 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from ..mctensor import multicomponent
+from ..mctensor._convert_model import single_component
 from ..optim._narrowing import keep_float32, narrow, widen
 from ..scaled import scalify, unscalify
-from ..tensors import multicomponent
-from ..tensors._holders import check_holders, holding_optimizers
-from ..tensors._model import single_component
-from ..tensors._wrappers import Wrappers, replace_data
+from ..subclass._data_parallel import Wrappers, replace_data
+from ..subclass._parameter_holders import check_holders, holding_optimizers
 from . import _casts, _catalog
 from ._plan import assign, check, check_range, islands, kept_parameters
 from ._recipe import Recipe

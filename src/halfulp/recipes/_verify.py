@@ -11,8 +11,9 @@ from torch import nn
 
 from .._words import a_kind
 from ..gradients import AdaptiveGradScaler
+from ..mctensor import MCTensor
 from ..scaled import ScaledTensor, scalify
-from ..tensors import MCTensor, fallbacks
+from ..subclass import fallbacks
 from . import _catalog
 from ._agreement import agrees
 from ._copies import copy_of, untouched
@@ -240,7 +241,7 @@ def _check(model: nn.Module, loss: LossOf | None, trials: int) -> None:
         if isinstance(parameter, (ScaledTensor, MCTensor)):
             kind, back = type(parameter).__name__, "halfulp.scaled.unscalify(copy.deepcopy(model))"
             if isinstance(parameter, MCTensor):
-                back = "halfulp.tensors.single_component(copy.deepcopy(model), torch.float32)"
+                back = "halfulp.mctensor.single_component(copy.deepcopy(model), torch.float32)"
             raise ValueError(f"parameter {name!r} is a {kind}: verify takes the plain float32 model, {back}")
     if not any(parameter.dtype == torch.float32 for parameter in model.parameters()):
         raise ValueError("the model has no float32 parameters: nothing to verify")

@@ -13,7 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import torch_operators
-from ..tensors import collective_rule, functional_form, is_collective, is_written, note_fallback
+from ..subclass import collective_rule, functional_form, is_collective, is_written, note_fallback
 from . import _lost_updates
 from ._encoding import lazy_conjugates
 from ._form import decoded, encoded, logical_of, plain, storage_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..tensors import recorded
+from ..subclass import recorded
 from ._rescale import root_mean_square
 from ._scaled_tensor import ScaledTensor
 

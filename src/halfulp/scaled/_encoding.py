@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import untraced
-from ..tensors import MCTensor
+from ..mctensor import MCTensor
 from . import _powers
 from ._form import (
     LOGICALS,

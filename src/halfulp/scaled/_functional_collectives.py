@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ..kernels import torch_operators
-from ..tensors import group_size
+from ..subclass import group_size
 from ._collectives import on_the_wire, wire_scales, wire_storage
 from ._form import made
 from ._registry import implements

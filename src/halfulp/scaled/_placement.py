@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import untraced
-from ..tensors._places import matcher
+from ..subclass._module_parameters import matcher
 from ._rescale import Side, check_side, rescale, root_mean_square
 from ._scaled_tensor import ScaledTensor
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch._ops import OpOverload
 
 from ..kernels import present
-from ..tensors import RuleTable
+from ..subclass import RuleTable
 
 
 def _derived(operator: OpOverload) -> Callable:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import resolved, untraced
-from ..tensors import _tangents, graph_key, register_collate
-from ..tensors._wrappers import refuse_fully_shard
+from ..mctensor import register_collate
+from ..subclass import _tangents, graph_key
+from ..subclass._data_parallel import refuse_fully_shard
 from . import _powers, _saving
 from ._powers import PowerRounding
 from ._registry import RULES, ComplexOperand, implements, promoted_rule_of, rule_of

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .._words import a_kind
-from ..tensors import _companions, _model_fallbacks, _outer_modules
-from ..tensors._averaged_models import tell_of_narrow_averages
-from ..tensors._holders import check_holders
-from ..tensors._places import Place, Where, check_has_shape, chosen, places, with_marks
+from ..subclass import _model_fallbacks, _outer_modules
+from ..subclass import _state_dict as _companions
+from ..subclass._averaged_models import tell_of_narrow_averages
+from ..subclass._module_parameters import Place, Where, check_has_shape, chosen, places, with_marks
+from ..subclass._parameter_holders import check_holders
 from . import _door, _placement, _product_layers
 from . import _state_dict as _state_dict
 from ._form import LOGICALS, check_storage

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._words import a_kind
-from ..tensors._companions import Layout, check_state_dict, check_version, register
+from ..subclass._state_dict import Layout, check_state_dict, check_version, register
 from . import _powers
 from ._form import LOGICALS, STORAGES, decoded, encoded
 from ._scaled_tensor import ScaledTensor, wrap

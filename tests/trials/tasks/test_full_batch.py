@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from halfulp import recipes
+from halfulp.mctensor import MCTensor
 from halfulp.recipes import Recipe
-from halfulp.tensors import MCTensor
 from halfulp.trials.tasks._full_batch import CancerLogistic, CancerMLP, LinearRegression, Logistic, held, plain
 
 KINDS = (LinearRegression, Logistic, CancerLogistic, CancerMLP)

@@ -9,7 +9,7 @@ import torch
 
 from halfulp import recipes
 from halfulp.hyperbolic import HalfSpace
-from halfulp.tensors import MCTensor
+from halfulp.mctensor import MCTensor
 from halfulp.trials.tasks._mammals import SCALE, Mammals, scored, start
 
 

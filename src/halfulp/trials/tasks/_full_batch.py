@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import recipes
+from ...mctensor import MCTensor
 from ...recipes import Recipe
-from ...tensors import MCTensor
 from ._task import Batch, Data, Task
 
 _POINTS = 60

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...hyperbolic import HalfSpace, RankingSets, RiemannianSGD, ranking_gradient, reconstruction
+from ...mctensor import MCTensor
 from ...recipes import Recipe
-from ...tensors import MCTensor
 from . import _files
 from ._task import Batch, Data, Task
 

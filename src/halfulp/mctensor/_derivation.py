@@ -1,0 +1,261 @@
+"""Operators without a rule: derived from others, computed in float64 where that holds the value, or counted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..kernels import torch_operators
+from ..subclass import _fallbacks as _fallback
+from ..subclass._collectives import collective_rule, is_collective
+from ..subclass._in_backward import rounds, whole_results
+from ..subclass._in_place import functional_form, is_written
+from ._formula_constants import formula
+from ._mctensor import MCTensor
+from ._plain_operands import has_plain, lifted
+from ._registry import RULES, implements
+from ._result_type import Form, form_of, made
+from ._scale import decoded
+from ._write import check_takes_fractions, write_value
+from .rules.memory._collectives import put, refuse
+
+aten = torch_operators("aten")
+_RESIZE = (
+    *(aten.resize_.default, aten.resize_as_.default, aten.set_.default),
+    *(aten.set_.source_Tensor, aten.set_.source_Storage_storage_offset),
+    *(aten.set_.source_Storage, aten.set_.source_Tensor_storage_offset),
+)
+# torch writes a number into integers here, cut.
+_FILLS = (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def derived(operator: OpOverload) -> Callable:
+    """A rule for an operator that has none: its loop, its form without writing, or whatever suits the operands."""
+    if is_collective(operator):
+        return collective_rule(operator, RULES, put, refuse)
+    name = operator._schema.name.removeprefix("aten::")
+    if operator.namespace == "aten" and name.startswith("_foreach_"):
+        return functools.partial(_loop, name.removeprefix("_foreach_"), operator)
+    if operator in _RESIZE:
+        return functools.partial(_refuse, operator, "changes memory that views share")
+    if operator._can_decompose():
+        return functools.partial(_composite, operator)
+    return _primitive(operator, name)
+
+
+def _composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    """torch's own steps, where it has them for these operands."""
+    results = operator.decompose(*arguments, **options)
+    if results is NotImplemented:
+        return _primitive(operator, operator._schema.name.removeprefix("aten::"))(*arguments, **options)
+    return results
+
+
+def _primitive(operator: OpOverload, name: str) -> Callable:
+    if operator._schema.is_mutable:
+        functional = functional_form(operator)
+        if functional is None:
+            return functools.partial(_refuse, operator, "writes into its argument")
+        return functools.partial(written, operator, functional)
+    if operator.is_view:
+        return functools.partial(_refuse, operator, "is a view")
+    return functools.partial(_computed, operator)
+
+
+def in_float64(operator: OpOverload, arguments: tuple, options: dict, form: Form | None = None) -> Any:
+    """An operator on the values in float64; its floating results as components."""
+    leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, (Tensor, torch.dtype))]
+    wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in _FLOATS]
+    form = form or form_of(leaves, dtype=wanted[0] if wanted else None)
+    arguments, options = tree_map(_wide, (arguments, options))
+    return tree_map(lambda x: made((x,), form) if _is_floating(x) else x, operator(*arguments, **options))
+
+
+def _wide(x: Any) -> Any:
+    if isinstance(x, MCTensor):
+        return decoded(x, torch.float64)
+    if isinstance(x, torch.dtype):
+        return torch.float64 if x in _FLOATS else x
+    return x.double() if _is_floating(x) else x
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _computed(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    form = form_of(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
+    if form.is_wide:
+        return in_float64(operator, arguments, options)
+    decomposition = _decompositions().get(operator)
+    if decomposition is None:
+        return counted(operator, arguments, options)
+    with formula(operator, (arguments, options)):
+        results = in_steps(decomposition, form, arguments, options)
+    return counted(operator, arguments, options) if results is NotImplemented else results
+
+
+def counted(operator: OpOverload, arguments: tuple, options: dict) -> Any:
+    """An operator in float64 although that does not hold the values: counted."""
+    form = form_of(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
+    if not form.is_wide:
+        _fallback.note_fallback(
+            operator,
+            f"{form.components} components of {form.dtype}",
+            "register one by MCTensor.implements",
+            "It ran in float64 and lost the digits beyond it",
+        )
+    return in_float64(operator, arguments, options)
+
+
+def beyond_float64(*operators: OpOverload) -> Callable[[Callable], Callable]:
+    """Register a rule for values that float64 does not hold; the others take the operator itself in float64."""
+
+    def register(rule: Callable) -> Callable:
+        for operator in operators:
+            implements(operator)(either_way(operator, rule))
+        return rule
+
+    return register
+
+
+def beyond_exact(*operators: OpOverload) -> Callable[[Callable], Callable]:
+    """The same where digits are moved, not rounded: float64 only for operands that it holds exactly, gaps and all."""
+
+    def register(rule: Callable) -> Callable:
+        for operator in operators:
+            implements(operator)(either_way(operator, rule, exactly=True))
+        return rule
+
+    return register
+
+
+def _is_exact(x: Any) -> bool:
+    """Whether float64 holds the sum of all components, element by element."""
+    if not isinstance(x, MCTensor) or x.dtype == torch.float16:
+        return True
+    if any(type(part) is not Tensor for part in x._parts):
+        return False
+    total = x._parts[0].double()
+    for part in x._parts[1:]:
+        grown = total + part
+        if bool(((grown - total) != part).any()):
+            return False
+        total = grown
+    return True
+
+
+def either_way(operator: OpOverload, rule: Callable, exactly: bool = False) -> Callable:
+    """The operator in float64 where that holds the operands, the rule elsewhere."""
+
+    @functools.wraps(rule)
+    def either(*arguments: Any, **options: Any) -> Any:
+        leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
+        form = form_of(leaves)
+        if form.is_wide and not (exactly and not all(map(_is_exact, leaves))):
+            return in_float64(operator, arguments, options)
+        return in_steps(rule, form, arguments, options)
+
+    return either
+
+
+def in_steps(rule: Callable, form: Form, arguments: tuple, options: dict) -> Any:
+    """A rule of several steps, rounded at its end only; all of its operands have components."""
+    if has_plain(arguments, options) and not rounds(form.gradients, form.has_gradient):
+        arguments, options = lifted((arguments, options), form)
+    with whole_results():
+        results = rule(*arguments, **options)
+    if rounds(form.gradients, form.has_gradient):
+        return tree_map(lambda x: decoded(x, x.dtype) if isinstance(x, MCTensor) else x, results)
+    return results
+
+
+@functools.cache
+def _decompositions() -> dict[OpOverload, Callable]:
+    """torch's own, in terms of operators that have rules."""
+    from torch._decomp import core_aten_decompositions, decomposition_table
+
+    return {**decomposition_table, **core_aten_decompositions()}
+
+
+def written(operator: OpOverload, functional: OpOverload, *arguments: Any, **options: Any) -> Any:
+    """Compute, then copy into the arguments that are written."""
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, arguments)) | options
+    targets = tree_leaves([given[argument.name] for argument in operator._schema.arguments if is_written(argument)])
+    taken = {argument.name for argument in functional._schema.arguments}
+    with whole_results():
+        results = functional(**{name: value for name, value in given.items() if name in taken})
+    results = results if isinstance(results, (tuple, list)) else (results,)
+    for target, result in zip(targets, results, strict=True):
+        if type(target) is Tensor and not target.numel():
+            target.resize_(result.shape)  # as torch does
+        if result.shape != target.shape:
+            raise RuntimeError(
+                f"{operator}: a result of shape {list(result.shape)} for an output of shape {list(target.shape)}, "
+                "which is not resized as an MCTensor's memory is its views' too: give one of the result's shape"
+            )
+        if isinstance(result, MCTensor) and operator not in _FILLS:
+            check_takes_fractions(target)
+    for target, result in zip(targets, results, strict=True):
+        if isinstance(target, MCTensor) or isinstance(result, MCTensor):
+            write_value(target, result)
+        else:
+            target.copy_(result)
+    if not operator._schema.returns:
+        return None
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _refuse(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
+    raise NotImplementedError(
+        f"{operator} {why} and has no rule for MCTensors: register one by MCTensor.implements, or use x.decode()"
+    )
+
+
+def _loop(name: str, operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    """An operator on lists, one tensor after another."""
+    count = len(arguments[0])
+    lists = [a.name for a in operator._schema.arguments if "List" in str(a.type) or str(a.type) == "List[Tensor]"]
+    names = [a.name for a in operator._schema.arguments]
+    given = dict(zip(names, arguments)) | options
+    function = _single(name)
+    results = []
+    for i in range(count):
+        one = {k: v[i] if k in lists and isinstance(v, (list, tuple)) else v for k, v in given.items()}
+        results.append(function(*_ordered(one)))
+    return None if name.endswith("_") else results
+
+
+def _single(name: str) -> Callable:
+    if name == "norm":
+        return lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype)
+    if name in ("addcmul", "addcdiv", "addcmul_", "addcdiv_"):
+        return lambda x, a, b, value=1: getattr(x, name)(a, b, value=value)
+    if name in ("add", "sub", "add_", "sub_"):
+        return lambda x, other, alpha=1: getattr(x, name)(other, alpha=alpha)
+    if name in ("clamp_max", "clamp_min", "clamp_max_", "clamp_min_", "maximum", "minimum", "maximum_", "minimum_"):
+        return _bounded(name)
+    return lambda x, *others: getattr(x, name)(*others)
+
+
+def _bounded(name: str) -> Callable:
+    function = torch.maximum if name.startswith(("clamp_min", "maximum")) else torch.minimum
+    writes = name.endswith("_")
+
+    def bounded(x: Tensor, other: Any) -> Tensor:
+        result = function(x, other if isinstance(other, Tensor) else x.new_full((), other))
+        return x.copy_(result) if writes else result
+
+    return bounded
+
+
+def _ordered(given: dict[str, Any]) -> list:
+    return [value for value in given.values() if value is not None]

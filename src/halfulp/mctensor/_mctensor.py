@@ -1,0 +1,351 @@
+"""MCTensor: a torch tensor whose value is the sum of several components, times a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arithmetic import Parts
+from ..kernels import untraced
+from ..subclass import _tangents
+from ..subclass._data_parallel import refuse_fully_shard
+from ..subclass._graph_key import graph_key
+from ..subclass._in_backward import FIRST, check_gradients
+from . import _encode as _numbers
+from . import _pickle as _saving
+from . import _repr as _text
+from . import _scale
+from ._registry import RULES, implements, rule_of
+
+_make = torch.Tensor._make_wrapper_subclass
+
+# A dispatch key above autograd's of which torch's operators have no kernel: see _composite_operators. torch names it so
+# because none of its own tensors carries it.
+ENTRY_KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
+_entry_keys = torch._C.DispatchKeySet(ENTRY_KEY)
+_fallthrough = torch.library.Library("_", "IMPL")
+try:
+    _fallthrough.fallback(torch.library.fallthrough_kernel, "TESTING_ONLY_GenericMode")
+except RuntimeError as error:
+    raise ImportError(
+        "another library in this process has taken the dispatch key TESTING_ONLY_GenericMode, which torch has one of: "
+        "use halfulp.mctensor and that library in processes of their own"
+    ) from error
+
+
+class MCTensor(torch.Tensor):
+    """A tensor whose value is scale * (c[0] + c[1] + ...), with one to four components of one narrow format.
+
+    From "MCTensor: A High-Precision Deep Learning Library with Multi-Component Floating-Point" (Yu, Guo, Li, Yuan and
+    De Sa, arXiv 2207.08867). The components c[i] are plain tensors, largest first, each at most half an ulp of the one
+    before; the scale is a power of two, or None. It is a torch.Tensor of the components' dtype: modules, autograd,
+    optimizers and torch.compile take it as it is. Make one by `encode` or `from_components`.
+
+    Results take the dtype that torch.promote_types gives the components' dtypes (Python numbers and tensors without
+    dimensions leave it as it is) and the larger number of components; Python numbers enter with all 53 bits.
+    Comparisons are by value. Overflow gives infinity, as torch does. Writing in place changes what all views share: a
+    scale is adapted to the result; where there is none, values beyond float16's range, and those that `copy_` and
+    indexed assignment would make infinite, raise and nothing is written. A plain tensor that is written into takes the
+    value rounded once. `x.to(dtype)` changes the components' dtype and keeps their number; `decode` leaves MCTensors.
+    torch itself rounds a number to `x.dtype` in `torch.where(mask, x, 0.1)`: use `x.masked_fill(~mask, 0.1)`.
+
+    Gradients are plain tensors of the components' dtype (`gradients="first"`, as in the paper), or MCTensors
+    (`gradients="components"`); results inherit it, "components" winning.
+
+    >>> import torch
+    >>> third = MCTensor.encode("1", dtype=torch.float32) / 3
+    >>> third
+    MCTensor(0.33333333333333, components=2, dtype=torch.float32)
+    >>> float(third.decode() - 1 / 3) < 2**-50
+    True
+    """
+
+    _parts: Parts
+    _scale: Tensor | None
+    _gradients: str
+    # Whether it is what ones_like made: a gradient, should a backward pass begin with it.
+    _begins = False
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    # fully_shard asks for the first one before it changes a parameter, and older versions for the others after that.
+    _fsdp_orig_uid = fsdp_pre_all_gather = fsdp_post_all_gather = property(refuse_fully_shard)
+
+    def __new__(cls, *arguments: object, **options: object) -> MCTensor:
+        raise TypeError("make an MCTensor by MCTensor.encode(values) or MCTensor.from_components(tensors)")
+
+    @classmethod
+    @untraced
+    def __torch_dispatch__(cls, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+        return rule_of(operator)(*arguments, **(options or {}))
+
+    @staticmethod
+    def encode(
+        x: Any,
+        components: int = 2,
+        dtype: torch.dtype | None = None,
+        scale: Tensor | float | str | None = None,
+        *,
+        gradients: str = FIRST,
+        device: torch.device | str | None = None,
+    ) -> MCTensor:
+        """Values as a sum of components, with every digit that fits.
+
+        Args:
+            x: a tensor of float16, bfloat16, float32 or float64, an MCTensor, a NumPy array of those, a number, a
+                string ("0.1", "1e-30"), a Fraction, a Decimal, an mpmath number, or nested lists of these.
+            components: 1 to 4.
+            dtype: of the components; x's own, or the default dtype for numbers.
+            scale: a power of two, "auto" (from the largest magnitude), "none", or None: automatic for float16, whose
+                components would end at 2^-24, and none for the others.
+            gradients: "first" or "components", see the class.
+            device: of the components; x's own, or the CPU.
+
+        Returns:
+            An MCTensor of x's shape. Gradients flow back to a tensor x.
+
+        Raises:
+            ValueError: components not in 1 to 4, integer or complex data, a dtype that is none of the four, a scale
+                that is no power of two, or a value out of the components' range.
+
+        >>> import torch
+        >>> MCTensor.encode(["0.1", "1e-30"], components=3, dtype=torch.bfloat16).components[0].shape
+        torch.Size([2])
+        """
+        check_gradients(gradients)
+        source = x.detach() if isinstance(x, Tensor) else x
+        parts, held = _numbers.encoded(source, components, dtype, scale, device)
+        made = wrap(parts, held, gradients)
+        return with_history(x, made) if isinstance(x, Tensor) else made
+
+    @staticmethod
+    def from_components(
+        components: Parts | list[Tensor], scale: Tensor | float | str | None = None, *, gradients: str = FIRST
+    ) -> MCTensor:
+        """The sum of plain tensors of one dtype as that many components, renormalized: |next| <= ulp(previous) / 2.
+
+        Args:
+            components: one to four tensors of one dtype, in any order and overlapping or not; shapes broadcast.
+            scale: that the sum is to be multiplied by, a power of two; None or "none" for one without.
+            gradients: "first" or "components".
+
+        Raises:
+            ValueError: no tensor or more than four, several dtypes, integer or complex data.
+
+        >>> import torch
+        >>> MCTensor.from_components([torch.tensor(1.0), torch.tensor(2.0**-24), torch.tensor(1.0)]).components
+        (tensor(2.), tensor(5.9605e-08), tensor(0.))
+        """
+        check_gradients(gradients)
+        parts, held = _numbers.from_components(components, scale)
+        return wrap(parts, held, gradients)
+
+    @staticmethod
+    def implements(*operators: Any) -> Callable[[Callable], Callable]:
+        """Register a function as the rule of torch operators, as a decorator: see `halfulp.mctensor.implements`."""
+        return implements(*operators)
+
+    @property
+    def components(self) -> Parts:
+        """The components, largest first: plain tensors that share this tensor's memory."""
+        return self._parts
+
+    @property
+    def scale(self) -> Tensor | None:
+        """What the sum of the components is multiplied by: a float32 power of two without dimensions, or None."""
+        return self._scale
+
+    # torch's distributed checkpoints look up every entry of a state_dict as an attribute.
+    component_scale = scale
+    component_1, component_2, component_3 = (property(lambda self, i=i: self.components[i]) for i in (1, 2, 3))
+
+    @property
+    def gradients(self) -> str:
+        """How its gradients are kept: "first" or "components"."""
+        return self._gradients
+
+    def decode(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The value as a plain tensor, rounded once; gradients flow through it.
+
+        >>> import torch
+        >>> MCTensor.encode(0.1, dtype=torch.bfloat16, components=3).decode(torch.float32)
+        tensor(0.1000)
+        """
+        return torch.ops.halfulp.decode(self, dtype)
+
+    def with_gradients(self, gradients: str) -> MCTensor:
+        """The same components under another way of keeping gradients: a leaf that shares memory."""
+        check_gradients(gradients)
+        made = wrap(self._parts, self._scale, gradients)
+        return made.requires_grad_(self.requires_grad)
+
+    def to_strings(self, digits: int | None = None) -> str | list:
+        """Decimal strings, in nested lists of the tensor's shape.
+
+        Args:
+            digits: significant ones, correctly rounded; as many as the components hold.
+
+        >>> MCTensor.encode(["0.1", "2e5"]).to_strings(5)
+        ['0.10000', '2.0000e+5']
+        """
+        return _text.strings(self, digits)
+
+    def tolist(self) -> float | list:
+        """Python floats in nested lists: the value rounded to float64."""
+        return self.detach().decode().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused: NumPy has no type for a sum of components."""
+        raise TypeError(
+            "NumPy has no type for a sum of components: x.decode(torch.float64).numpy() rounds it to one float64, "
+            "and [c.numpy() for c in x.components] keeps all"
+        )
+
+    def apply_(self, function: Callable) -> MCTensor:
+        """Refused: no Python function takes a sum of components."""
+        raise TypeError("x.apply_ calls a Python function on one plain number after another: use x.decode().apply_")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.numpy()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise TypeError("DLPack has no type for a sum of components: hand over x.decode(), or each of x.components")
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        return _text.representation(self)
+
+    __str__ = __repr__
+
+    def __format__(self, specification: str) -> str:
+        return format(self.item(), specification) if self.dim() == 0 and specification else repr(self)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # torch would round a number to the components' dtype before anyone else sees it.
+        super().__setitem__(
+            index, torch.tensor(value, dtype=torch.float64, device="cpu") if isinstance(value, (int, float)) else value
+        )
+
+    def __deepcopy__(self, memo: dict) -> MCTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
+        held = None if self._scale is None else deepcopy(self._scale, memo)
+        made = wrap(tuple(deepcopy(part, memo) for part in self._parts), held, self._gradients)
+        made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        hidden = ("_parts", "_scale", "_gradients")
+        made.__dict__.update({k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in hidden})
+        if self.grad is not None:
+            made.grad = deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _saving.reduced(self)
+
+    def share_memory_(self) -> MCTensor:
+        """Move the components to shared memory, in place."""
+        for part in self._inner():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the components are in shared memory."""
+        return all(part.is_shared() for part in self._inner())
+
+    @property
+    def data(self) -> Tensor:
+        """The same components without history; assigning replaces the components."""
+        return torch._C.TensorBase.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, MCTensor):
+            raise TypeError("x.data of an MCTensor takes an MCTensor: write values with x.copy_(tensor) under no_grad")
+        torch._C.TensorBase.data.__set__(self, value)
+        self._parts, self._scale, self._gradients = value._parts, value._scale, value._gradients
+
+    def _inner(self) -> list[Tensor]:
+        return [*self._parts, *([] if self._scale is None else [self._scale])]
+
+    # A compiler reads and replaces the components by name.
+    _part_0, _part_1, _part_2, _part_3 = (
+        property(untraced(lambda self, i=i: self._parts[i]), untraced(lambda self, part, i=i: self._set_part(i, part)))
+        for i in range(4)
+    )
+
+    def _set_part(self, position: int, part: Tensor) -> None:
+        self._parts = (*self._parts[:position], part, *self._parts[position + 1 :])
+
+    @untraced
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int, bool]]:
+        names = [f"_part_{i}" for i in range(len(self._parts))]
+        scaled = self._scale is not None
+        return names + (["_scale"] if scaled else []), (self._gradients, len(self._parts), scaled)
+
+    @staticmethod
+    @untraced
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[str, int, bool], size: Any, stride: Any
+    ) -> MCTensor:
+        return wrap(tuple(inner[f"_part_{i}"] for i in range(context[1])), inner.get("_scale"), context[0])
+
+    def _stable_hash_for_caching(self) -> str:
+        return graph_key(self, RULES.values())
+
+    @untraced
+    def __coerce_tangent_metadata__(self) -> MCTensor:
+        return wrap((_scale.plain(self),), None, FIRST) if self._gradients == FIRST else self
+
+    @untraced
+    def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
+        if expected is torch.Tensor:
+            return _scale.plain(self)
+        return _tangent(self, context) if expected in (None, MCTensor) else None
+
+
+@untraced
+def wrap(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
+    """Components of equal shape and strides as an MCTensor, as they are."""
+    first = parts[0]
+    shape, strides, offset = first.shape, first.stride(), first.storage_offset()
+    dtype, device = first.dtype, first.device
+    made = _make(MCTensor, shape, strides, offset, dtype=dtype, device=device, _extra_dispatch_keys=_entry_keys)
+    made._parts = parts
+    made._scale = scale
+    made._gradients = gradients
+    return made
+
+
+def with_history(x: Tensor, made: MCTensor) -> MCTensor:
+    """What was made of x's values, so that gradients flow back to x."""
+    return _Encode.apply(x, made) if x.requires_grad and torch.is_grad_enabled() else made
+
+
+class _Encode(torch.autograd.Function):
+    """From a plain tensor's history to an MCTensor's."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, made: MCTensor) -> MCTensor:
+        context.dtype = None if isinstance(x, MCTensor) else x.dtype
+        return made.detach()
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if context.dtype is None:
+            return gradient, None
+        return (gradient.decode(context.dtype) if isinstance(gradient, MCTensor) else gradient.to(context.dtype)), None
+
+
+def _tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
+    """A gradient in the form that a compiled backward pass was traced for."""
+    gradients, components, scaled = context
+    return MCTensor.encode(x.detach(), components, x.dtype, "auto" if scaled else "none", gradients=gradients)
+
+
+_tangents.register(MCTensor, _tangent)
+_saving.register_collate(MCTensor)

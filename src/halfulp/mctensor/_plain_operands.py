@@ -1,0 +1,58 @@
+"""Plain operands as MCTensors, before an operator that works in several steps: no step is then of plain tensors alone.
+
+Where an operator has one step, its rule reads a plain operand exactly. In several steps, `running_variance + eps` say,
+torch would compute in the plain operand's own type before an MCTensor is met.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..arithmetic import renormalize
+from ._mctensor import MCTensor, with_history, wrap
+from ._result_type import Form, packed, parts_of
+
+_NESTS = (list, tuple, dict)
+
+
+def is_plain(x: Any) -> bool:
+    """Whether an operand is a plain tensor of floating numbers."""
+    return isinstance(x, Tensor) and not isinstance(x, MCTensor) and x.is_floating_point()
+
+
+def has_plain(arguments: tuple, options: dict) -> bool:
+    """Whether any operand is plain."""
+    for x in (*arguments, *options.values()):
+        if is_plain(x) or (isinstance(x, _NESTS) and any(map(is_plain, tree_leaves(x)))):
+            return True
+    return False
+
+
+def lifted(operands: Any, form: Form, with_gradients: bool = False) -> Any:
+    """Nested operands with every plain one as an MCTensor that has the digits of an operator's form.
+
+    Those without dimensions, which promote nothing beside others that have some, keep all the digits of a float64.
+
+    with_gradients: whether gradients flow back to the plain operands.
+    """
+    ranked = any(isinstance(x, Tensor) and x.dim() and x.is_floating_point() for x in tree_leaves(operands))
+
+    def lift(x: Any) -> Any:
+        if not is_plain(x):
+            return x
+        made = _lift(x.detach(), form, ranked)
+        return with_history(x, made) if with_gradients else made
+
+    return tree_map(lift, operands)
+
+
+def _lift(x: Tensor, form: Form, ranked: bool) -> MCTensor:
+    parts = parts_of(x, form.device)
+    if ranked and not x.dim():
+        return wrap(renormalize(parts, form.components, x.double().dtype), None, form.gradients)
+    if form.scaled:
+        return packed(tuple(part.double() for part in parts), form)
+    return wrap(renormalize(parts, form.components, form.dtype), None, form.gradients)

@@ -1,0 +1,159 @@
+"""Writing in place: into the components that all views share, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arithmetic import Parts, renormalize
+from ._mctensor import MCTensor
+from ._result_type import Form, parts_of, wide_count
+from ._scale import HEADROOM, decoded, magnitude, scale_for, scaled
+
+# A payload whose largest magnitude has fallen by so many binades is rescaled, so that small values keep their digits.
+_ROOM_BELOW = 8
+
+
+def form_in(x: MCTensor) -> Form:
+    """The form that a value must have to be written into x."""
+    return Form(x.dtype, len(x._parts), x._gradients, False, x.device)
+
+
+def computing_form(x: MCTensor) -> Form:
+    """The form to compute in before writing into x: without a scale, and wide where x has one."""
+    form = form_in(x)
+    if x._scale is None:
+        return form
+    return form._replace(dtype=torch.float64, components=wide_count(form))
+
+
+def write(x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None) -> Tensor:
+    """Copy a result's components, without a scale, into x; all its views see it.
+
+    exact: makes the result in float64, to tell an infinity from a finite value that does not fit.
+
+    Raises:
+        RuntimeError: the result is larger than x.
+        ValueError: a component would overflow and there is no scale to change; x is as it was.
+    """
+    if parts[0].shape != x.shape:
+        check_shape(x, parts[0].shape)
+    if not isinstance(x, MCTensor):
+        return x.copy_(renormalize(parts, 1, x.dtype)[0])
+    if x._scale is not None:
+        return _write_scaled(x, parts)
+    if len(parts) != len(x._parts) or parts[0].dtype != x.dtype:
+        parts = renormalize(parts, len(x._parts), x.dtype)
+    check_fits(x, parts[0], exact)
+    for target, part in zip(x._parts, parts):
+        target.copy_(part)
+    return x
+
+
+def writes_directly(x: MCTensor, operands: list[Parts]) -> bool:
+    """Whether a result may be written while the operands are read: they are x's own elements, or of other memory."""
+    own = x._parts
+    memory = [part.untyped_storage()._cdata for part in own]
+    shape = x.shape
+    for parts in operands:
+        if parts is own:
+            continue
+        for part in parts:
+            if type(part) is not Tensor or part.untyped_storage()._cdata in memory:
+                return False
+        if parts[0].dim() and parts[0].shape != shape and torch.broadcast_shapes(parts[0].shape, shape) != shape:
+            return False
+    return type(own[0]) is Tensor
+
+
+def write_value(x: Tensor, value: Any) -> Tensor:
+    """Copy a value, a tensor of any kind or a number, into x."""
+    if isinstance(x, MCTensor):
+        parts = parts_of(value, x.device)
+        return write(x, parts, lambda: parts[0])
+    check_shape(x, value.shape)
+    plain = decoded(value, x.dtype) if x.dtype.is_floating_point else integral(value, x.dtype)
+    return x.copy_(plain)
+
+
+def integral(x: MCTensor, dtype: torch.dtype) -> Tensor:
+    """The value as integers, cut toward zero, or as truth."""
+    if dtype == torch.bool:
+        return x._parts[0] != 0
+    if dtype.is_complex:
+        raise TypeError(
+            f"an MCTensor is real and {dtype} is not: torch.complex(x.decode(), zeros) makes one of its value"
+        )
+    whole = torch.trunc(x)
+    return sum((part.to(dtype) for part in parts_of(whole, x.device)[1:]), parts_of(whole, x.device)[0].to(dtype))
+
+
+def check_takes_fractions(x: Tensor) -> None:
+    """Raise unless an operator's result can be written into x without being cut to an integer."""
+    if not x.dtype.is_floating_point and not x.dtype.is_complex:
+        raise RuntimeError(
+            f"an MCTensor's result can't be cast to the desired output type {x.dtype}: write out of place, or copy_"
+        )
+
+
+def check_shape(x: Tensor, shape: torch.Size) -> None:
+    """Raise unless a result of this shape can be written into x."""
+    if shape != x.shape and torch.broadcast_shapes(shape, x.shape) != x.shape:
+        raise RuntimeError(
+            f"output with shape {list(x.shape)} doesn't match the broadcast shape "
+            f"{list(torch.broadcast_shapes(shape, x.shape))}"
+        )
+
+
+def check_fits(x: MCTensor, first: Tensor, exact: Callable[[], Tensor] | None) -> None:
+    """Raise if a finite result became infinite in its components."""
+    if exact is None or type(first) is not Tensor or first.device.type == "meta" or bool(first.sum().isfinite()):
+        return
+    if bool((first.isinf() & exact().isfinite()).any()):
+        raise ValueError(
+            f"the result is out of the range of {x.dtype} components, and this tensor has no scale to change: it is as "
+            "it was. Give it one, MCTensor.encode(x, components, dtype, scale='auto'), or wider components"
+        )
+
+
+def _write_scaled(x: MCTensor, parts: Parts) -> MCTensor:
+    wide = tuple(part.double() for part in parts)
+    wanted = _wanted_scale(x, magnitude(wide[0]))
+    _rescale(x, wanted)
+    for target, part in zip(x._parts, scaled(wide, x._scale, len(x._parts), x.dtype)):
+        target.copy_(part)
+    return x
+
+
+def _wanted_scale(x: MCTensor, largest: Tensor) -> Tensor:
+    """The scale to hold values up to `largest` beside what the memory holds already; x's own where that does."""
+    if largest.numel() and not _covers_memory(x):
+        largest = torch.maximum(largest, torch.stack([magnitude(_memory(x)[0]).double() * x._scale]).amax())
+    ideal = scale_for(largest, x.dtype)
+    distance = torch.log2(ideal) - torch.log2(x._scale)
+    fits = (distance < HEADROOM) & (distance > -_ROOM_BELOW)
+    return torch.where(fits | (largest == 0), x._scale, ideal)
+
+
+def _rescale(x: MCTensor, wanted: Tensor) -> None:
+    """Bring all of the memory that x is a view of to another scale: exact, but for what falls below a subnormal."""
+    if type(wanted) is Tensor and wanted.device.type == "cpu" and bool(wanted == x._scale):
+        return
+    for part in _memory(x):
+        part.copy_(part.double() * (x._scale.double() / wanted.double()))
+    x._scale.copy_(wanted)
+
+
+def _covers_memory(x: MCTensor) -> bool:
+    return x.numel() * x.dtype.itemsize == x._parts[0].untyped_storage().nbytes()
+
+
+def _memory(x: MCTensor) -> Parts:
+    """All elements of the memory that x's components are views of."""
+    if _covers_memory(x) and x.is_contiguous():
+        return x._parts
+    count = x._parts[0].untyped_storage().nbytes() // x.dtype.itemsize
+    return tuple(part.as_strided((count,), (1,), 0) for part in x._parts)

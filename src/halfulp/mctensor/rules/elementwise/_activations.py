@@ -1,0 +1,52 @@
+"""Activations whose constants have more digits than a Python number: torch's own steps would round them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....kernels import torch_operators
+from ..._derivation import beyond_float64
+from ._powers import PI, constant
+
+aten = torch_operators("aten")
+
+_CUBE = 0.044715
+
+
+def _half_root(x: Tensor) -> Tensor:
+    """1 / sqrt(2)."""
+    return constant("0.5", x).sqrt()
+
+
+@beyond_float64(aten.gelu.default)
+def gelu(x: Any, *, approximate: str = "none") -> Tensor:
+    """x Phi(x), or the same by tanh."""
+    if approximate == "tanh":
+        return x * (1 + torch.tanh(_inner(x)[0])) * 0.5
+    return x * _normal(x) * 0.5
+
+
+@beyond_float64(aten.gelu_backward.default)
+def gelu_backward(gradient: Any, x: Any, *, approximate: str = "none") -> Tensor:
+    """The gradient times Phi(x) + x phi(x), or the same by tanh."""
+    if approximate == "tanh":
+        inner, slope = _inner(x)
+        bent = torch.tanh(inner)
+        return gradient * ((1 + bent) + x * (1 - bent * bent) * slope) * 0.5
+    density = (x * x * -0.5).exp() * (constant(PI, x) * 2).rsqrt()
+    return gradient * (_normal(x) * 0.5 + x * density)
+
+
+def _normal(x: Any) -> Tensor:
+    """2 Phi(x) = 1 + erf(x / sqrt(2))."""
+    return 1 + torch.erf(x * _half_root(x))
+
+
+def _inner(x: Any) -> tuple[Tensor, Tensor]:
+    """sqrt(2 / pi) (x + 0.044715 x^3), and its slope."""
+    factor = (constant("2", x) / constant(PI, x)).sqrt()
+    square = x * x
+    return factor * (x + x * square * _CUBE), factor * (1 + square * _CUBE * 3)

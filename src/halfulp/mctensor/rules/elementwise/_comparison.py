@@ -1,0 +1,298 @@
+"""Comparison by value, and what chooses by it: extremes, clamps, signs, rounding to integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ....arithmetic import Parts, compare, pointwise
+from ....kernels import torch_operators
+from ....subclass._in_backward import COMPONENTS, rounds, rounds_alone
+from ..._mctensor import MCTensor, wrap
+from ..._registry import implements
+from ..._result_type import Form, aligned, evaluate, form_of, made, parts_of
+from ..._scale import decoded, plain
+
+aten = torch_operators("aten")
+
+
+def order_of(a: Any, b: Any) -> Tensor:
+    """The sign of a - b as int8, 2 where either is NaN."""
+    device = a.device if isinstance(a, Tensor) else b.device
+    return compare(parts_of(a, device), parts_of(b, device))
+
+
+def _comparison(test: Callable[[Tensor], Tensor]) -> Callable:
+    def compared(a: Any, b: Any) -> Tensor:
+        return test(order_of(a, b))
+
+    return compared
+
+
+_TESTS = {
+    "eq": lambda order: order == 0,
+    "ne": lambda order: order != 0,
+    "lt": lambda order: order == -1,
+    "le": lambda order: order <= 0,
+    "gt": lambda order: order == 1,
+    "ge": lambda order: (order == 0) | (order == 1),
+}
+for _name, _test in _TESTS.items():
+    _packet = getattr(aten, _name)
+    implements(_packet.Tensor, _packet.Scalar)(_comparison(_test))
+
+
+@implements(aten.equal.default)
+def equal(a: Any, b: Any) -> bool:
+    """Whether shapes and all values are the same."""
+    return a.shape == b.shape and bool((order_of(a, b) == 0).all())
+
+
+@implements(aten.allclose.default)
+def allclose(a: Any, b: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
+    """Whether all values are close."""
+    return bool(torch.isclose(a, b, rtol, atol, equal_nan).all())
+
+
+def chosen(mask: Tensor, a: Any, b: Any, form: Form | None = None) -> Tensor:
+    """a where the mask holds, b elsewhere, in their common form."""
+    form = form or form_of((a, b))
+    if rounds(form.gradients, form.has_gradient):
+        return torch.where(mask, rounded(a, form), rounded(b, form))
+    (first, second), scale = aligned((a, b), form)
+    return wrap(tuple(torch.where(mask, x, y) for x, y in zip(first, second)), scale, form.gradients)
+
+
+def rounded(x: Any, form: Form) -> Any:
+    """An operand as one component."""
+    if isinstance(x, MCTensor):
+        return decoded(x, form.dtype)
+    return x.to(form.dtype) if isinstance(x, Tensor) else x
+
+
+@implements(aten.where.self)
+def where(mask: Tensor, a: Any, b: Any) -> Tensor:
+    """a where the mask holds, b elsewhere."""
+    return chosen(_truth(mask), a, b)
+
+
+@implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
+    """The value where the mask holds, x elsewhere."""
+    return chosen(_truth(mask), value, x, form_of((x, value)))
+
+
+def _truth(mask: Tensor) -> Tensor:
+    return mask._parts[0] != 0 if isinstance(mask, MCTensor) else mask
+
+
+@implements(aten.maximum.default)
+def maximum(a: Any, b: Any) -> Tensor:
+    """The larger value; NaN where either is."""
+    order = order_of(a, b)
+    return chosen((order == 1) | ((order == 2) & is_nan(a)), a, b)
+
+
+@implements(aten.minimum.default)
+def minimum(a: Any, b: Any) -> Tensor:
+    """The smaller value; NaN where either is."""
+    order = order_of(a, b)
+    return chosen((order == -1) | ((order == 2) & is_nan(a)), a, b)
+
+
+@implements(aten.fmax.default)
+def fmax(a: Any, b: Any) -> Tensor:
+    """The larger value; the other where one is NaN."""
+    order = order_of(a, b)
+    return chosen((order == 1) | ((order == 2) & ~is_nan(a)), a, b)
+
+
+@implements(aten.fmin.default)
+def fmin(a: Any, b: Any) -> Tensor:
+    """The smaller value; the other where one is NaN."""
+    order = order_of(a, b)
+    return chosen((order == -1) | ((order == 2) & ~is_nan(a)), a, b)
+
+
+@implements(aten.clamp.default, aten.clamp.Tensor)
+def clamp(x: Any, min: Any = None, max: Any = None) -> Tensor:
+    """Between two bounds, by value; a NaN stays one."""
+    if min is None and max is None:
+        raise ValueError("clamp takes at least one of min and max")
+    form = form_of((x, *(bound for bound in (min, max) if isinstance(bound, Tensor))))
+    whole = form._replace(gradients=COMPONENTS) if min is not None and max is not None else form
+    if min is not None:
+        x = chosen(_beyond(x, min, -1), min, x, whole)
+    return x if max is None else chosen(_beyond(x, max, 1), max, x, form)
+
+
+def _beyond(x: Any, bound: Any, side: int) -> Tensor:
+    order = order_of(x, bound)
+    return (order == side) | ((order == 2) & ~is_nan(x)) if isinstance(bound, Tensor) else order == side
+
+
+@implements(aten.clamp_min.default, aten.clamp_min.Tensor)
+def clamp_min(x: Any, min: Any) -> Tensor:
+    """Not below a bound."""
+    return clamp(x, min=min)
+
+
+@implements(aten.clamp_max.default, aten.clamp_max.Tensor)
+def clamp_max(x: Any, max: Any) -> Tensor:
+    """Not above a bound."""
+    return clamp(x, max=max)
+
+
+def is_nan(x: Any) -> Tensor:
+    """Where a value is NaN."""
+    if isinstance(x, MCTensor):
+        return x._parts[0].isnan()
+    return x.isnan() if isinstance(x, Tensor) else torch.tensor(x != x, dtype=torch.bool, device="cpu")
+
+
+def _by_first(operator: OpOverload) -> Callable:
+    def function(x: MCTensor) -> Tensor:
+        return operator(x._parts[0])
+
+    return function
+
+
+# The first component decides: the others never change a sign, nor what is zero, infinite or NaN.
+for _operator in (
+    *(aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default),
+    *(aten.signbit.default, aten.logical_not.default, aten.nonzero.default, aten.any.default, aten.all.default),
+):
+    implements(_operator)(_by_first(_operator))
+
+
+def _by_first_along(operator: OpOverload) -> Callable:
+    def function(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+        return operator(x._parts[0], *arguments, **options)
+
+    return function
+
+
+for _operator in (
+    *(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims),
+    *(aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
+):
+    implements(_operator)(_by_first_along(_operator))
+
+
+@implements(aten.isfinite.default)
+def isfinite(x: MCTensor) -> Tensor:
+    """Neither infinite nor NaN."""
+    return x._parts[0].isfinite()
+
+
+def each(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same exact function of every component: a change of sign, a choice of elements."""
+    if rounds_alone(x):
+        return function(plain(x))
+    scale = None if x._scale is None else x._scale.clone()
+    return wrap(tuple(map(function, x._parts)), scale, x._gradients)
+
+
+@implements(aten.neg.default)
+def neg(x: MCTensor) -> Tensor:
+    """-x."""
+    return each(x, torch.neg)
+
+
+@implements(aten.abs.default)
+def absolute(x: MCTensor) -> Tensor:
+    """|x|: every component changes its sign where the first is negative."""
+    negative = x._parts[0].signbit()
+    return each(x, lambda part: torch.where(negative, -part, part))
+
+
+@implements(aten.relu.default)
+def relu(x: MCTensor) -> Tensor:
+    """x where it is positive or NaN, else 0."""
+    negative = x._parts[0] < 0
+    return each(x, lambda part: part.masked_fill(negative, 0))
+
+
+@implements(aten.sign.default, aten.sgn.default)
+def sign(x: MCTensor) -> Tensor:
+    """-1, 0 or 1."""
+    return made((x._parts[0].sign(),), form_of((x,)))
+
+
+@implements(aten.threshold_backward.default)
+def threshold_backward(gradient: Any, x: Any, threshold: Any) -> Tensor:
+    """The gradient where x is above the threshold."""
+    return chosen(_TESTS["le"](order_of(x, threshold)), 0.0, gradient, form_of((gradient, x)))
+
+
+def floor_parts(parts: Parts) -> Parts:
+    """The floor of each component while all before it are integers; 0 behind the first that is not."""
+    floors, whole = [], None
+    for part in parts:
+        low = part.floor()
+        floors.append(low if whole is None else low.where(whole, torch.zeros_like(low)))
+        here = low == part
+        whole = here if whole is None else whole & here
+    return tuple(floors)
+
+
+@implements(aten.floor.default)
+def floor(x: MCTensor) -> Tensor:
+    """The largest integer not above."""
+    form = form_of((x,))
+    parts = parts_of(x, form.device)
+    return made(_summed(floor_parts(parts), parts[0]), form)
+
+
+@implements(aten.ceil.default)
+def ceil(x: MCTensor) -> Tensor:
+    """The smallest integer not below."""
+    form = form_of((x,))
+    negative = tuple(-part for part in parts_of(x, form.device))
+    return made(_summed(tuple(-part for part in floor_parts(negative)), -negative[0]), form)
+
+
+@implements(aten.trunc.default)
+def trunc(x: MCTensor) -> Tensor:
+    """The integer next to it toward zero."""
+    return made(_truncated(x), form_of((x,)))
+
+
+def _truncated(x: MCTensor) -> Parts:
+    negative = x._parts[0].signbit()
+    flipped = tuple(torch.where(negative, -part, part) for part in parts_of(x, x.device))
+    whole = floor_parts(flipped)
+    return _summed(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
+
+
+@implements(aten.frac.default)
+def frac(x: MCTensor) -> Tensor:
+    """What trunc cuts off."""
+    form = form_of((x,))
+    return evaluate("sub", x, wrap(_truncated(x), None, COMPONENTS), form=form)
+
+
+@implements(aten.round.default)
+def round_(x: MCTensor) -> Tensor:
+    """The nearest integer, ties to even: floor(x + 1/2), one less where that is odd and was a tie."""
+    form = form_of((x,))
+    whole = form._replace(gradients=COMPONENTS)
+    up = evaluate("add", x, 0.5, form=whole._replace(dtype=torch.float64, scaled=False))
+    low = wrap(_summed(floor_parts(up._parts), up._parts[0]), None, COMPONENTS)
+    half = wrap(_summed(floor_parts(evaluate("mul", low, 0.5)._parts), low._parts[0]), None, COMPONENTS)
+    odd = order_of(evaluate("mul", half, 2.0), low) != 0
+    tie = order_of(low, up) == 0
+    nearest = evaluate("sub", low, (odd & tie).double())._parts
+    return made((torch.copysign(nearest[0], x._parts[0].double()), *nearest[1:]), form)
+
+
+def _summed(floors: Parts, x: Tensor) -> Parts:
+    """The sum of integers, largest first; a zero has the sign of the number that was rounded."""
+    total = floors[:1]
+    for part in floors[1:]:
+        total = pointwise("add", total, (part,), components=len(floors), dtype=part.dtype)
+    return torch.where(total[0] == 0, torch.copysign(total[0], x), total[0]), *total[1:]

@@ -1,0 +1,181 @@
+"""Element-wise functions: one line of a table each, where the arithmetic has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....arithmetic import pointwise
+from ....kernels import torch_operators
+from ....subclass._in_backward import COMPONENTS
+from ..._mctensor import MCTensor
+from ..._registry import implements
+from ..._result_type import evaluate, form_of, operand_parts
+from ..._write import check_takes_fractions, computing_form, write, write_value, writes_directly
+
+aten = torch_operators("aten")
+
+UNARY = {
+    "sqrt": aten.sqrt.default,
+    "exp": aten.exp.default,
+    "log": aten.log.default,
+    "log1p": aten.log1p.default,
+    "expm1": aten.expm1.default,
+    "sin": aten.sin.default,
+    "cos": aten.cos.default,
+    "tanh": aten.tanh.default,
+    "sinh": aten.sinh.default,
+    "cosh": aten.cosh.default,
+    "asinh": aten.asinh.default,
+    "acosh": aten.acosh.default,
+    "atan": aten.atan.default,
+    "erf": aten.erf.default,
+    "sigmoid": aten.sigmoid.default,
+}
+BINARY = {
+    "mul": (aten.mul.Tensor, aten.mul.Scalar),
+    "div": (aten.div.Tensor, aten.div.Scalar),
+}
+
+
+def _unary(name: str) -> Callable:
+    def function(x: MCTensor) -> Tensor:
+        return evaluate(name, x)
+
+    return function
+
+
+def _binary(name: str) -> Callable:
+    def function(a: Any, b: Any) -> Tensor:
+        return evaluate(name, a, b)
+
+    return function
+
+
+def _binary_in_place(name: str) -> Callable:
+    def function(x: Tensor, other: Any) -> Tensor:
+        return _update(name, x, x, other)
+
+    return function
+
+
+def _update(name: str, x: Tensor, *operands: Any) -> Tensor:
+    """x = f(operands), in x's own form."""
+    if not isinstance(x, MCTensor):
+        check_takes_fractions(x)
+        return write_value(x, evaluate(name, *operands, form=form_of(operands)._replace(gradients=COMPONENTS)))
+    parts = operand_parts(name, operands, x.dtype, len(x._parts), x.device)
+    if x._scale is None and x.dtype != torch.float16 and writes_directly(x, parts):
+        pointwise(name, *parts, components=len(x._parts), dtype=x.dtype, out=x._parts)
+        return x
+    form = computing_form(x)
+    result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
+    return write(x, result, lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0])
+
+
+for _name, _operator in UNARY.items():
+    implements(_operator)(_unary(_name))
+for _name, _operators in BINARY.items():
+    implements(*_operators)(_binary(_name))
+implements(aten.mul_.Tensor, aten.mul_.Scalar)(_binary_in_place("mul"))
+implements(aten.div_.Tensor, aten.div_.Scalar)(_binary_in_place("div"))
+
+
+@implements(aten.add.Tensor, aten.add.Scalar)
+def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
+    """a + alpha b."""
+    return evaluate("add", a, b) if alpha == 1 else evaluate("addcmul", a, b, alpha, form=form_of((a, b)))
+
+
+@implements(aten.sub.Tensor, aten.sub.Scalar)
+def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
+    """a - alpha b."""
+    return evaluate("sub", a, b) if alpha == 1 else evaluate("addcmul", a, b, -alpha, form=form_of((a, b)))
+
+
+@implements(aten.rsub.Tensor, aten.rsub.Scalar)
+def rsub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
+    """b - alpha a."""
+    return sub(b, a, alpha)
+
+
+@implements(aten.add_.Tensor, aten.add_.Scalar)
+def add_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
+    """x + alpha other, into x."""
+    return _update("add", x, x, other) if alpha == 1 else _update("addcmul", x, x, other, alpha)
+
+
+@implements(aten.sub_.Tensor, aten.sub_.Scalar)
+def sub_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
+    """x - alpha other, into x."""
+    return _update("sub", x, x, other) if alpha == 1 else _update("addcmul", x, x, other, -alpha)
+
+
+def _kept(*operands: Any) -> Any:
+    """The form of an intermediate result, which is no gradient."""
+    return form_of(operands)._replace(gradients=COMPONENTS)
+
+
+@implements(aten.addcmul.default)
+def addcmul(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
+    """a + value b c."""
+    return _accumulated(a, b, c, value, divide=False)
+
+
+@implements(aten.addcdiv.default)
+def addcdiv(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
+    """a + value b / c."""
+    return _accumulated(a, b, c, value, divide=True)
+
+
+def _accumulated(a: Any, b: Any, c: Any, value: Any, divide: bool) -> Tensor:
+    form = form_of((a, b, c))
+    return evaluate("addcmul", a, *_plain_product(b, c, value, divide, form), form=form)
+
+
+def _plain_product(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
+    whole = form._replace(gradients=COMPONENTS)
+    if divide:
+        return evaluate("div", b, c, form=whole), value
+    return (b, c) if value == 1 else (evaluate("mul", b, c, form=whole), value)
+
+
+@implements(aten.addcmul_.default)
+def addcmul_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
+    """x + value b c, into x."""
+    return _update("addcmul", x, x, *_plain_product(b, c, value, False, form_of((x, b, c))))
+
+
+@implements(aten.addcdiv_.default)
+def addcdiv_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
+    """x + value b / c, into x."""
+    return _update("addcmul", x, x, *_plain_product(b, c, value, True, form_of((x, b, c))))
+
+
+@implements(aten.lerp.Scalar, aten.lerp.Tensor)
+def lerp(a: Any, b: Any, weight: Any) -> Tensor:
+    """a + weight (b - a)."""
+    form = form_of((a, b, weight))
+    return evaluate("addcmul", a, evaluate("sub", b, a, form=form._replace(gradients=COMPONENTS)), weight, form=form)
+
+
+@implements(aten.lerp_.Scalar, aten.lerp_.Tensor)
+def lerp_(x: Tensor, b: Any, weight: Any) -> Tensor:
+    """x + weight (b - x), into x."""
+    return _update("addcmul", x, x, evaluate("sub", b, x, form=_kept(x, b, weight)), weight)
+
+
+@implements(aten.rsqrt.default)
+def rsqrt(x: MCTensor) -> Tensor:
+    """1 / sqrt(x)."""
+    form = form_of((x,))
+    return evaluate("div", 1.0, evaluate("sqrt", x, form=form._replace(gradients=COMPONENTS)), form=form)
+
+
+@implements(aten.reciprocal.default)
+def reciprocal(x: MCTensor) -> Tensor:
+    """1 / x."""
+    return evaluate("div", 1.0, x)

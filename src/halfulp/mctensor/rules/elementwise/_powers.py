@@ -1,0 +1,258 @@
+"""Powers, angles and other functions made of those that the arithmetic has."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ....arithmetic import MOST
+from ....kernels import torch_operators
+from ..._derivation import beyond_exact, beyond_float64, in_float64
+from ..._encode import number_terms
+from ..._mctensor import MCTensor
+from ..._registry import implements
+from ..._result_type import Form, evaluate, form_of, made, parts_of
+from ._comparison import chosen, is_nan, order_of
+
+aten = torch_operators("aten")
+
+PI = "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803"
+_LN2 = "0.69314718055994530941723212145817656807550013436025525412068000949339362196969471560586"
+_LN10 = "2.30258509299404568401799145468436420760110148862877297603332790096757260967735248023600"
+
+
+@functools.cache
+def _terms(text: str) -> tuple[float, ...]:
+    return number_terms(text)
+
+
+def constant(text: str, like: Tensor) -> MCTensor:
+    """A number with the digits of four float64, without dimensions."""
+    parts = tuple(torch.scalar_tensor(term, dtype=torch.float64, device=like.device) for term in _terms(text))
+    return MCTensor.from_components(parts)
+
+
+def as_form(x: MCTensor, form: Form) -> Tensor:
+    """A finer result, rounded to a form."""
+    return made(parts_of(x, form.device), form)
+
+
+def _finer(form: Form) -> Form:
+    """One component more, where there can be, for steps whose errors grow."""
+    return form._replace(components=min(form.components + 1, MOST))
+
+
+@implements(aten.pow.Tensor_Scalar)
+def pow_scalar(x: MCTensor, exponent: Any) -> Tensor:
+    """x to a number: a product, a root or a reciprocal where it is one."""
+    form = form_of((x,))
+    if exponent == 2:
+        return evaluate("mul", x, x)
+    if exponent == 1:
+        return x.clone()
+    if exponent in (0.5, -0.5):
+        return x.sqrt() if exponent > 0 else x.rsqrt()
+    if exponent == -1:
+        return x.reciprocal()
+    if form.is_wide:
+        return in_float64(aten.pow.Tensor_Scalar, (x, exponent), {})
+    return evaluate("pow", x, exponent, form=form)
+
+
+@beyond_exact(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+def pow_tensor(x: Any, exponent: Any) -> Tensor:
+    """x to a power, or a number to powers."""
+    return evaluate("pow", x, exponent)
+
+
+@beyond_exact(aten.exp2.default)
+def exp2(x: MCTensor) -> Tensor:
+    """2^x."""
+    finer = _finer(form_of((x,)))
+    return as_form(evaluate("exp", evaluate("mul", x, constant(_LN2, x), form=finer), form=finer), form_of((x,)))
+
+
+@beyond_exact(aten.log2.default)
+def log2(x: MCTensor) -> Tensor:
+    """log(x) / log(2)."""
+    return evaluate("div", evaluate("log", x, form=_finer(form_of((x,)))), constant(_LN2, x), form=form_of((x,)))
+
+
+@beyond_exact(aten.log10.default)
+def log10(x: MCTensor) -> Tensor:
+    """log(x) / log(10)."""
+    return evaluate("div", evaluate("log", x, form=_finer(form_of((x,)))), constant(_LN10, x), form=form_of((x,)))
+
+
+@beyond_exact(aten.tan.default)
+def tan(x: MCTensor) -> Tensor:
+    """sin(x) / cos(x)."""
+    finer = _finer(form_of((x,)))
+    return evaluate("div", evaluate("sin", x, form=finer), evaluate("cos", x, form=finer), form=form_of((x,)))
+
+
+@beyond_exact(aten.asin.default)
+def asin(x: MCTensor) -> Tensor:
+    """atan2(x, sqrt((1 - x)(1 + x)))."""
+    finer = _finer(form_of((x,)))
+    return as_form(_angle(x, _leg(x, finer), finer), form_of((x,)))
+
+
+@beyond_exact(aten.acos.default)
+def acos(x: MCTensor) -> Tensor:
+    """atan2(sqrt((1 - x)(1 + x)), x)."""
+    finer = _finer(form_of((x,)))
+    return as_form(_angle(_leg(x, finer), x, finer), form_of((x,)))
+
+
+def _leg(x: MCTensor, form: Form) -> Tensor:
+    product = evaluate("mul", evaluate("sub", 1.0, x, form=form), evaluate("add", 1.0, x, form=form), form=form)
+    return evaluate("sqrt", product, form=form)
+
+
+@beyond_exact(aten.atan2.default)
+def atan2(y: Any, x: Any) -> Tensor:
+    """The angle of the point (x, y)."""
+    form = form_of((y, x))
+    return as_form(_angle(y, x, _finer(form)), form)
+
+
+def _angle(y: Any, x: Any, form: Form) -> Tensor:
+    """atan of the smaller leg over the larger, turned into the right octant."""
+    pi = constant(PI, x)
+    high, wide = abs(y), abs(x)
+    steep = order_of(high, wide) == 1
+    least, most = chosen(steep, wide, high), chosen(steep, high, wide)
+    same = (most == 0) | (least.isinf() & most.isinf())
+    ratio = evaluate("div", chosen(same, (~(most == 0)).double(), least), chosen(same, 1.0, most), form=form)
+    angle = evaluate("atan", ratio, form=form)
+    angle = chosen(steep, evaluate("sub", evaluate("mul", pi, 0.5), angle, form=form), angle)
+    left = _negative(x)
+    angle = chosen(left, evaluate("sub", pi, angle, form=form), angle)
+    angle = chosen(is_nan(x) | is_nan(y), float("nan"), angle)
+    return chosen(_negative(y), -angle, angle)
+
+
+def _negative(x: Any) -> Tensor:
+    return x._parts[0].signbit() if isinstance(x, MCTensor) else x.signbit()
+
+
+@beyond_exact(aten.atanh.default)
+def atanh(x: MCTensor) -> Tensor:
+    """log1p(2x / (1 - x)) / 2, of |x| and with its sign."""
+    form = _finer(form_of((x,)))
+    size = abs(x)
+    ratio = evaluate("div", evaluate("mul", size, 2.0, form=form), evaluate("sub", 1.0, size, form=form), form=form)
+    result = evaluate("mul", evaluate("log1p", ratio, form=form), 0.5, form=form_of((x,)))
+    return chosen(_negative(x), -result, result)
+
+
+@implements(aten.hypot.default)
+def hypot(a: Any, b: Any) -> Tensor:
+    """sqrt(a a + b b), where the squares leave the range too."""
+    return evaluate("hypot", a, b)
+
+
+@implements(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def div_mode(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
+    """a / b, cut to an integer: the one below the exact quotient, or next to it toward zero."""
+    if rounding_mode is None:
+        return evaluate("div", a, b)
+    if rounding_mode not in ("floor", "trunc"):
+        raise ValueError(f"rounding_mode={rounding_mode!r}: allowed are None, 'trunc' and 'floor'")
+    return evaluate(f"{rounding_mode}_divide", a, b)
+
+
+@implements(aten.floor_divide.default, aten.floor_divide.Scalar)
+def floor_divide(a: Any, b: Any) -> Tensor:
+    """floor(a / b)."""
+    return evaluate("floor_divide", a, b)
+
+
+@implements(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
+def remainder(a: Any, b: Any) -> Tensor:
+    """a - b floor(a / b), exact before its one rounding."""
+    return evaluate("remainder", a, b)
+
+
+@implements(aten.fmod.Tensor, aten.fmod.Scalar)
+def fmod(a: Any, b: Any) -> Tensor:
+    """a - b trunc(a / b), exact before its one rounding."""
+    return evaluate("fmod", a, b)
+
+
+@beyond_exact(aten.copysign.Tensor, aten.copysign.Scalar)
+def copysign(a: Any, b: Any) -> Tensor:
+    """|a| with b's sign."""
+    negative = _negative(b) if isinstance(b, Tensor) else torch.tensor(b, dtype=torch.float64, device="cpu").signbit()
+    return as_form(chosen(_negative(a) != negative, -a, a), form_of((a, b)))
+
+
+@beyond_exact(aten.nan_to_num.default)
+def nan_to_num(x: MCTensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
+    """Numbers in place of NaN and infinities."""
+    ends = torch.finfo(x.dtype)
+    x = chosen(x._parts[0].isposinf(), ends.max if posinf is None else posinf, x)
+    x = chosen(x._parts[0].isneginf(), ends.min if neginf is None else neginf, x)
+    return chosen(is_nan(x), nan or 0.0, x)
+
+
+@implements(aten.erfc.default)
+def erfc(x: MCTensor) -> Tensor:
+    """1 - erf(x), with all digits however small it is."""
+    return evaluate("erfc", x)
+
+
+@beyond_float64(aten.softshrink_backward.default, aten.hardshrink_backward.default)
+def shrink_backward(gradient: Any, x: Any, bound: Any) -> Tensor:
+    """The gradient outside the bounds."""
+    return chosen(abs(x) <= bound, 0.0, gradient)
+
+
+@beyond_float64(aten._cdist_forward.default)
+def cdist_forward(a: Any, b: Any, p: float, mode: int | None) -> Tensor:
+    """The norms of all differences of rows."""
+    return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, dim=-1)
+
+
+@beyond_float64(aten._cdist_backward.default)
+def cdist_backward(gradient: Any, a: Any, b: Any, p: float, distance: Any) -> Tensor:
+    """The gradient of the first rows: gradient sign(d) |d|^(p-1) / distance^(p-1), 0 where the distance is."""
+    difference = a.unsqueeze(-2) - b.unsqueeze(-3)
+    zero = distance == 0
+    reach = chosen(zero, 1.0, distance)
+    if p == 0:  # a count of differences
+        return difference.sum(-2) * 0
+    if p == 2:
+        slope = difference / reach.unsqueeze(-1)
+    else:
+        less = evaluate("sub", constant(str(Fraction(p)), a), 1.0) if math.isfinite(p) else p
+        slope = difference.sign() * torch.pow(difference.abs() / reach.unsqueeze(-1), less)
+    return (slope * chosen(zero, 0.0, gradient).unsqueeze(-1)).sum(-2)
+
+
+def _of_tensors(operator: OpOverload) -> Callable:
+    """The form with a number in place of a tensor: torch's formula rounds that to the other operand's dtype."""
+
+    def rule(a: Any, b: Any) -> Tensor:
+        device = (a if isinstance(a, Tensor) else b).device
+        given = (
+            x if isinstance(x, Tensor) else torch.scalar_tensor(x, dtype=torch.float64, device=device) for x in (a, b)
+        )
+        return operator(*given)
+
+    return rule
+
+
+for _operators in (
+    (aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other),
+    (aten.special_xlog1py.default, aten.special_xlog1py.self_scalar, aten.special_xlog1py.other_scalar),
+):
+    implements(*_operators[1:])(_of_tensors(_operators[0]))

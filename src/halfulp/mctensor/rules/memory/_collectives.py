@@ -1,0 +1,76 @@
+"""Collective operations of torch.distributed: MCTensors travel whole, and are reduced nowhere silently."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ....kernels import torch_operators
+from ..._mctensor import MCTensor, wrap
+from ..._registry import implements
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Every component and the scale of some tensors, one after another, as one message."""
+    whole = [part for x in tensors for part in _inner(x)]
+    return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in whole])
+
+
+def received(message: Tensor, like: MCTensor, shape: Sequence[int]) -> MCTensor:
+    """The MCTensor of a message: of another's form, and a shape."""
+    count = len(like._parts)
+    fixed = 0 if like._scale is None else like._scale.element_size()
+    size = (message.numel() - fixed) // count
+    pieces = message.split([*[size] * count, *([fixed] if fixed else [])])
+    parts = tuple(_typed(piece, like.dtype).reshape(shape) for piece in pieces[:count])
+    scale = _typed(pieces[count], torch.float32).reshape(()) if fixed else None
+    return wrap(parts, scale, like._gradients)
+
+
+def _typed(message: Tensor, dtype: torch.dtype) -> Tensor:
+    # A clone: a piece may start anywhere, and a view of another dtype may not.
+    return message.clone().view(dtype)
+
+
+def _inner(x: Tensor) -> list[Tensor]:
+    return x._inner() if isinstance(x, MCTensor) else [x]
+
+
+def broadcast_(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
+    """Every component and the scale from one rank into the others', as one message; it has arrived on return."""
+    message = bytes_of(tensors)
+    _, work = torch.ops.c10d.broadcast_.default([message], *arguments, **options)
+    work.wait()
+    whole = [part for x in tensors for part in _inner(x)]
+    sizes = [part.numel() * part.element_size() for part in whole]
+    for part, piece in zip(whole, message.split(sizes), strict=True):
+        part.copy_(_typed(piece, part.dtype).reshape(part.shape))
+    return list(tensors), work
+
+
+def put(x: Tensor, value: Tensor) -> None:
+    """Copy what arrived into a tensor: of MCTensors of one form that own their memory, the same bits."""
+    same = isinstance(x, MCTensor) and isinstance(value, MCTensor) and x.shape == value.shape
+    inner = list(zip(_inner(x), _inner(value))) if same else []
+    same = bool(inner) and len(_inner(x)) == len(_inner(value)) and all(a.dtype == b.dtype for a, b in inner)
+    if same and all(a.numel() * a.element_size() == a.untyped_storage().nbytes() for a, _ in inner):
+        for mine, arrived in inner:
+            mine.copy_(arrived)
+    else:
+        x.copy_(value)
+
+
+def refuse(operator: OpOverload) -> NoReturn:
+    """Raise for a collective of MCTensors that has no rule."""
+    raise NotImplementedError(
+        f"{operator} of MCTensors: every component rounded apart would lose digits. Gradients are plain tensors "
+        "with gradients='first'; send other values as x.decode(torch.float64), or as x.components one by one"
+    )
+
+
+if torch.distributed.is_available():
+    implements(torch_operators("c10d").broadcast_.default)(broadcast_)

@@ -1,0 +1,143 @@
+"""Operators that move elements: the same move of every component."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ....kernels import torch_operators
+from ....subclass._in_backward import rounds
+from ..._mctensor import MCTensor, wrap
+from ..._registry import implements
+from ..._result_type import aligned, form_of
+from ..elementwise._comparison import each, rounded
+
+aten = torch_operators("aten")
+
+# The value is the first argument; what they fill in is 0, in every component.
+_FROM_ONE = (
+    *(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default),
+    *(aten.masked_select.default, aten.repeat.default, aten.flip.default, aten.roll.default, aten.tril.default),
+    *(aten.triu.default, aten.diag_embed.default, aten.rot90.default, aten.im2col.default, aten.pixel_shuffle.default),
+    *(
+        aten.pixel_unshuffle.default,
+        aten.channel_shuffle.default,
+        aten.select_backward.default,
+        aten.slice_backward.default,
+    ),
+    *(aten.diagonal_backward.default, aten.reflection_pad1d.default, aten.reflection_pad2d.default),
+    *(aten.reflection_pad3d.default, aten.replication_pad1d.default, aten.replication_pad2d.default),
+    *(aten.replication_pad3d.default, aten.upsample_nearest1d.default, aten.upsample_nearest2d.default),
+    *(aten.upsample_nearest3d.default, aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec),
+    *(aten.upsample_nearest3d.vec, aten.embedding.default, aten.view_copy.default, aten.expand_copy.default),
+    *(aten.permute_copy.default, aten.transpose_copy.int, aten.t_copy.default, aten.slice_copy.Tensor),
+    *(aten.select_copy.int, aten.unsqueeze_copy.default, aten.squeeze_copy.default, aten.squeeze_copy.dim),
+    *(aten.as_strided_copy.default, aten.alias_copy.default, aten.detach_copy.default, aten.unfold_copy.default),
+    *(aten._reshape_copy.default, aten.diagonal_copy.default),
+)
+
+
+def _from_one(operator: OpOverload) -> Callable:
+    def move(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+        arguments = tuple(_index(value) for value in arguments)
+        return each(x, lambda part: operator(part, *arguments, **options))
+
+    return move
+
+
+def _index(value: Any) -> Any:
+    if isinstance(value, MCTensor):
+        raise TypeError("an MCTensor is no index: give an integer tensor")
+    return value
+
+
+for _operator in _FROM_ONE:
+    implements(_operator)(_from_one(_operator))
+
+
+# Positions of the arguments that are values; all come to one form.
+_FROM_SEVERAL = {
+    aten.scatter.src: (0, 3),
+    aten.masked_scatter.default: (0, 2),
+    aten.slice_scatter.default: (0, 1),
+    aten.select_scatter.default: (0, 1),
+    aten.diagonal_scatter.default: (0, 1),
+    aten.as_strided_scatter.default: (0, 1),
+    aten.index_copy.default: (0, 3),
+    aten.index_fill.int_Tensor: (0, 3),
+    aten.fill.Tensor: (0, 1),
+    aten.copy.default: (0, 1),
+}
+# Overloads that take a number where another takes a tensor.
+_FROM_NUMBER = {
+    aten.scatter.value: (aten.scatter.src, 3),
+    aten.index_fill.int_Scalar: (aten.index_fill.int_Tensor, 3),
+    aten.fill.Scalar: (aten.fill.Tensor, 1),
+}
+
+
+def moved(operator: OpOverload, arguments: Sequence, positions: Sequence[int], **options: Any) -> Tensor:
+    """An operator of several values, on every component of their common form."""
+    form = form_of(arguments[i] for i in positions)
+    if rounds(form.gradients, form.has_gradient):
+        plain = [rounded(x, form) if i in positions else x for i, x in enumerate(arguments)]
+        return operator(*plain, **options)
+    parts, scale = aligned([arguments[i] for i in positions], form)
+    results = []
+    for some in zip(*parts, strict=True):
+        here = dict(zip(positions, some))
+        results.append(operator(*(here.get(i, x) for i, x in enumerate(arguments)), **options))
+    return wrap(tuple(results), scale, form.gradients)
+
+
+def _from_several(operator: OpOverload, positions: Sequence[int]) -> Callable:
+    def move(*arguments: Any, **options: Any) -> Tensor:
+        return moved(operator, arguments, positions, **options)
+
+    return move
+
+
+def _from_number(operator: OpOverload, position: int) -> Callable:
+    def move(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+        every = [x, *arguments]
+        number = torch.scalar_tensor(every[position], dtype=torch.float64, device=x.device)
+        every[position] = number.expand(every[2].shape) if operator is aten.scatter.src else number
+        return moved(operator, every, (0, position), **options)
+
+    return move
+
+
+for _operator, _positions in _FROM_SEVERAL.items():
+    implements(_operator)(_from_several(_operator, _positions))
+for _operator, (_target, _position) in _FROM_NUMBER.items():
+    implements(_operator)(_from_number(_target, _position))
+
+
+def _joined(operator: OpOverload) -> Callable:
+    def join(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
+        form = form_of(tensors)
+        if rounds(form.gradients, form.has_gradient):
+            return operator([rounded(x, form) for x in tensors], *arguments, **options)
+        parts, scale = aligned(tensors, form)
+        joined = tuple(operator(list(some), *arguments, **options) for some in zip(*parts, strict=True))
+        return wrap(joined, scale, form.gradients)
+
+    return join
+
+
+for _operator in (aten.cat.default, aten.stack.default, aten.block_diag.default):
+    implements(_operator)(_joined(_operator))
+
+
+@implements(aten.constant_pad_nd.default)
+def constant_pad_nd(x: MCTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
+    """A frame of one number around the values."""
+    if value == 0:
+        return each(x, lambda part: aten.constant_pad_nd.default(part, pad, 0))
+    inside = torch.ones(x.shape, dtype=torch.bool, device=x.device)
+    outside = ~aten.constant_pad_nd.default(inside, pad, False)
+    return constant_pad_nd(x, pad).masked_fill(outside, value)

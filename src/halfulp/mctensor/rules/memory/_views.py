@@ -1,0 +1,83 @@
+"""Views: the same view of every component, under the same scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._mode_utils import no_dispatch
+
+from ....kernels import torch_operators
+from ....subclass._in_backward import rounds_alone, stored_plain
+from ..._mctensor import MCTensor, wrap
+from ..._registry import implements
+from ..._scale import plain
+
+aten = torch_operators("aten")
+
+_ONE = (
+    *(aten.alias.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default),
+    *(aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default),
+    *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.as_strided.default),
+    *(aten.diagonal.default, aten.unfold.default, aten.lift_fresh.default),
+)
+_SEVERAL = (
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
+    *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default),
+)
+
+
+def _one(operator: OpOverload) -> Callable:
+    def view(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+        if rounds_alone(x):
+            return operator(plain(x), *arguments, **options)
+        return wrap(tuple(operator(part, *arguments, **options) for part in x._parts), x._scale, x._gradients)
+
+    return view
+
+
+def _several(operator: OpOverload) -> Callable:
+    def views(x: MCTensor, *arguments: Any, **options: Any) -> list[Tensor]:
+        if rounds_alone(x):
+            return operator(plain(x), *arguments, **options)
+        pieces = zip(*(operator(part, *arguments, **options) for part in x._parts), strict=True)
+        return [wrap(parts, x._scale, x._gradients) for parts in pieces]
+
+    return views
+
+
+@implements(aten.detach.default)
+def detach(x: MCTensor) -> Tensor:
+    """The same components; a gradient on its way into a leaf becomes what the leaf keeps."""
+    if stored_plain(x._gradients):
+        return plain(x).detach()
+    return wrap(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
+
+
+def _in_place(operator: OpOverload, functional: OpOverload) -> Callable:
+    def view(x: MCTensor, *arguments: Any, **options: Any) -> MCTensor:
+        x._parts = tuple(functional(part, *arguments, **options) for part in x._parts)
+        with no_dispatch():
+            return operator(x, *arguments, **options)
+
+    return view
+
+
+_IN_PLACE = {
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.as_strided_.default: aten.as_strided.default,
+    aten.detach_.default: aten.detach.default,
+}
+for _operator, _functional in _IN_PLACE.items():
+    implements(_operator)(_in_place(_operator, _functional))
+for _operator in _ONE:
+    implements(_operator)(_one(_operator))
+for _operator in _SEVERAL:
+    implements(_operator)(_several(_operator))

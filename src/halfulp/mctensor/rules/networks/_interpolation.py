@@ -1,0 +1,148 @@
+"""Linear and cubic interpolation: weights with all digits, where torch's formula has those of the components' dtype."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ....arithmetic import MOST
+from ....kernels import torch_operators
+from ....subclass._in_backward import COMPONENTS
+from ..._derivation import beyond_float64
+from ..._mctensor import MCTensor
+from ..._result_type import form_of
+from ..elementwise._powers import as_form
+
+aten = torch_operators("aten")
+
+# Keys' kernel with this parameter, as in torch: "Cubic convolution interpolation for digital image processing" (1981).
+_A = -0.75
+
+
+class _Axis(NamedTuple):
+    """A dimension, its length before and after, whether corners fall together, and the factor that was asked for."""
+
+    dim: int
+    inside: int
+    outside: int
+    align_corners: bool
+    factor: float | None
+
+
+def _sources(axis: _Axis, device: torch.device) -> MCTensor:
+    """Where each new element is among the old ones."""
+    at = torch.arange(axis.outside, dtype=torch.float64, device=device)
+    at = MCTensor.encode(at, MOST, gradients=COMPONENTS)
+    if axis.align_corners:
+        return at * (axis.inside - 1) / max(axis.outside - 1, 1)
+    if axis.factor is not None and axis.factor > 0:
+        return (at + 0.5) / axis.factor - 0.5
+    return (at + 0.5) * axis.inside / axis.outside - 0.5
+
+
+def _linear(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
+    """The neighbours of each new element, and their weights."""
+    at = _sources(axis, device)
+    if axis.inside == axis.outside:  # torch copies, whatever factor was asked for
+        at = _sources(axis._replace(align_corners=True), device)
+    at = torch.maximum(at, torch.zeros_like(at))
+    left = at.floor().decode().long().clamp(max=axis.inside - 1)
+    right = (left + 1).clamp(max=axis.inside - 1)
+    share = torch.minimum(at - left, torch.ones_like(at))
+    return [(left, 1 - share), (right, share)]
+
+
+def _cubic(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
+    """The same of four neighbours."""
+    at = _sources(axis, device)
+    first = at.floor().decode().long()
+    t = at - first
+    near = [((_A + 2) * x - (_A + 3)) * x * x + 1 for x in (t, 1 - t)]
+    far = [((_A * x - 5 * _A) * x + 8 * _A) * x - 4 * _A for x in (t + 1, 2 - t)]
+    weights = (far[0], near[0], near[1], far[1])
+    return [((first + k - 1).clamp(0, axis.inside - 1), weight) for k, weight in enumerate(weights)]
+
+
+def _weighted(x: Any, values: Any, weight: MCTensor, dim: int) -> Tensor:
+    weight = as_form(weight, form_of((x,))._replace(gradients=COMPONENTS, scaled=False))
+    return values * weight.reshape([-1 if i == dim else 1 for i in range(x.dim())])
+
+
+def _stretched(x: Any, axis: _Axis, taps: Callable) -> Tensor:
+    found = None
+    for index, weight in taps(axis, x.device):
+        term = _weighted(x, x.index_select(axis.dim, index), weight, axis.dim)
+        found = term if found is None else found + term
+    return found
+
+
+def _gathered(gradient: Any, axis: _Axis, taps: Callable) -> Tensor:
+    """The derivative of the same: each element's gradient to where it came from."""
+    pairs = taps(axis, gradient.device)
+    shape = [axis.inside if i == axis.dim else size for i, size in enumerate(gradient.shape)]
+    values = torch.cat([_weighted(gradient, gradient, weight, axis.dim) for _, weight in pairs], axis.dim)
+    return values.new_zeros(shape).index_add(axis.dim, torch.cat([index for index, _ in pairs]), values)
+
+
+def _axes(inside: Sequence[int], outside: Sequence[int], align: bool, factors: Sequence) -> list[_Axis]:
+    every = itertools.zip_longest(inside, outside, factors)
+    return [_Axis(2 + i, before, after, align, factor) for i, (before, after, factor) in enumerate(every)]
+
+
+def _forward(taps: Callable) -> Callable:
+    def interpolate(x: Any, size: Sequence[int], align_corners: bool, *factors: Any, **named: Any) -> Tensor:
+        for axis in _axes(x.shape[2:], size, align_corners, (*factors, *named.values())):
+            x = _stretched(x, axis, taps)
+        return x
+
+    return interpolate
+
+
+def _by_factors(taps: Callable) -> Callable:
+    """The form that takes a size or factors."""
+    interpolate = _forward(taps)
+
+    def by_factors(x: Any, size: Sequence[int] | None, align_corners: bool, factors: Sequence[float] | None) -> Tensor:
+        factors = None if size is not None else factors
+        size = size if factors is None else [int(n * factor) for n, factor in zip(x.shape[2:], factors)]
+        return interpolate(x, size, align_corners, *(factors or ()))
+
+    return by_factors
+
+
+def _backward(taps: Callable) -> Callable:
+    def derivative(
+        gradient: Any, size: Sequence[int], shape: Sequence[int], align_corners: bool, *factors: Any, **named: Any
+    ) -> Tensor:
+        for axis in _axes(shape[2:], size, align_corners, (*factors, *named.values())):
+            gradient = _gathered(gradient, axis, taps)
+        return gradient
+
+    return derivative
+
+
+FORWARD: dict[OpOverload, Callable] = {
+    aten.upsample_linear1d.default: _forward(_linear),
+    aten.upsample_bilinear2d.default: _forward(_linear),
+    aten.upsample_trilinear3d.default: _forward(_linear),
+    aten.upsample_bicubic2d.default: _forward(_cubic),
+}
+BY_FACTORS: dict[OpOverload, Callable] = {
+    aten.upsample_linear1d.vec: _by_factors(_linear),
+    aten.upsample_bilinear2d.vec: _by_factors(_linear),
+    aten.upsample_trilinear3d.vec: _by_factors(_linear),
+    aten.upsample_bicubic2d.vec: _by_factors(_cubic),
+}
+_BACKWARD: dict[OpOverload, Callable] = {
+    aten.upsample_linear1d_backward.default: _backward(_linear),
+    aten.upsample_bilinear2d_backward.default: _backward(_linear),
+    aten.upsample_trilinear3d_backward.default: _backward(_linear),
+    aten.upsample_bicubic2d_backward.default: _backward(_cubic),
+}
+for _operator, _rule in (FORWARD | _BACKWARD).items():
+    beyond_float64(_operator)(_rule)

@@ -1,0 +1,144 @@
+"""The layer of an LSTM: the steps behind the fused kernel of the CPU, which knows plain dtypes only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ....kernels import torch_operators
+from ..._derivation import in_steps
+from ..._registry import implements
+from ..._result_type import form_of
+
+aten = torch_operators("aten")
+_LSTM = 2
+
+
+def _gates(x: Any, h: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Input, forget, cell and output gate of one step."""
+    w_x, w_h, *biases = weights
+    whole = x @ w_x.t() + h @ w_h.t()
+    i, f, g, o = (whole + biases[0] + biases[1] if biases else whole).chunk(4, -1)
+    return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+
+
+def _forward(x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool) -> tuple[list, list, Any, Any]:
+    """Outputs in order of time, what every step had, and the last states."""
+    outputs, kept = [None] * len(x), []
+    for t in reversed(range(len(x))) if reverse else range(len(x)):
+        gates = _gates(x[t], h, weights)
+        before = (h, c)
+        c = gates[1] * c + gates[0] * gates[2]
+        h = gates[3] * c.tanh()
+        outputs[t] = h
+        kept.append((t, gates, before, c))
+    return outputs, kept, h, c
+
+
+def _layer(x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool) -> tuple[Any, ...]:
+    outputs, _, h, c = _forward(x, weights, h, c, reverse)
+    return torch.stack(outputs), h, c
+
+
+def _layer_backward(
+    x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool, to_out: Any, to_h: Any, to_c: Any
+) -> tuple[Any, ...]:
+    """The gradients of input, weights and first states, back through time."""
+    _, kept, *_ = _forward(x, weights, h, c, reverse)
+    w_x, w_h = weights[:2]
+    h_back = torch.zeros_like(h) if to_h is None else to_h
+    c_back = torch.zeros_like(c) if to_c is None else to_c
+    to_gates, inputs, states, places = [], [], [], []
+    for t, (i, f, g, o), (h_before, c_before), c_now in reversed(kept):
+        if to_out is not None:
+            h_back = h_back + to_out[t]
+        squashed = c_now.tanh()
+        c_back = c_back + h_back * o * (1 - squashed * squashed)
+        four = (c_back * g * i * (1 - i), c_back * c_before * f * (1 - f))
+        four += (c_back * i * (1 - g * g), h_back * squashed * o * (1 - o))
+        change = torch.cat(four, -1)
+        to_gates.append(change)
+        inputs.append(x[t])
+        states.append(h_before)
+        places.append(t)
+        h_back, c_back = change @ w_h, c_back * f
+    # All steps at once: one product for each weight.
+    changes = torch.cat(to_gates)
+    to_x = [None] * len(places)
+    for t, change in zip(places, to_gates):
+        to_x[t] = change @ w_x
+    to_weights = changes.t() @ torch.cat(inputs), changes.t() @ torch.cat(states)
+    to_biases = (changes.sum(0), changes.sum(0)) if len(weights) == 4 else tuple(map(torch.zeros_like, to_weights))
+    return torch.stack(to_x), *to_weights, *to_biases, h_back, c_back
+
+
+def _weights(w_x: Any, w_h: Any, b_x: Any, b_h: Any, has_biases: bool) -> tuple[Any, ...]:
+    """Without biases, matrices stand in their places."""
+    return (w_x, w_h, b_x, b_h) if has_biases else (w_x, w_h)
+
+
+def _check(mode: int, batch_sizes: Any) -> None:
+    if mode != _LSTM or batch_sizes:
+        raise NotImplementedError("this fused layer is known for padded LSTMs: unset torch.backends.mkldnn.enabled")
+
+
+@implements(aten.mkldnn_rnn_layer.default)
+def layer(
+    x: Any,
+    w_x: Any,
+    w_h: Any,
+    b_x: Any,
+    b_h: Any,
+    h: Any,
+    c: Any,
+    reverse: bool,
+    batch_sizes: Any,
+    mode: int,
+    hidden_size: int,
+    num_layers: int,
+    has_biases: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    train: bool,
+) -> tuple[Any, ...]:
+    """One layer in one direction: outputs, last states, and an empty workspace."""
+    _check(mode, batch_sizes)
+    form = form_of((x, w_x, w_h, b_x, b_h, h, c))
+    results = in_steps(_layer, form, (x, _weights(w_x, w_h, b_x, b_h, has_biases), h, c, reverse), {})
+    return *results, torch.empty(0, dtype=torch.uint8, device=form.device)
+
+
+@implements(aten.mkldnn_rnn_layer_backward.default)
+def layer_backward(
+    x: Any,
+    w_x: Any,
+    w_h: Any,
+    b_x: Any,
+    b_h: Any,
+    h: Any,
+    c: Any,
+    output: Any,
+    h_last: Any,
+    c_last: Any,
+    to_out: Any,
+    to_h: Any,
+    to_c: Any,
+    reverse: bool,
+    mode: int,
+    hidden_size: int,
+    num_layers: int,
+    has_biases: bool,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: Any,
+    batch_first: bool,
+    workspace: Tensor,
+) -> tuple[Any, ...]:
+    """Its gradients."""
+    _check(mode, batch_sizes)
+    given = (x, _weights(w_x, w_h, b_x, b_h, has_biases), h, c, reverse, to_out, to_h, to_c)
+    form = form_of(value for value in tree_leaves(given) if isinstance(value, Tensor))
+    return in_steps(_layer_backward, form, given, {})

@@ -1,0 +1,206 @@
+"""torch.linalg by iterative refinement: solve, inverse, det, cholesky, qr, lstsq, triangular systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .... import arithmetic
+from ....kernels import torch_operators
+from ....subclass._in_backward import COMPONENTS, rounds
+from ..._mctensor import MCTensor
+from ..._registry import implements
+from ..._result_type import Form, evaluate, form_of, kept, made, parts_of, wide_count
+
+aten = torch_operators("aten")
+
+
+def _solved(function: Callable, operands: tuple, form: Form) -> Any:
+    """One of arithmetic's functions of matrices, as results of that form."""
+    parts = [parts_of(x, form.device) for x in operands]
+    if form.scaled:
+        results = function(*parts, wide_count(form), torch.float64)
+    else:
+        results = function(*parts, 1 if rounds(form.gradients, form.has_gradient) else form.components, form.dtype)
+    if isinstance(results[0], Tensor):
+        return made(results, form)
+    return tuple(made(result, form) for result in results)
+
+
+def _factors(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
+    """What the backward pass needs: LU factors and pivots; nothing where there is none.
+
+    turned: of the transpose, which a determinant's backward pass expects of a contiguous matrix.
+    """
+    if not a.requires_grad:
+        return a.new_empty((0,)), torch.empty((0,), dtype=torch.int32, device=a.device)
+    form, a = form_of((a,)), a.mT if turned and a.is_contiguous() else a
+    return refined_lu(kept(a) if isinstance(a, MCTensor) else a, form.components)
+
+
+def refined_lu(a: Any, components: int) -> tuple[Tensor, Tensor]:
+    """LU factors of float64 with corrections: L += L tril(z), U += triu(z) U for z = L^-1 (P a - L U) U^-1."""
+    value = a.decode() if isinstance(a, MCTensor) else a.double()
+    start, pivots = torch.linalg.lu_factor_ex(value)[:2]
+    permutation, low, high = torch.lu_unpack(start, pivots)
+    rows = permutation.mT @ a
+    lower, upper = (MCTensor.encode(x, components, torch.float64, gradients=COMPONENTS) for x in (low, high))
+    for _ in range(components):
+        rest = (rows - lower @ upper).decode()
+        near = torch.linalg.solve_triangular(low, rest, upper=False, unitriangular=True)
+        near = torch.linalg.solve_triangular(high, near, upper=True, left=False)
+        lower, upper = lower + low @ near.tril(-1), upper + near.triu() @ high
+    return (lower.tril(-1) + upper.triu()).to(a.dtype), pivots
+
+
+def _informed(function: Callable, *operands: Any) -> tuple[Tensor, Tensor]:
+    """A function of matrices, or of stacks of them, and for each 0, or its size where it has no result but NaNs.
+
+    torch's functions without _ex raise where one is not 0.
+    """
+    first = operands[0]
+    try:
+        return function(*operands), torch.zeros(first.shape[:-2], dtype=torch.int32, device=first.device)
+    except torch.linalg.LinAlgError:
+        shape = torch.broadcast_shapes(*(x.shape[:-2] for x in operands))
+        if not shape:
+            size = torch.tensor(first.shape[-1], dtype=torch.int32, device=first.device)
+            return torch.full_like(operands[-1], float("nan")), size
+    stacks = [x.expand(*shape, *x.shape[-2:]).flatten(0, len(shape) - 1) for x in operands]
+    made, found = zip(*(_informed(function, *matrices) for matrices in zip(*stacks, strict=True)), strict=True)
+    return torch.stack(made).unflatten(0, shape), torch.stack(found).reshape(shape)
+
+
+def _check_information(information: Tensor, name: str, check_errors: bool) -> None:
+    if check_errors:
+        aten._linalg_check_errors.default(information, name, is_matrix=information.dim() == 0)
+
+
+def _system(a: Any, b: Any, left: bool, form: Form) -> Tensor:
+    """x with a x = b, or x a = b."""
+    vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    b = b.unsqueeze(-1) if vector else b
+    x = _solved(arithmetic.solve, (a, b), form) if left else _solved(arithmetic.solve, (a.mT, b.mT), form).mT
+    return x.squeeze(-1) if vector else x
+
+
+@implements(aten._linalg_solve_ex.default)
+def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> tuple[Tensor, ...]:
+    """The solution of a linear system, and which matrices are singular."""
+    form, vector = form_of((a, b)), b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    columns = b.unsqueeze(-1) if vector else b
+    x, information = _informed(lambda a, b: _system(a, b, left, form), a, columns)
+    _check_information(information, "torch.linalg.solve_ex", check_errors)
+    return (x.squeeze(-1) if vector else x), *_factors(a), information
+
+
+@implements(aten.linalg_lu_solve.default)
+def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint: bool = False) -> Tensor:
+    """A system by the factors P L U of its matrix."""
+    if not left:
+        return lu_solve(factors, pivots, b.mT, adjoint=not adjoint).mT
+    form = form_of((factors, b))
+    whole = form._replace(gradients=COMPONENTS)
+    plain = factors.decode() if isinstance(factors, MCTensor) else factors
+    permutation = torch.lu_unpack(plain, pivots, unpack_data=False)[0].to(b.dtype)
+    lower = factors.tril(-1) + torch.eye(factors.shape[-1], dtype=torch.float64, device=factors.device)
+    upper = factors.triu()
+    if adjoint:
+        x = _system(lower.mT, _system(upper.mT, b, True, whole), True, whole)
+        return made(parts_of(permutation @ kept(x), form.device), form)
+    return _system(upper, _system(lower, permutation.mT @ b, True, whole), True, form)
+
+
+@implements(aten.linalg_inv_ex.default)
+def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
+    """The inverse, and which matrices are singular."""
+    found, information = _informed(lambda a: _solved(arithmetic.inverse, (a,), form_of((a,))), a)
+    _check_information(information, "torch.linalg.inv_ex", check_errors)
+    return found, information
+
+
+@implements(aten._linalg_det.default)
+def linalg_det(a: MCTensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The determinant."""
+    return _solved(arithmetic.det, (a,), form_of((a,))), *_factors(a, turned=True)
+
+
+@implements(aten._linalg_slogdet.default)
+def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
+    """The determinant's sign and the logarithm of its magnitude."""
+    determinant = _solved(arithmetic.det, (a,), form_of((a,)))
+    return determinant.sign(), determinant.abs().log(), *_factors(a, turned=True)
+
+
+@implements(aten.linalg_cholesky_ex.default)
+def cholesky_ex(a: MCTensor, *, upper: bool = False, check_errors: bool = False) -> tuple[Tensor, Tensor]:
+    """The triangular root of a positive definite matrix, and which matrices are not."""
+    root, information = _informed(lambda a: cholesky(a, upper), a)
+    _check_information(information, "torch.linalg.cholesky_ex", check_errors)
+    return root, information
+
+
+@implements(aten.cholesky.default)
+def cholesky(a: MCTensor, upper: bool = False) -> Tensor:
+    """The same alone."""
+    lower = _solved(arithmetic.cholesky, (a.mT if upper else a,), form_of((a,)))
+    return lower.mT if upper else lower
+
+
+@implements(aten.linalg_qr.default)
+def linalg_qr(a: MCTensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
+    """Orthonormal columns and a triangular factor."""
+    if mode == "complete" and a.shape[-2] != a.shape[-1]:
+        raise NotImplementedError("qr of MCTensors has the modes 'reduced' and 'r': the rest of Q is not unique")
+    q, r = _solved(arithmetic.qr, (a,), form_of((a,)))
+    return (q.new_empty((0,)) if mode == "r" else q), r
+
+
+@implements(aten.linalg_lstsq.default)
+def lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = None) -> tuple[Tensor, ...]:
+    """The least-squares solution for a matrix of full column rank; another raises.
+
+    Singular values, which two drivers give beside it, are computed in float64 and counted.
+    """
+    vector = b.dim() == a.dim() - 1
+    right = b.unsqueeze(-1) if vector else b
+    form = form_of((a, b))
+    x = _solved(arithmetic.lstsq, (a, right), form)
+    rest = right - a @ x
+    rank = torch.full(a.shape[:-2], a.shape[-1], dtype=torch.int64, device=a.device)
+    tall = a.shape[-2] > a.shape[-1]
+    residuals = (rest * rest).sum(-2) if tall else rest.new_empty((0,))
+    by_singular_values = driver in ("gelsd", "gelss")
+    values = torch.linalg.svdvals(evaluate("mul", a, 1, form=form)) if by_singular_values else x.new_empty((0,))
+    return (x.squeeze(-1) if vector else x), residuals, rank, values
+
+
+@implements(aten.linalg_solve_triangular.default)
+def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
+    """A triangular system, of which the other triangle is not read."""
+    form = form_of((a, b))
+    triangle = a.triu() if upper else a.tril()
+    if unitriangular:
+        ones = torch.ones(a.shape[:-1], dtype=torch.float64, device=a.device)
+        triangle = triangle - torch.diag_embed(triangle.diagonal(dim1=-2, dim2=-1)) + torch.diag_embed(ones)
+    return _system(triangle, b, left, form)
+
+
+@implements(aten.triangular_solve.default)
+def triangular_solve(
+    b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The older form of the same."""
+    turned = a.mT if transpose else a
+    x = solve_triangular(turned, b, upper=upper != transpose, unitriangular=unitriangular)
+    return x, a.clone()
+
+
+@implements(aten.cholesky_solve.default)
+def cholesky_solve(b: Any, root: Any, upper: bool = False) -> Tensor:
+    """A system by the triangular root of its matrix."""
+    first = solve_triangular(root.mT if upper else root, b, upper=False)
+    return solve_triangular(root if upper else root.mT, first, upper=True)

@@ -1,0 +1,1 @@
+"""Rules of sums, norms, order and sums at indices."""

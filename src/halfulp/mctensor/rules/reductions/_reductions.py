@@ -1,0 +1,211 @@
+"""Sums, products, norms and moments over dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .... import arithmetic
+from ....arithmetic import MOST, PRECISION, Parts
+from ....kernels import torch_operators
+from ....subclass._in_backward import COMPONENTS, rounds
+from ..._derivation import beyond_float64, either_way
+from ..._mctensor import MCTensor
+from ..._registry import implements
+from ..._result_type import Form, evaluate, form_of, made, parts_of, wide_count
+
+aten = torch_operators("aten")
+
+
+def dimensions(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
+    """All dimensions that are meant: none given means every one."""
+    given = [dim] if isinstance(dim, int) else list(dim or ())
+    for one in given:
+        if not -max(x.dim(), 1) <= one < max(x.dim(), 1):
+            raise IndexError(f"dimension {one} of a tensor of {x.dim()} dimensions")
+    return sorted({one % max(x.dim(), 1) for one in given}) if given else list(range(x.dim()))
+
+
+def reduced(function: Callable, x: MCTensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """One of arithmetic's reductions over any dimensions."""
+    if dtype is not None and dtype not in PRECISION:
+        raise TypeError(
+            f"dtype={dtype} of a reduction: components are float16, bfloat16, float32 or float64; reduce x.decode()"
+        )
+    form = form_of((x,), dtype=dtype)
+    dims = dimensions(x, dim) if x.dim() else []
+    parts = parts_of(x, form.device)
+    if not dims:
+        return made(tuple(part.clone() for part in parts), form)
+    count = 1 if rounds(form.gradients, form.has_gradient) and parts[0].dtype == form.dtype else _working(form, parts)
+    return made(function(parts, dims, count, keepdim), form)
+
+
+def _working(form: Form, parts: Parts) -> int:
+    """How many components of the operand's dtype carry the result."""
+    if form.scaled:
+        return wide_count(form)
+    return max(form.components, len(parts))
+
+
+@implements(aten.sum.default)
+def sum_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
+    """The sum of all elements."""
+    return reduced(arithmetic.total, x, None, False, dtype)
+
+
+@implements(aten.sum.dim_IntList)
+def sum_dim(x: MCTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """Sums over dimensions."""
+    return reduced(arithmetic.total, x, dim, keepdim, dtype)
+
+
+@implements(aten.nansum.default)
+def nansum(x: MCTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """Sums that leave NaN out."""
+    return reduced(arithmetic.total, x.masked_fill(x.isnan(), 0), dim, keepdim, dtype)
+
+
+@implements(aten.mean.default)
+def mean_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
+    """The mean of all elements."""
+    return mean_dim(x, None, False, dtype=dtype)
+
+
+@implements(aten.mean.dim)
+def mean_dim(x: MCTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """Means over dimensions."""
+    return reduced(arithmetic.average, x, dim, keepdim, dtype)
+
+
+@implements(aten.prod.default)
+def prod_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
+    """The product of all elements."""
+    return reduced(arithmetic.product, x, None, False, dtype)
+
+
+@implements(aten.prod.dim_int)
+def prod_dim(x: MCTensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """Products along a dimension."""
+    return reduced(arithmetic.product, x, dim, keepdim, dtype)
+
+
+@implements(aten.cumsum.default)
+def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
+    """Sums so far."""
+    form = form_of((x,), dtype=dtype)
+    parts = parts_of(x, form.device)
+    if not x.dim() or not x.numel():
+        return made(tuple(part.clone() for part in parts), form)
+    return made(arithmetic.running(parts, dim, _working(form, parts)), form)
+
+
+@beyond_float64(aten.cumprod.default)
+def cumprod(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
+    """Products so far, in log2(length) steps: each multiplies by what lies twice as far back."""
+    x = x if dtype is None else x.to(dtype)
+    step, count = 1, x.shape[dim] if x.dim() else 1
+    while step < count:
+        later = x.narrow(dim, step, count - step) * x.narrow(dim, 0, count - step)
+        x = torch.cat([x.narrow(dim, 0, step), later], dim)
+        step *= 2
+    return x.clone() if step == 1 else x
+
+
+@implements(aten.linalg_vector_norm.default)
+def vector_norm(x: MCTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """(sum |x|^ord)^(1/ord), the largest for infinity, the count of others than 0 for 0.
+
+    An infinite order is one of the elements, with all of its digits: its gradient asks which elements are equal to it.
+    """
+    if not math.isinf(ord):
+        return either_way(aten.linalg_vector_norm.default, _finite_norm)(x, ord, dim, keepdim, dtype=dtype)
+    size = (x if dtype is None else x.to(dtype)).abs()
+    return (torch.amax if ord > 0 else torch.amin)(size, dimensions(x, dim), keepdim)
+
+
+def _finite_norm(x: MCTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else x.to(dtype)
+    dims = dimensions(x, dim)
+    if ord == 2:
+        return (x * x).sum(dims, keepdim).sqrt()
+    if ord == 0:
+        return (x != 0).sum(dims, keepdim) + torch.zeros_like(x.sum(dims, keepdim))
+    size = x.abs()
+    if ord == 1:
+        return size.sum(dims, keepdim)
+    root = evaluate("div", 1.0, torch.tensor(float(ord), dtype=torch.float64, device=x.device), form=_four_float64s(x))
+    return size.pow(ord).sum(dims, keepdim).pow(root)
+
+
+def _four_float64s(x: Tensor) -> Form:
+    return Form(torch.float64, MOST, COMPONENTS, False, x.device)
+
+
+@implements(aten.norm.Scalar)
+def norm_all(x: MCTensor, p: Any = 2) -> Tensor:
+    """The norm of all elements."""
+    return torch.linalg.vector_norm(x, 2 if p is None else p)
+
+
+@implements(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
+def norm_dim(x: MCTensor, p: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """Norms over dimensions."""
+    return torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
+
+
+@beyond_float64(aten.var_mean.correction)
+def var_mean(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The mean of squares about the mean, over count - correction; and the mean."""
+    dims = dimensions(x, dim)
+    count = math.prod(x.shape[i] for i in dims)
+    mean = x.mean(dims, keepdim=True)
+    spread = x - mean
+    free = max(count - (1 if correction is None else correction), 0)
+    variance = (spread * spread).sum(dims, keepdim) / free
+    return variance, mean if keepdim else mean.squeeze(dims)
+
+
+@beyond_float64(aten.var.correction)
+def var(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    """The mean of squares about the mean, over count - correction."""
+    return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+@beyond_float64(aten.std.correction)
+def std(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    """The root of the variance."""
+    return var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+
+
+@beyond_float64(aten.std_mean.correction)
+def std_mean(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Both."""
+    variance, mean = var_mean(x, dim, correction=correction, keepdim=keepdim)
+    return variance.sqrt(), mean
+
+
+@beyond_float64(aten.logsumexp.default)
+def logsumexp(x: MCTensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """log(sum(exp(x))), from the largest."""
+    dims = dimensions(x, dim)
+    largest = x.amax(dims, keepdim=True)
+    largest = largest.masked_fill(largest.isinf(), 0)
+    result = (x - largest).exp().sum(dims, keepdim=True).log() + largest
+    return result if keepdim else result.squeeze(dims)
+
+
+@implements(aten.trace.default)
+def trace(x: MCTensor) -> Tensor:
+    """The sum of the diagonal."""
+    return torch.diagonal(x).sum()
+
+
+@implements(aten.dist.default)
+def dist(a: Any, b: Any, p: Any = 2) -> Tensor:
+    """The norm of a difference."""
+    return torch.linalg.vector_norm(a - b, p)

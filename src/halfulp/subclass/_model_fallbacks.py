@@ -1,0 +1,65 @@
+"""Which fallbacks a model caused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
+from ..kernels import untraced
+from . import _fallbacks as _fallback
+from ._module_parameters import check_module
+
+_COUNTS = "_halfulp_fallbacks"
+
+
+def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
+    """How often each operator without a rule ran on plain tensors instead: in float64, or for scaled ones in float32.
+
+    Args:
+        model: one that `multicomponent` or `scalify` changed, or that holds such a model: counted since then, in its
+            forward passes and in whatever follows one until another such model runs forward: its backward pass, the
+            optimizer's step. None counts the whole process.
+
+    Raises:
+        ValueError: nothing is counted for this model.
+
+    >>> import torch
+    >>> from halfulp.mctensor._convert_model import multicomponent
+    >>> fallbacks(multicomponent(torch.nn.Linear(2, 2)))
+    {}
+    """
+    if model is None:
+        return _fallback.fallbacks()
+    check_module(model, "fallbacks")
+    counts = [module.__dict__[_COUNTS] for module in model.modules() if _COUNTS in module.__dict__]
+    if not counts:
+        raise ValueError(
+            f"this {type(model).__name__} has neither multi-component nor scaled parameters: hu.multicomponent(model) "
+            "or hu.scalify(model)"
+        )
+    return dict(sum(counts, Counter()))
+
+
+def install(model: nn.Module) -> None:
+    """Count from now on."""
+    if _COUNTS not in model.__dict__:
+        model.__dict__[_COUNTS] = Counter()
+        model.register_forward_pre_hook(_begin)
+
+
+def remove(module: nn.Module) -> None:
+    """Count no more."""
+    counts = module.__dict__.pop(_COUNTS, None)
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is _begin:
+            del module._forward_pre_hooks[key]
+    if _fallback._running.counts is counts:
+        _fallback._running.counts = None
+
+
+@untraced
+def _begin(module: nn.Module, arguments: Any) -> None:
+    """From here on fallbacks are this model's."""
+    _fallback._running.counts = module.__dict__[_COUNTS]

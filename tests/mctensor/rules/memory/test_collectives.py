@@ -1,0 +1,75 @@
+"""MCTensors in torch.distributed: DistributedDataParallel with two processes, and what is refused."""
+
+import pytest
+import torch
+
+from halfulp.mctensor import MCTensor
+
+WORKER = """
+import os, sys, torch
+torch.set_num_threads(1)
+import torch.distributed as dist
+from torch import nn
+from halfulp.mctensor._convert_model import multicomponent
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+batches = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(3))
+
+
+def net(seed, dtype, components=2):
+    torch.manual_seed(seed)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return multicomponent(plain.double(), components, dtype)
+
+
+def values(model):
+    return [p.detach().decode() for p in model.parameters()]
+
+
+for dtype in (torch.float16, torch.float32):
+    start = net(0, dtype)
+    model = nn.parallel.DistributedDataParallel(net(rank, dtype))
+    kept = all(map(torch.equal, values(model), values(start)))
+    assert kept or dtype == torch.float16, dtype
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batches[rank].to(dtype)).square().mean().backward()
+        optimizer.step()
+    for x in [*values(model), *(p.grad for p in model.parameters())]:
+        both = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(both, x)
+        torch.testing.assert_close(*both, rtol=2**-20 if dtype == torch.float16 else 0, atol=0)
+    single = net(0, dtype)
+    for inputs in batches:
+        (single(inputs.to(dtype)).square().mean() / 2).backward()
+    model = nn.parallel.DistributedDataParallel(net(rank, dtype))
+    model(batches[rank].to(dtype)).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), single.parameters()):
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=16 * eps, atol=eps)
+dist.barrier()
+dist.destroy_process_group()
+# Threads of the group may outlive it, and then the interpreter's end is an abort.
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_two_processes_start_alike_and_average_gradients(in_two_processes):
+    in_two_processes(WORKER)
+
+
+def test_reductions_of_components_are_refused():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        x = MCTensor.encode([1.0, 2.0])
+        with pytest.raises(NotImplementedError, match=r"allreduce_.*gradients='first'"):
+            torch.distributed.all_reduce(x)
+        before = x.clone()
+        torch.distributed.broadcast(x, 0)
+        assert torch.equal(x, before)
+    finally:
+        torch.distributed.destroy_process_group()

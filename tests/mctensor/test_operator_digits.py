@@ -1,0 +1,53 @@
+"""The digits of operators with plain operands, gaps and far elements; bench_mctensor_operators has all of them."""
+
+import pytest
+import torch
+
+# Operators of several steps, with numbers of their own, or whose derivative has such.
+NAMES = (
+    *("addcmul", "atan2", "cdist", "deg2rad", "einsum", "erf", "exp2", "linalg.multi_dot", "log10", "log2", "sinc"),
+    *("nn.functional.binary_cross_entropy_with_logits", "nn.functional.cosine_similarity", "nn.functional.group_norm"),
+    *("nn.functional.hardsigmoid", "nn.functional.huber_loss", "nn.functional.kl_div", "nn.functional.layer_norm"),
+    *("nn.functional.mse_loss", "nn.functional.poisson_nll_loss", "nn.functional.rms_norm", "pow", "var", "xlogy"),
+    *("special.ndtr", "linalg.vector_norm", "nn.functional.interpolate.bicubic"),
+)
+# In which torch's formula rounds numbers, or weights, to the components' dtype.
+NARROW = ("nn.functional.interpolate.bilinear", "special.xlog1py", "xlogy")
+
+
+@pytest.fixture
+def digits(benchmark_module):
+    return benchmark_module("_operator_digits")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_choice_of_operators_keeps_its_digits(digits):
+    known = {digits.name_of(op): op for op in digits.operators()}
+    wrong = []
+    cases = ["plain operands", "constants", "gaps", "far element"]
+    for name in (*NAMES, *NARROW):
+        kinds = ["3 x f32"] if name in NARROW else ["2 x f64"]
+        found = digits.findings(known[name], 1, 0, kinds, cases)
+        wrong += [(name, *key, x) for key, x in found if key[2] == "components" and x.verdict not in (None, "within")]
+        wrong += [(name, number, where) for number, where in digits.long_constants(known[name], 1, 0).items()]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_wrong_is_seen(digits, monkeypatch):
+    """A rule that works on first components alone; a number with a float64's digits; a step in float64."""
+    from halfulp.mctensor import MCTensor, _formula_constants, _registry
+
+    known = {digits.name_of(op): op for op in digits.operators()}
+    exp2, log2, tanh = torch.ops.aten.exp2.default, torch.ops.aten.log2.default, torch.ops.aten.tanh.default
+    monkeypatch.setitem(_registry.RULES, tanh, lambda x: MCTensor.encode(x.components[0].tanh(), 2))
+    monkeypatch.setitem(_registry.RULES, exp2, lambda x: (x * 0.6931471805599453).exp())
+    monkeypatch.setitem(_registry.RULES, log2, lambda x: MCTensor.encode(x.decode() / 3, len(x.components)))
+    monkeypatch.setattr(_formula_constants, "_NODES", frozenset())
+    verdicts = {}
+    for name in ("tanh", "log2"):
+        ((_, first), *_) = digits.findings(known[name], 1, 0, ["2 x f64"], ["components"])
+        verdicts[name] = first.verdict
+    assert verdicts["tanh"] == "cut"
+    assert verdicts["log2"] == "differs"
+    assert 0.6931471805599453 in digits.long_constants(known["exp2"], 1, 0)

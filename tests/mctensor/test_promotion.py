@@ -1,0 +1,121 @@
+"""Promotion: the larger dtype, the larger count, nothing dropped."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from halfulp.kernels import engine
+from halfulp.mctensor import MCTensor
+from halfulp.mctensor._repr import exact
+
+HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def _mc(dtype, components, shape=(2,)):
+    return MCTensor.encode(torch.full(shape, 0.7, dtype=torch.float64), components, dtype)
+
+
+@pytest.mark.parametrize(
+    ("other", "dtype", "components"),
+    [
+        (_mc(SINGLE, 3), SINGLE, 3),
+        (_mc(DOUBLE, 1), DOUBLE, 2),
+        (_mc(BRAIN, 4), SINGLE, 4),
+        (_mc(HALF, 2), SINGLE, 2),
+        (torch.ones(2), SINGLE, 2),
+        (torch.ones(2, dtype=DOUBLE), DOUBLE, 2),
+        (torch.tensor(1.0, dtype=DOUBLE), SINGLE, 2),
+        (torch.ones(2, dtype=torch.int64), SINGLE, 2),
+        (torch.tensor([True, False]), SINGLE, 2),
+        (1, SINGLE, 2),
+        (0.1, SINGLE, 2),
+        (np.float64(0.1), SINGLE, 2),
+    ],
+)
+def test_float32_x2_with_another_operand(other, dtype, components):
+    x = _mc(SINGLE, 2)
+    for result in (
+        x + other,
+        other + x,
+        x * other,
+        torch.sub(other, x) if isinstance(other, torch.Tensor) else other - x,
+    ):
+        assert isinstance(result, MCTensor)
+        assert (result.dtype, len(result.components)) == (dtype, components)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE, DOUBLE])
+@pytest.mark.parametrize("components", [1, 2, 3, 4])
+def test_steps_inside_an_operator_leave_its_number_of_components(dtype, components):
+    """What form a result has does not depend on the engine; the reference need not compile a kernel for each."""
+    x, plain = _mc(dtype, components), torch.full((2,), 1.5, dtype=dtype)
+    gaps = MCTensor.from_components([plain, *[plain * torch.finfo(dtype).smallest_normal] * (components - 1)])
+    for a in (x, gaps):
+        for function in (torch.remainder, torch.fmod, torch.floor_divide, torch.copysign, torch.hypot, torch.atan2):
+            with engine("reference"):
+                results = function(a, a), function(a, plain), function(plain, a)
+            assert [(result.dtype, len(result.components)) for result in results] == [(dtype, components)] * 3
+
+
+def test_half_and_brain_meet_in_float32():
+    result = _mc(HALF, 2) + _mc(BRAIN, 3)
+    assert (result.dtype, len(result.components), result.scale) == (SINGLE, 3, None)
+
+
+def test_a_number_enters_with_all_its_digits():
+    for value in (0.1, 1e-17, 2**53 + 1, -1e20):
+        zero = MCTensor.encode([0.0], 4, DOUBLE)
+        assert exact(zero + value) == [Fraction(value)]
+        assert exact(zero - value) == [-Fraction(value)]
+    x = MCTensor.encode([0.1], 2, SINGLE)
+    assert abs(exact(x - 0.1)[0]) <= Fraction(2) ** -51
+
+
+def test_integers_of_64_bits_enter_whole():
+    large = torch.tensor([2**62 + 1, -(2**62) - 1, -(2**63)])
+    assert exact(MCTensor.encode([0.0], 2, DOUBLE) + large) == [2**62 + 1, -(2**62) - 1, -(2**63)]
+
+
+def test_float16_results_carry_a_scale():
+    x = MCTensor.encode([1e-9, 2e-9], 2, HALF)
+    for result in (x * x, x + x, x.exp(), torch.cat([x, x]), x.sum(), x.clone(), x * 2.0, torch.where(x > 0, x, 0.0)):
+        assert result.dtype == HALF
+        assert result.scale is not None
+    assert torch.allclose((x * x).decode(), x.decode() ** 2, rtol=2.0**-20, atol=0)
+
+
+def test_gradients_components_wins():
+    a, b = _mc(SINGLE, 2), MCTensor.encode(torch.ones(2), gradients="components")
+    assert (a + b).gradients == "components"
+    assert (a + a).gradients == "first"
+    assert a.with_gradients("components").gradients == "components"
+
+
+@pytest.mark.parametrize("other", [torch.ones(2, dtype=torch.complex64), 1j])
+def test_complex_is_refused(other):
+    with pytest.raises(ValueError, match="complex"):
+        _mc(SINGLE, 2) * other
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE, DOUBLE])
+def test_to_changes_the_components_and_keeps_their_number(dtype):
+    x = _mc(DOUBLE, 3)
+    y = x.to(dtype)
+    assert (y.dtype, len(y.components)) == (dtype, 3)
+    assert abs(float(y.decode()[0]) - 0.7) < 2.0**-22
+    assert x.double() is x
+    assert torch.equal(MCTensor.encode(["2.9", "-2.9"]).long(), torch.tensor([2, -2]))
+    one_below = MCTensor.from_components([torch.ones(1).double(), torch.full((1,), -(2.0**-80)).double()])
+    assert one_below.long().item() == 0
+    assert x.bool().all()
+
+
+def test_a_reduction_into_another_kind_of_number_is_refused():
+    x = _mc(SINGLE, 2)
+    assert torch.sum(x, dtype=DOUBLE).dtype == DOUBLE
+    for function in (torch.sum, torch.mean, torch.prod, torch.nansum):
+        for dtype in (torch.int64, torch.complex64):
+            with pytest.raises(TypeError, match="decode"):
+                function(x, dtype=dtype)

@@ -1,0 +1,145 @@
+"""In-place operators: seen by every view, exact where a scale changes, or refused with the operand as it was."""
+
+import pytest
+import torch
+
+from halfulp.kernels import same_bits
+from halfulp.mctensor import MCTensor
+
+
+def _same(a, b):
+    return len(a.components) == len(b.components) and all(map(same_bits, a.components, b.components))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.float16])
+def test_a_view_and_its_base_share_every_write(dtype, seed):
+    x = MCTensor.encode(torch.randn(4, 6, dtype=torch.float64), 2, dtype)
+    wanted = x.decode()
+    part, column, flat = x[1:3, ::2], x.T[2], x.view(-1)
+    bound = {torch.float16: 2.0**-15, torch.bfloat16: 2.0**-12, torch.float32: 2.0**-42, torch.float64: 2.0**-50}[dtype]
+    part.mul_(3.0)
+    wanted[1:3, ::2] *= 3.0
+    column.add_(MCTensor.encode("0.1", 2, dtype))
+    wanted[:, 2] += 0.1
+    flat[5:9] = -7
+    wanted.view(-1)[5:9] = -7
+    x += x
+    wanted += wanted.clone()
+    assert (x.decode() - wanted).abs().max() <= bound * wanted.abs().max()
+    assert torch.equal(flat.decode(), x.decode().view(-1))
+    assert torch.equal(column.decode(), x.decode()[:, 2])
+
+
+def test_overlapping_operands_are_read_before_they_are_written(seed):
+    for dtype in (torch.float32, torch.float64):
+        x = MCTensor.encode(torch.randn(300, dtype=torch.float64), 2, dtype)
+        wanted = x.clone()[1:] + x.clone()[:-1]
+        x[1:].add_(x[:-1])
+        assert _same(x[1:], wanted)
+        y = MCTensor.encode(torch.randn(5, 5, dtype=torch.float64), 2, dtype)
+        wanted = y + y.T
+        assert _same(y.add_(y.T), wanted)
+        z = MCTensor.encode(torch.randn(9, dtype=torch.float64), 2, dtype)
+        wanted = z + z.components[1].flip(0)
+        assert _same(z.add_(z.components[1].flip(0)), wanted)
+
+
+def test_a_larger_value_rescales_the_memory_and_every_view_of_it():
+    x = MCTensor.encode([1e-6, 2e-6, 3e-6, 1.0], 2, torch.float16)
+    view = x[2:]
+    before = x.decode()[0].item()
+    view.mul_(1e5)
+    assert x.scale is view.scale
+    assert torch.allclose(x.decode()[2:], torch.tensor([0.3, 1e5], dtype=torch.float64), rtol=2.0**-10)
+    assert abs(x.decode()[0].item() - before) <= float(x.scale) * 2.0**-24
+
+
+def test_smaller_values_get_their_digits_back():
+    x = MCTensor.encode([1.0, 2.0], 2, torch.float16)
+    x.mul_(1e-9)
+    assert torch.allclose(x.decode(), torch.tensor([1e-9, 2e-9], dtype=torch.float64), rtol=2.0**-19, atol=0)
+    grown = torch.zeros_like(x)
+    grown[0] = 1e-10
+    assert abs(grown.decode()[0].item() - 1e-10) <= 2.0**-50
+
+
+def test_float16_without_a_scale_refuses_what_does_not_fit():
+    x = MCTensor.encode([6e4, 1.0], 2, torch.float16, scale="none")
+    before = x.clone()
+    for write in (
+        lambda: x.mul_(10),
+        lambda: x.add_(x),
+        lambda: x.fill_(1e9),
+        lambda: x.copy_(torch.tensor([1e5, 0.0])),
+    ):
+        with pytest.raises(ValueError, match="scale"):
+            write()
+        assert _same(x, before)
+
+
+def test_values_out_of_range_are_not_written():
+    x = MCTensor.encode([1.0, 2.0], 2, torch.float32)
+    before = x.clone()
+    large = torch.tensor([1e300, 0.0], dtype=torch.float64)
+    for write in (lambda: x.copy_(large), lambda: x.__setitem__(0, 1e300), lambda: x.__setitem__(0, large[0])):
+        with pytest.raises(ValueError, match="range"):
+            write()
+        assert _same(x, before)
+    x.div_(0.0)
+    assert x.tolist() == [float("inf")] * 2
+
+
+def test_a_result_of_another_shape_is_not_written():
+    x = MCTensor.encode([1.0, 2.0])
+    with pytest.raises(RuntimeError, match="shape"):
+        x.add_(torch.ones(3, 2))
+    with pytest.raises(RuntimeError):
+        x.expand(3, 2).add_(1.0)
+    assert x.tolist() == [1.0, 2.0]
+
+
+def test_plain_tensors_take_rounded_values():
+    x = MCTensor.encode(["0.1", "0.2"], 2, torch.float32)
+    plain = torch.zeros(2)
+    plain.copy_(x)
+    assert torch.equal(plain, x.components[0])
+    plain.add_(x)
+    assert torch.equal(plain, (x + x.components[0]).decode(torch.float32))
+    plain[0] = x[1]
+    assert plain[0] == x.components[0][1]
+    count = torch.zeros(2, dtype=torch.int64)
+    count.copy_(MCTensor.encode([2.7, -2.7]))
+    assert count.tolist() == [2, -2]
+
+
+def test_data_is_replaced_as_a_whole():
+    x = torch.nn.Parameter(MCTensor.encode([1.0, 2.0]))
+    x.data = x.data * MCTensor.encode("0.1")
+    assert x.to_strings() == ["0.10000000000000", "0.20000000000000"]
+    with pytest.raises(TypeError, match="copy_"):
+        x.data = torch.ones(2)
+
+
+def test_out_and_in_place_forms_are_derived():
+    x = MCTensor.encode([0.1, 4.0])
+    target = torch.zeros_like(x)
+    torch.exp(x, out=target)
+    assert _same(target, x.exp())
+    assert _same(x.clone().sqrt_(), x.sqrt())
+    assert _same(x.clone().lerp_(target, 0.25), torch.lerp(x, target, 0.25))
+    values, at = torch.zeros_like(x), torch.zeros(2, dtype=torch.int64)
+    torch.sort(x, descending=True, out=(values, at))
+    assert at.tolist() == [1, 0]
+    squeezed = x.clone().unsqueeze_(0).squeeze_(0)
+    assert _same(squeezed, x)
+
+
+def test_lists_of_tensors():
+    xs = [MCTensor.encode([0.1, 0.2]), MCTensor.encode([0.3])]
+    torch._foreach_add_(xs, 1.0)
+    torch._foreach_mul_(xs, [2.0, 3.0])
+    torch._foreach_addcdiv_(xs, xs, xs, [1.0, 2.0])
+    sums = torch._foreach_norm(xs)
+    assert abs(xs[0].decode()[0].item() - 3.2) < 1e-9
+    assert abs(xs[1].decode()[0].item() - 5.9) < 1e-7
+    assert all(isinstance(x, MCTensor) for x in sums)
