@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels import torch_operators
 from ..subclass import collective_rule, functional_form, is_collective, is_written, note_fallback
 from . import _lost_updates
-from ._encoding import lazy_conjugates
-from ._form import decoded, encoded, logical_of, plain, storage_of
+from ._encode import lazy_conjugates
+from ._operands import decoded, encoded, logical_of, plain, storage_of
 from ._registry import RULES, rule_of
 from ._scaled_tensor import ScaledTensor, wrap
-from ._writing import check_written_at, write
+from ._write import check_written_at, write
 
 aten = torch_operators("aten")
 _RESIZE = ("resize_", "resize_as_", "set_")
@@ -37,7 +37,7 @@ def derived(operator: OpOverload) -> Callable:
     if name in _PRIMITIVES:
         return rule_of(_PRIMITIVES[name])
     if name == "prims::fma":
-        from ._fused_add import fma
+        from .rules.products._fused_add import fma
 
         return fma
     if operator._schema.is_mutable:

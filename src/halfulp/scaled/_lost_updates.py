@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import note_and_warn_once
-from . import _powers
-from ._form import decoded
+from . import _powers_of_two as _powers
+from ._operands import decoded
 from ._scaled_tensor import ScaledTensor
 
 # Of so many updates of a tensor one is looked at; of small tensors none, as chance decides there.

@@ -28,7 +28,7 @@ def promoted_rule_of(operator: OpOverload) -> Callable:
     """An operator's rule for tensors with a home, as a function of the home, the arguments and the options."""
     rule = _promoted.get(operator)
     if rule is None:
-        from ._promotion import promoting  # it needs the tensor class, which needs this file
+        from ._storage_rules import promoting  # it needs the tensor class, which needs this file
 
         rule = _promoted[operator] = promoting(operator)
     return rule

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import define_operator, untraced
-from . import _powers
-from ._form import made, widened
+from . import _powers_of_two as _powers
+from ._operands import made, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 

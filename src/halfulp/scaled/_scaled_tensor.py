@@ -13,8 +13,9 @@ from ..kernels import resolved, untraced
 from ..mctensor import register_collate
 from ..subclass import _tangents, graph_key
 from ..subclass._data_parallel import refuse_fully_shard
-from . import _powers, _saving
-from ._powers import PowerRounding
+from . import _pickle as _saving
+from . import _powers_of_two as _powers
+from ._powers_of_two import PowerRounding
 from ._registry import RULES, ComplexOperand, implements, promoted_rule_of, rule_of
 
 _make = torch.Tensor._make_wrapper_subclass
@@ -68,7 +69,7 @@ class ScaledTensor(torch.Tensor):
         Raises:
             ValueError: the payload's dtype is no storage dtype, the scale no power of two, or another home.
         """
-        from ._form import check_home, check_storage
+        from ._operands import check_home, check_storage
 
         if not isinstance(payload, Tensor) or isinstance(payload, ScaledTensor):
             raise TypeError(f"a payload is a plain tensor, got {type(payload).__name__}: use ScaledTensor.encode(x)")
@@ -86,11 +87,11 @@ class ScaledTensor(torch.Tensor):
                 return promoted_rule_of(operator)(home, arguments, options or {})
             return rule_of(operator)(*arguments, **(options or {}))
         except ComplexOperand:
-            from ._encoding import in_complex_numbers
+            from ._encode import in_complex_numbers
 
             return in_complex_numbers(operator, arguments, options or {})
         except (NotImplementedError, RuntimeError):
-            from ._encoding import refuse_sparse
+            from ._encode import refuse_sparse
 
             refuse_sparse(operator, arguments, options or {})
             raise
@@ -127,7 +128,7 @@ class ScaledTensor(torch.Tensor):
         >>> ScaledTensor.encode(torch.tensor([1e-6, 3e-6]), torch.float8_e4m3fn).scale.log2()
         tensor(-19.)
         """
-        from . import _encoding
+        from . import _encode as _encoding
 
         return _encoding.encode(x, dtype, scale, rounding, home)
 
@@ -167,7 +168,7 @@ class ScaledTensor(torch.Tensor):
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """The same values under another scale; finite payloads beyond the storage's range saturate."""
-        from . import _encoding
+        from . import _encode as _encoding
 
         return _encoding.with_scale(self, scale)
 
@@ -178,13 +179,13 @@ class ScaledTensor(torch.Tensor):
         >>> ScaledTensor(torch.tensor([1.0, 1.5]), 2.0**-3).decode()
         tensor([0.1250, 0.1875])
         """
-        from . import _encoding
+        from . import _encode as _encoding
 
         return _encoding.decode(self, dtype)
 
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
         """Change the payload's dtype, in place: the values rounded once, the scale as it is."""
-        from . import _encoding
+        from . import _encode as _encoding
 
         return _encoding.cast_(self, dtype)
 
@@ -213,7 +214,7 @@ class ScaledTensor(torch.Tensor):
         raise TypeError("DLPack has no type for a payload with a scale: hand over x.decode()")
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
-        from . import _encoding
+        from . import _encode as _encoding
 
         return _encoding.representation(self)
 
@@ -281,7 +282,7 @@ class ScaledTensor(torch.Tensor):
             return self.detach().decode()
         if expected not in (None, ScaledTensor):
             return None
-        from . import _encoding
+        from . import _encode as _encoding
 
         return _encoding.of_kind(self.detach(), *context)
 
@@ -321,7 +322,7 @@ def home_of(arguments: Iterable[Any], options: dict | None) -> torch.dtype | Non
 
 def _held(value: Tensor, like: ScaledTensor) -> ScaledTensor:
     """A plain tensor in the storage and logical dtype of another."""
-    from . import _encoding
+    from . import _encode as _encoding
 
     if not isinstance(value, Tensor) or type(value.data) is not Tensor:
         raise TypeError(f"x.data of a ScaledTensor takes a ScaledTensor or a plain one, got {type(value).__name__}")
@@ -337,7 +338,7 @@ def _check_logical(dtype: object) -> None:
 
 def _tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
     """A plain gradient in the logical dtype, storage and home that a compiled backward pass was traced for."""
-    from . import _encoding
+    from . import _encode as _encoding
 
     dtype, storage, home = context
     made = _encoding.encode(x, storage, None, "nearest")

@@ -15,12 +15,14 @@ from ..subclass import _state_dict as _companions
 from ..subclass._averaged_models import tell_of_narrow_averages
 from ..subclass._module_parameters import Place, Where, check_has_shape, chosen, places, with_marks
 from ..subclass._parameter_holders import check_holders
-from . import _door, _placement, _product_layers
+from . import _input_boundary as _door
+from . import _rescale_placement as _placement
 from . import _state_dict as _state_dict
-from ._form import LOGICALS, check_storage
-from ._placement import Rescale
-from ._promotion import WideMode, check_wide, home_for
+from ._operands import LOGICALS, check_storage
+from ._rescale_placement import Rescale
 from ._scaled_tensor import ScaledTensor
+from ._storage_rules import WideMode, check_wide, home_for
+from .rules.networks import _product_layers
 
 # A module, or a function.
 Given = TypeVar("Given", bound=Callable)
@@ -235,12 +237,12 @@ def _eight_bit_forward(module: nn.Module) -> Callable | None:
 
 
 def _linear(module: nn.Module, input: Tensor) -> Tensor:
-    from ._eight_bits import linear_fp8
+    from ._float8 import linear_fp8
 
     return linear_fp8(input, module.weight, module.bias)
 
 
 def _transposed_linear(module: nn.Module, x: Tensor) -> Tensor:
-    from ._eight_bits import linear_fp8
+    from ._float8 import linear_fp8
 
     return linear_fp8(x, module.weight.t(), module.bias)

@@ -1,0 +1,58 @@
+"""Gradients of DistributedDataParallel as narrow payloads on the wire."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from . import _powers_of_two as _powers
+from ._operands import check_storage, encoded, measured_scale, narrowed
+from .rules.memory._collectives import wire_scales
+
+
+def payload_hook(storage: torch.dtype, bucket):  # torch compares annotations, and knows no strings
+    """Average gradients over ranks as payloads of a narrow dtype: a communication hook for DistributedDataParallel.
+
+    `model.register_comm_hook(torch.float16, payload_hook)` installs it, for plain and for scaled parameters; for a
+    model with a process group of its own `model.register_comm_hook((torch.float16, group), payload_hook)`.
+    Every gradient takes the largest of the scales that the ranks measure for it, one message for a bucket, and room
+    for the sum; then the payloads are added. float32 payloads give what DistributedDataParallel gives without a hook,
+    float16 half the traffic.
+
+    Args:
+        storage: the payload's dtype: float16, bfloat16 or float32; or a pair of it and the model's process group.
+        bucket: what DistributedDataParallel hands over: plain gradients side by side.
+
+    Returns:
+        A future of the bucket's averages.
+
+    Raises:
+        ValueError: another dtype; eight-bit payloads cannot be added on the wire.
+    """
+    storage, group = storage if isinstance(storage, tuple) else (storage, dist.group.WORLD)
+    if check_storage(storage).itemsize < 2:
+        raise ValueError(f"storage={storage}: eight-bit payloads cannot be added on the wire, give torch.float16")
+    size = dist.get_world_size(group)
+    gradients = bucket.gradients()
+    mine = [encoded(gradient, torch.float32, measured_scale(gradient, storage)) for gradient in gradients]
+    scales = wire_scales(mine, functools.partial(_largest, group), size, storage)
+    payloads = [_powers.times(x._payload, _powers.ratio(x._scale, scale)) for x, scale in zip(mine, scales)]
+    message = torch.cat([narrowed(payload.reshape(-1), storage) for payload in payloads])
+    finished = dist.all_reduce(message, group=group, async_op=True).get_future()
+    counts = [gradient.numel() for gradient in gradients]
+
+    def averaged(future: torch.futures.Future) -> Tensor:
+        received = future.value()[0] if isinstance(future.value(), list) else future.value()
+        for gradient, piece, scale in zip(gradients, received.split(counts), scales):
+            gradient.copy_((piece.to(torch.float32) / size * scale).view_as(gradient))
+        return bucket.buffer()
+
+    return finished.then(averaged)
+
+
+def _largest(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+    return x

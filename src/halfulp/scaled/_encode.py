@@ -1,0 +1,226 @@
+"""Into scaled tensors and out again, with gradients; printing."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..kernels import untraced
+from ..mctensor import MCTensor
+from . import _powers_of_two as _powers
+from ._operands import (
+    LOGICALS,
+    check_home,
+    check_storage,
+    common_storage,
+    decoded,
+    measured_scale,
+    narrowed,
+    plain,
+    widened,
+)
+from ._scaled_tensor import ScaledTensor, wrap
+
+
+def encode(
+    x: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | float | None,
+    rounding: str,
+    home: torch.dtype | None = None,
+) -> ScaledTensor:
+    """See `ScaledTensor.encode`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}: torch.as_tensor makes one")
+    check_storage(dtype)
+    check_home(home)
+    _powers.check_power_rounding(rounding)
+    if x.dtype not in LOGICALS:
+        raise ValueError(f"x is {x.dtype}: allowed are {', '.join(map(str, LOGICALS))}; integers carry no scale")
+    if x.layout != torch.strided:
+        raise ValueError(f"x has layout {x.layout}: a scaled tensor is dense, x.to_dense()")
+    if isinstance(x, (ScaledTensor, MCTensor)):
+        x = x.decode(x.dtype)
+    given = None if scale is None else _powers.as_scale(scale, x.device)
+    return _Encode.apply(x, dtype, given, rounding, home)
+
+
+def decode(x: ScaledTensor, dtype: torch.dtype | None) -> Tensor:
+    """See `ScaledTensor.decode`."""
+    return _Decode.apply(x, dtype or x.dtype)
+
+
+def with_scale(x: ScaledTensor, scale: Tensor | float) -> ScaledTensor:
+    """See `ScaledTensor.with_scale`."""
+    return _Rescale.apply(x, _powers.as_scale(scale, x.device))
+
+
+def cast_(x: ScaledTensor, dtype: torch.dtype) -> ScaledTensor:
+    """See `ScaledTensor.cast_`."""
+    check_storage(dtype)
+    x._payload = narrowed(widened(x), dtype)
+    return x
+
+
+def rescaled(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
+    """The same values under another scale, in the same storage."""
+    payload = _powers.times(widened(x), _powers.ratio(x._scale, scale))
+    return wrap(narrowed(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
+
+
+def in_complex_numbers(operator: Any, arguments: tuple, options: dict) -> Any:
+    """An operator on values, with plain results: complex numbers carry no scale."""
+    with lazy_conjugates():
+        return operator(*tree_map(plain, arguments), **tree_map(plain, options))
+
+
+def lazy_conjugates() -> AbstractContextManager:
+    """Let torch see that a complex tensor is still to be conjugated or negated, inside a rule too.
+
+    Below autograd torch leaves out what does so, for its own kernels have no such operands any more; but formulas of
+    several operators make them, and their results would silently be wrong.
+    """
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor):
+        exclude = exclude.remove(key)
+    return torch._C._ForceDispatchKeyGuard(include, exclude)
+
+
+def refuse_sparse(operator: Any, arguments: tuple, options: dict) -> None:
+    """Raise, instead of what torch said, where an operator takes or makes tensors that are not dense."""
+    takes = any(isinstance(x, Tensor) and x.layout != torch.strided for x in tree_leaves((arguments, options)))
+    if takes or "sparse" in operator._schema.name:
+        raise NotImplementedError(
+            f"{operator} with a sparse layout: scaled tensors are dense, use x.decode()"
+        ) from None
+
+
+def of_kind(x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype, home: torch.dtype | None = None) -> ScaledTensor:
+    """The values in another logical dtype and storage, under a measured scale where the storage is a narrower one."""
+    if common_storage((x._payload.dtype, storage)) == storage:
+        return wrap(narrowed(widened(x), storage), x._scale, dtype, home)
+    payload = widened(x)
+    level = measured_scale(payload, storage)
+    scale, rest = _powers.product(x._scale, level)
+    return wrap(narrowed(_powers.times(payload / level, rest), storage), scale, dtype, home)
+
+
+class _Encode(torch.autograd.Function):
+    """The identity on values, from plain to scaled."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: str, home: torch.dtype | None
+    ) -> ScaledTensor:
+        wide = x if x.dtype == torch.float64 else x.to(torch.float32)
+        if scale is None:
+            scale = measured_scale(x, storage, rounding)
+        payload = wide / scale.to(wide.dtype)
+        _check_fits(wide, payload.to(torch.float32), storage, scale)
+        return wrap(narrowed(payload, storage), scale, x.dtype, home)
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
+        context.dtype, context.storage, context.home = inputs[0].dtype, inputs[1], inputs[4]
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> tuple:
+        plain = decode(gradient, context.dtype) if isinstance(gradient, ScaledTensor) else gradient
+        return plain, None, None, None, None
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
+        return encode(tangent, context.storage, None, "nearest", context.home)
+
+
+class _Decode(torch.autograd.Function):
+    """The identity on values, from scaled to plain."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
+        value = decoded(x, dtype)
+        return value.clone() if value is x._payload else value
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: Tensor) -> None:
+        x, context.target = inputs
+        context.storage, context.dtype, context.home = x._payload.dtype, x.dtype, x._home
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> tuple:
+        if not isinstance(gradient, ScaledTensor):
+            gradient = encode(gradient.to(context.dtype), context.storage, None, "nearest", context.home)
+        return gradient, None
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
+        return decode(tangent, context.target) if isinstance(tangent, ScaledTensor) else tangent.to(context.target)
+
+
+class _Rescale(torch.autograd.Function):
+    """The identity on values, to another scale."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
+        return rescaled(x, scale)
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
+        pass
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> tuple:
+        return gradient, None
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.clone()
+
+
+def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:
+    """Raise if a finite value is out of the payload's range; where values cannot be looked at they saturate."""
+    if not _powers.in_sight(payload) or not payload.numel():
+        return
+    largest = torch.finfo(storage).max
+    if bool(((payload.abs() > largest) & x.isfinite()).any()):
+        amax = x[x.isfinite()].abs().max().item()
+        if amax / largest > _powers.LARGEST:
+            raise ValueError(
+                f"a value of magnitude {amax:g} is beyond what any scale holds: {storage} ends at {largest:g} and "
+                f"scales at 2**127, which makes {largest * _powers.LARGEST:g}"
+            )
+        wanted = _powers.power_of(amax / largest, "up")
+        raise ValueError(
+            f"a value of magnitude {amax:g} is out of {storage}'s range under the scale {scale.item():g}: give scale="
+            f"{wanted:g} or more, or None"
+        )
+
+
+def representation(x: ScaledTensor) -> str:
+    """The values, the scale as a power of two, the storage."""
+    payload, scale = x._payload, x._scale
+    if type(payload) is not Tensor or payload.is_meta:
+        return f"ScaledTensor(shape={list(x.shape)}, payload={payload.dtype}, device={x.device})"
+    with torch.no_grad():
+        text = repr(decoded(x.detach(), torch.float32))
+    text = text.removeprefix("tensor(").removesuffix(")").replace("\n       ", "\n             ")
+    words = [text.split(", dtype=")[0], f"scale=2^{round(math.log2(scale.item()))}", f"payload={payload.dtype}"]
+    if x.dtype != torch.float32:
+        words.append(f"dtype={x.dtype}")
+    if x.requires_grad:
+        words.append("requires_grad=True")
+    return f"ScaledTensor({', '.join(words)})"

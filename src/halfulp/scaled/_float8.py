@@ -1,0 +1,178 @@
+"""Eight bits on the way: casts of values forward and of gradients backward, and products of eight-bit matrices."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..kernels import define_operator, untraced
+from . import _powers_of_two as _powers
+from ._operands import EIGHT_BITS, check_storage, made, narrowed, widened
+from ._registry import implements
+from ._scaled_tensor import ScaledTensor
+
+_SIDE = 16  # torch._scaled_mm takes multiples of this
+
+
+def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype | None = None) -> Tensor:
+    """Round values to a storage dtype on the way forward, and their gradient to another on the way back.
+
+    A scaled tensor is brought to the power of two next to the root mean square of its finite non-zero elements, or as
+    much more as its largest one needs, and its payload becomes `forward`. A plain tensor is rounded under such a scale
+    and stays plain. Gradients are treated alike with `backward`. What is rounded is the same with and without
+    autograd, and inside torch.compile.
+
+    Args:
+        x: a ScaledTensor or a plain floating tensor of any shape.
+        forward: float8_e4m3fn, float8_e5m2, float16, bfloat16 or float32; None leaves values as they are.
+        backward: the same for the gradient.
+
+    Returns:
+        A tensor of x's shape and dtype.
+
+    Raises:
+        TypeError: x is no tensor.
+        ValueError: x is not floating, or a dtype that no payload can have.
+
+    >>> import torch
+    >>> cast(torch.tensor([1.0, 1.05, 1.2]), forward=torch.float8_e4m3fn)
+    tensor([1.0000, 1.0000, 1.2500])
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype}: floating tensors are cast")
+    for dtype in (forward, backward):
+        if dtype is not None:
+            check_storage(dtype)
+    if forward is None and backward is None:
+        return x
+    return _cast(x, forward, backward)
+
+
+def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear with eight-bit operands: y = cast(x) cast(weight)^T + bias.
+
+    The product takes e4m3fn operands forward; backward the gradient is rounded to e5m2 and meets the same e4m3fn
+    operands. All products are accumulated in float32 and stored in float16; the bias and its gradient stay wide.
+    From "Scalify" (Balança et al., arXiv 2407.17353), algorithm 6. `eight_bit_engine` says how products are computed.
+
+    Args:
+        x: [..., in], a ScaledTensor, or a plain tensor, which is then rounded and multiplied in its own dtype.
+        weight: [out, in].
+        bias: [out], or None.
+
+    Returns:
+        [..., out].
+
+    >>> import torch
+    >>> x, w = ScaledTensor.encode(torch.ones(2, 3)), ScaledTensor.encode(torch.ones(4, 3))
+    >>> linear_fp8(x, w).payload.dtype, linear_fp8(x, w).tolist()[0]
+    (torch.float16, [3.0, 3.0, 3.0, 3.0])
+    """
+    operands = (cast(tensor, forward=torch.float8_e4m3fn) for tensor in (x, weight))
+    y = cast(functional.linear(*operands), backward=torch.float8_e5m2)
+    return y if bias is None else y + bias
+
+
+def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulated"]:
+    """How products of eight-bit matrices are computed on a device.
+
+    "scaled_mm": by torch._scaled_mm on the device's eight-bit units (CUDA of compute capability 8.9 and above),
+    where all sides are multiples of 16 and one operand is e4m3fn. "emulated": payloads are widened to
+    float32 and multiplied there, which gives the same products, summed in float32.
+
+    >>> eight_bit_engine("cpu")
+    'emulated'
+    """
+    device = torch.device(device)
+    # On CPUs _scaled_mm gives the same sums no faster: no eight-bit unit is behind it.
+    return "scaled_mm" if device.type == "cuda" and _has_units(device.index) else "emulated"
+
+
+@functools.cache
+def _has_units(index: int | None) -> bool:
+    if not torch.cuda.is_available() or torch.version.hip:  # ROCm's eight-bit formats may be others
+        return False
+    return torch.cuda.get_device_capability(index) >= (8, 9)
+
+
+def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
+    """Whether two payloads, matrices, are multiplied on eight-bit units."""
+    if a.dtype not in EIGHT_BITS or b.dtype not in EIGHT_BITS or a.dtype == b.dtype == torch.float8_e5m2:
+        return False
+    if eight_bit_engine(a.device) == "emulated":
+        return False
+    return all(side % _SIDE == 0 for side in (*a.shape, b.shape[1])) and a.numel() > 0 and b.numel() > 0
+
+
+def eight_bit_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """factor a b in float32 by torch._scaled_mm, which wants rows of a and columns of b in one piece."""
+    a = a if a.stride(1) == 1 else _copied(a, torch.contiguous_format)
+    b = b if b.stride(0) == 1 else _copied(b.t(), torch.contiguous_format).t()
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    return torch._scaled_mm(a, b, scale_a=one, scale_b=one * factor, out_dtype=torch.float32)
+
+
+def _copied(x: Tensor, memory_format: torch.memory_format) -> Tensor:
+    return x.view(torch.uint8).clone(memory_format=memory_format).view(x.dtype)
+
+
+def unit_scale(values: Tensor, storage: torch.dtype) -> Tensor:
+    """The power of two next to the root mean square of the finite non-zero values, or as the largest one needs.
+
+    Without such values the scale of zeros. Two float32 passes; the same for values times a power of two, times it.
+    """
+    if not values.numel():
+        return torch.full((), _powers.ANY, dtype=torch.float32, device=values.device)
+    finite = torch.nan_to_num(values, 0.0, 0.0, 0.0)
+    amax = finite.abs().amax()
+    # Squares are taken near 1, where none that counts leaves float32's range.
+    level = _powers.round_to_power(amax)
+    finite = finite / level
+    rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
+    scale = _powers.round_to_power(level * rms, "nearest")
+    least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
+    return torch.where(amax > 0, torch.maximum(scale, least), _powers.ANY)
+
+
+def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
+    if forward is None:
+        return x.clone()
+    wide = x if x.dtype == torch.float64 else x.to(torch.float32)
+    scale = unit_scale(x.to(torch.float32), forward)
+    return (narrowed(wide / scale, forward).to(wide.dtype) * scale).to(x.dtype)
+
+
+_cast = define_operator(
+    "cast(Tensor x, ScalarType? forward, ScalarType? backward) -> Tensor",
+    _cast_plain,
+    lambda x, forward, backward: torch.empty_like(x),
+)
+
+
+@implements(_cast, family="rescaling")
+def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dtype | None) -> ScaledTensor:
+    """The payload brought to a root mean square of about 1 and rounded; the scale takes what it lost."""
+    if forward is None:
+        return x.clone()
+    payload = widened(x)
+    level = unit_scale(payload, forward)
+    scale, rest = _powers.product(x._scale, level)
+    return made(_powers.times(payload / level, rest), scale, forward, x.dtype)
+
+
+def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.dtype = inputs[2]
+
+
+@untraced
+def _cast_backward(context: Any, gradient: Tensor) -> tuple:
+    return gradient if context.dtype is None else _cast(gradient, context.dtype, None), None, None
+
+
+torch.library.register_autograd("halfulp::cast", _cast_backward, setup_context=_remember)

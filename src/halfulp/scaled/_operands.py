@@ -1,0 +1,298 @@
+"""From payloads to values and back: widening, narrowing, operands of one kind, results of the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _powers_of_two as _powers
+from ._powers_of_two import PowerRounding
+from ._registry import ComplexOperand
+from ._scaled_tensor import ScaledTensor, wrap
+
+STORAGES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
+LOGICALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_INFINITE = (torch.float16, torch.float8_e5m2)
+_WIDTH = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 1, torch.bfloat16: 1, torch.float32: 2}
+
+
+def check_storage(dtype: object) -> torch.dtype:
+    """Raise unless payloads can have this dtype."""
+    if dtype not in STORAGES:
+        raise ValueError(f"dtype={dtype}: a payload is one of {', '.join(map(str, STORAGES))}")
+    return dtype
+
+
+def check_home(home: object) -> torch.dtype | None:
+    """Raise unless tensors can have this home."""
+    if home not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(f"home={home}: allowed are torch.float16, torch.bfloat16 and None")
+    return home
+
+
+def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
+    """The payload type of a result: the wider one; of two different types of one width the next wider one."""
+    found = set(storages)
+    width = max(_WIDTH[storage] for storage in found)
+    widest = [storage for storage in found if _WIDTH[storage] == width]
+    if len(widest) == 1:
+        return widest[0]
+    return torch.float16 if width == 0 else torch.float32
+
+
+def selectable(x: ScaledTensor) -> Tensor:
+    """The payload for operators that pick or negate elements: as it is where torch has such kernels for it."""
+    return widened(x) if x._payload.dtype in EIGHT_BITS else x._payload
+
+
+def widened(x: ScaledTensor) -> Tensor:
+    """The payload in float32, in which rules compute."""
+    return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
+
+
+def narrowed(values: Tensor, storage: torch.dtype) -> Tensor:
+    """Values rounded once to a payload type; finite ones beyond its range saturate, infinities stay (or are NaN)."""
+    if storage == values.dtype:
+        return values
+    if values.dtype == torch.float64 and storage != torch.float32:
+        values = _rounded_to_odd(values)
+    if storage in (torch.bfloat16, torch.float32):
+        return values.to(storage)
+    if _fits(values, storage):
+        return values.to(storage)
+    largest = torch.finfo(storage).max
+    kept = values if storage in _INFINITE else torch.nan
+    return torch.where(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
+
+
+def _rounded_to_odd(values: Tensor) -> Tensor:
+    """float64 values in float32, the last bit 1 where digits were cut off.
+
+    Of such a value, rounding to 22 bits or fewer makes what it makes of the float64 one (Boldo and Melquiond, IEEE
+    Transactions on Computers 57, 2008), where rounding to float32 first may meet a tie that is none.
+    """
+    near = values.to(torch.float32)
+    cut = torch.where(near.double().abs() > values.abs(), torch.nextafter(near, torch.zeros_like(near)), near)
+    odd = (cut.view(torch.int32) | 1).view(torch.float32)
+    return torch.where((cut.double() != values) & near.isfinite(), odd, near)
+
+
+def _fits(values: Tensor, storage: torch.dtype) -> bool:
+    """Whether values can be looked at, and all lie in a payload type's range."""
+    if not _powers.in_sight(values) or not values.numel():
+        return False
+    largest = torch.finfo(storage).max
+    low, high = torch.aminmax(values)
+    return -largest <= low.item() and high.item() <= largest
+
+
+def made(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+    """float32 payload values and a scale as a tensor of a storage and a logical dtype."""
+    return wrap(narrowed(values, storage), scale, dtype)
+
+
+def made_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+    """The same under as large a scale as the largest finite value needs in the storage, or as small.
+
+    Small is a largest value so low that those below it would lose digits. Where values cannot be looked at the scale
+    stays, and they saturate or vanish.
+    """
+    if storage in (torch.bfloat16, torch.float32) or not values.numel() or not _powers.in_sight(values):
+        return made(values, scale, storage, dtype)
+    limits = torch.finfo(storage)
+    lowest = limits.smallest_normal / limits.eps**0.5
+    low, high = (bound.item() for bound in torch.aminmax(values))
+    if lowest <= max(-low, high) <= limits.max or low == high == 0.0:
+        return wrap(values.to(storage), scale, dtype)
+    amax = torch.nan_to_num(values, 0.0, 0.0, 0.0).abs().amax()
+    power = _powers.round_to_power((amax / limits.max).clamp(min=1.0), "up")
+    if 0.0 < amax.item() < lowest:
+        power = _powers.round_to_power(amax)
+    total, rest = _powers.product(scale, power)
+    return made(_powers.times(values / power, rest), total, storage, dtype)
+
+
+def smallest(storage: torch.dtype) -> float:
+    """The smallest positive number of a payload type."""
+    limits = torch.finfo(storage)
+    return limits.smallest_normal * limits.eps
+
+
+def never_vanished(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
+    """x, in which what rounding made 0 is the payload's smallest number, with the signs of unrounded values.
+
+    Divisors need it: by 0 a quotient would be infinite or NaN, by a number that is somewhat large it is only small.
+    """
+    storage = x._payload.dtype
+    if storage in (torch.bfloat16, torch.float32):
+        return x
+    payload = widened(x)
+    least = torch.full_like(exact, smallest(storage)).copysign(exact)
+    return wrap(torch.where((payload == 0) & (exact != 0), least, payload).to(storage), x._scale, x.dtype)
+
+
+def decoded(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """payload x scale, computed in float32 (float64 for that dtype) and rounded once to a dtype; its own by default."""
+    dtype = dtype or x.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    value = _powers.known(x._scale)
+    if value is not None and type(x._payload) is Tensor and x._payload.dtype != wide:
+        scaled = x._payload.to(wide)  # memory of its own: no second pass for the scale 1, no third tensor for others
+        scaled = scaled if value == 1.0 else scaled.mul_(value)
+    else:
+        scaled = x._payload.to(wide) * (x._scale.to(wide) if value is None else value)
+    if value is not None and value >= _powers.HUGE and wide == torch.float32:
+        # A payload may be rounded up to 2: float32's largest number comes back as such, and not as infinity.
+        largest = torch.finfo(wide).max
+        scaled = torch.where(x._payload.to(wide).isinf(), scaled, scaled.clamp(-largest, largest))
+    return scaled if dtype == wide else scaled.to(dtype)
+
+
+def plain(x: Any) -> Any:
+    """A scaled tensor's values in its logical dtype; whatever else as it is."""
+    return decoded(x) if isinstance(x, ScaledTensor) else x
+
+
+def measured_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "nearest") -> Tensor:
+    """The power of two next to the root mean square of the finite non-zero values; larger if an element needs it.
+
+    Without such values `ANY`.
+    """
+    if not values.numel():
+        return torch.full((), _powers.ANY, dtype=torch.float32, device=values.device)
+    quick = None if storage in EIGHT_BITS else quick_scale(values, rounding)
+    if quick is not None:
+        return torch.full((), quick, dtype=torch.float32, device="cpu")
+    finite = torch.nan_to_num(values.detach().to(torch.float64), 0.0, 0.0, 0.0)
+    count = finite.count_nonzero().clamp(min=1)
+    rms = (finite.square().sum() / count).sqrt()
+    amax = finite.abs().amax()
+    lowest = amax / torch.finfo(storage).max
+    scale = _powers.round_to_power(rms.to(torch.float32), rounding)
+    return torch.maximum(scale, _powers.round_to_power(lowest.to(torch.float32), "up"))
+
+
+def quick_scale(values: Tensor, rounding: PowerRounding = "nearest") -> float | None:
+    """The same for ordinary values that can be looked at, in two passes over them instead of eight; else None.
+
+    No element of so few is beyond float16's range under it.
+    """
+    if not _powers.in_sight(values) or values.dtype == torch.float64 or values.requires_grad:
+        return None
+    if values.numel() > _FEW:
+        return None
+    norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
+    if not _ORDINARY[0] < norm < _ORDINARY[1]:  # squares that leave float32's range, infinities, NaN, zeros
+        return None
+    return _powers.power_of(norm / max(int(values.count_nonzero()), 1) ** 0.5, rounding)
+
+
+def encoded(values: Tensor, storage: torch.dtype, scale: Tensor | None = None, dtype: torch.dtype | None = None):
+    """A plain tensor as payload x scale; the scale is measured unless given."""
+    dtype = dtype or values.dtype
+    scale = measured_scale(values, storage) if scale is None else scale
+    wide = values if values.dtype in (torch.float32, torch.float64) else values.to(torch.float32)
+    value = _powers.known(scale)
+    payload = wide / (scale.to(wide.dtype) if value is None else value)
+    return made(payload, scale, storage, dtype)
+
+
+def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
+    """A tensor or number as payload x scale with a float32 payload; scaled tensors stay as they are.
+
+    Numbers are split at the nearest power of two in log2, so that a factor of 0.95 leaves a scale alone; plain tensors
+    take a measured scale, which stand-ins for infinity among them do not decide.
+    """
+    if isinstance(x, ScaledTensor):
+        return x
+    if isinstance(x, Tensor):
+        if x.is_complex():
+            raise ComplexOperand
+        x = x if x.is_floating_point() else x.to(like.dtype)
+        return encoded(x, torch.float32, _scale_beside_stand_ins(x, like._payload.dtype))
+    if isinstance(x, complex):
+        raise ComplexOperand
+    value = float(x)
+    scale = _powers.power_of(abs(value)) if value and abs(value) < float("inf") else (1.0 if value else _powers.ANY)
+    payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)
+    return wrap(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
+
+
+# The largest of n numbers is at most sqrt(n) times their root mean square, and float16 ends at nearly 2^16.
+_FEW = 2**30
+
+# Norms whose squares are float32 numbers with all their digits, unless nearly all of them are far smaller.
+_ORDINARY = (2.0**-40, 2.0**40)
+
+# Masks add the negatives of such numbers where they mean minus infinity: -1e9, the smallest of the dtype.
+STAND_IN = 2.0**24
+# What is as large may take infinity's place: exp(-128) is 0 in float32.
+ENOUGH = 128.0
+
+
+def _scale_beside_stand_ins(x: Tensor, storage: torch.dtype) -> Tensor:
+    """The scale of the other numbers, where there are others or zeros; no smaller than what must stay large allows."""
+    if not x.dim() or not x.numel():
+        return measured_scale(x, torch.float32)
+    if _powers.in_sight(x) and not x.requires_grad and x.dtype == torch.float32 and x.amin().item() > -STAND_IN:
+        return measured_scale(x, torch.float32)
+    if _powers.in_sight(x) or x.dtype == torch.float64:
+        large = x <= -STAND_IN
+        scale = measured_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
+        amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()
+    else:
+        scale, amax = _measured_at_once(x.detach().to(torch.float32), STAND_IN)
+    lowest = (amax / torch.finfo(torch.float32).max).to(torch.float32)
+    lowest = torch.where(amax >= STAND_IN, lowest.clamp(min=ENOUGH / torch.finfo(storage).max), lowest)
+    return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
+
+
+def _measured_at_once(x: Tensor, stand_in: float) -> tuple[Tensor, Tensor]:
+    """The scale beside stand-ins, and the largest finite magnitude: in one pass of float32, which compilers make of it.
+
+    Squares that leave float32's range leave the largest magnitude to go by; so do tensors of nothing but stand-ins.
+    """
+    size = torch.nan_to_num(x.abs(), 0.0, 0.0, 0.0)
+    is_other = x > -stand_in
+    others = torch.where(is_other, size, 0.0)
+    amax, top = size.amax(), others.amax()
+    squares, count = others.square().sum(), others.count_nonzero().clamp(min=1)
+    has_range = (squares > _ORDINARY[0] ** 2) & squares.isfinite()
+    level = torch.where(has_range, (squares / count).sqrt(), top)
+    level = torch.where(is_other.any(), level, amax)
+    return _powers.round_to_power(level, "nearest"), amax
+
+
+def multiplicand(x: Any, like: ScaledTensor) -> ScaledTensor:
+    """An operand of a product: of a plain one all finite values decide the scale, as none stands for infinity there."""
+    if isinstance(x, ScaledTensor) or not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
+        return operand(x, like)
+    if _powers.in_sight(x) or x.dtype == torch.float64:
+        return encoded(x, torch.float32, measured_scale(x, torch.float32))
+    return encoded(x, torch.float32, _measured_at_once(x.detach().to(torch.float32), torch.inf)[0])
+
+
+def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:
+    """The first scaled tensor among arguments."""
+    return next(x for x in arguments if isinstance(x, ScaledTensor))
+
+
+def storage_of(arguments: Iterable[Any]) -> torch.dtype:
+    """The payload type that a result of these arguments has: plain tensors and numbers do not widen it."""
+    return common_storage(x._payload.dtype for x in arguments if isinstance(x, ScaledTensor))
+
+
+def logical_of(arguments: Iterable[Any]) -> torch.dtype:
+    """The dtype that torch would promote these arguments to."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    with_dims = [x.dtype for x in tensors if x.dim()]
+    result = None
+    for dtype in with_dims or [x.dtype for x in tensors]:
+        result = dtype if result is None else torch.promote_types(result, dtype)
+    if not result.is_floating_point:
+        result = next(x.dtype for x in tensors if x.is_floating_point())
+    return result

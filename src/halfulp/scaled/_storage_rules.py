@@ -1,0 +1,188 @@
+"""Which storage results have where tensors have a home: the one place that says so, by families of operators.
+
+As torch.autocast casts operands before an operator runs, so payloads change storage before a rule does. Operators that
+autocast computes in float32 take float32 payloads, and so results have one; products take payloads of the home; all
+others take the widest storage that is among their operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map
+
+from . import _powers_of_two as _powers
+from ._float8 import unit_scale
+from ._operands import EIGHT_BITS, narrowed, quick_scale, widened
+from ._registry import FAMILIES, rule_of
+from ._scaled_tensor import ScaledTensor, wrap
+
+WideMode = Literal["autocast", "none"]
+WIDE_MODES = ("autocast", "none")
+
+Operands = Callable[[tuple, dict], tuple[tuple, dict]]
+
+
+def home_for(storage: torch.dtype, wide: str) -> torch.dtype | None:
+    """The home of tensors of a storage: float16 for eight bits, as products have it; None where nothing is wider."""
+    if wide == "none" or storage == torch.float32:
+        return None
+    return torch.float16 if storage in EIGHT_BITS else storage
+
+
+def check_wide(wide: object) -> None:
+    """Raise unless this says which operators keep float32 payloads."""
+    if wide not in WIDE_MODES:
+        raise ValueError(f"wide={wide!r}: allowed are {', '.join(map(repr, WIDE_MODES))}")
+
+
+def brought_home(x: ScaledTensor) -> ScaledTensor:
+    """The values in the home storage, under a scale that is measured."""
+    payload = widened(x)
+    level = quick_scale(payload)
+    level = unit_scale(payload, x._home) if level is None else torch.tensor(level, dtype=torch.float32, device="cpu")
+    scale, rest = _powers.product(x._scale, level)
+    payload = _powers.times(_powers.times(payload, _powers.ratio(torch.ones_like(level), level)), rest)
+    return wrap(narrowed(payload, x._home), scale, x.dtype, x._home)
+
+
+def is_wide(x: Any) -> bool:
+    """Whether it is a tensor that products would bring home."""
+    return type(x) is ScaledTensor and x._home is not None and x._payload.dtype == torch.float32
+
+
+def widen(x: Any) -> Any:
+    """A scaled tensor with a float32 payload; whatever else as it is."""
+    if type(x) is not ScaledTensor or x._payload.dtype == torch.float32:
+        return x
+    return wrap(widened(x), x._scale, x.dtype, x._home)
+
+
+def _narrow(x: Any) -> Any:
+    return brought_home(x) if is_wide(x) else x
+
+
+def _each(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    def changed(x: Any) -> Any:
+        return tree_map(changed, x) if isinstance(x, (list, tuple)) else change(x)
+
+    return tuple(map(changed, arguments)), {name: changed(x) for name, x in options.items()}
+
+
+def widening(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    """Every payload in float32."""
+    return _each(widen, arguments, options)
+
+
+def homing(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    """Every float32 payload in the home storage."""
+    return _each(_narrow, arguments, options)
+
+
+def widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    """Every payload in float32 where one is; lists are left to their rules, which take the widest."""
+    if any(map(is_wide, arguments)) or any(map(is_wide, options.values())):
+        return tuple(map(widen, arguments)), {name: widen(x) for name, x in options.items()}
+    return arguments, options
+
+
+def against_tensor(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    """Every payload in float32, unless the second operand is a number."""
+    second = arguments[1] if len(arguments) > 1 else options.get("other")
+    is_number = not isinstance(second, Tensor) or (type(second) is not ScaledTensor and not second.dim())
+    return widest(arguments, options) if is_number else widening(arguments, options)
+
+
+def adding(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    """Every payload in float32 in a sum with a plain tensor, which for autocast is float32, and in an outer sum."""
+    a, b = arguments[0], arguments[1] if len(arguments) > 1 else options.get("other")
+    if not isinstance(b, Tensor):
+        return arguments, options
+    is_plain = any(type(x) is not ScaledTensor and x.dim() for x in (a, b))
+    return (widening if is_plain or repeats_both(a, b) else widest)(arguments, options)
+
+
+def repeats_both(a: Tensor, b: Tensor) -> bool:
+    """Whether broadcasting repeats both tensors, as in an outer sum.
+
+    Sizes are compared to 1 alone: a graph whose sizes vary would be compiled again where two of them become equal.
+    """
+    return _is_repeated(a, b) and _is_repeated(b, a)
+
+
+def _is_repeated(x: Tensor, y: Tensor) -> bool:
+    sizes = zip(reversed(x.shape), reversed(y.shape))
+    return x.dim() < y.dim() or any(one == 1 and other != 1 for one, other in sizes)
+
+
+# What autocast computes in float32; what it computes in 16 bits; what takes the widest; what keeps to its rule.
+FAMILIES_OF: dict[Operands | None, tuple[str, ...]] = {
+    widening: ("unit output", "power law", "reduction", "loss", "linear algebra", "special"),
+    homing: ("bilinear", "attention", "recurrent"),
+    widest: ("alignment", "gated", "indexing", "pass-through", "pooling", "order", "comparison", "complex", "own"),
+    # Normalisations compute in float32, and results about 1 lose nothing: they have the storage of what is normalised.
+    None: ("norm", "foreach", "collectives", "creation", "random", "writing", "rescaling"),
+}
+_BY_FAMILY = {family: change for change, families in FAMILIES_OF.items() for family in families}
+# Operators that differ from their family.
+_BY_NAME: dict[str, Operands | None] = {
+    **dict.fromkeys(("mul", "addcmul", "lerp", "sign", "sgn"), widest),
+    **dict.fromkeys(("dot", "vdot", "addcdiv", "hypot", "softplus", "log_sigmoid_forward"), widening),
+    **dict.fromkeys(("embedding", "embedding_dense_backward"), homing),
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_dense_backward"), homing),
+    # Differences too: where they cancel, what was rounded after one is most of what is left in the next.
+    **dict.fromkeys(("div", "floor_divide", "sub"), against_tensor),
+    "add": adding,
+}
+
+
+def operands_of(operator: OpOverload) -> Operands | None:
+    """What an operator does to its operands' storage before its rule runs; None for nothing.
+
+    Nothing for one that writes into an argument, which stays the tensor it is, or runs by the steps it is made of.
+    """
+    if operator not in FAMILIES or operator._schema.is_mutable:
+        return None
+    name = operator._schema.name.removeprefix("aten::")
+    return _BY_NAME[name] if name in _BY_NAME else _BY_FAMILY.get(FAMILIES[operator], widest)
+
+
+def promoting(operator: OpOverload) -> Callable:
+    """An operator's rule for operands of which one has a home; the results have it too."""
+    prepare = operands_of(operator)
+    writes = operator._schema.is_mutable
+    accumulates = operator._schema.name.removeprefix("aten::") in _OF_ACCUMULATION
+
+    def run(home: torch.dtype, arguments: tuple, options: dict) -> Any:
+        if prepare is not None:
+            arguments, options = prepare(arguments, options)
+        results = rule_of(operator)(*arguments, **options)
+        written = {id(x) for x in tree_leaves((arguments, options))} if writes else ()
+        results = _marked(results, home, written)
+        return brought_home(results) if accumulates and is_wide(results) and _is_accumulating() else results
+
+    return run
+
+
+def _marked(results: Any, home: torch.dtype, written: Container[int]) -> Any:
+    """Results with the home, but for arguments that are written, which have their own or none."""
+    if type(results) is ScaledTensor:
+        if id(results) not in written:
+            results._home = results._home or home
+    elif isinstance(results, (list, tuple)):
+        for result in results:
+            _marked(result, home, written)
+    return results
+
+
+# What autograd does to a gradient as it becomes, or is added to, the one that a parameter has.
+_OF_ACCUMULATION = ("detach", "clone", "new_empty_strided", "add")
+
+
+def _is_accumulating() -> bool:
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"

@@ -1,0 +1,156 @@
+"""Writing in place: payload and scale where all of the memory is written, else under the scale that views share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import torch_operators
+from . import _powers_of_two as _powers
+from ._operands import narrowed, operand, plain, smallest, widened
+from ._registry import implements
+from ._scaled_tensor import ScaledTensor
+
+# Operators that write at places, and what the values are called that they write.
+_WRITTEN_AT = {
+    "masked_fill_": ("value",),
+    "masked_scatter_": ("source",),
+    "index_put_": ("values",),
+    "_index_put_impl_": ("values",),
+    "index_fill_": ("value",),
+    "index_copy_": ("source",),
+    "scatter_": ("src", "value"),
+    "put_": ("source",),
+    "fill_diagonal_": ("fill_value",),
+}
+
+
+@implements(torch_operators("aten").copy_.default, family="writing")
+def copy_(x: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy a tensor of any kind into x."""
+    return write(x, value)
+
+
+def write(x: Tensor, value: Any) -> Tensor:
+    """Copy a tensor of any kind or a number into x; its views see it.
+
+    A scaled tensor that owns all of its memory takes the value's scale. One that is a part of other memory keeps the
+    scale, unless there are only zeros of any scale.
+
+    Raises:
+        RuntimeError: the value's shape does not broadcast to x's.
+        ValueError: a finite value is out of the payload's range under the scale that must be kept, or all would be 0
+            under it and they are not (where values can be looked at); x is as it was.
+    """
+    if not isinstance(x, ScaledTensor):
+        return x.copy_(plain(value))
+    value = operand(value, x)
+    if value.shape != x.shape and torch.broadcast_shapes(value.shape, x.shape) != x.shape:
+        raise RuntimeError(f"a value of shape {list(value.shape)} for a tensor of shape {list(x.shape)}")
+    if covers_memory(x):
+        # In the same storage nothing is computed: with such copies torch ends a graph, and new tensors are none of it.
+        same = value._payload.dtype == x._payload.dtype
+        payload, scale = value._payload if same else widened(value), value._scale
+    else:
+        scale = _kept(x._scale, value._scale)
+        factor = _powers.ratio(value._scale, scale)
+        payload = _powers.times(widened(value), factor)
+        if isinstance(factor, float) and factor > _powers.LARGEST:  # which `times` does not multiply by
+            payload = widened(value)
+            payload = payload.masked_fill(payload != 0, torch.inf)
+        _check_fits(x, payload, value)
+    x._payload.copy_(payload if payload.dtype == x._payload.dtype else narrowed(payload, x._payload.dtype))
+    x._scale.copy_(scale)
+    return x
+
+
+def covers_memory(x: ScaledTensor) -> bool:
+    """Whether x is all of its memory, so that no view holds elements that x does not."""
+    payload = x._payload
+    if type(payload) is not Tensor:
+        return not x._is_view() and not payload._is_view()
+    return payload.numel() * payload.element_size() == payload.untyped_storage().nbytes()
+
+
+def _kept(own: Tensor, other: Tensor) -> Tensor:
+    """The scale of memory of which a part is written: its own, or the other if it holds only zeros of any scale."""
+    value = _powers.known(own)
+    if value is None:
+        return torch.where(own == _powers.ANY, other, own)
+    return other if value == _powers.ANY else own
+
+
+def _check_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
+    storage = x._payload.dtype
+    largest = torch.finfo(storage).max
+    if not _powers.in_sight(payload):
+        if storage not in (torch.float32, torch.bfloat16):
+            torch._assert_async(
+                ~_is_too_large(payload, value, largest),
+                f"a value is out of {storage}'s range under the scale of the memory it is written into: write into "
+                "x.clone(), or give the whole tensor a larger scale first, x.with_scale(...)",
+            )
+        return
+    top = payload.abs().amax().item() if payload.numel() else 1.0
+    if top <= smallest(storage) / 2:
+        _refuse_vanished(x, value)
+    elif not top <= largest and bool(_is_too_large(payload, value, largest)):
+        raise ValueError(
+            f"a value is out of {storage}'s range under the scale {x._scale.item():g}, which this tensor "
+            "shares with the memory it is a view of: it is as it was. Write into x.clone(), or give the whole tensor a "
+            "larger scale first, x.with_scale(...)"
+        )
+
+
+def check_written_at(name: str, given: Mapping[str, Any], x: Any, result: Any) -> None:
+    """Refuse a write at indices or under a mask of which nothing is left, as one into a part of a tensor is.
+
+    Constants have no say in a scale; large ones saturate, but one that vanishes leaves zeros that nobody asked for.
+
+    Args:
+        name: of the operator that writes, such as "masked_fill_".
+        given: its arguments by name.
+        x: what is written into.
+        result: what it becomes.
+
+    Raises:
+        ValueError: the largest of the values is 0 in x's payload under the scale of the result; x is as it was.
+    """
+    source = next((given[key] for key in _WRITTEN_AT.get(name, ()) if key in given), None)
+    if source is None or given.get("accumulate") or given.get("reduce") or not isinstance(x, ScaledTensor):
+        return
+    value = operand(source, x)
+    if not all(map(_powers.in_sight, (value._payload, value._scale, result._scale))) or not _is_anywhere(given, value):
+        return
+    largest = widened(value).abs().amax().item() * value._scale.item()
+    scale = result._scale.item()
+    if largest and largest <= scale * (smallest(x._payload.dtype) / 2):
+        raise ValueError(
+            f"a value of magnitude {largest:g} is 0 in {x._payload.dtype} under the scale {scale:g} of the tensor that "
+            f"{name} writes it into: it is as it was. Give the tensor a smaller scale first, x.copy_(x.with_scale(...))"
+        )
+
+
+def _is_anywhere(given: Mapping[str, Any], value: ScaledTensor) -> bool:
+    """Whether anything is written at all."""
+    places = [given[key] for key in ("mask", "index") if key in given]
+    places += [index for index in given.get("indices", ()) if index is not None]
+    masks = (place for place in places if place.dtype in (torch.bool, torch.uint8))
+    return bool(value.numel()) and all(place.numel() for place in places) and all(bool(mask.any()) for mask in masks)
+
+
+def _is_too_large(payload: Tensor, value: ScaledTensor, largest: float) -> Tensor:
+    return ((payload.abs() > largest) & widened(value).isfinite()).any()
+
+
+def _refuse_vanished(x: ScaledTensor, value: ScaledTensor) -> None:
+    largest = widened(value).abs().amax().item()
+    if largest:
+        raise ValueError(
+            f"a value of magnitude {largest * value._scale.item():g} is 0 in {x._payload.dtype} under the scale "
+            f"{x._scale.item():g}, which this tensor shares with the memory it is a view of: it is as it was. Write "
+            "into x.clone(), or give the whole tensor a smaller scale first, x.with_scale(...)"
+        )

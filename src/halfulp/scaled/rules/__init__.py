@@ -1,0 +1,29 @@
+"""All families of rules, imported so that they are registered."""
+
+from .. import _float8 as _float8
+from .. import _write as _write
+from .elementwise import _aligned as _aligned
+from .elementwise import _comparison as _comparison
+from .elementwise import _gates as _gates
+from .elementwise import _measured as _measured
+from .elementwise import _power_laws as _power_laws
+from .elementwise import _unit_scale as _unit_scale
+from .memory import _collectives as _collectives
+from .memory import _complex as _complex
+from .memory import _creation as _creation
+from .memory import _data_movement as _data_movement
+from .memory import _foreach as _foreach
+from .memory import _functional_collectives as _functional_collectives
+from .memory import _indexing as _indexing
+from .memory import _random as _random
+from .networks import _attention as _attention
+from .networks import _recurrent as _recurrent
+from .products import _bilinear as _bilinear
+from .products import _convolution as _convolution
+from .products import _linear_algebra as _linear_algebra
+from .reductions import _losses as _losses
+from .reductions import _norms as _norms
+from .reductions import _order as _order
+from .reductions import _pooling as _pooling
+from .reductions import _reductions as _reductions
+from .reductions import _weight_norm as _weight_norm

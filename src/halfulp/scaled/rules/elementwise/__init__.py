@@ -1,0 +1,1 @@
+"""Rules of functions of one element each."""

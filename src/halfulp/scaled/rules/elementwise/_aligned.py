@@ -1,0 +1,285 @@
+"""Rules of operators that need their operands under one scale: sums, choices, joins, bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ....kernels import torch_operators
+from ... import _powers_of_two as _powers
+from ..._operands import (
+    decoded,
+    first_scaled,
+    logical_of,
+    made,
+    made_to_fit,
+    never_vanished,
+    operand,
+    plain,
+    smallest,
+    storage_of,
+    widened,
+)
+from ..._registry import implements
+from ..._scaled_tensor import ScaledTensor, wrap
+from .._families import aligned, bounded, value_of
+from .._homogeneous import by_degree, held_under, joining, under
+from ..memory._constants import constants_under, together
+
+aten = torch_operators("aten")
+# What is added to keep a divisor from 0 is no larger.
+_LARGEST_EPS = 1e-3
+
+
+def multiplied(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, float]:
+    """x with the power of two nearest to a number in its scale, and what of the number is left."""
+    if factor == 1:
+        return x, 1.0
+    x = operand(x, like)
+    power = _powers.power_of(abs(float(factor))) if factor else 1.0
+    scale, rest = _powers.product(x._scale, power)
+    wide = wrap(_powers.times(widened(x), rest), scale, x.dtype)
+    return wide, float(factor) / power
+
+
+@implements(aten.add.Tensor, aten.add.Scalar, family="alignment")
+def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
+    """a + alpha b under the larger scale."""
+    moved, factor = multiplied(b, alpha, first_scaled((a, b)))
+    (x, y), scale, *_ = aligned(a, moved)
+    total, storage = torch.add(x, y, alpha=factor), storage_of((a, b))
+    made_up = made_to_fit(total, scale, storage, logical_of((a, b)))
+    # An optimizer's or a normalisation's eps, which is to keep a divisor from 0.
+    return never_vanished(made_up, total) if _vanishes(b, scale, storage) else made_up
+
+
+def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
+    """Whether this is a positive number that a payload cannot hold under the scale; if unknown, whether it may be.
+
+    Compiled optimizers divide by what has the other sign, and add a tensor of one number.
+    """
+    if storage in (torch.float32, torch.bfloat16):
+        return False
+    if type(number) is not ScaledTensor and isinstance(number, Tensor) and not number.dim():
+        if not _powers.in_sight(number):
+            return True
+        number = abs(number.item())
+    if not isinstance(number, (int, float)) or not number > 0:
+        return False
+    held = _powers.known(scale)
+    return number < (_LARGEST_EPS if held is None else smallest(storage) * held)
+
+
+@implements(aten.sub.Tensor, aten.sub.Scalar, family="alignment")
+def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
+    """a - alpha b under the larger scale."""
+    moved, factor = multiplied(b, alpha, first_scaled((a, b)))
+    (x, y), scale, *_ = aligned(a, moved)
+    return made_to_fit(torch.sub(x, y, alpha=factor), scale, storage_of((a, b)), logical_of((a, b)))
+
+
+@implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")
+def rsub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
+    """b - alpha a under the larger scale."""
+    return sub(b, a, alpha)
+
+
+def chosen(operator: OpOverload, a: Any, b: Any) -> Tensor:
+    """op(a, b) where it picks of two: constants have no say in the scale."""
+    (x, y), scale = together([a, b])
+    return under(operator(x, y), [scale], [a, b])
+
+
+def _choice(operator: OpOverload) -> None:
+    implements(operator, family="alignment")(lambda a, b: chosen(operator, a, b))
+
+
+for _operator in (aten.maximum.default, aten.minimum.default, aten.fmax.default, aten.fmin.default):
+    _choice(_operator)
+
+
+@implements(aten.where.self, family="alignment")
+def where(condition: Tensor, a: Any, b: Any) -> Tensor:
+    """a or b under the larger scale, in which a constant has no say."""
+    condition = plain(condition)
+    if not any(isinstance(x, ScaledTensor) for x in (a, b)):
+        return torch.where(condition, a, b)
+    (x, y), scale = together([a, b])
+    return under(torch.where(condition, x, y), [scale], [a, b])
+
+
+@implements(aten.hypot.default, family="alignment")
+def hypot(a: Any, b: Any) -> Tensor:
+    """The root of a^2 + b^2 under the larger scale."""
+    (x, y), scale, storage, dtype = aligned(a, b)
+    return made_to_fit(torch.hypot(x, y), scale, storage, dtype)
+
+
+@implements(aten.cat.default, family="alignment")
+def cat(tensors: Sequence[Any], dim: int = 0) -> Tensor:
+    """Tensors in a row under the largest scale."""
+    return _joined(aten.cat.default, tensors, dim)
+
+
+@implements(aten.stack.default, family="alignment")
+def stack(tensors: Sequence[Any], dim: int = 0) -> Tensor:
+    """Tensors side by side under the largest scale."""
+    return _joined(aten.stack.default, tensors, dim)
+
+
+def _joined(operator: OpOverload, tensors: Sequence[Any], dim: int) -> Tensor:
+    dtype = tensors[0].dtype
+    for x in tensors[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    payloads, scale = together(list(tensors))
+    return made(operator(payloads, dim), scale, storage_of(tensors), dtype)
+
+
+def _within(x: ScaledTensor, low: Any, high: Any) -> ScaledTensor:
+    """x under the power of two of the larger bound, where two numbers bound it and that is the smaller scale."""
+    bounds = [abs(float(b)) for b in (low, high) if isinstance(b, (int, float))]
+    if len(bounds) < 2 or not 0 < max(bounds) < float("inf"):
+        return x
+    limit = torch.full_like(x._scale, _powers.power_of(max(bounds)))
+    return wrap(x._payload, torch.minimum(x._scale, limit), x.dtype)
+
+
+@implements(aten.clamp.default, aten.clamp.Tensor, family="alignment")
+def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
+    """x between bounds; numbers among them keep x's scale."""
+    given = [x, *(bound for bound in (low, high) if bound is not None)]
+    if not isinstance(x, ScaledTensor) or any(isinstance(b, Tensor) and b.dim() for b in given[1:]):
+        payloads, scale = together(given)
+    else:
+        bounds, scale = constants_under(_within(x, low, high), *given[1:], room=False)
+        bounds = [torch.full((), b, dtype=torch.float32, device=x.device) if type(b) is float else b for b in bounds]
+        payloads = [_powers.times(widened(x), _powers.ratio(x._scale, scale)), *bounds]
+    values = payloads.pop(0)
+    limits = [None if bound is None else payloads.pop(0) for bound in (low, high)]
+    return under(torch.clamp(values, *limits), [scale], given)
+
+
+@implements(aten.clamp_min.default, aten.clamp_min.Tensor, family="alignment")
+def clamp_min(x: Any, low: Any) -> Tensor:
+    """x, but not below a bound."""
+    return clamp(x, low, None)
+
+
+@implements(aten.clamp_max.default, aten.clamp_max.Tensor, family="alignment")
+def clamp_max(x: Any, high: Any) -> Tensor:
+    """x, but not above a bound."""
+    return clamp(x, None, high)
+
+
+@implements(aten.hardtanh.default, family="gated")
+def hardtanh(x: ScaledTensor, low: Any = -1, high: Any = 1) -> Tensor:
+    """x between two numbers."""
+    return clamp(x, low, high)
+
+
+def with_constant(operator: Any, x: ScaledTensor, value: Any) -> Tensor:
+    """op(payload, payload of a constant) under x's scale."""
+    (payload,), scale = constants_under(x, value)
+    own = _powers.times(widened(x), _powers.ratio(x._scale, scale))
+    return under(operator(own, payload), [scale], [x])
+
+
+@implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor, family="alignment")
+def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
+    """A constant where the mask is true, under x's scale."""
+    if not isinstance(x, ScaledTensor):
+        return torch.masked_fill(x, mask, decoded(value, x.dtype))
+    return with_constant(lambda p, c: torch.masked_fill(p, mask, c), x, value)
+
+
+@implements(aten.nan_to_num.default, family="alignment")
+def nan_to_num(x: ScaledTensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
+    """Numbers in place of what is none, under x's scale; those that torch takes by default saturate."""
+    numbers = [0.0 if n is None else n for n in (nan, posinf, neginf)]
+    constants, scale = constants_under(x, *numbers)
+    largest = torch.finfo(x.dtype).max
+    defaults, _ = constants_under(wrap(x._payload, scale, x.dtype), largest, -largest, room=False)
+    constants = [constants[0], *(d if n is None else c for n, c, d in zip((posinf, neginf), constants[1:], defaults))]
+    payload = _powers.times(widened(x), _powers.ratio(x._scale, scale))
+    infinity = float("inf")
+    for found, number in zip((payload.isnan(), payload == infinity, payload == -infinity), constants):
+        payload = torch.where(found, number, payload)
+    return under(payload, [scale], [x])
+
+
+@implements(aten.constant_pad_nd.default, family="alignment")
+def constant_pad_nd(x: ScaledTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
+    """A constant around x, under x's scale."""
+    if not value:
+        return under(aten.constant_pad_nd.default(widened(x), pad), [x._scale], [x])
+
+    def padded(payload: Tensor, constant: Any) -> Tensor:
+        if not isinstance(constant, Tensor):
+            return aten.constant_pad_nd.default(payload, pad, constant)
+        inside = torch.ones_like(payload, dtype=torch.bool)
+        return torch.where(
+            aten.constant_pad_nd.default(inside, pad), aten.constant_pad_nd.default(payload, pad), constant
+        )
+
+    return with_constant(padded, x, value)
+
+
+@implements(aten.fill.Scalar, aten.fill.Tensor, family="alignment")
+def fill(x: Any, value: Any) -> Tensor:
+    """One number everywhere, under its own power of two."""
+    if not isinstance(x, ScaledTensor):
+        return torch.full_like(x, 0).copy_(decoded(value))
+    number = operand(value, x)
+    payload = torch.empty_like(x._payload, dtype=torch.float32).copy_(widened(number))
+    return made(payload, number._scale.clone(), x._payload.dtype, x.dtype)
+
+
+@implements(aten.zero.default, family="alignment")
+def zero(x: ScaledTensor) -> Tensor:
+    """Zeros of any scale."""
+    return torch.zeros_like(x)
+
+
+@implements(aten.copy.default, family="alignment")
+def copy(x: Any, source: Any, non_blocking: bool = False) -> Tensor:
+    """The source's values in x's shape, storage and dtype, under the source's scale."""
+    if not isinstance(x, ScaledTensor):
+        return aten.copy.default(x, decoded(source), non_blocking)
+    given = operand(source, x)
+    payload = aten.copy.default(torch.empty_like(x._payload, dtype=torch.float32), widened(given), non_blocking)
+    scale = given._scale.to(x.device) if given._scale.device != x.device else given._scale.clone()
+    return made(payload, scale, x._payload.dtype, x.dtype)
+
+
+# A remainder by x is no larger than what is divided, nor than the divisor: the scale of the one it is near.
+implements(aten.fmod.Tensor, aten.fmod.Scalar, family="alignment")(lambda x, y: _remainder(aten.fmod.Tensor, x, y, x))
+implements(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor, family="alignment")(
+    lambda x, y: _remainder(aten.remainder.Tensor, x, y, y)
+)
+
+
+def _remainder(operator: OpOverload, x: Any, y: Any, keep: Any) -> Tensor:
+    like = first_scaled((x, y))
+    a, b = operand(x, like), operand(y, like)
+    values = operator(value_of(a), value_of(b))
+    return held_under(values, operand(keep, like)._scale, storage_of((x, y)), logical_of((x, y)))
+
+
+bounded(aten.heaviside.default, family="alignment")
+by_degree(aten.copysign.Tensor, family="alignment", self=1, other=0)
+by_degree(aten.copysign.Scalar, family="alignment", self=1)
+_PADS = [f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
+by_degree(*(getattr(aten, name).default for name in _PADS), family="alignment", self=1)
+by_degree(*(getattr(aten, f"{name}_backward").default for name in _PADS), family="alignment", grad_output=1, self=0)
+joining(
+    *(aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default),
+    *(aten.as_strided_scatter.default, aten.masked_scatter.default),
+    family="alignment",
+)
+by_degree(aten.slice_backward.default, aten.select_backward.default, family="alignment", grad_output=1)
+by_degree(aten.diagonal_backward.default, aten.masked_scatter_backward.default, family="alignment", grad_output=1)
+by_degree(aten.unfold_backward.default, family="alignment", grad_in=1)

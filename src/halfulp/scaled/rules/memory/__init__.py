@@ -1,0 +1,1 @@
+"""Rules of operators that make, move, index or send elements."""

@@ -1,0 +1,212 @@
+"""Collective operations of torch.distributed: scales are agreed on first, then payloads travel as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ....kernels import torch_operators
+from ... import _powers_of_two as _powers
+from ..._operands import EIGHT_BITS, first_scaled, narrowed, operand, widened
+from ..._registry import implements
+from ..._scaled_tensor import ScaledTensor, wrap
+from ..._write import write
+from ..products._bilinear import root_of_count
+
+
+def wire_storage(x: ScaledTensor) -> torch.dtype:
+    """What a payload travels as where it is added or compared: eight bits as float16."""
+    return torch.float16 if x._payload.dtype in EIGHT_BITS else x._payload.dtype
+
+
+def wire_scales(
+    tensors: Sequence[ScaledTensor],
+    largest: Callable[[Tensor], Tensor],
+    terms: int = 1,
+    storage: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Scales that all ranks agree on, in one message: the largest of each, and room for a sum over ranks.
+
+    Args:
+        tensors: this rank's.
+        largest: the elementwise maximum of a tensor over all ranks.
+        terms: how many ranks are added; 1 for what is not a sum.
+        storage: what the payloads travel as; each one's own by default.
+    """
+    scales = torch.stack([x._scale for x in tensors])
+    amaxes = torch.stack([_amax(x) for x in tensors])
+    scales, amaxes = largest(torch.cat([scales, amaxes])).chunk(2)
+    tops = [terms / torch.finfo(storage or wire_storage(x)).max for x in tensors]
+    tops = torch.tensor(tops, dtype=torch.float32, device=scales.device)
+    needed = _powers.round_to_power(amaxes * tops, "up")
+    return list(torch.maximum(scales * root_of_count(terms), needed).clamp(max=_powers.LARGEST).unbind())
+
+
+def _amax(x: ScaledTensor) -> Tensor:
+    if not x.numel():
+        return x._scale.new_zeros(())
+    return torch.nan_to_num(widened(x), 0.0, 0.0, 0.0).abs().amax() * x._scale
+
+
+def on_the_wire(x: ScaledTensor, scale: Tensor) -> Tensor:
+    """The payload under an agreed scale."""
+    return narrowed(_powers.times(widened(x), _powers.ratio(x._scale, scale)), wire_storage(x)).contiguous()
+
+
+def _sent(collective: Callable, *arguments: Any, group: Any, **options: Any) -> Any:
+    """A collective on plain tensors, to its end: whoever waits for its handle later may read at once."""
+    group = dist.ProcessGroup.unbox(group)
+    work = collective(*arguments, group=group, async_op=True, **options)
+    work.wait()
+    return work.boxed()
+
+
+def _agreed(tensors: Sequence[ScaledTensor], group: Any, terms: int = 1) -> list[Tensor]:
+    def largest(x: Tensor) -> Tensor:
+        _sent(dist.all_reduce, x, op=dist.ReduceOp.MAX, group=group)
+        return x
+
+    return wire_scales(tensors, largest, terms)
+
+
+def _kind(op: Any, name: str) -> str:
+    """The name of a reduction, which arrives in a box.
+
+    Raises:
+        NotImplementedError: none of sum, average, maximum and minimum.
+    """
+    kind = dist.ReduceOp.RedOpType(op.op()).name
+    if kind not in ("SUM", "AVG", "MAX", "MIN"):
+        raise NotImplementedError(
+            f"{name} of scaled tensors by {kind}: allowed are SUM, AVG, MAX and MIN; for others send x.decode()"
+        )
+    return kind
+
+
+def _terms(kind: str, group: Any) -> int:
+    return dist.ProcessGroup.unbox(group).size() if kind in ("SUM", "AVG") else 1
+
+
+def _on_wire(kind: str) -> Any:
+    """The reduction that backends are asked for: some have no average."""
+    return getattr(dist.ReduceOp, "SUM" if kind == "AVG" else kind)
+
+
+def _received(payload: Tensor, scale: Tensor, kind: str, terms: int, dtype: torch.dtype) -> ScaledTensor:
+    """A reduced payload under the agreed scale; averages divide in float32."""
+    values = payload.to(torch.float32)
+    return wrap(values / terms if kind == "AVG" else values, scale, dtype)
+
+
+def allreduce_(tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
+    """sum over ranks of payload x (scale / largest scale), under the largest scale."""
+    mine = [operand(x, first_scaled(tensors)) for x in tensors]
+    kind = _kind(op, "all_reduce")
+    terms = _terms(kind, group)
+    for target, x, scale in zip(tensors, mine, _agreed(mine, group, terms)):
+        payload = on_the_wire(x, scale)
+        work = _sent(dist.all_reduce, payload, op=_on_wire(kind), group=group)
+        write(target, _received(payload, scale, kind, terms, x.dtype))
+    return list(tensors), work
+
+
+def allreduce_coalesced_(tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
+    """`allreduce_` of each."""
+    return allreduce_(tensors, group, op)[1]
+
+
+def reduce_(tensors: Sequence[Tensor], group: Any, op: Any, root: int, *rest: Any, **options: Any) -> Any:
+    """`allreduce_`, written on the root only."""
+    kept = [x.clone() for x in tensors]
+    _, work = allreduce_(kept, group, op)
+    if dist.ProcessGroup.unbox(group).rank() == root:
+        for target, value in zip(tensors, kept):
+            write(target, value)
+    return work
+
+
+def reduce_scatter_base_(output: Tensor, x: Tensor, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
+    """Every rank's own piece of what `allreduce_` would give."""
+    x = operand(x, first_scaled((output, x)))
+    kind = _kind(op, "reduce_scatter")
+    terms = _terms(kind, group)
+    (scale,) = _agreed([x], group, terms)
+    payload = on_the_wire(x, scale)
+    piece = payload.new_empty(output.shape)
+    work = _sent(dist.reduce_scatter_single, piece, payload, op=_on_wire(kind), group=group)
+    write(output, _received(piece, scale, kind, terms, x.dtype))
+    return output, work
+
+
+def reduce_scatter_(
+    outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], group: Any, op: Any, *rest: Any, **options: Any
+) -> Any:
+    """The same for lists: one tensor for every rank."""
+    for output, pieces in zip(outputs, inputs):
+        _, work = reduce_scatter_base_(output, torch.cat([piece.reshape(-1) for piece in pieces]), group, op)
+    return list(outputs), work
+
+
+def allgather_(
+    outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], group: Any, *rest: Any, **options: Any
+) -> Any:
+    """Every rank's payload and scale, as they are."""
+    for targets, x in zip(outputs, inputs):
+        x = operand(x, first_scaled((*targets, x)))
+        payload = x._payload.contiguous().view(torch.uint8) if x.dim() else x._payload.reshape(1).view(torch.uint8)
+        payloads = [torch.empty_like(payload) for _ in targets]
+        scales = [torch.empty_like(x._scale) for _ in targets]
+        _sent(dist.all_gather, payloads, payload, group=group)
+        work = _sent(dist.all_gather, scales, x._scale.contiguous(), group=group)
+        for target, bits, scale in zip(targets, payloads, scales):
+            write(target, wrap(bits.view(x._payload.dtype).reshape(x.shape), scale, x.dtype))
+    return [list(targets) for targets in outputs], work
+
+
+def allgather_base_(output: Tensor, x: Tensor, group: Any, *rest: Any, **options: Any) -> Any:
+    """Every rank's payload under the largest scale, side by side."""
+    x = operand(x, first_scaled((output, x)))
+    (scale,) = _agreed([x], group)
+    payload = on_the_wire(x, scale)
+    gathered = payload.new_empty(output.shape)
+    work = _sent(dist.all_gather_single, gathered, payload, group=group)
+    write(output, wrap(gathered, scale, x.dtype))
+    return output, work
+
+
+def broadcast_(tensors: Sequence[Tensor], group: Any, root: int, place: int, *rest: Any, **options: Any) -> Any:
+    """Payload and scale from one rank into the others'."""
+    for x in tensors:
+        if not isinstance(x, ScaledTensor):
+            work = _sent(dist.broadcast, x, group_src=root, group=group)
+            continue
+        payload = x._payload.contiguous().reshape(-1).view(torch.uint8).clone()
+        scale = x._scale.clone()
+        _sent(dist.broadcast, payload, group_src=root, group=group)
+        work = _sent(dist.broadcast, scale, group_src=root, group=group)
+        write(x, wrap(payload.view(x._payload.dtype).reshape(x.shape), scale, x.dtype))
+    return list(tensors), work
+
+
+def _register() -> None:
+    c10d = torch_operators("c10d")
+    rules = {
+        "allreduce_": allreduce_,
+        "allreduce_coalesced_": allreduce_coalesced_,
+        "reduce_": reduce_,
+        "_reduce_scatter_base_": reduce_scatter_base_,
+        "reduce_scatter_": reduce_scatter_,
+        "allgather_": allgather_,
+        "_allgather_base_": allgather_base_,
+        "broadcast_": broadcast_,
+    }
+    for name, rule in rules.items():
+        implements(getattr(c10d, name).default, family="collectives")(rule)
+
+
+if dist.is_available():
+    _register()

@@ -1,0 +1,1 @@
+"""Rules of the operators behind layers of networks."""

@@ -1,0 +1,167 @@
+"""Rules of scaled dot-product attention, forward and backward, by torch's own fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ....kernels import torch_operators
+from ... import _powers_of_two as _powers
+from ..._operands import first_scaled, logical_of, narrowed, operand, widened
+from ..._registry import implements
+from ..._scaled_tensor import ScaledTensor
+from .._families import measured, result, value_of
+from ..products._bilinear import over, product_storage, root_of_count
+
+aten = torch_operators("aten")
+
+_INPUTS = ("query", "key", "value")
+_BIAS = ("attn_mask", "attn_bias")
+# Kernels that compute in two bytes only; the others take float32.
+_NARROW = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+}
+
+
+def _attention(operator: OpOverload) -> None:
+    """Register a forward kernel: logits are values, so the query takes its own scale and the key's; v keeps sv.
+
+    kernel(pq (sq sk), pk, pv) under the scale sv. The log-sum-exp that the backward kernel wants is plain.
+    """
+
+    def attend(*arguments: Any, **options: Any) -> tuple:
+        given = arguments_by_name(operator, arguments, options)
+        inputs = [given[name] for name in _INPUTS]
+        query, key, value, storage = _operands(inputs, given)
+        dtype = logical_of(inputs)
+        kernel = _kernel_dtype(operator, storage, dtype)
+        output, *others = call_by_name(
+            operator, given | _payloads(query, key, value, kernel) | _bias_values(given, kernel)
+        )
+        return result(output.to(torch.float32), value._scale.clone(), 1.0, storage, dtype), *others
+
+    implements(operator, family="attention")(attend)
+
+
+def _attention_backward(operator: OpOverload) -> None:
+    """Register a backward kernel.
+
+    With kernel(pg, pq (sq sk), pk, pv) = dq, dk, dv, db the gradients are sg sv sk dq, sg sv / sk dk, which is
+    sg sv sq (dk / (sq sk)), sg dv, and sg sv db for a bias. Those of logits are about 1 / n for n keys, and sums of n
+    of them about 1 / sqrt(n): that factor moves from the payloads into the scales.
+    """
+
+    def attend_backward(*arguments: Any, **options: Any) -> tuple:
+        given = arguments_by_name(operator, arguments, options)
+        of_output = next(name for name in given if name.startswith("grad_out"))
+        tensors = [given[name] for name in (of_output, *_INPUTS, "out")]
+        gradient, query, key, value, output, storage = _operands(tensors, given)
+        kernel = _kernel_dtype(operator, storage, query.dtype)
+        bias = _bias_values(given, kernel)
+        to_value = over(output._scale, scale=value._scale)
+        payloads = _payloads(query, key, value, kernel) | {
+            of_output: narrowed(widened(gradient), kernel),
+            "out": narrowed(_powers.times(widened(output), to_value), kernel),
+            "logsumexp": value_of(given["logsumexp"]),
+        }
+        results = call_by_name(operator, given | payloads | bias)
+        sg, sq, sk, sv = (x._scale for x in (gradient, query, key, value))
+        spread = root_of_count(key.shape[-2])
+        parts = [
+            ((sg, sv, sk, 1.0 / spread), (spread,), query.dtype),
+            ((sg, sv, sq, 1.0 / spread), (spread, 1.0 / over(sq, sk)), key.dtype),
+            ((sg,), (), value.dtype),
+            ((sg, sv, 1.0 / spread), (spread,), next((given[name].dtype for name in bias), None)),
+        ]
+        return tuple(_gradient(y, *part, storage) for y, part in zip(results, parts))
+
+    implements(operator, family="attention")(attend_backward)
+
+
+def _operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
+    """Tensors as payload x scale, then the storage of what is made of them."""
+    like = first_scaled([*tensors, *given.values()])
+    scaled = [x for x in tensors if isinstance(x, ScaledTensor)]
+    return *(operand(x, like) for x in tensors), product_storage(tuple(scaled) or (like,))
+
+
+def arguments_by_name(operator: OpOverload, arguments: Sequence[Any], options: dict) -> dict[str, Any]:
+    schema = operator._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return given | dict(zip((argument.name for argument in schema), arguments)) | options
+
+
+def call_by_name(operator: OpOverload, given: dict[str, Any]) -> Any:
+    schema = operator._schema.arguments
+    positional = [given[argument.name] for argument in schema if not argument.kwarg_only]
+    return operator(*positional, **{argument.name: given[argument.name] for argument in schema if argument.kwarg_only})
+
+
+def _kernel_dtype(operator: OpOverload, storage: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    if operator not in _NARROW:
+        return torch.float32
+    return next((x for x in (storage, dtype) if x in (torch.float16, torch.bfloat16)), torch.float16)
+
+
+def _payloads(query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kernel: torch.dtype) -> dict[str, Tensor]:
+    query_payload = _powers.times(widened(query), over(query._scale, key._scale))
+    payloads = (query_payload, widened(key), widened(value))
+    return {name: narrowed(payload, kernel) for name, payload in zip(_INPUTS, payloads)}
+
+
+def _bias_values(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
+    """What is added to logits, as values; masks of truth values stay."""
+    found = {name: given[name] for name in _BIAS if isinstance(given.get(name), Tensor)}
+    return {name: value_of(x).to(kernel) if x.is_floating_point() else x for name, x in found.items()}
+
+
+def _gradient(y: Any, scales: tuple, factors: tuple, dtype: torch.dtype | None, storage: torch.dtype) -> Any:
+    if not isinstance(y, Tensor):
+        return y
+    scale, rest = _powers.product(*scales)
+    values = y.to(torch.float32)
+    for factor in factors:
+        values = _powers.times(values, factor)
+    return result(values, scale, rest, storage, dtype or y.dtype)
+
+
+for _operator in (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+):
+    _attention(_operator)
+
+for _operator in (
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+):
+    _attention_backward(_operator)
+
+# What torch.nn's inference takes in one step: on values.
+measured(*(aten._native_multi_head_attention.default, aten._transformer_encoder_layer_fwd.default), family="attention")
+
+
+@implements(aten._fused_sdp_choice.default, family="attention")
+def fused_sdp_choice(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> int:
+    """Which kernel torch takes for plain tensors of these shapes and logical dtypes."""
+
+    def plain(x: Any) -> Any:
+        if not isinstance(x, ScaledTensor):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+    options = {name: plain(x) for name, x in options.items()}
+    return aten._fused_sdp_choice.default(*map(plain, (query, key, value, *arguments)), **options)

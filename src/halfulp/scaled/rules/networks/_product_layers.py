@@ -1,0 +1,143 @@
+"""Layers of products: of their float32 input, and of what the last multiplication before it saved, narrow copies stay.
+
+In a chain of pointwise operators between two products, as `0.5 * h * (1 + torch.tanh(...))` of GPT-2, the product and
+its multiplication would each keep float32 tensors for the backward pass. The product rounds its operand to the home in
+any case; so one more rounding of a factor, which the gradient of the other one is multiplied by, is of the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_map
+
+from ....kernels import define_operator, untraced
+from ..._registry import implements
+from ..._scaled_tensor import ScaledTensor
+from ..._storage_rules import brought_home, is_wide, widen
+
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, *_RECURRENT)
+
+# For compilers, which do not enter autograd functions that make tensor subclasses.
+_bring_home = define_operator("bring_home(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
+torch.library.register_autograd("halfulp::bring_home", lambda context, gradient: gradient)
+
+
+@implements(_bring_home, family="rescaling")
+def bring_home(x: ScaledTensor) -> ScaledTensor:
+    """The values in the home storage, under a measured scale; what is no wider, as it is."""
+    return brought_home(x) if is_wide(x) else x.clone()
+
+
+class _BringHome(torch.autograd.Function):
+    """The identity on values but for rounding them to the home; gradients pass as they are."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: ScaledTensor) -> ScaledTensor:
+        return brought_home(x)
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
+        pass
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def install(model: nn.Module) -> None:
+    """Let the layers of products that have scaled parameters with a home bring their inputs home."""
+    for module in model.modules():
+        if _is_product(module) and any(_has_home(p) for p in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(_bring_inputs_home, with_kwargs=True)
+            if isinstance(module, _RECURRENT):
+                module.register_forward_hook(_bring_results_home)
+
+
+def remove(model: nn.Module) -> None:
+    """Take back what `install` did."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _bring_inputs_home:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for key, hook in list(module._forward_hooks.items()):
+            if hook is _bring_results_home:
+                del module._forward_hooks[key]
+
+
+def _is_product(module: nn.Module) -> bool:
+    # transformers' layer of GPT-2, known by name: the library is not imported for it.
+    return isinstance(module, _LAYERS) or type(module).__name__ == "Conv1D"
+
+
+def _has_home(parameter: Tensor) -> bool:
+    return isinstance(parameter, ScaledTensor) and parameter.home is not None
+
+
+@untraced
+def _bring_inputs_home(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
+    """A forward pre-hook. Compilers choose themselves what to keep, and the products' rules do the same there."""
+    if torch.compiler.is_compiling() or not any(map(is_wide, (*arguments, *options.values()))):
+        return None
+    for x in (*arguments, *options.values()):
+        if is_wide(x) and x.grad_fn is not None:
+            _narrow_last_factors(x.grad_fn)
+    entered = _entering()
+    return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
+
+
+# What moves elements and saves none of them.
+_MOVES = frozenset(
+    f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Clone")
+)
+
+
+def _narrow_last_factors(node: Any) -> None:
+    """Let the multiplication that made a product's operand keep its factors in the home, widened as they are used.
+
+    A factor that what computed it keeps too (a result of tanh, an operand given from outside) stays, as a narrow copy
+    would be memory on top; so does what has hooks already, as of offloading and checkpointing.
+    """
+    while node is not None and node.name() in _MOVES:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != "MulBackward0":
+        return
+    makers = [maker for maker, _ in node.next_functions]
+    for maker, saved in zip(makers, (node._raw_saved_self, node._raw_saved_other)):
+        is_kept = maker is None or maker.name() in _MOVES or hasattr(maker, "_raw_saved_result")
+        if not is_kept and not isinstance(maker, _LEAF) and saved.unpack_hook is None and is_wide(saved.data):
+            saved.register_hooks(brought_home, widen)
+
+
+_LEAF = torch._C._functions.AccumulateGrad
+
+
+@untraced
+def _bring_results_home(module: nn.Module, arguments: tuple, results: Any) -> Any:
+    """A forward hook: where torch has no fused kernel, a recurrent layer ends in pointwise operators."""
+    if torch.compiler.is_compiling():
+        return tree_map(lambda x: _bring_home(x) if isinstance(x, ScaledTensor) else x, results)
+    return tree_map(lambda x: _BringHome.apply(x) if is_wide(x) else x, results)
+
+
+def _entering() -> Callable[[Any], Any]:
+    """One result for one tensor: attention asks whether query, key and value are the same."""
+    found: dict[int, Tensor] = {}
+
+    def entered(x: Any) -> Any:
+        if not is_wide(x):
+            return x
+        if id(x) not in found:
+            found[id(x)] = _BringHome.apply(x)
+        return found[id(x)]
+
+    return entered

@@ -1,0 +1,1 @@
+"""Rules of products of matrices, convolutions and linear algebra."""

@@ -1,0 +1,396 @@
+"""Rules of products: payloads multiply, scales multiply, and a sum over K terms is brought back by sqrt(K)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ....kernels import torch_operators
+from ... import _powers_of_two as _powers
+from ..._derivation import on_values
+from ..._float8 import eight_bit_product, is_eight_bit_product
+from ..._operands import (
+    EIGHT_BITS,
+    first_scaled,
+    logical_of,
+    made,
+    made_to_fit,
+    multiplicand,
+    never_vanished,
+    operand,
+    storage_of,
+    widened,
+)
+from ..._powers_of_two import power_of
+from ..._registry import implements
+from ..._scaled_tensor import ScaledTensor, wrap
+from .._families import aligned, result, value_of
+
+aten = torch_operators("aten")
+
+
+def root_of_count(count: int) -> float:
+    """The power of two below the square root of a number of terms.
+
+    Any power of two would give the same values: of a symbolic size the one of the size that is traced is taken, so
+    that other sizes run in the same graph.
+    """
+    if isinstance(count, torch.SymInt):
+        count = count.node.hint if count.node.has_hint() else 1
+    power = 1
+    while count >= 4 * power * power:
+        power *= 2
+    return float(power)
+
+
+def product_storage(operands: tuple) -> torch.dtype:
+    """Products of eight-bit payloads are stored in float16, as accumulators that are read once."""
+    storage = storage_of(operands)
+    return torch.float16 if storage in EIGHT_BITS else storage
+
+
+def inverse(scale: Tensor) -> Tensor | float:
+    """1 / scale as a factor; that of zeros of any scale is 1, or what is divided by them would decide alignments."""
+    value = _powers.known(scale)
+    if value is not None:
+        return 1.0 if value == _powers.ANY else 1.0 / value
+    return torch.where(scale == _powers.ANY, torch.ones_like(scale), scale).double().reciprocal()
+
+
+def over(*factors: Tensor | float, scale: Tensor | None = None) -> Tensor | float:
+    """The product of some scales, divided by another: what payloads take to come under it.
+
+    It stays a normal float32 number, as an infinity under the scale of zeros must not meet a factor of 0.
+    """
+    values = [_powers.known(factor) if isinstance(factor, Tensor) else factor for factor in factors]
+    held = 1.0 if scale is None else _powers.known(scale)
+    if held is not None and None not in values:
+        return min(max(math.prod(values) / held, _powers.SMALLEST), _powers.LARGEST)
+    total = factors[0].double() if scale is None else scale.double().reciprocal() * factors[0]
+    for factor in factors[1:]:
+        total = total * factor
+    return total.clamp(_powers.SMALLEST, _powers.LARGEST).to(torch.float32)
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a number is a traced size, of which no power of two may be taken: that would fix it."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat))
+
+
+def split_number(value: Any) -> tuple[Any, float]:
+    """A number as mantissa and the power of two next to it in log2, for zero the smallest scale.
+
+    What has no such power is its own mantissa.
+    """
+    if is_symbolic(value):
+        return value, 1.0
+    value = float(value)
+    if not math.isfinite(value):
+        return value, 1.0
+    power = power_of(abs(value)) if value else _powers.ANY
+    return value / power, power
+
+
+def zeros_scale(x: ScaledTensor) -> Tensor:
+    """The scale of zeros, which decides nothing."""
+    return torch.full_like(x._scale, _powers.ANY)
+
+
+def _is_complex(x: Any) -> bool:
+    return isinstance(x, complex) or (isinstance(x, Tensor) and x.is_complex())
+
+
+# Products of two matrices, and the same with a factor for the result, which costs no pass of its own.
+_WITH_FACTOR = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
+
+
+def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torch.dtype | None = None) -> Tensor:
+    """op(pa, pb) / c under the scale sa sb c, with c the power of two below sqrt(terms)."""
+    if _is_complex(a) or _is_complex(b):
+        return on_values(operator, a, b)
+    like = first_scaled((a, b))
+    x, y = (factor_of_product(t, like) for t in (a, b))
+    spread = root_of_count(terms)
+    scale, rest = _powers.product(x._scale, y._scale, spread)
+    if operator is aten.mm.default and is_eight_bit_product(x._payload, y._payload):
+        values = eight_bit_product(x._payload, y._payload, 1.0 / spread)
+    else:
+        left, right = _for_product(x, y) if operator in _WITH_FACTOR else (widened(x), widened(y))
+        factor = 1.0 / spread
+        if isinstance(rest, Tensor) and _is_transposed(left):
+            # A weight's gradient, which nothing follows; what is transposed a pass has just made, and takes the factor.
+            left, factor, rest = (left.mT * (rest * factor)).mT, 1.0, 1.0
+        values = _divided_product(operator, left, right, factor)
+    return result(values, scale, rest, product_storage((a, b)), dtype or logical_of((a, b)))
+
+
+def factor_of_product(x: Any, like: ScaledTensor) -> ScaledTensor:
+    """An operand of a product of matrices: a plain one is rounded to bfloat16 where the other is, to multiply as such.
+
+    Of the narrow types it alone has float32's range, so that nothing but digits is lost.
+    """
+    wide = multiplicand(x, like)
+    if wide is x or like._payload.dtype != torch.bfloat16:
+        return wide
+    return wrap(wide._payload.to(torch.bfloat16), wide._scale, wide.dtype)
+
+
+def _for_product(*tensors: ScaledTensor) -> list[Tensor]:
+    """Payloads for a product of matrices: bfloat16, whose sums torch keeps in float32 and rounds once, or float32.
+
+    bfloat16 has float32's range; float16 would leave its own before the sum is brought back.
+    """
+    payloads = [x._payload for x in tensors]
+    if all(payload.dtype == torch.bfloat16 for payload in payloads):
+        return payloads
+    return [widened(x) for x in tensors]
+
+
+def _is_transposed(matrix: Tensor) -> bool:
+    return matrix.dim() == 2 and matrix.mT.is_contiguous() and not matrix.is_contiguous()
+
+
+def _divided_product(operator: OpOverload, left: Tensor, right: Tensor, factor: float) -> Tensor:
+    if factor == 1.0:
+        return operator(left, right)
+    if type(left) is Tensor and operator in _WITH_FACTOR:
+        return _WITH_FACTOR[operator](left.new_empty(()), left, right, beta=0, alpha=factor)
+    return operator(left, right) * factor
+
+
+def _product_of(operator: OpOverload) -> None:
+    def product(a: Any, b: Any) -> Tensor:
+        return matrix_product(operator, a, b, a.shape[-1])
+
+    implements(operator, family="bilinear")(product)
+
+
+for _operator in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.vdot.default):
+    _product_of(_operator)
+
+
+@implements(aten.mm.dtype, aten.bmm.dtype, family="bilinear")
+def product_as(a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
+    """A product of another logical dtype."""
+    operator = aten.mm.default if a.dim() == 2 else aten.bmm.default
+    return matrix_product(operator, a, b, a.shape[-1], out_dtype)
+
+
+@implements(aten.mul.Tensor, aten.mul.Scalar, family="bilinear")
+def mul(a: Any, b: Any) -> Tensor:
+    """pa pb under the scale sa sb; a number is split at the power of two next to it in log2."""
+    if _is_complex(a) or _is_complex(b):
+        return on_values(aten.mul.Tensor, a, b)
+    if not isinstance(a, Tensor):
+        a, b = b, a
+    dtype = logical_of((a, b))
+    if not isinstance(b, Tensor):
+        mantissa, power = split_number(b)
+        scale, rest = (zeros_scale(a), 1.0) if power == _powers.ANY else _powers.product(a._scale, power)
+        if type(mantissa) is float and mantissa == 1.0 and type(rest) is float and rest == 1.0:
+            return wrap(a._payload.clone(), scale, dtype)
+        return result(widened(a) * mantissa, scale, rest, a._payload.dtype, dtype)
+    like = first_scaled((a, b))
+    x, y = operand(a, like), operand(b, like)
+    scale, rest = _powers.product(x._scale, y._scale)
+    # Compilers take addcmul_(g, g) of a second moment apart: squares need twice the range of what is squared.
+    is_square = a is b and not _powers.in_sight(x._payload)
+    storage = torch.float32 if is_square else storage_of((a, b))
+    return result(widened(x) * widened(y), scale, rest, storage, dtype)
+
+
+@implements(aten.div.Tensor, aten.div.Scalar, family="bilinear")
+def div(a: Any, b: Any) -> Tensor:
+    """pa / pb under the scale sa / sb."""
+    if _is_complex(a) or _is_complex(b):
+        return on_values(aten.div.Tensor, a, b)
+    dtype = logical_of((a, b))
+    if not isinstance(b, Tensor):
+        mantissa, power = (0.0, 1.0) if not is_symbolic(b) and b == 0 else split_number(b)
+        scale, rest = _powers.product(a._scale, 1.0 / power)
+        return result(widened(a) / mantissa, scale, rest, a._payload.dtype, dtype)
+    like = first_scaled((a, b))
+    x, y = operand(a, like), operand(b, like)
+    scale, rest = _powers.product(x._scale, inverse(y._scale))
+    rest = _powers_of_zeros(y._scale, rest)
+    return result(widened(x) / widened(y), scale, rest, storage_of((a, b)), dtype)
+
+
+def _powers_of_zeros(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
+    """What `inverse` left out of the scale of a divisor as small as the smallest scale."""
+    value = _powers.known(divisor)
+    if value is not None:
+        return rest / _powers.ANY if value == _powers.ANY else rest
+    return torch.where(divisor == _powers.ANY, 1.0 / _powers.ANY, 1.0) * rest
+
+
+@implements(aten.div.Tensor_mode, aten.div.Scalar_mode, family="bilinear")
+def div_rounded(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
+    """The quotient of values, rounded to integers: it depends on the ratio alone, and is 0 or at least 1."""
+    if rounding_mode is None:
+        return div(a, b)
+    (x, y), _, storage, dtype = aligned(a, b)
+    like = first_scaled((a, b))
+    bottom = operand(b, like)._scale
+    scale, _ = _powers.product(operand(a, like)._scale, inverse(bottom))
+    scale = _powers.larger(scale, torch.ones_like(scale))
+    quotient = aten.div.Tensor_mode(x, y, rounding_mode=rounding_mode)
+    return made(_powers.times(quotient, over(1.0, scale=scale)), scale, storage, dtype)
+
+
+@implements(aten.floor_divide.default, aten.floor_divide.Scalar, family="bilinear")
+def floor_divide(a: Any, b: Any) -> Tensor:
+    """The quotient rounded down."""
+    return div_rounded(a, b, rounding_mode="floor")
+
+
+def joined(
+    base: Any,
+    a: Any,
+    b: Any,
+    compute: Callable,
+    *,
+    spread: float = 1.0,
+    beta: Any = 1,
+    alpha: Any = 1,
+    quotient: bool = False,
+    separate: OpOverload | None = None,
+) -> Tensor:
+    """beta base + alpha a b, computed and rounded once, under the larger of the two parts' scales.
+
+    Args:
+        base, a, b: scaled or plain tensors.
+        compute: gives the result for float32 payloads and the numbers beta and alpha: addmm's arithmetic.
+        spread: what brings the product's payload back, a power of two.
+        beta, alpha: numbers.
+        quotient: a / b takes the place of a b.
+        separate: the product of matrices alone, where compute is one and a sum.
+    """
+    like = first_scaled((base, a, b))
+    storage, dtype = product_storage((base, a, b)), logical_of((base, a, b))
+    as_factor = factor_of_product if separate else operand
+    base, x, y = operand(base, like), as_factor(a, like), as_factor(b, like)
+    factors = (x._scale, inverse(y._scale) if quotient else y._scale)
+    own, _ = _powers.product(base._scale, split_number(beta)[1])
+    own = zeros_scale(base) if not is_symbolic(beta) and beta == 0 else own
+    other, _ = _powers.product(*factors, split_number(alpha)[1], spread)
+    scale = _powers.larger(own, other)
+    of_base, of_product = over(base._scale, scale=scale), over(*factors, scale=scale)
+    if quotient:
+        of_product = _powers_of_zeros(y._scale, of_product)
+    start, left, right = _for_product(base, x, y) if separate else (widened(base), widened(x), widened(y))
+    if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
+        y = compute(start, left, right, _in_range(beta * of_base), _in_range(alpha * of_product))
+        return result(y, scale, 1.0, storage, dtype)
+    if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
+        # Factors after the product become one pass with what follows; before it they would be one over a matrix.
+        return made_to_fit(
+            separate(left, right) * (alpha * of_product) + start * (beta * of_base), scale, storage, dtype
+        )
+    # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
+    left, right = (left * of_product, right) if quotient else (left, right * of_product)
+    return made_to_fit(compute(start * of_base, left, right, beta, alpha), scale, storage, dtype)
+
+
+def _in_range(number: Any) -> Any:
+    """A number as torch takes it beside float32 matrices."""
+    largest = torch.finfo(torch.float32).max
+    return number if is_symbolic(number) or not math.isfinite(number) else min(max(number, -largest), largest)
+
+
+def _added_product(operator: OpOverload, terms: Callable[[Any, Any], int], separate: OpOverload | None) -> Callable:
+    def compute(base: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any) -> Tensor:
+        return operator(base, a, b, beta=beta, alpha=alpha)
+
+    def added(base: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        spread = root_of_count(terms(a, b))
+        return joined(base, a, b, compute, spread=spread, beta=beta, alpha=alpha, separate=separate)
+
+    return implements(operator, family="bilinear")(added)
+
+
+addmm = _added_product(aten.addmm.default, lambda a, b: a.shape[-1], aten.mm.default)
+baddbmm = _added_product(aten.baddbmm.default, lambda a, b: a.shape[-1], aten.bmm.default)
+addmv = _added_product(aten.addmv.default, lambda a, b: a.shape[-1], None)
+addbmm = _added_product(aten.addbmm.default, lambda a, b: a.shape[0] * a.shape[-1], None)
+addr = _added_product(aten.addr.default, lambda a, b: 1, None)
+
+
+@implements(aten.addmm.dtype, aten.baddbmm.dtype, family="bilinear")
+def added_product_as(base: Any, a: Any, b: Any, out_dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """A product and a sum of another logical dtype."""
+    total = (addmm if a.dim() == 2 else baddbmm)(base, a, b, beta=beta, alpha=alpha)
+    return wrap(total._payload, total._scale, out_dtype)
+
+
+@implements(aten.addcmul.default, family="bilinear")
+def addcmul(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
+    """base + value a b."""
+    compute = lambda z, x, y, one, v: aten.addcmul.default(_times(z, one), x, y, value=v)  # noqa: E731
+    total = joined(base, a, b, compute, alpha=value)
+    if not (isinstance(base, ScaledTensor) and isinstance(a, ScaledTensor) and a is b):
+        return total
+    if is_symbolic(value) or not value > 0:
+        return total
+    # A second moment: squares need twice the range of what is squared, and an optimizer divides by their roots.
+    before = widened(base)
+    return never_vanished(total, torch.where(before >= 0, torch.maximum(widened(a).abs(), before), 0.0))
+
+
+@implements(aten.addcdiv.default, family="bilinear")
+def addcdiv(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
+    """base + value a / b."""
+    compute = lambda z, x, y, one, v: aten.addcdiv.default(_times(z, one), x, y, value=v)  # noqa: E731
+    return joined(base, a, b, compute, alpha=value, quotient=True)
+
+
+def _times(payload: Tensor, factor: float) -> Tensor:
+    return payload if factor == 1.0 else payload * factor
+
+
+@implements(aten.lerp.Scalar, aten.lerp.Tensor, family="bilinear")
+def lerp(a: Any, b: Any, weight: Any) -> Tensor:
+    """a + weight (b - a) on payloads under the larger scale: weights are values."""
+    if not isinstance(a, ScaledTensor) and not isinstance(b, ScaledTensor):
+        a, b = operand(a, weight), operand(b, weight)
+    (x, y), scale, storage, dtype = aligned(a, b)
+    operator = aten.lerp.Tensor if isinstance(weight, Tensor) else aten.lerp.Scalar
+    return made_to_fit(operator(x, y, value_of(weight)), scale, storage, dtype)
+
+
+@implements(aten._grouped_mm.default, family="bilinear")
+def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Products of groups of rows, or of columns, with a matrix each."""
+    if bias is not None:
+        raise NotImplementedError("_grouped_mm with a bias of scaled tensors: add the bias to the result")
+    like = first_scaled((a, b))
+    x, y = operand(a, like), operand(b, like)
+    terms = a.shape[-1] // offs.shape[0] if a.dim() == b.dim() == 2 else a.shape[-1]
+    spread = root_of_count(terms)
+    scale, rest = _powers.product(x._scale, y._scale, spread)
+    values = aten._grouped_mm.default(widened(x), widened(y), offs) * (1.0 / spread)
+    return result(values, scale, rest, product_storage((a, b)), out_dtype or logical_of((a, b)))
+
+
+@implements(aten._trilinear.default, family="bilinear")
+def trilinear(a: Any, b: Any, c: Any, expand1: Any, expand2: Any, expand3: Any, sumdim: Any, unroll_dim: int = 1):
+    """A sum of products of three."""
+    like = first_scaled((a, b, c))
+    tensors, places = [operand(x, like) for x in (a, b, c)], (expand1, expand2, expand3)
+    payloads = [widened(x) for x in tensors]
+    dims = payloads[0].dim() + len(expand1)
+    terms = 1
+    for dim in sumdim:
+        for payload, expanded in zip(payloads, places):
+            if dim % dims not in expanded:
+                terms = terms * payload.shape[[d for d in range(dims) if d not in expanded].index(dim % dims)]
+                break
+    spread = root_of_count(terms)
+    scale, rest = _powers.product(*(x._scale for x in tensors), spread)
+    values = aten._trilinear.default(*payloads, expand1, expand2, expand3, sumdim, unroll_dim) * (1.0 / spread)
+    return result(values, scale, rest, product_storage((a, b, c)), logical_of((a, b, c)))

@@ -1,0 +1,1 @@
+"""Rules of sums, norms, losses and order."""

@@ -1,0 +1,344 @@
+"""Rules of normalisation: payloads are normalised, eps divided by s^2, so that the result is under the scale 1.
+
+Statistics are kept in the payloads' space: mean under the scale s, reciprocal deviation under 1 / s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....kernels import torch_operators
+from ... import _powers_of_two as _powers
+from ..._operands import decoded, first_scaled, logical_of, made, made_to_fit, operand, storage_of, widened
+from ..._registry import implements
+from ..._scaled_tensor import ScaledTensor, wrap
+from ..._write import write
+from .._families import one, power, value_of
+from .._homogeneous import under
+from ..products._bilinear import root_of_count
+
+aten = torch_operators("aten")
+
+
+# Beyond it eps / s^2 leaves float32 where squares are added to it.
+_LARGEST_EPS = 2.0**100
+
+
+class Normalised:
+    """A tensor as a normalisation takes it: payloads where the scale is known, else values, which gives the same."""
+
+    def __init__(self, x: ScaledTensor, eps: float) -> None:
+        scale = _powers.known(x._scale)
+        self.x, self.limit = x, deviation_scale(x, eps)
+        self.exact = scale is not None and eps / scale**2 < _LARGEST_EPS
+        self.data = widened(x) if self.exact else decoded(x, torch.float32)
+        self.eps = eps / scale**2 if self.exact else eps
+
+    def mean(self, mean: Tensor) -> ScaledTensor:
+        """A mean of the data under x's scale."""
+        own = self.x._scale.clone()
+        return wrap(mean if self.exact else _powers.times(mean, _powers.ratio(one(own), own)), own, torch.float32)
+
+    def deviation(self, deviation: Tensor) -> ScaledTensor:
+        """A reciprocal standard deviation of the data, under the reciprocal of x's scale or eps' root if smaller."""
+        held = one(deviation) if not self.exact else reciprocal(self.x._scale)
+        payload = _powers.times(deviation, _powers.ratio(held, self.limit))
+        return wrap(payload, self.limit.clone(), torch.float32)
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """1 / s, which is a scale for every scale but the largest; that has the smallest."""
+    return power(scale, -1)[0]
+
+
+def deviation_scale(x: ScaledTensor, eps: float) -> Tensor:
+    """A scale for 1 / sqrt(var + eps)."""
+    inverse = reciprocal(x._scale)
+    if not eps > 0:
+        return inverse
+    largest = torch.full_like(inverse, _powers.power_of(eps**-0.5, "down"))
+    return torch.minimum(inverse, largest)
+
+
+def _normalised(y: Tensor, *operands: Any) -> ScaledTensor:
+    given = [x for x in operands if isinstance(x, Tensor)]
+    return made_to_fit(y, one(y), storage_of(given), logical_of(given))
+
+
+def _values(*tensors: Any) -> list[Any]:
+    return [value_of(x) for x in tensors]
+
+
+@implements(aten.native_layer_norm.default, family="norm")
+def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(p - mean) / sqrt(var + eps / s^2) weight + bias under the scale 1."""
+    given = Normalised(operand(x, first_scaled((x, weight, bias))), eps)
+    y, mean, deviation = aten.native_layer_norm.default(given.data, shape, *_values(weight, bias), given.eps)
+    return _normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
+
+
+@implements(aten.native_group_norm.default, family="norm")
+def group_norm(x: Any, weight: Any, bias: Any, n: int, c: int, hw: int, group: int, eps: float) -> tuple:
+    """The same over groups of channels."""
+    given = Normalised(operand(x, first_scaled((x, weight, bias))), eps)
+    sizes = (n, c, hw, group)
+    y, mean, deviation = aten.native_group_norm.default(given.data, *_values(weight, bias), *sizes, given.eps)
+    return _normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
+
+
+@implements(aten._fused_rms_norm.default, family="norm")
+def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor, Tensor]:
+    """p / sqrt(mean(p^2) + eps / s^2) weight under the scale 1."""
+    given = Normalised(operand(x, first_scaled((x, weight))), _default_eps(x.dtype) if eps is None else eps)
+    dims = list(range(-len(shape), 0))
+    deviation = (given.data.square().mean(dims, keepdim=True) + given.eps).rsqrt()
+    y = given.data * deviation
+    y = y if weight is None else y * value_of(weight)
+    return _normalised(y, x, weight), given.deviation(deviation)
+
+
+def _default_eps(dtype: torch.dtype) -> float:
+    """torch's, of the type that it computes in."""
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+
+def _statistics(x: ScaledTensor, mean: Any, deviation: Any) -> list[Tensor]:
+    """Saved statistics in the space of x's payload."""
+    found = []
+    for saved, scale in ((mean, x._scale), (deviation, reciprocal(x._scale))):
+        if saved is not None:
+            saved = operand(saved, x)
+            found.append(_powers.times(widened(saved), _powers.ratio(saved._scale, scale)))
+    return found
+
+
+def _gradients(g: ScaledTensor, x: ScaledTensor, results: Any, rows: int, deviation: Tensor, holder: Any) -> tuple:
+    """To x under gs times the scale of the deviation, to weight and bias, sums over rows, under gs c."""
+    to_x, *others = results
+    if to_x is not None:
+        to_x = _powers.times(to_x, _powers.ratio(reciprocal(x._scale), deviation))
+        to_x = under(to_x, [g._scale, deviation], [holder])
+    spread = root_of_count(rows)
+    return to_x, *(y if y is None else under(y, [g._scale], [holder], spread) for y in others)
+
+
+def _scale_of(deviation: Any, x: ScaledTensor) -> Tensor:
+    return deviation._scale if isinstance(deviation, ScaledTensor) else reciprocal(x._scale)
+
+
+def _asked(results: Any, mask: Any) -> list[Any]:
+    return [y if wanted else None for y, wanted in zip(results, mask)]
+
+
+@implements(aten.native_layer_norm_backward.default, family="norm")
+def layer_norm_backward(
+    gradient: Any, x: Any, shape: Any, mean: Any, deviation: Any, weight: Any, bias: Any, mask: Any
+) -> tuple:
+    """The gradient in payloads: to x under gs / xs."""
+    like = first_scaled((gradient, x, weight))
+    g, p = operand(gradient, like), operand(x, like)
+    saved = _statistics(p, mean, deviation)
+    arguments = (widened(g), widened(p), shape, *saved, *_values(weight, bias), mask)
+    results = _asked(aten.native_layer_norm_backward.default(*arguments), mask)
+    return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), _holder(gradient, like))
+
+
+def _rows(x: Tensor, shape: Any) -> int:
+    rows = 1
+    for size in x.shape[: x.dim() - len(shape)]:
+        rows *= size
+    return rows
+
+
+def _holder(gradient: Any, like: ScaledTensor) -> ScaledTensor:
+    return gradient if isinstance(gradient, ScaledTensor) else like
+
+
+@implements(aten.native_group_norm_backward.default, family="norm")
+def group_norm_backward(
+    gradient: Any, x: Any, mean: Any, deviation: Any, weight: Any, n: int, c: int, hw: int, group: int, mask: Any
+) -> tuple:
+    """The same over groups of channels."""
+    like = first_scaled((gradient, x, weight))
+    g, p = operand(gradient, like), operand(x, like)
+    saved = _statistics(p, mean, deviation)
+    arguments = (widened(g), widened(p), *saved, value_of(weight), n, c, hw, group, mask)
+    results = _asked(aten.native_group_norm_backward.default(*arguments), mask)
+    return _gradients(g, p, results, n * hw, _scale_of(deviation, p), _holder(gradient, like))
+
+
+@implements(aten._fused_rms_norm_backward.default, family="norm")
+def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight: Any, mask: Any) -> tuple:
+    """d (g w - xhat mean(g w xhat)) with xhat = p d: to x under gs / xs."""
+    like = first_scaled((gradient, x, weight))
+    g, p = operand(gradient, like), operand(x, like)
+    (inverse,) = _statistics(p, None, deviation)
+    dims = list(range(-len(shape), 0))
+    xhat = widened(p) * inverse
+    weighted = widened(g) if weight is None else widened(g) * value_of(weight)
+    to_x = inverse * (weighted - xhat * (weighted * xhat).mean(dims, keepdim=True))
+    outer = list(range(x.dim() - len(shape)))
+    to_weight = None
+    if mask[1] and weight is not None:
+        to_weight = widened(g) * xhat
+        to_weight = to_weight.sum(outer) if outer else to_weight
+    results = (to_x if mask[0] else None, to_weight)
+    return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), _holder(gradient, like))
+
+
+def _batch_statistics(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
+    """Normalised over the batch; the saved statistics; the mean and the unbiased variance of the batch as values."""
+    given = Normalised(operand(x, first_scaled((x, weight, bias))), eps)
+    channels = x.shape[1]
+    zeros = torch.zeros(channels, dtype=torch.float32, device=given.data.device)
+    y, mean, deviation, average, variance = aten._native_batch_norm_legit_functional.default(
+        given.data, *_values(weight, bias), zeros, zeros.clone(), True, 1.0, given.eps
+    )
+    scale = given.x._scale.clone() if given.exact else one(y)
+    square, rest = _powers.product(scale, scale)
+    batch = (wrap(average, scale, torch.float32), wrap(_powers.times(variance, rest), square, torch.float32))
+    return _normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation), batch
+
+
+def _moved(running: Any, batch: ScaledTensor, momentum: float) -> Any:
+    """A moving average one step on: of a plain tensor plain, of a scaled one scaled."""
+    if not isinstance(running, ScaledTensor):
+        return running * (1 - momentum) + decoded(batch, running.dtype) * momentum
+    wide = wrap(widened(running), running._scale, running.dtype)
+    mean = batch * momentum + wide * (1 - momentum)
+    return made(widened(mean), mean._scale, running._payload.dtype, running.dtype)
+
+
+def _evaluated(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, eps: float) -> tuple:
+    values = _values(x, weight, bias, mean, variance)
+    y, *_ = aten._native_batch_norm_legit_no_training.default(*values, 0.0, eps)
+    empty = torch.empty(0, dtype=torch.float32, device=y.device)
+    return _normalised(y, x, weight, bias, mean, variance), empty, empty.clone()
+
+
+@implements(aten.native_batch_norm.default, aten._native_batch_norm_legit.default, family="norm")
+def batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+) -> tuple:
+    """Normalised over the batch in training, the running statistics moved in place; else by those."""
+    if not training:
+        return _evaluated(x, weight, bias, mean, variance, eps)
+    y, saved, deviation, batch = _batch_statistics(x, weight, bias, eps)
+    for running, new in zip((mean, variance), batch):
+        if running is not None:
+            write(running, _moved(running, new, momentum))
+    return y, saved, deviation
+
+
+@implements(aten._native_batch_norm_legit.no_stats, family="norm")
+def batch_norm_without_running(x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> tuple:
+    """Normalised over the batch."""
+    return batch_norm(x, weight, bias, None, None, True, momentum, eps)
+
+
+@implements(aten._native_batch_norm_legit_no_training.default, family="norm")
+def batch_norm_of_running(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
+) -> tuple:
+    """Normalised by running statistics."""
+    return _evaluated(x, weight, bias, mean, variance, eps)
+
+
+@implements(aten._native_batch_norm_legit_functional.default, family="norm")
+def batch_norm_functional(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+) -> tuple:
+    """The same with the moved running statistics as results."""
+    if not training:
+        return *_evaluated(x, weight, bias, mean, variance, eps), mean.clone(), variance.clone()
+    y, saved, deviation, batch = _batch_statistics(x, weight, bias, eps)
+    return y, saved, deviation, _moved(mean, batch[0], momentum), _moved(variance, batch[1], momentum)
+
+
+def _reserve(x: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=x.device)
+
+
+@implements(aten._batch_norm_with_update.default, family="norm")
+def batch_norm_with_update(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
+) -> tuple:
+    """Normalised over the batch, the running statistics moved in place."""
+    return *batch_norm(x, weight, bias, mean, variance, True, momentum, eps), _reserve(x)
+
+
+@implements(aten._batch_norm_with_update_functional.default, family="norm")
+def batch_norm_with_update_functional(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
+) -> tuple:
+    """The same with the moved running statistics as results."""
+    results = batch_norm_functional(x, weight, bias, mean, variance, True, momentum, eps)
+    return *results[:3], _reserve(x), *results[3:]
+
+
+@implements(aten._batch_norm_no_update.default, family="norm")
+def batch_norm_no_update(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
+) -> tuple:
+    """Normalised by running statistics."""
+    return *_evaluated(x, weight, bias, mean, variance, eps), _reserve(x)
+
+
+implements(aten.miopen_batch_norm.default, family="norm")(batch_norm)
+
+
+@implements(aten.cudnn_batch_norm.default, family="norm")
+def cudnn_batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+) -> tuple:
+    """As native_batch_norm."""
+    results = batch_norm(x, weight, bias, mean, variance, training, momentum, eps)
+    return *results, _reserve(x)
+
+
+@implements(aten.native_batch_norm_backward.default, family="norm")
+def batch_norm_backward(
+    gradient: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    variance: Any,
+    saved: Any,
+    deviation: Any,
+    train: bool,
+    eps: float,
+    mask: Any,
+) -> tuple:
+    """The gradient in payloads: to x under gs / xs, to weight and bias under gs c."""
+    like = first_scaled((gradient, x, weight, mean, variance))
+    g, p = operand(gradient, like), operand(x, like)
+    rows, holder = x.numel() // max(x.shape[1], 1), _holder(gradient, like)
+    if train:
+        statistics = (None, None, *_statistics(p, saved, deviation), True, 0.0, mask)
+        results = aten.native_batch_norm_backward.default(widened(g), widened(p), value_of(weight), *statistics)
+        return _gradients(g, p, _asked(results, mask), rows, _scale_of(deviation, p), holder)
+    statistics = (*_values(x, weight, mean, variance), None, None, False, eps, mask)
+    to_x, *others = _asked(aten.native_batch_norm_backward.default(widened(g), *statistics), mask)
+    scale = deviation_scale(p, eps)
+    to_x = to_x if to_x is None else _powers.times(to_x, _powers.ratio(one(to_x), reciprocal(p._scale)))
+    return _gradients(g, p, (to_x, *others), rows, scale, holder)
+
+
+@implements(aten.batch_norm_backward.default, family="norm")
+def batch_norm_backward_reserved(
+    gradient: Any, x: Any, weight: Any, mean: Any, variance: Any, saved: Any, deviation: Any, *rest: Any
+) -> tuple:
+    """As native_batch_norm_backward."""
+    return batch_norm_backward(gradient, x, weight, mean, variance, saved, deviation, *rest[:3])
+
+
+@implements(aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backward.default, family="norm")
+def cudnn_batch_norm_backward(
+    x: Any, gradient: Any, weight: Any, mean: Any, variance: Any, saved: Any, deviation: Any, eps: float, *_: Any
+) -> tuple:
+    """As native_batch_norm_backward."""
+    mask = (True, True, True)
+    return batch_norm_backward(gradient, x, weight, mean, variance, saved, deviation, True, eps, mask)

@@ -1,0 +1,33 @@
+"""Rule of the gradient of weight normalisation, w = g v / |v|."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ....kernels import torch_operators
+from ... import _powers_of_two as _powers
+from ..._operands import first_scaled, logical_of, operand, storage_of, widened
+from ..._registry import implements
+from .._families import power, result
+
+aten = torch_operators("aten")
+
+
+@implements(aten._weight_norm_interface_backward.default, family="norm")
+def weight_norm_backward(gradient: Any, v: Any, g: Any, norms: Any, dim: int) -> tuple[Tensor, Tensor]:
+    """To v: g / |v| (gradient - v <gradient, v> / |v|^2); to g: <gradient, v> / |v|."""
+    given = (gradient, v, g, norms)
+    like = first_scaled(given)
+    to_w, x, size, length = (operand(y, like) for y in given)
+    # The norms under v's scale, so that v / |v| has none.
+    n = _powers.times(widened(length), _powers.ratio(length._scale, x._scale))
+    dims = [i for i in range(v.dim()) if i != dim % v.dim()]
+    unit = widened(x) / n
+    along = (widened(to_w) * unit).sum(dims, keepdim=True)
+    to_v = widened(size) / n * (widened(to_w) - unit * along)
+    storage, dtype = storage_of(given), logical_of(given)
+    inverse, _ = power(x._scale, -1)
+    scale, rest = _powers.product(to_w._scale, size._scale, inverse)
+    return result(to_v, scale, rest, storage, dtype), result(along, to_w._scale.clone(), 1.0, storage, dtype)

@@ -1,0 +1,190 @@
+"""Products of scaled tensors: bit for bit the plain operators', whatever the scales."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfulp.scaled import ScaledTensor
+from halfulp.scaled._powers_of_two import ANY
+from halfulp.subclass import strict
+from halfulp.testing import check_rule
+
+OFFSETS = torch.tensor([4, 8, 16], dtype=torch.int32)
+PRODUCTS = {
+    "mm": (torch.mm, (40, 600), (600, 20)),
+    "mm of a view": (lambda a, b: torch.mm(a.t(), b[::2]), (30, 5), (60, 4)),
+    "mm of an expanded": (lambda a, b: torch.mm(a.expand(5, 30), b), (1, 30), (30, 4)),
+    "mm of nothing": (torch.mm, (3, 0), (0, 4)),
+    "bmm": (torch.bmm, (3, 4, 60), (3, 60, 5)),
+    "mv": (torch.mv, (4, 60), (60,)),
+    "dot": (torch.dot, (60,), (60,)),
+    "linear": (functional.linear, (2, 5, 600), (7, 600), (7,)),
+    "linear without bias": (functional.linear, (2, 5, 60), (7, 60)),
+    "addmm": (lambda c, a, b: torch.addmm(c, a, b, beta=0.3, alpha=-1.7), (5,), (4, 600), (600, 5)),
+    "addmm beta 0": (lambda c, a, b: torch.addmm(c, a, b, beta=0), (4, 5), (4, 60), (60, 5)),
+    "addmm alpha 0": (lambda c, a, b: torch.addmm(c, a, b, alpha=0), (4, 5), (4, 60), (60, 5)),
+    "baddbmm": (lambda c, a, b: torch.baddbmm(c, a, b, beta=0.1), (4, 5), (3, 4, 60), (3, 60, 5)),
+    "addbmm": (lambda c, a, b: torch.addbmm(c, a, b, alpha=0.1), (4, 5), (3, 4, 60), (3, 60, 5)),
+    "addmv": (lambda c, a, b: torch.addmv(c, a, b, beta=2), (4,), (4, 60), (60,)),
+    "addr": (lambda c, a, b: torch.addr(c, a, b, beta=0.5, alpha=3), (4, 5), (4,), (5,)),
+    "outer": (torch.outer, (4,), (5,)),
+    "mul": (torch.mul, (4, 5), (5,)),
+    "mul by a number": (lambda a: a * 0.95 * 3, (4, 5)),
+    "mul by 0": (lambda a: a * 0.0, (4, 5)),
+    "div": (torch.div, (4, 20), (20,)),
+    "div by a number": (lambda a: a / 0.3, (4, 5)),
+    "div of a number": (lambda a: 0.3 / a, (4, 5)),
+    "addcmul": (lambda c, a, b: torch.addcmul(c, a, b, value=0.3), (4, 5), (4, 1), (5,)),
+    "addcdiv": (lambda c, a, b: torch.addcdiv(c, a, b, value=0.3), (20, 20), (20, 1), (20,)),
+    "lerp": (lambda a, b: torch.lerp(a, b, 0.3), (4, 5), (5,)),
+    "lerp by a tensor": (torch.lerp, (4, 5), (5,), (4, 1)),
+    "bilinear": (functional.bilinear, (2, 3), (2, 4), (5, 3, 4), (5,)),
+    "einsum": (lambda a, b: torch.einsum("bij,kj->bik", a, b), (3, 4, 6), (5, 6)),
+    "tensordot": (lambda a, b: torch.tensordot(a, b, dims=2), (3, 4, 6), (4, 6, 2)),
+    "kron": (torch.kron, (3, 4), (2, 2)),
+    "multi_dot": (lambda a, b, c: torch.linalg.multi_dot([a, b, c]), (3, 4), (4, 5), (5, 2)),
+    "grouped rows": (lambda a, b: torch._grouped_mm(a, b, offs=OFFSETS), (16, 16), (3, 16, 8)),
+    "grouped columns": (lambda a, b: torch._grouped_mm(a, b, offs=OFFSETS), (8, 16), (16, 8)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_is_the_plain_one_whatever_the_scales(name, seed):
+    operator, *shapes = PRODUCTS[name]
+    with strict():
+        check_rule(operator, lambda: [torch.randn(shape) for shape in shapes], trials=2, seed=seed)
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if not name.endswith((" 0", "nothing"))])
+def test_a_product_of_float16_payloads_is_near(name, differences, seed):
+    operator, *shapes = PRODUCTS[name]
+
+    # A quotient by what is near 0 leaves float16's range, and one such gradient outweighs all others: if the terms of
+    # its sum cancel, what they were rounded by is all that is left.
+    def apart(*tensors: Tensor) -> Tensor:
+        last = tensors[-1]
+        return operator(*tensors[:-1], last.abs() + 1) if "div" in name else operator(*tensors)
+
+    assert max(differences(apart, shapes)) < 1e-2
+
+
+def test_far_scales_change_nothing(seed):
+    a, b, c = torch.randn(4, 60), torch.randn(60, 5), torch.randn(5)
+    for left, right, of_bias in [(50, 50, 0), (-50, -50, 0), (50, -50, 40), (0, 0, 60), (-40, -40, -60)]:
+        x, y, z = (ScaledTensor(t * 2.0**-k, 2.0**k) for t, k in ((a, left), (b, right), (c, of_bias)))
+        assert torch.equal((x @ y).decode(), a @ b)
+        assert torch.equal(torch.addmm(z, x, y).decode(), torch.addmm(c, a, b))
+        assert torch.equal((x[:, :5] * z / z).decode(), a[:, :5] * c / c)
+
+
+@pytest.mark.parametrize("mode", ["floor", "trunc"])
+def test_rounded_quotients_are_of_values(mode, seed):
+    for divisor in (torch.randn(5), 0.07, 30.0):
+        pairs = [] if isinstance(divisor, float) else [divisor]
+        check_rule(
+            lambda a, b=divisor: torch.div(a, b, rounding_mode=mode),
+            lambda pairs=pairs: [torch.randn(4, 5), *pairs],
+            trials=2,
+            seed=seed,
+        )
+    x = ScaledTensor.encode(torch.tensor([-1e-6, 1e-6, 0.0]))
+    assert (x // 1000).tolist() == [-1.0, 0.0, 0.0]
+
+
+def test_a_result_that_a_long_sum_makes_large_fits():
+    x = ScaledTensor(torch.ones(1, 70000, dtype=torch.float16), 1.0)
+    y = x @ x.t()
+    assert y.payload.dtype == torch.float16
+    assert y.item() == 70016.0
+    assert torch.addmm(ScaledTensor.encode(torch.zeros(1)), x, x.t()).item() == 70016.0
+
+
+def test_zeros_of_any_scale_decide_nothing():
+    x = ScaledTensor.encode(torch.tensor([3.0, -5.0]))
+    zeros = torch.zeros_like(x)
+    assert torch.addcmul(zeros, x, x).tolist() == [9.0, 25.0]
+    assert torch.lerp(zeros, x, 0.5).tolist() == [1.5, -2.5]
+    assert (x * zeros).tolist() == (zeros / x).tolist() == [0.0, 0.0]
+    assert (x * 0).scale.item() <= ANY * x.scale.item()
+    assert (x / zeros).tolist() == [float("inf"), -float("inf")]
+    chosen = torch.where(torch.tensor([True, False]), x / zeros, x)
+    assert chosen.tolist() == [float("inf"), -5.0]
+    assert torch.addmm(zeros, ScaledTensor.encode(torch.eye(2)), ScaledTensor.encode(torch.eye(2))).tolist() == [
+        [1.0, 0.0],
+        [0.0, 1.0],
+    ]
+
+
+def test_infinities_and_nan_stay():
+    inf = float("inf")
+    mask = ScaledTensor.encode(torch.tensor([[0.0, -inf], [0.0, 0.0]]))
+    ones = ScaledTensor.encode(torch.full((1, 2, 2), 1e10))
+    assert torch.baddbmm(mask, ones, ones).isneginf().tolist() == [[[False, True], [False, False]]]
+    x = ScaledTensor.encode(torch.tensor([1.0, inf, float("nan")]))
+    assert str((x * 2.0).tolist()) == "[2.0, inf, nan]"
+    assert str((x / 0).tolist()) == "[inf, inf, nan]"
+    assert str((x * inf).tolist()) == "[inf, inf, nan]"
+
+
+def test_plain_tensors_of_other_kinds_meet_scaled_ones():
+    x = ScaledTensor.encode(torch.tensor([1.0, 2.0]))
+    assert (x * torch.tensor([3, 4])).tolist() == [3.0, 8.0] == (torch.tensor([3, 4]) * x).tolist()
+    assert (x * torch.tensor([True, False])).tolist() == [1.0, 0.0]
+    assert torch.equal(x * 1j, torch.tensor([1j, 2j]))
+    assert torch.equal(x / 1j, torch.tensor([-1j, -2j]))
+    assert (x @ torch.tensor([2.0, 3.0])).item() == 8.0
+    assert torch.lerp(torch.zeros(2), torch.ones(2), x / 2).tolist() == [0.5, 1.0]
+
+
+def test_eight_bit_payloads_multiply_into_float16(seed):
+    a, b = (ScaledTensor.encode(torch.randn(6, 6), dtype) for dtype in (torch.float8_e5m2, torch.float8_e4m3fn))
+    y = a @ b
+    assert y.payload.dtype == torch.float16
+    exact = a.decode(torch.float64) @ b.decode(torch.float64)
+    assert (y.decode(torch.float64) - exact).abs().max() <= exact.abs().max() * 2**-11
+
+
+def test_moving_averages_of_decaying_values_stay_finite(seed):
+    average, square = (torch.zeros_like(ScaledTensor.encode(torch.randn(64))) for _ in range(2))
+    wide = [torch.zeros(64, dtype=torch.float64) for _ in range(2)]
+    gradient = torch.randn(64)
+    for _ in range(1000):
+        gradient = gradient * 0.99
+        g = ScaledTensor.encode(gradient)
+        average.lerp_(g, 0.1)
+        square.mul_(0.95).addcmul_(g, g, value=0.05)
+        wide = [wide[0].lerp(g.decode(torch.float64), 0.1), 0.95 * wide[1] + 0.05 * g.decode(torch.float64) ** 2]
+    assert average.payload.isfinite().all()
+    assert square.payload.isfinite().all()
+    # What the payloads held at first, rounded, is gone by now; the scales are those of the first gradients.
+    assert (average.decode(torch.float64) - wide[0]).abs().max() < 1e-5
+    assert (square.decode(torch.float64) - wide[1]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_graph_gives_the_same_bits(dynamic, seed):
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.linear(x, weight, bias) / x.shape[0] * 0.3 / weight[0, 0]
+
+    shapes = ((24, 30), (40, 30), (40,))
+    tensors = [ScaledTensor.encode(torch.randn(shape), torch.float32).requires_grad_() for shape in shapes]
+    twins = [x.detach().clone().requires_grad_() for x in tensors]
+    run(*tensors).sum().backward()
+    torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")(*twins).sum().backward()
+    assert all(torch.equal(x.grad.decode(), y.grad.decode()) for x, y in zip(tensors, twins))
+
+
+def test_results_that_outgrow_their_scale_take_a_larger_one():
+    x = ScaledTensor.encode(torch.tensor([1e-3, 1.0, 2.0, 1.5]), torch.float16)
+    y = x.reciprocal()
+    gradient = y * y * 2
+    wanted = 2 / x.decode().double() ** 2
+    assert ((gradient.decode().double() - wanted).abs() <= 2e-3 * wanted).all()
+    large = ScaledTensor(torch.full((4,), 2048.0, dtype=torch.float16), 1.0)
+    assert (large * large).tolist() == [2.0**22] * 4
+    mixed = ScaledTensor(torch.tensor([2048.0, torch.inf, torch.nan], dtype=torch.float16), 1.0)
+    squares = (mixed * mixed).decode()
+    assert squares[0] == 2.0**22
+    assert squares[1] == torch.inf
+    assert squares[2].isnan()

@@ -1,0 +1,64 @@
+"""Powers of two: rounding by bits against exact arithmetic, products at the ends of the range."""
+
+import math
+
+import pytest
+import torch
+
+from halfulp.scaled import _powers_of_two as _powers
+from halfulp.scaled._powers_of_two import LARGEST, SMALLEST, power_of, round_to_power
+
+
+def expected(value, rounding):
+    """By frexp, which is exact."""
+    mantissa, exponent = math.frexp(value)
+    low = math.ldexp(1.0, exponent - 1)
+    if mantissa == 0.5 or rounding == "down":
+        return low
+    return 2 * low if rounding == "up" or value * value >= 2 * low * low else low
+
+
+@pytest.mark.parametrize("rounding", ["down", "up", "nearest"])
+def test_rounding_is_exact_on_tensors_and_numbers(rounding, seed):
+    values = torch.cat(
+        [torch.randn(2000).abs() * 2.0 ** torch.randint(-120, 120, (2000,)), 2.0 ** torch.arange(-126, 127)]
+    )
+    values = values[(values >= SMALLEST) & (values <= 2.0**126)].float()
+    wanted = [expected(value, rounding) for value in values.tolist()]
+    assert round_to_power(values, rounding).tolist() == wanted
+    assert [power_of(value, rounding) for value in values.tolist()] == wanted
+
+
+def test_the_ends_of_the_range_are_kept():
+    ends = torch.tensor([0.0, 1e-45, 2.0**-127, 3.4e38])
+    for rounding in ("down", "up", "nearest"):
+        assert round_to_power(ends, rounding).tolist() == [SMALLEST, SMALLEST, SMALLEST, LARGEST]
+    assert power_of(0.0) == SMALLEST
+    assert power_of(1e300) == LARGEST
+
+
+def test_other_ways_of_rounding_are_refused():
+    with pytest.raises(ValueError, match="'stochastic': allowed for powers of two are down, up, nearest"):
+        round_to_power(torch.tensor(1.0), "stochastic")
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_product_out_of_range_leaves_the_rest_to_the_payload(traced, monkeypatch):
+    if traced:
+        monkeypatch.setattr(_powers, "known", lambda scale: None)
+    for powers in [(-100, -100), (100, 100), (3, -5), (-126, -126), (127, 127), (-126, 127)]:
+        scale, rest = _powers.product(*(torch.tensor(2.0**power) for power in powers))
+        assert scale.dtype == torch.float32
+        assert SMALLEST <= scale.item() <= LARGEST
+        exact = sum(powers)
+        if -149 - 126 <= exact <= 254:
+            assert math.log2(scale.item()) + math.log2(float(rest)) == exact
+
+
+def test_scales_are_powers_of_two_in_range():
+    assert _powers.as_scale(0.25).item() == 0.25
+    for wrong in (3.0, 0.0, -1.0, math.inf, math.nan, 2.0**-127):
+        with pytest.raises(ValueError, match="allowed are powers of two"):
+            _powers.as_scale(wrong)
+    with pytest.raises(ValueError, match="without dimensions"):
+        _powers.as_scale(torch.ones(2))
