@@ -36,9 +36,9 @@ TESTS = (
     "tests/kernels",
     "tests/rounding",
     "tests/arithmetic",
-    "tests/optim/test_program.py",
-    "tests/optim/test_split.py",
-    "tests/optim/test_kahan.py",
+    "tests/optim/step/test_kernel.py",
+    "tests/optim/weight_updates/test_split.py",
+    "tests/optim/weight_updates/test_kahan.py",
 )
 TEXT = (
     "pytest on the tests that hold which bits are the same on every machine, with this processor's features cut down."

@@ -242,8 +242,8 @@ LOOKED_AT = {
     "optim/_narrowing.py": {"narrow", "take_float32"},
     "optim/_optimizer.py": {"_prepare"},
     "optim/_checkpoint.py": {"load_float32_state_dict"},
-    "optim/_slots.py": {"__post_init__", "still_true"},
-    "optim/_step.py": {"_point_at_gradients"},
+    "optim/_parameter_plan.py": {"__post_init__", "still_true"},
+    "optim/step/_run.py": {"_point_at_gradients"},
 }
 
 

@@ -12,11 +12,11 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim._format_store import format_store
 from halfulp.optim._outside_writes import agree
-from halfulp.optim._slots import refuse_feedback
-from halfulp.optim._stores import STORES
-from halfulp.optim._weight_update import REGISTRY
+from halfulp.optim._parameter_plan import refuse_feedback
+from halfulp.optim.states._format_values import format_store
+from halfulp.optim.states._storage import STORES
+from halfulp.optim.weight_updates._weight_update import REGISTRY
 
 RULES = {
     "sgd": (hu.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),

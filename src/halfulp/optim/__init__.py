@@ -1,20 +1,20 @@
 """Optimizers that keep parameters and states in 16 and fewer bits: update rules x weight updates."""
 
 from .. import _needs_torch as _needs_torch
-from ._components import Components as Components
+from ._algorithms import SGD as SGD
+from ._algorithms import Adam as Adam
+from ._algorithms import AdamW as AdamW
+from ._algorithms import Lion as Lion
 from ._ema import EMA as EMA
-from ._feedback import Feedback as Feedback
-from ._gradients import float32_gradients as float32_gradients
-from ._kahan import Kahan as Kahan
-from ._kahan import KahanStochastic as KahanStochastic
-from ._meter import LostUpdateReport as LostUpdateReport
+from ._float32_gradients import float32_gradients as float32_gradients
+from ._lost_updates import LostUpdateReport as LostUpdateReport
 from ._optimizer import Optimizer as Optimizer
-from ._optimizers import SGD as SGD
-from ._optimizers import Adam as Adam
-from ._optimizers import AdamW as AdamW
-from ._optimizers import Lion as Lion
-from ._rounded import Master as Master
-from ._split import Split as Split
-from ._states import State as State
-from ._weight_update import WeightUpdate as WeightUpdate
-from ._wrap import wrap as wrap
+from .states._state import State as State
+from .weight_updates._components import Components as Components
+from .weight_updates._error_feedback import Feedback as Feedback
+from .weight_updates._kahan import Kahan as Kahan
+from .weight_updates._kahan import KahanStochastic as KahanStochastic
+from .weight_updates._rounding import Master as Master
+from .weight_updates._split import Split as Split
+from .weight_updates._weight_update import WeightUpdate as WeightUpdate
+from .wrapping._wrap import wrap as wrap

@@ -12,17 +12,17 @@ from .._words import differences, listed
 from ..formats import Format
 from ..mctensor import MCTensor
 from ..scaled import ScaledTensor
-from ._blocks import scale_shape
 from ._checksum import as_saved, checksums_of
-from ._identity import plain_names
 from ._outside_writes import CHECKSUMS, agree, companions_beside, companions_now, is_written, loaded
-from ._saved import checked_groups, checked_state, whole_step
-from ._saved_states import ABSENT, block_of, check_version, codec_versions, saved_value
-from ._scaled_states import peak
-from ._scaled_step import weight_scale
-from ._slots import Slot, local, memory, placed_like
-from ._states import as_state
-from ._weight_update import WeightUpdate
+from ._parameter_plan import Slot, local, memory, placed_like
+from ._random_identity import plain_names
+from ._state_dict_validation import checked_groups, checked_state, whole_step
+from .states._int8_blocks import scale_shape
+from .states._saved_states import ABSENT, block_of, check_version, codec_versions, saved_value
+from .states._scaled import peak
+from .states._state import as_state
+from .step._scales import weight_scale
+from .weight_updates._weight_update import WeightUpdate
 
 
 class CheckpointMixin:

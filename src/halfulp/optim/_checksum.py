@@ -14,7 +14,7 @@ import torch
 from ..kernels import row_checksums
 
 if TYPE_CHECKING:
-    from ._slots import Slot
+    from ._parameter_plan import Slot
 
 
 def checksums_of(slot: Slot) -> torch.Tensor | None:

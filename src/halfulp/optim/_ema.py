@@ -13,15 +13,15 @@ from .._words import a_kind, differences, listed
 from ..formats import Format
 from ..mctensor import MCTensor
 from ..subclass._module_parameters import check_module
-from ._given import GivenOptimizer
-from ._meter import LostUpdateReport
+from ._float32_weights import TOGETHER, read_weights, together
+from ._group_options import check_number
+from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer
-from ._options import check_number
 from ._outside_writes import agree, note_restored
-from ._read import TOGETHER, read_weights, together
-from ._rule import UpdateRule
-from ._slots import Slot, local, placed_like
-from ._weight_update import WeightUpdate, weight_update
+from ._parameter_plan import Slot, local, placed_like
+from .rules._update_rule import UpdateRule
+from .weight_updates._weight_update import WeightUpdate, weight_update
+from .wrapping._explicit_gradient import GivenOptimizer
 
 Decay = float | Callable[[int], float]
 

@@ -13,8 +13,8 @@ from ..subclass._data_parallel import Wrappers, data_parallel_modules, replace_d
 from ..subclass._parameter_holders import check_holders, check_overlaps, living_modules
 from ._narrowing import is_kept, take_float32
 from ._outside_writes import agree, settle
-from ._slots import Slot, local, memory
-from ._stores import STORES
+from ._parameter_plan import Slot, local, memory
+from .states._storage import STORES
 
 # Bytes that travel in one message.
 _MESSAGE = 1 << 26

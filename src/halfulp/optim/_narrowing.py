@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..subclass._data_parallel import replace_data
-from ._split import Split16
-from ._stores import STORES
+from .states._storage import STORES
+from .weight_updates._split import Split16
 
 _HELD, _KEPT = "_halfulp_low_bits", "_halfulp_float32"
 _SPLIT = Split16()

@@ -13,12 +13,8 @@ from ..mctensor import MCTensor
 from ..scaled import ScaledTensor
 from ..subclass import _gathered_states as _whole_states
 from ._checkpoint import CheckpointMixin
-from ._eight_bits import PAYLOADS
-from ._format_store import format_store
-from ._identity import Identity, assign_identities, follow_parameters, note_identities
-from ._memory import check_memory, check_parameter, gradient_memory, gradient_store
-from ._meter import LostUpdateReport, lost_update_report, warn_if_mostly_lost
-from ._multicomponent import update_of_components
+from ._group_options import SWITCHES, check_group, check_numbers, check_parameters, refuse_torch_switches
+from ._lost_updates import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from ._narrow_groups import (
     agree_on_companions,
     check_narrowing,
@@ -30,11 +26,8 @@ from ._narrow_groups import (
     updates_in_effect,
 )
 from ._narrowing import is_kept
-from ._options import SWITCHES, check_group, check_numbers, check_parameters, refuse_torch_switches
 from ._outside_writes import agree, agreement_of, settle
-from ._program import Kind
-from ._rule import UpdateRule
-from ._slots import (
+from ._parameter_plan import (
     NARROW,
     Slot,
     allocate,
@@ -52,11 +45,18 @@ from ._slots import (
     store_of,
     wanted_tensors,
 )
-from ._states import StateChoice
-from ._step import Tables, make_ready, run_step
-from ._stores import STORES, Store
+from ._random_identity import Identity, assign_identities, follow_parameters, note_identities
 from ._tensor_map import TensorMap
-from ._weight_update import REGISTRY, WeightUpdate, weight_update
+from .rules._update_rule import UpdateRule
+from .states._float8 import PAYLOADS
+from .states._format_values import format_store
+from .states._state import StateChoice
+from .states._storage import STORES, Store
+from .step._kernel import Kind
+from .step._memory import check_memory, check_parameter, gradient_memory, gradient_store
+from .step._run import Tables, make_ready, run_step
+from .weight_updates._multicomponent import update_of_components
+from .weight_updates._weight_update import REGISTRY, WeightUpdate, weight_update
 
 
 class Optimizer(CheckpointMixin, torch.optim.Optimizer):

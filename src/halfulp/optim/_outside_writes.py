@@ -21,7 +21,7 @@ from ._checksum import as_loaded, checksums_of, differ
 from ._tensor_map import TensorMap
 
 if TYPE_CHECKING:
-    from ._slots import Slot
+    from ._parameter_plan import Slot
 
 WATCHED_STEPS = 1000
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..mctensor import MCTensor
 from ..mctensor._state_dict import plain_state_dict
-from ..optim._meter import LostUpdateReport, lost_update_report
+from ..optim._lost_updates import LostUpdateReport, lost_update_report
 from ._near import unknown
 from ._recipe import Recipe
 

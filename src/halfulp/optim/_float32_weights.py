@@ -1,0 +1,131 @@
+"""Float32 weights out of parameters and their companions, all tensors of one kind in one call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from ..kernels import IndexMap, address, check_bits, chosen, chunks, compile_kernel, run_chunks, undisturbed
+from ..kernels.scalar._operations import store32, word
+from ._outside_writes import companions_now
+from ._parameter_plan import Slot
+from .states._storage import Store
+from .step._placeholders import read_weight
+from .weight_updates._weight_update import WeightUpdate
+
+SIGNATURE = "void(int64, int64, int64[:,::1], int64[:,::1])"
+TOGETHER = 1 << 21
+ALIGNMENT = 16
+
+
+class Room:
+    """Memory for float32 tensors that are not needed together with those before `clear`.
+
+    One allocation serves a whole step: fresh memory costs the CPU a page fault per 4 KiB, more than the arithmetic.
+    """
+
+    def __init__(self, elements: int) -> None:
+        self._memory = torch.empty(elements, dtype=torch.float32, device="cpu")
+        self._used = 0
+
+    def clear(self) -> None:
+        """Give everything back."""
+        self._used = 0
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """An uninitialized contiguous float32 tensor of a tensor's shape and device."""
+        if like.device.type != "cpu":
+            return torch.empty(like.shape, device=like.device, dtype=torch.float32)
+        begin, end = self._used, self._used + like.numel()
+        if end > len(self._memory):
+            return torch.empty(like.shape, dtype=torch.float32, device="cpu")
+        self._used = -(-end // ALIGNMENT) * ALIGNMENT
+        return self._memory[begin:end].view(like.shape)
+
+
+def read_weights(slots: Sequence[Slot], room: Room | None = None) -> list[torch.Tensor]:
+    """The float32 weights that parameters and companions stand for.
+
+    Args:
+        slots: of any kinds.
+        room: memory for the results; new if None.
+
+    Returns:
+        One contiguous float32 tensor per slot, of its local shape.
+    """
+    room = Room(0) if room is None else room
+    out = [room.take(slot.parts[0]) for slot in slots]
+    for update, store in {(slot.kind.update, slot.kind.store) for slot in slots}:
+        mine = [k for k, slot in enumerate(slots) if (slot.kind.update, slot.kind.store) == (update, store)]
+        parts = [[*(part.contiguous() for part in slots[k].payloads), *companions_now(slots[k])] for k in mine]
+        _read(update, store, parts, [out[k] for k in mine])
+    return out
+
+
+def together(slots: Iterable[Slot], most: int) -> Iterator[list[Slot]]:
+    """Runs of slots that hold at most `most` elements, but one slot at least."""
+    run, held = [], 0
+    for slot in slots:
+        count = slot.parts[0].numel()
+        if run and held + count > most:
+            yield run
+            run, held = [], 0
+        run.append(slot)
+        held += count
+    if run:
+        yield run
+
+
+def room_for(runs: Iterable[Sequence[Slot]]) -> Room:
+    """Room for the weights and the gradients of any one of some runs."""
+    sizes = ([slot.parts[0].numel() for slot in slots] for slots in runs)
+    return Room(max((2 * sum(size + ALIGNMENT for size in run) for run in sizes), default=0))
+
+
+def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
+    if chosen(parts[0][0].device.type) == "numba":
+        _run(checked_read(update, store), parts, out)
+        return
+    for own, new in zip(parts, out):
+        new.copy_(update.read(store, own))
+
+
+def _run(kernel: Callable, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> list[torch.Tensor]:
+    pointers = [[*map(address, own), *[0] * (4 - len(own)), address(new)] for own, new in zip(parts, out)]
+    table = _table(tuple(new.numel() for new in out))
+    run_chunks(kernel, table[:, 2], table, np.array(pointers, np.int64))
+    return out
+
+
+@functools.lru_cache(256)
+def _table(counts: tuple[int, ...]) -> np.ndarray:
+    return np.concatenate([chunks(IndexMap.whole((count,)), row) for row, count in enumerate(counts)])
+
+
+@functools.cache
+@undisturbed()
+def checked_read(update: WeightUpdate, store: Store) -> Callable:
+    """The kernel of one weight update and store, compared with its reference before its first use in a process."""
+    name = f"read_{update.name}_{store.name}".replace("-", "_")
+    kernel = compile_kernel(read_all, SIGNATURE, {**update.bindings(store), "store32": store32, "word": word})
+    ramp = torch.linspace(-1, 1, 64, dtype=torch.float32, device="cpu")
+    dtypes = (store.dtype, *(dtype for _, dtype in update.companions(store)))
+    parts = [torch.zeros(64, dtype=dtype, device="cpu") for dtype in dtypes]
+    update.fill(store, parts, ramp * ramp * ramp)
+    parts[0][11], parts[0][12:14], parts[0][14] = torch.inf, 0.0, parts[0][30]  # as somebody else may have written them
+    out = torch.empty(64, dtype=torch.float32, device="cpu")
+    check_bits(name, lambda: _run(kernel, [parts], [out]), lambda: [update.read(store, parts)])
+    return kernel
+
+
+def read_all(first, last, chunks, pointers):
+    """Kernel: the weights of every element of some chunks."""
+    for c in range(first, last):
+        t, begin = chunks[c, 0], chunks[c, 1]
+        end = begin + chunks[c, 2]
+        a0, a1, a2, a3, out = pointers[t, 0], pointers[t, 1], pointers[t, 2], pointers[t, 3], pointers[t, 4]
+        for i in range(begin, end):
+            store32(out, i, word(read_weight(a0, a1, a2, a3, i)[0]))

@@ -1,0 +1,140 @@
+"""What the groups of an optimizer may say."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Iterable
+
+import torch
+
+from .._words import a_kind
+from ..subclass._parameter_holders import EMULATED
+from .states._state import State, as_state
+from .weight_updates._weight_update import weight_update
+
+# What groups hold beside options: torch's own, ours, and what schedulers write.
+_OTHER_KEYS = frozenset(("params", "param_names", "identities", "last_lr", "name"))
+
+
+def check_parameters(params: object) -> None:
+    """Raise TypeError for what holds no parameters to go through, such as a model."""
+    if not isinstance(params, Iterable):
+        remedy = "model.parameters() or model.named_parameters()" if isinstance(params, torch.nn.Module) else "a list"
+        raise TypeError(
+            f"an optimizer takes parameters, named ones or param groups, got {a_kind(params)}: give {remedy}"
+        )
+
+
+def check_group(group: dict, options: Iterable[str] = ()) -> None:
+    """Check a new group's options.
+
+    Args:
+        group: the group.
+        options: the names that the optimizer knows; keys like none of them are the user's own, and stay.
+
+    Raises:
+        ValueError: an option that means nothing here, with what is allowed.
+        TypeError: an option of the wrong type.
+    """
+    _check_keys(group, list(options))
+    _check_emulated(group)
+    if group["weight_update"] is not None:
+        group["weight_update"] = weight_update(group["weight_update"])
+    if group["param_dtype"] not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"param_dtype={group['param_dtype']!r}: allowed are torch.bfloat16, torch.float16 and None")
+    if group["param_dtype"] is not None and group["format"] is not None:
+        raise ValueError("param_dtype= narrows parameters and format= keeps them in float32: give one of them")
+    given = group["state_dtype"]
+    for choice in given.values() if isinstance(given, dict) else (given,):
+        if choice is not None and not isinstance(choice, State):
+            as_state(choice, torch.float32)
+    for name, least in (("seed", 0), ("report_interval", 0)):
+        value = group[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+            raise ValueError(f"{name}={value!r}: a whole number from {least} on is needed")
+
+
+def _check_keys(group: dict, options: list[str]) -> None:
+    """Raise for a key that is an option misspelt; max_momentum and the like name other things."""
+    for key in group:
+        if key in options or key in _OTHER_KEYS or not isinstance(key, str):
+            continue
+        for near in difflib.get_close_matches(key, options, 1, 0.8):
+            if not key.endswith(f"_{near}") and not key.startswith(f"{near}_"):
+                raise ValueError(
+                    f"a param group has the unknown key {key!r}: did you mean {near!r}? A key of your own needs a name "
+                    "less like an option's"
+                )
+
+
+def _check_emulated(group: dict) -> None:
+    """Raise for format= beside a model that `halfulp.emulate` keeps in another format."""
+    chosen = getattr(group["format"], "name", group["format"])
+    for parameter in group.get("params", ()) if chosen is not None else ():
+        emulated = getattr(parameter, EMULATED, None)
+        if emulated is not None and emulated != chosen:
+            raise ValueError(
+                f"format={chosen!r} beside a model that halfulp.emulate runs in {emulated!r}: give the optimizer "
+                f"format={emulated!r}, or emulate the model in {chosen!r}"
+            )
+
+
+def check_number(name: str, value: object) -> None:
+    """Check that a hyper-parameter is one real number, or a tensor that holds one.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: a tensor of several, one without memory, or one that wants a gradient.
+    """
+    is_tensor = isinstance(value, torch.Tensor)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}: give a number")
+    if is_tensor and value.numel() != 1:
+        raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+    if is_tensor and (value.is_complex() or value.dtype == torch.bool):
+        raise TypeError(f"{name} is a tensor of {value.dtype}: give a real number")
+    if is_tensor and value.is_meta:
+        raise ValueError(f"{name} is a tensor on the meta device, which holds no number: give one on a real device")
+    if is_tensor and value.requires_grad:
+        raise ValueError(f"{name} requires a gradient, which a step here does not give: give {name}.detach()")
+
+
+def check_numbers(group: dict) -> None:
+    """Check the hyper-parameters, also those that a scheduler writes; nothing has been changed when this raises."""
+    for name in ("lr", "eps", "weight_decay", "momentum"):
+        if name in group:
+            check_number(name, group[name])
+            value = float(group[name])
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} is not allowed: give a finite number that is not negative")
+    betas = group.get("betas", (0.0, 0.0))
+    for beta in betas if isinstance(betas, tuple | list) else ():
+        check_number("beta", beta)
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+        raise ValueError(f"betas={betas!r} are not allowed: give two numbers in [0, 1)")
+    check_number("dampening", group.get("dampening", 0.0))
+    if not math.isfinite(float(group.get("dampening", 0.0))):
+        raise ValueError(f"dampening={group['dampening']} is not allowed: give a finite number")
+
+
+SWITCHES = ("foreach", "differentiable", "capturable", "fused")
+
+
+def refuse_torch_switches(name: str, **switches: bool | None) -> None:
+    """Refuse torch.optim's switches that choose another implementation, of an optimizer or of one param group.
+
+    Raises:
+        NotImplementedError: a switch that asks for what this optimizer does not do.
+    """
+    reasons = {
+        "foreach": "one fused kernel steps all tensors: leave foreach out",
+        "differentiable": "the step writes in place and is not differentiable: use torch.optim for that",
+        "capturable": "the step runs outside CUDA graphs: leave capturable out",
+    }
+    for switch, reason in reasons.items():
+        if switches.get(switch):
+            raise NotImplementedError(f"{name}({switch}=True): {reason}")
+    if switches.get("fused") is False:
+        raise NotImplementedError(f"{name}(fused=False): every step here is fused; leave fused out")

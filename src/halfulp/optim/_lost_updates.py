@@ -1,0 +1,150 @@
+"""The lost-update meter: which updates rounding cancelled, and what to do about it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ._parameter_plan import Slot
+from .states._int8_range import share_below_range
+
+MANY_SAMPLES = 100
+MUCH_BELOW_RANGE = 0.01
+_CURE = "use weight_update='split8' (one more byte), 'kahan' (two), or 'stochastic' (none, some noise)"
+_CURE_BELOW_RANGE = "give them State('8bit', block=16), which fewer share, or torch.bfloat16"
+_CURE_BELOW_FLOAT32 = "use weight_update='split-stochastic' (bfloat16) or 'kahan', float32 ones with param_dtype="
+
+
+@dataclass(frozen=True)
+class LostUpdateRow:
+    """One parameter's metered steps.
+
+    Attributes:
+        name: of the parameter.
+        weight_update: how it is written.
+        samples: metered steps.
+        cancelled: share of its nonzero element updates that left the stored weight unchanged.
+        realised: sum u (realised change) / sum u^2 over elements: 1 where the weights moved as wanted (the effective
+            descent quality of arXiv 2405.03637).
+        updates: nonzero element updates seen.
+        below_float32: whether most updates were lost in a float32 sum, below 2^-24 of the weight.
+    """
+
+    name: str
+    weight_update: str
+    samples: int
+    cancelled: float
+    realised: float
+    updates: float
+    below_float32: bool = False
+
+
+@dataclass(frozen=True)
+class LostUpdateReport:
+    """Lost updates of an optimizer.
+
+    Attributes:
+        rows: one per parameter with metered steps, most cancelled first.
+        cancelled: share over all parameters; None before the first metered step.
+        realised: wanted update that was realised, over all parameters; None before the first metered step.
+        below_range: share of the elements of 8-bit states that are so much smaller than their block's largest that
+            only the smallest code is left for them; None without such states.
+    """
+
+    rows: tuple[LostUpdateRow, ...]
+    cancelled: float | None
+    realised: float | None
+    below_range: float | None = None
+
+    def __str__(self) -> str:
+        """A few lines for a person."""
+        return "\n".join([*self._updates(), *self._states()])
+
+    def _states(self) -> list[str]:
+        if self.below_range is None:
+            return []
+        said = f"8-bit states: {self.below_range:.2%} of the elements lie below the range of their block's codes"
+        return [said + (f": {_CURE_BELOW_RANGE}" if self.below_range > MUCH_BELOW_RANGE else "")]
+
+    def _updates(self) -> list[str]:
+        if self.cancelled is None:
+            return ["lost updates: none metered yet (one step in `report_interval` is)"]
+        lines = [f"lost updates: {self.cancelled:.1%} of all element updates cancelled by rounding, "
+                 f"{self.realised:.1%} of the wanted update realised"]  # fmt: skip
+        bad = [row for row in self.rows if row.cancelled > 0.5 and row.weight_update == "nearest"]
+        lines += [f"  {row.name}: {row.cancelled:.0%} cancelled ({row.weight_update})" for row in self.rows[:5]]
+        if len(self.rows) > 5:
+            lines.append(f"  ... and {len(self.rows) - 5} more (report().rows)")
+        if bad:
+            lines.append(f"  {len(bad)} tensors lose over half of their updates: {_CURE}")
+        below = sum(row.below_float32 for row in self.rows)
+        if below:
+            lines.append(
+                f"  {below} tensors lose updates below 2^-24 of the weight in float32 sums: {_CURE_BELOW_FLOAT32}"
+            )
+        return lines
+
+
+def lost_update_report(slots: Iterable[Slot]) -> LostUpdateReport:
+    """The report over some parameters."""
+    slots = list(slots)
+    below_range = share_below_range(slots)
+    counted = [slot for slot in slots if slot.lost is not None]
+    rows = [
+        LostUpdateRow(
+            slot.name,
+            slot.kind.update.name,
+            slot.lost.samples,
+            _share(slot.lost.cancelled, slot.lost.seen),
+            _share(slot.lost.kept, slot.lost.wanted),
+            slot.lost.seen,
+            _is_below_float32(slot),
+        )
+        for slot in counted
+    ]
+    rows.sort(key=lambda row: -row.cancelled)
+    if not counted:
+        return LostUpdateReport((), None, None, below_range)
+    seen, cancelled, wanted, kept = (
+        sum(getattr(slot.lost, name) for slot in counted) for name in ("seen", "cancelled", "wanted", "kept")
+    )
+    return LostUpdateReport(tuple(rows), _share(cancelled, seen), _share(kept, wanted), below_range)
+
+
+def warn_if_mostly_lost(slots: Iterable[Slot]) -> None:
+    """Warn once per parameter whose nearest rounding cancelled over half of its updates on 100 metered steps."""
+    for slot in slots:
+        if slot.lost.mostly_lost == MANY_SAMPLES and slot.kind.update.name == "nearest":
+            slot.lost.mostly_lost += 1
+            warnings.warn(
+                f"nearest rounding cancelled {_share(slot.lost.cancelled, slot.lost.seen):.0%} of the updates of "
+                f"parameter {slot.name} on {MANY_SAMPLES} sampled steps: it is hardly training; {_CURE}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _is_below_float32(slot: Slot) -> bool:
+    """Whether over half of the updates were cancelled, and in the float32 sum, not by a rounding behind it.
+
+    Where a stochastic rounding follows, which cancels updates of all sizes, their root mean square is held against the
+    typical weight's last place.
+    """
+    lost, kind = slot.lost, slot.kind
+    if lost.cancelled <= 0.5 * lost.seen or not kind.update.rounds_sum or kind.update.name == "nearest":
+        return False
+    if not kind.update.draws(kind.store):
+        return True
+    typical = kind.store.decode(slot.payloads[0]).abs().median().item() * _scale(slot)
+    binade = math.frexp(typical)[1] - 1 if 0 < typical < math.inf else -math.inf
+    return math.sqrt(lost.wanted / lost.seen) < 2.0 ** (binade - 24)
+
+
+def _scale(slot: Slot) -> float:
+    return slot.parameter.scale.item() if slot.kind.scaled else 1.0
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,129 @@
+"""What a state_dict must be before anything of it is used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+
+from .._words import differences
+from ._group_options import check_group
+from ._random_identity import plain_names
+from .weight_updates._weight_update import weight_update
+
+# Options that torch.optim's groups got later than others, and what older files that lack them mean.
+_LATER = {
+    **dict.fromkeys(("maximize", "nesterov", "amsgrad", "decoupled_weight_decay"), False),
+    **dict.fromkeys(("capturable", "differentiable"), False),
+    **dict.fromkeys(("foreach", "fused")),
+}
+# Options by which the file of another rule is known.
+_OF_RULES = {"lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "centered", "rho", "etas", "lambd"}
+_OF_RULES |= {"lr_decay", "momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size"}
+_OURS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities"}
+_KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval")
+
+
+def checked_groups(
+    groups: list[dict], state_dict: object, check_numbers: Callable[[dict], None], defaults: Mapping
+) -> list[dict]:
+    """The options that each group takes from a state_dict, if it can belong to these groups.
+
+    Args:
+        groups: of the optimizer that loads.
+        state_dict: what was given to it.
+        check_numbers: the optimizer's own check of a group's hyper-parameters.
+        defaults: the optimizer's.
+
+    Raises:
+        ValueError: it cannot, with the reason.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
+    saved = state_dict["param_groups"]
+    grouped = isinstance(saved, list) and all(isinstance(group, Mapping) for group in saved)
+    if not grouped or not all(isinstance(group.get("params"), list) for group in saved):
+        raise ValueError("this is no optimizer state_dict: 'param_groups' must be a list of groups with 'params'")
+    sizes, own = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if sizes != own:
+        raise ValueError(f"the state_dict has groups of {sizes} parameters, this optimizer groups of {own}")
+    numbers = [number for group in saved for number in group["params"]]
+    states = state_dict["state"]
+    if not isinstance(states, Mapping) or any(isinstance(key, int) for key in states.keys() - set(numbers)):
+        raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
+    for mine, theirs in zip(groups, saved):
+        _check_names(mine, theirs, defaults)
+        _check_updates(mine, theirs)
+    return [_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
+
+
+def checked_state(state_dict: Mapping, number: object) -> Mapping:
+    """The saved state of one parameter, empty where there is none.
+
+    Raises:
+        ValueError: it is no mapping.
+    """
+    state = state_dict["state"].get(number, {})
+    if not isinstance(state, Mapping):
+        raise ValueError(f"the state of parameter {number} is {type(state).__name__}, not a dict: the file is damaged")
+    return state
+
+
+def whole_step(state: Mapping, name: str) -> int:
+    """The saved step number.
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    given = state.get("step", 0)
+    try:
+        value = float(given)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not 0 <= value < 2**53 or value != int(value):
+        raise ValueError(f"state of parameter {name}: step={given!r} is not a whole number")
+    return int(value)
+
+
+def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
+    unknown = sorted(_OF_RULES & theirs.keys() - mine.keys())
+    lacking = sorted((defaults.keys() | _OF_RULES) & mine.keys() - theirs.keys() - _OURS - _LATER.keys())
+    if unknown or lacking:
+        raise ValueError(f"the state_dict is another optimizer's: a group of it {differences(lacking, unknown)}")
+    names, other = mine.get("param_names"), theirs.get("param_names")
+    if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
+        raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
+    if names and other and plain_names(names) != plain_names(other):
+        differing = [f"{b} for {a}" for a, b in zip(plain_names(names), plain_names(other)) if a != b]
+        raise ValueError(
+            f"the state_dict names other parameters, or these in another order, such as {', '.join(differing[:3])}: "
+            "give the parameters in the order of the optimizer that saved it"
+        )
+
+
+def _check_updates(mine: dict, theirs: Mapping) -> None:
+    if "weight_update" not in theirs:
+        return
+    saved, own = (None if g["weight_update"] is None else weight_update(g["weight_update"]) for g in (theirs, mine))
+    if saved != own:
+        raise ValueError(
+            f"the state_dict was saved with weight_update={saved!r}, this optimizer has {own!r}: make it with the "
+            "same, or carry the weights over with float32_state_dict and load_float32_state_dict"
+        )
+
+
+def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[dict], None]) -> dict:
+    """A group's options as they will be, checked as those of a new group are."""
+    taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _KEPT}
+    taken = {**{key: value for key, value in _LATER.items() if key in mine}, **taken}
+    if mine.get("param_names") and "param_names" in taken:
+        taken["param_names"] = mine["param_names"]
+    trial = {**mine, **taken}
+    try:
+        check_group(trial)
+        check_numbers(trial)
+        identities = trial["identities"]
+        if len(identities) != len(mine["params"]) or not all(isinstance(i, int) and 0 <= i < 2**63 for i in identities):
+            raise ValueError("identities must be one whole number per parameter")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"param group {number} of the state_dict: {error}") from error
+    return {key: trial[key] for key in taken}

@@ -1,0 +1,65 @@
+"""A state as the sum of two bfloat16, after Collage (Yu et al., arXiv 2405.03637), which keeps v so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ...kernels.scalar._operations import load16, store16, sub
+from ._storage import BF16, bf16_nearest, bf16_real
+
+
+@dataclass(frozen=True)
+class Pair:
+    """value = first + residual, both rounded to nearest: 16 bits, so that a share of 0.999 is kept, where 8 stall.
+
+    Where the first is an infinity or NaN, the residual is zero.
+    """
+
+    random_bits: ClassVar[int] = 0
+    columns: ClassVar[int] = 2
+
+    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Both numbers."""
+        return {name: (shape, torch.bfloat16), f"{name}_residual": (shape, torch.bfloat16)}
+
+    def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """float32 values."""
+        return BF16.decode(tensors[0]) + BF16.decode(tensors[1])
+
+    def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
+        """Store values; nothing is drawn."""
+        first = BF16.encode(value, None)
+        rest = value - BF16.decode(first)
+        rest = torch.where((rest - rest) == 0, rest, 0.0)
+        tensors[0].copy_(first)
+        tensors[1].copy_(BF16.encode(rest, None))
+
+    def bindings(self, k: int) -> dict[str, object]:
+        """The pieces of state k."""
+        return {"pair_real": pair_real, "pair_save": pair_save}
+
+    def loaded(self, k: int, at: int) -> str:
+        """The text of a value whose tensors stand in columns `at` and the next."""
+        return f"pair_real(a{at}, a{at + 1}, i)"
+
+    def saved(self, k: int, at: int, value: str, bits: str) -> str:
+        """The text that stores one."""
+        return f"pair_save(a{at}, a{at + 1}, i, {value})"
+
+
+def pair_real(first, residual, i):
+    """Piece: the sum."""
+    return bf16_real(load16(first, i)) + bf16_real(load16(residual, i))
+
+
+def pair_save(first, residual, i, x):
+    """Piece: the number nearest to x, and the one nearest to the rest."""
+    code = bf16_nearest(x, x)
+    store16(first, i, code)
+    rest = x - bf16_real(code)
+    lost = rest - rest
+    low = bf16_nearest(rest, rest)
+    store16(residual, i, low if lost == lost else sub(low, low))

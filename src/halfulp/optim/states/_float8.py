@@ -1,0 +1,164 @@
+"""Stores of 8 bits: e4m3fn and e5m2 (Micikevicius et al., arXiv 2209.05433), as payloads of scaled tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...kernels.scalar._operations import (
+    add,
+    bit_and,
+    bit_or,
+    load8,
+    real,
+    shl,
+    shr,
+    store8,
+    sub,
+    to_real,
+    to_word,
+    word,
+)
+from ._storage import ABS, CANONICAL_NAN, EXPONENT, ONE, S8, STORES, TWO_M24, Store, float_words, fp16_real
+
+S20, S21, S24, SIGN_8, ABS_8 = (np.uint32(n) for n in (20, 21, 24, 0x80, 0x7F))
+NONE = np.uint32(0)
+
+E4_HALF, E4_LOW, E4_REBIAS, E4_TINY = (np.uint32(w) for w in (0x7FFFF, 0xFFFFF, 120 << 23, 121 << 23))
+E4_LARGEST, E4_NAN, E4_MAGIC_WORD = np.uint32(0x7E), np.uint32(0x7F), np.uint32(141 << 23)
+E4_MAGIC, E4_UNITS, E4_RAISE = (np.float32(x) for x in (2.0**14, 2.0**9, 2.0**120))
+
+E5_HALF, E5_LOW, E5_REBIAS, E5_TINY = (np.uint32(w) for w in (0xFFFFF, 0x1FFFFF, 112 << 23, 113 << 23))
+E5_INFINITY, E5_NAN, E5_MAGIC_WORD = np.uint32(0x7C), np.uint32(0x7F), np.uint32(134 << 23)
+E5_MAGIC, E5_UNITS = np.float32(2.0**7), np.float32(2.0**16)
+
+
+def e4m3_real(code):
+    """Piece: the float32 of an e4m3fn code; the product places subnormals too, without rounding."""
+    magnitude = bit_and(code, ABS_8)
+    scaled = word(real(shl(magnitude, S20)) * E4_RAISE)
+    value = CANONICAL_NAN if magnitude == E4_NAN else scaled
+    return real(bit_or(value, shl(bit_and(code, SIGN_8), S24)))
+
+
+def e4m3_nearest(x, random):
+    """Piece: the e4m3fn code nearest to x, ties to even; finite numbers saturate, infinities are NaN."""
+    magnitude = bit_and(word(x), ABS)
+    tiny = sub(word(real(magnitude) + E4_MAGIC), E4_MAGIC_WORD)
+    rounded = add(add(magnitude, E4_HALF), bit_and(shr(magnitude, S20), ONE))
+    return e4m3_signed(x, magnitude, tiny, shr(sub(rounded, E4_REBIAS), S20))
+
+
+def e4m3_stochastic(x, random):
+    """Piece: one of the two e4m3fn codes around x, the farther with the probability of its nearness."""
+    magnitude = bit_and(word(x), ABS)
+    units = real(magnitude) * E4_UNITS
+    below = to_word(units if magnitude < E4_TINY else E4_UNITS)
+    tiny = add(below, ONE if to_real(shr(random, S8)) * TWO_M24 < units - to_real(below) else NONE)
+    normal = shr(sub(add(magnitude, bit_and(random, E4_LOW)), E4_REBIAS), S20)
+    return e4m3_signed(x, magnitude, tiny, normal)
+
+
+def e4m3_signed(x, magnitude, tiny, normal):
+    """Piece: the code of a rounded magnitude, with its sign and within the range."""
+    limited = normal if normal < E4_LARGEST else E4_LARGEST
+    finite = tiny if magnitude < E4_TINY else limited
+    code = E4_NAN if magnitude >= EXPONENT else finite
+    return bit_or(code, bit_and(shr(word(x), S24), SIGN_8))
+
+
+def e5m2_real(code):
+    """Piece: the float32 of an e5m2 code, which is the upper half of a float16's."""
+    return fp16_real(shl(code, S8))
+
+
+def e5m2_nearest(x, random):
+    """Piece: the e5m2 code nearest to x, ties to even; beyond the largest finite one infinity."""
+    magnitude = bit_and(word(x), ABS)
+    tiny = sub(word(real(magnitude) + E5_MAGIC), E5_MAGIC_WORD)
+    rounded = add(add(magnitude, E5_HALF), bit_and(shr(magnitude, S21), ONE))
+    return e5m2_signed(x, magnitude, tiny, shr(sub(rounded, E5_REBIAS), S21))
+
+
+def e5m2_stochastic(x, random):
+    """Piece: one of the two e5m2 codes around x; beyond the largest finite one the upper is infinity."""
+    magnitude = bit_and(word(x), ABS)
+    units = real(magnitude) * E5_UNITS
+    below = to_word(units if magnitude < E5_TINY else E5_UNITS)
+    tiny = add(below, ONE if to_real(shr(random, S8)) * TWO_M24 < units - to_real(below) else NONE)
+    normal = shr(sub(add(magnitude, bit_and(random, E5_LOW)), E5_REBIAS), S21)
+    return e5m2_signed(x, magnitude, tiny, normal)
+
+
+def e5m2_signed(x, magnitude, tiny, normal):
+    """Piece: the code of a rounded magnitude, with its sign and within the range."""
+    limited = normal if normal < E5_INFINITY else E5_INFINITY
+    finite = tiny if magnitude < E5_TINY else limited
+    code = E5_NAN if magnitude > EXPONENT else finite
+    return bit_or(code, bit_and(shr(word(x), S24), SIGN_8))
+
+
+def _decode(x: torch.Tensor) -> torch.Tensor:
+    value = x.float()
+    return torch.where(value.isnan(), torch.nan, value)
+
+
+def _encode_e4m3(x: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
+    code = _code(x, random, least=121, mantissa=3, units=2.0**9).clamp(max=0x7E)
+    return _finished(x, torch.where(x.isfinite(), code, 0x7F), torch.float8_e4m3fn)
+
+
+def _encode_e5m2(x: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
+    code = _code(x, random, least=113, mantissa=2, units=2.0**16).clamp(max=0x7C)
+    return _finished(x, torch.where(x.isnan(), 0x7F, code), torch.float8_e5m2)
+
+
+def _code(x: torch.Tensor, random: torch.Tensor | None, least: int, mantissa: int, units: float) -> torch.Tensor:
+    """The code of |x| by rounding its word, where the range has no upper end; `least` is the first normal exponent."""
+    magnitude, lost = float_words(x) & 0x7FFFFFFF, 23 - mantissa
+    is_tiny = magnitude < least << 23
+    if random is None:
+        tiny = torch.where(is_tiny, x.abs() * units, 0.0).round().to(torch.int64)
+        added = (1 << lost - 1) - 1 + (magnitude >> lost & 1)
+    else:
+        whole = torch.where(is_tiny, x.abs() * units, 0.0)
+        tiny = whole.floor().to(torch.int64)
+        tiny = tiny + ((random >> 8).float() * 2.0**-24 < whole - whole.floor()).to(torch.int64)
+        added = random & (1 << lost) - 1
+    return torch.where(is_tiny, tiny, (magnitude + added - (least - 1 << 23)) >> lost)
+
+
+def _finished(x: torch.Tensor, code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (code | (float_words(x) >> 24 & 0x80)).to(torch.uint8).view(dtype)
+
+
+E4M3 = Store(
+    "e4m3fn",
+    torch.float8_e4m3fn,
+    load8,
+    store8,
+    e4m3_real,
+    e4m3_nearest,
+    e4m3_stochastic,
+    32,
+    _decode,
+    _encode_e4m3,
+    3,
+    -6,
+)
+E5M2 = Store(
+    "e5m2",
+    torch.float8_e5m2,
+    load8,
+    store8,
+    e5m2_real,
+    e5m2_nearest,
+    e5m2_stochastic,
+    32,
+    _decode,
+    _encode_e5m2,
+    2,
+    -14,
+)
+# What payloads of scaled tensors are stored in.
+PAYLOADS = {**STORES, E4M3.dtype: E4M3, E5M2.dtype: E5M2}

@@ -1,0 +1,33 @@
+"""How much of 8-bit states lies below what their codes reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .._parameter_plan import Slot
+from ._int8_blocks import Blocks
+
+
+def share_below_range(slots: Iterable[Slot]) -> float | None:
+    """Share of the 8-bit state elements on this rank that hold the smallest code, though what they stand for is not 0.
+
+    That is code 1 of a second moment, which a positive one gets at least, and code 0 of a first moment whose second
+    moment is not 0. First moments that have no second one beside them are not counted: their zeros may be true.
+
+    Returns:
+        None where there are no such states.
+    """
+    below = elements = 0
+    for slot in slots:
+        kinds = list(zip(slot.kind.rule.states, slot.kind.codecs, slot.states))
+        seconds = [tensors[0] for state, _, tensors in kinds if state.degree == 2]
+        for state, codec, tensors in kinds:
+            if not isinstance(codec, Blocks) or not seconds:
+                continue
+            codes = tensors[0]
+            least = codes == 1 if state.degree == 2 else (codes == 0) & (seconds[0] != 0)
+            below += int(torch.count_nonzero(least))
+            elements += codes.numel()
+    return below / elements if elements else None

@@ -1,0 +1,160 @@
+"""How optimizer states are stored: float32, bfloat16, two bfloat16, 8-bit codes in blocks, or scaled payloads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import torch
+
+from ..rules._update_rule import StateSlot
+from ..weight_updates._components import Components
+from ._double_bfloat16 import Pair
+from ._float8 import PAYLOADS
+from ._int8_blocks import Blocks
+from ._scaled import Scaled
+from ._storage import BF16, F32, Store
+
+PAIR = "bfloat16x2"
+SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class State:
+    """A choice of how the states of an optimizer are stored.
+
+    Args:
+        dtype: torch.float32, torch.bfloat16, "8bit", or two bfloat16: "bfloat16x2" or Components(2); for scaled
+            parameters also torch.float16, torch.float8_e4m3fn (alias "fp8") or torch.float8_e5m2, under a scale per
+            tensor.
+        rounding: "nearest" or "stochastic", the default: rounded to nearest a bfloat16 moment stalls under steady
+            gradients, as does a float16 one that forgets slowly, and a choice by beta would change under a scheduler.
+        block: elements that share one bfloat16 scale, for "8bit": a power of two from 16 to 1024.
+
+    >>> State("8bit", block=64)
+    State(dtype='8bit', rounding=None, block=64)
+    """
+
+    dtype: torch.dtype | str = torch.bfloat16
+    rounding: str | None = None
+    block: int = 32
+
+    def __post_init__(self) -> None:
+        aliases = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": "8bit", "uint8": "8bit"}
+        aliases |= {Components(2): PAIR, "fp8": torch.float8_e4m3fn, "float16": torch.float16}
+        aliases |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+        object.__setattr__(self, "dtype", aliases.get(self.dtype, self.dtype))
+        if self.dtype not in (torch.float32, torch.bfloat16, "8bit", PAIR, *SCALED):
+            raise ValueError(
+                f"state_dtype {self.dtype!r}: allowed are torch.float32, torch.bfloat16 and '8bit', for two "
+                f"bfloat16 {PAIR!r} or Components(2) (more of them would be larger than float32), and beside scaled "
+                "parameters torch.float16 and 'fp8'"
+            )
+        if self.rounding not in (None, "nearest", "stochastic"):
+            raise ValueError(f"state rounding {self.rounding!r}: allowed are None, 'nearest' and 'stochastic'")
+        if self.block not in (16, 32, 64, 128, 256, 512, 1024):
+            raise ValueError(f"state block {self.block!r}: allowed are the powers of two from 16 to 1024")
+        if self.dtype == "8bit" and self.rounding == "nearest":
+            raise ValueError("8-bit states are stored stochastically: nearest codes stall; leave rounding out")
+        if self.dtype == PAIR and self.rounding == "stochastic":
+            raise ValueError("two bfloat16 are rounded to nearest: allowed are None and 'nearest'")
+        if self.dtype in SCALED[1:] and self.rounding == "nearest":
+            raise ValueError("fp8 states are stored stochastically: nearest ones stall; leave rounding out")
+
+
+@dataclass(frozen=True)
+class Plain:
+    """One number per element, by a store and a rounding."""
+
+    columns: ClassVar[int] = 1
+
+    store: Store
+    stochastic: bool
+
+    @property
+    def random_bits(self) -> int:
+        """What each rounding draws."""
+        return self.store.random_bits if self.stochastic else 0
+
+    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """The tensors that hold the state."""
+        return {name: (shape, self.store.dtype)}
+
+    def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """float32 values."""
+        return self.store.decode(tensors[0])
+
+    def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
+        """Store values; `random` is None for nearest."""
+        tensors[0].copy_(self.store.encode(value, random if self.stochastic else None))
+
+    def bindings(self, k: int) -> dict[str, object]:
+        """The pieces of state k."""
+        store = self.store
+        rounded = store.stochastic if self.stochastic else store.nearest
+        return {f"load_{k}": store.load, f"save_{k}": store.save, f"real_{k}": store.real, f"round_{k}": rounded}
+
+    def loaded(self, k: int, at: int) -> str:
+        """The text of a value whose tensor stands in column `at`."""
+        return f"real_{k}(load_{k}(a{at}, i))"
+
+    def saved(self, k: int, at: int, value: str, bits: str) -> str:
+        """The text that stores one."""
+        return f"save_{k}(a{at}, i, round_{k}({value}, {bits}))"
+
+
+Codec = Plain | Pair | Blocks | Scaled
+StateChoice = torch.dtype | str | Components | State | Mapping | None
+
+
+def resolve_codecs(
+    given: StateChoice, slots: tuple[StateSlot, ...], default: torch.dtype, shape: torch.Size
+) -> tuple[Codec, ...]:
+    """The codec of every state of one parameter.
+
+    Args:
+        given: `state_dtype=` of the group.
+        slots: the rule's states.
+        default: dtype where none was chosen.
+        shape: the parameter's global shape: 8-bit blocks never depend on how it is sharded.
+    """
+    chosen = given.values() if isinstance(given, Mapping) else [given]
+    lengths = {state.block for state in (as_state(one, default) for one in chosen) if state.dtype == "8bit"}
+    if len(lengths) > 1:
+        raise ValueError(f"state_dtype gives blocks of {sorted(lengths)}: the states of one parameter share one length")
+    if isinstance(given, Mapping):
+        unknown = set(given) - {slot.name for slot in slots}
+        if unknown:
+            names = [slot.name for slot in slots]
+            raise ValueError(f"state_dtype names {sorted(unknown)}, which this rule does not keep: it keeps {names}")
+        return tuple(_codec(as_state(given.get(slot.name), default), slot, shape) for slot in slots)
+    return tuple(_codec(as_state(given, default), slot, shape) for slot in slots)
+
+
+def as_state(given: torch.dtype | str | Components | State | None, default: torch.dtype) -> State:
+    """A State from what a user may give for one."""
+    if isinstance(given, State):
+        return given
+    return State(default if given is None else given)
+
+
+def holds_blocks(shape: torch.Size, block: int) -> bool:
+    """Whether a parameter's states go into blocks: no split along dimension 0 may cut one."""
+    if len(shape) < 2:
+        return len(shape) == 1 and shape[0] >= 4096 and shape[0] % block == 0
+    row = prod(shape[1:])
+    return row > 0 and row % block == 0
+
+
+def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
+    if state.dtype == "8bit" and holds_blocks(shape, state.block):
+        return Blocks(state.block, slot.degree == 2)
+    if state.dtype == PAIR:
+        return Pair()
+    store = BF16 if state.dtype == "8bit" else PAYLOADS[state.dtype]
+    if store is F32:
+        return Plain(F32, False)
+    stochastic = state.rounding != "nearest"
+    return Scaled(store, slot.degree == 2, stochastic) if state.dtype in SCALED else Plain(store, stochastic)

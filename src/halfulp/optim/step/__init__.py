@@ -1,0 +1,1 @@
+"""The fused step of all parameters of one kind."""

@@ -1,0 +1,160 @@
+"""The fused step in plain torch, one tensor at a time: slow, runs anywhere, and what the compiled step must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...kernels import IndexMap, on_tensors
+from ...rounding._random_bits import random_words
+from ..states._scaled import Scaled, peak
+from ..states._state import Blocks
+from ._kernel import Draw, Kind, draws_of
+
+
+def reference_step(
+    kind: Kind,
+    parts: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    states: Sequence[list[torch.Tensor]],
+    constants: Sequence[float],
+    keys: Sequence[int],
+    index_map: IndexMap,
+) -> tuple[float, float, float, float] | None:
+    """One step of one parameter, in place.
+
+    Args:
+        kind: what is done.
+        parts: the parameter and its companions.
+        gradient: of the parameter's shape.
+        states: the tensors of each state.
+        constants: the kind's, rounded to float32 here.
+        keys: one 64-bit key per random word.
+        index_map: the parameter's place in the whole.
+
+    Returns:
+        For a metered kind: updates wanted, updates cancelled, sum u^2, sum u (realised change).
+    """
+    c, scales = _constants(kind, constants, gradient)
+    weight_draws, state_draws, _ = draws_of(kind)
+    words = [random_words(key, global_index(index_map, gradient.device)) for key in keys]
+    w, g = _operands(kind, parts, gradient, scales)
+    u, new_states, constants_used, grow = _run_rule(kind, w, g, states, c)
+    u = torch.where(g == w, 0.0, u) if kind.rule.assigns else u  # an infinity that stays
+    random = [_take(words, draw) for draw in weight_draws]
+    if kind.assigns:
+        new = kind.update.put(kind.store, parts, g, random)
+    elif kind.scaled:
+        ratio = scales["weight_ratio"].item()
+        moved = {} if ratio == 1.0 else {"ratio": ratio}
+        new = kind.update.write(kind.store, parts, u * scales["weight_inverse"], random, **moved) * scales["new_scale"]
+    else:
+        new = kind.update.write(kind.store, parts, u, random)
+    if kind.update.feeds_back:
+        lost = (w + u) - new
+        lost = torch.where((lost - lost) == 0, lost, 0.0)
+        new_states[0] = on_tensors(kind.rule.repay)(lost, *new_states, *constants_used)
+    for k, (codec, slot) in enumerate(zip(kind.codecs, kind.rule.states)):
+        value, draw = new_states[k], _take(words, state_draws[k])
+        if isinstance(codec, Blocks):
+            root = value.double().sqrt().float() if slot.degree == 2 else value
+            codec.encode_roots(states[k], root if grow is None else root * grow, draw)
+        elif isinstance(codec, Scaled):
+            root = value.double().sqrt().float() if codec.squared else value
+            codec.encode_payload(states[k], root * scales[f"inverse_{k}"], draw)
+        else:
+            times = () if grow is None else (grow,) * slot.degree
+            for factor in times:
+                value = value * factor
+            codec.encode(states[k], value, draw)
+    return _measure(u, new, w) if kind.metered else None
+
+
+def reference_peaks(
+    kind: Kind,
+    parts: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    states: Sequence[list[torch.Tensor]],
+    constants: Sequence[float],
+) -> list[float]:
+    """The largest finite magnitudes of the weight and of each scaled state that a step would store; nothing changes."""
+    c, scales = _constants(kind, constants, gradient)
+    w, g = _operands(kind, parts, gradient, scales)
+    u, new, _, _ = _run_rule(kind, w, g, states, c)
+    held = [new[k].double().sqrt().float() if kind.codecs[k].squared else new[k] for k in kind.scaled_states]
+    return [peak(w + u), *map(peak, held)]
+
+
+def _constants(
+    kind: Kind, constants: Sequence[float], like: torch.Tensor
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The rule's own constants in order, and by name the scales that the kind adds, in float32."""
+    made = [torch.tensor(value, dtype=torch.float32, device=like.device) for value in constants]
+    own = len(kind.rule.constants)
+    return made[:own], dict(zip(kind.constants[own:], made[own:]))
+
+
+def _operands(kind: Kind, parts: Sequence[torch.Tensor], gradient: torch.Tensor, scales: Mapping) -> tuple:
+    """The weight and the gradient as float32 values."""
+    w, g = kind.update.read(kind.store, parts), kind.gradient.decode(gradient)
+    return (w * scales["weight_scale"], g * scales["gradient_scale"]) if kind.scaled else (w, g)
+
+
+def _run_rule(kind: Kind, w, g, states, c):
+    """The rule on the states' values; blocked kinds of a homogeneous rule shrink elements too large to square."""
+    rule = kind.rule
+    update = on_tensors(rule.update)
+    w = torch.where((w - w) == 0, w, 0.0) if rule.decays else w
+    roots = [
+        codec.decode_roots(s) if isinstance(codec, Blocks) else codec.decode(s) for codec, s in zip(kind.codecs, states)
+    ]
+    if not kind.shrinks:
+        values = [q * q if isinstance(codec, Blocks) and codec.squared else q for codec, q in zip(kind.codecs, roots)]
+        u, *new = update(w, g, *values, *c)
+        return u, new, c, None
+    large = g.abs() > 2.0**60
+    for codec, slot, q in zip(kind.codecs, rule.states, roots):
+        if slot.degree == 2:
+            large = large | (q > (2.0**60 if isinstance(codec, Blocks) else 2.0**120))
+    shrink, grow = _either(large, 2.0**-80, 1.0), _either(large, 2.0**80, 1.0)
+    values = []
+    for codec, slot, q in zip(kind.codecs, rule.states, roots):
+        q = q * shrink
+        square = slot.degree == 2
+        values.append(q * q if square and isinstance(codec, Blocks) else q * shrink if square else q)
+    scaled = [value * shrink if name in rule.homogeneous else value for name, value in zip(rule.constants, c)]
+    u, *new = update(w, g * shrink, *values, *scaled)
+    return u, new, scaled, grow
+
+
+def _take(words: Sequence[torch.Tensor], draw: Draw) -> torch.Tensor | None:
+    if draw.part == "none":
+        return None
+    whole = words[draw.word]
+    return {"full": whole, "high": whole >> 16, "low": whole & 0xFFFF}[draw.part]
+
+
+def _measure(u: torch.Tensor, new: torch.Tensor, w: torch.Tensor) -> tuple[float, float, float, float]:
+    change = new.double() - w.double()
+    asked = (u.abs() > 0) & change.isfinite() & u.isfinite()
+    u, change = u.double()[asked], change[asked]
+    return float(asked.sum()), float((new == w)[asked].sum()), float((u * u).sum()), float((u * change).sum())
+
+
+def global_index(index_map: IndexMap, device: torch.device) -> torch.Tensor:
+    """The global flat index of every element of a local tensor, in its shape."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    whole = index_map.global_shape
+    stride = 1
+    for d in reversed(range(len(whole))):
+        along = torch.arange(index_map.shape[d], dtype=torch.int64, device=device)
+        along = along * index_map.step[d] + index_map.offset[d]
+        index = index + (along * stride).reshape([-1 if k == d else 1 for k in range(len(whole))])
+        stride *= whole[d]
+    return index.reshape(index_map.shape)
+
+
+def _either(large: torch.Tensor, yes: float, no: float) -> torch.Tensor:
+    """torch.where of two numbers, in float32 whatever the default dtype is."""
+    return torch.full_like(large, no, dtype=torch.float32).masked_fill(large, yes)

@@ -1,0 +1,97 @@
+"""Scales of a step: found before anything is written, so that nothing overflows and no digit is given away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .._parameter_plan import Slot
+from ..states._scaled import peak
+from ._kernel import Kind
+
+# Binades of a payload's largest magnitude: the first and the last in which a scale is kept; where a new one puts it.
+WINDOWS = {
+    torch.float16: (-4, 13, 3),
+    torch.float8_e4m3fn: (-1, 7, 5),
+    torch.float8_e5m2: (-4, 14, 4),
+    torch.bfloat16: (-40, 40, 0),
+    torch.float32: (-40, 40, 0),
+}
+# Of a payload under the new scale, before the update is added: float32 holds it, and some binades more.
+_LARGEST_BINADE = 120
+
+
+def with_present_scales(kind: Kind, slot: Slot) -> tuple[float, ...]:
+    """A slot's constants with the scales of what is stored now; those to be are not known yet."""
+    scale = slot.parameter.scale.item()
+    own = [number for k in kind.scaled_states for number in (slot.states[k][1].item(), 1.0)]
+    return (*slot.constants, scale, 1 / scale, slot.gradient_scale, 1.0, scale, *own)
+
+
+def choose_scales(kind: Kind, slot: Slot, peaks: Sequence[float]) -> None:
+    """Give a slot's constants the scales under which its results will be stored; nothing stored is changed yet.
+
+    A step reads the payload under its present scale and rounds the sum once, under the new one.
+
+    Args:
+        kind: of step.
+        slot: whose constants hold the present scales.
+        peaks: the largest finite magnitudes of the weight and of each scaled state.
+    """
+    at = kind.constant_places
+    numbers = list(slot.constants)
+    present = numbers[at["weight_scale"]]
+    scale, ratio = weight_scale(kind.store.dtype, present, peaks[0]), 1.0
+    if scale != present:
+        scale, ratio = reachable_scale(kind.store.dtype, present, scale, peak(slot.payloads[0].float()))
+    numbers[at["weight_inverse"]], numbers[at["new_scale"]] = 1 / scale, scale
+    numbers[at["weight_ratio"]] = ratio
+    for k, largest in zip(kind.scaled_states, peaks[1:], strict=True):
+        numbers[at[f"inverse_{k}"]] = 1 / kind.codecs[k].fitting(largest)
+    slot.constants = tuple(numbers)
+
+
+def keep_scales(kind: Kind, slot: Slot) -> None:
+    """Write the scales of the weight and the states that a step has stored."""
+    at = kind.constant_places
+    if slot.constants[at["new_scale"]] != slot.constants[at["weight_scale"]]:
+        slot.parameter.scale.fill_(slot.constants[at["new_scale"]])
+    for k in kind.scaled_states:
+        slot.states[k][1].fill_(1 / slot.constants[at[f"inverse_{k}"]])
+
+
+def weight_scale(dtype: torch.dtype, scale: float, largest: float) -> float:
+    """The present scale while a magnitude lies well inside the payload's range, else one that puts it there.
+
+    >>> weight_scale(torch.float16, 1.0, 100.0), weight_scale(torch.float16, 1.0, 40000.0)
+    (1.0, 4096.0)
+    """
+    if largest == 0:
+        return scale
+    lowest, highest, target = WINDOWS[dtype]
+    binade = math.frexp(largest)[1] - 1
+    if lowest <= binade - (math.frexp(scale)[1] - 1) <= highest:
+        return scale
+    return math.ldexp(1.0, min(max(binade - target, -126), 126))
+
+
+def reachable_scale(dtype: torch.dtype, present: float, scale: float, stored: float) -> tuple[float, float]:
+    """A scale that a step can bring a payload to, and the factor that does: both in float32's range.
+
+    Args:
+        dtype: of the payload.
+        present: its scale.
+        scale: the one that is wanted, and nearly always given.
+        stored: the payload's largest finite magnitude, which the factor must leave finite.
+
+    >>> reachable_scale(torch.float16, 1.0, 2.0**-40, 1.5), reachable_scale(torch.float16, 2.0**-126, 1.0, 0.0)
+    ((9.094947017729282e-13, 1099511627776.0), (1.0, 1.0))
+    """
+    if stored == 0:
+        return scale, 1.0
+    scale = max(scale, math.ldexp(present, max(math.frexp(stored)[1], 0) - _LARGEST_BINADE))
+    if torch.finfo(dtype).max > 2.0**_LARGEST_BINADE:  # a payload that holds the rest of the way itself
+        scale = min(scale, math.ldexp(present, 126))
+    return scale, max(present / scale, 2.0**-126)

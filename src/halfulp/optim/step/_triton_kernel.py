@@ -1,0 +1,136 @@
+"""The source of the Triton module of one kind of step: the pieces that Numba compiles, on blocks of elements."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ...kernels import CHUNK
+from ...kernels.triton._source import module_source
+from . import _triton_functions as _triton_pieces
+from ._kernel import Kind, bindings, bits_of, draws_of, element_update, form_of, pointer_count, state_pointers
+
+TILE = 1024
+PARTS = CHUNK // TILE
+METER = ("seen", "cancelled", "wanted", "kept")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of the parameter table: addresses, constants by their bits, 64-bit keys.
+
+    Attributes:
+        pointers: how many addresses come first.
+        constants: of the rule, behind them.
+        keys: behind those.
+    """
+
+    pointers: int
+    constants: int
+    keys: int
+
+    @classmethod
+    def of(cls, kind: Kind) -> Columns:
+        """Of one kind."""
+        return cls(pointer_count(kind), len(kind.rule.constants), draws_of(kind)[2])
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.pointers + self.constants + self.keys
+
+
+@functools.cache
+def triton_source(kind: Kind) -> str:
+    """The whole module, with the kernel `step(chunks, parameters, meter, aligned)`."""
+    return module_source(element_text(kind), bindings(kind) | _blocks(), _kernel_text(kind))
+
+
+def element_text(kind: Kind) -> str:
+    """The function of the elements i, of blocks b, whose global indices are `index`."""
+    words = range(draws_of(kind)[2])
+    drawn, pointers = draws_of(kind)[1], state_pointers(kind)
+
+    def tensors(k: int) -> str:
+        return f"a{pointers[k]}, a{pointers[k] + 1}, i, b"
+
+    body = [f"{name} = 0.0" for name in METER] if kind.metered else []
+    body += [f"counter{word} = stream_start(low{word}, high{word}, index)" for word in words]
+    body += element_update(
+        kind,
+        words,
+        lambda k: f"decode_{form_of(kind.codecs[k])}({tensors(k)})",
+        lambda k, value: f"encode_{form_of(kind.codecs[k])}({tensors(k)}, {value}, {bits_of(drawn[k])})",
+    )
+    body += [f"return {', '.join(METER)}"] if kind.metered else []
+    lines = "\n".join(f"    {line}" for line in body)
+    return f"def element({', '.join(_arguments(kind))}):\n{lines}\n"
+
+
+def _blocks() -> dict[str, object]:
+    names = ("decode_signed", "decode_squared", "encode_signed", "encode_squared")
+    return {name: getattr(_triton_pieces, name) for name in names}
+
+
+def _arguments(kind: Kind) -> list[str]:
+    columns = Columns.of(kind)
+    keys = [f"{half}{word}" for word in range(columns.keys) for half in ("low", "high")]
+    return ["i", "b", "index", *(f"a{j}" for j in range(columns.pointers)), *kind.rule.constants, *keys]
+
+
+def _kernel_text(kind: Kind) -> str:
+    """One program per tile of a chunk."""
+    columns = Columns.of(kind)
+    at = iter(range(columns.count))
+    reads = [f"a{j} = tl.load(row + {next(at)})" for j in range(columns.pointers)]
+    real = ".to(tl.uint32).to(tl.float32, bitcast=True)"
+    reads += [f"{name} = tl.load(row + {next(at)}){real}" for name in kind.rule.constants]
+    for word in range(columns.keys):
+        reads += [f"low{word} = tl.load(row + {(column := next(at))}).to(tl.uint32)"]
+        reads += [f"high{word} = (tl.load(row + {column}) >> 32).to(tl.uint32)"]
+    call = f"element({', '.join(_arguments(kind))}, lanes, aligned)"
+    lines = [
+        "c = tl.program_id(0).to(tl.int64)",
+        "part = tl.program_id(1)",
+        "begin = tl.load(chunks + 4 * c + 1)",
+        "length = tl.load(chunks + 4 * c + 2)",
+        "start = tl.load(chunks + 4 * c + 3)",
+        "if aligned:",
+        "    begin = tl.multiple_of(begin, 16)",
+        "    length = tl.multiple_of(length, 16)",
+        f"row = parameters + tl.load(chunks + 4 * c) * {columns.count}",
+        *reads,
+        *(_rows(kind.block) if kind.block else _line()),
+        *(_metered(call) if kind.metered else [call]),
+    ]
+    body = "\n".join(f"    {line}" for line in lines)
+    return f"@triton.jit\ndef step(chunks, parameters, meter, aligned: tl.constexpr):\n{body}\n"
+
+
+def _line() -> list[str]:
+    return [
+        f"offsets = (part * {TILE} + tl.arange(0, {TILE})).to(tl.int64)",
+        "lanes = offsets < length",
+        "i = begin + offsets",
+        "b = i",
+        "index = start + offsets",
+    ]
+
+
+def _rows(block: int) -> list[str]:
+    rows = TILE // block
+    return [
+        f"blocks = (part * {rows} + tl.arange(0, {rows})).to(tl.int64)[:, None]",
+        f"offsets = blocks * {block} + tl.arange(0, {block})[None, :]",
+        f"lanes = blocks * {block} < length",
+        "i = begin + offsets",
+        f"b = begin // {block} + blocks",
+        "index = start + offsets",
+    ]
+
+
+def _metered(call: str) -> list[str]:
+    lines = [f"{', '.join(METER)} = {call}", f"to = meter + (c * {PARTS} + part) * {len(METER)}"]
+    return lines + [
+        f"tl.store(to + {j}, tl.sum(tl.where(lanes, {name}, 0.0).to(tl.float64)))" for j, name in enumerate(METER)
+    ]

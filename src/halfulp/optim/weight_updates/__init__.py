@@ -1,0 +1,1 @@
+"""Weight updates: how a float32 update enters a narrow parameter."""

@@ -1,0 +1,65 @@
+"""Whether a companion still belongs to the parameter beside it, which anybody may have written since."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...kernels.scalar._operations import bit_and, real, word
+from ..states._storage import EXPONENT, Store, float_words, words_float
+
+NONE = np.float32(0.0)
+
+# Bound per store and weight update.
+LEAST_BINADE, COMPANION_SHARE, COMPANION_LEAST = np.uint32(0), np.float32(0.0), np.float32(0.0)
+
+
+def fitting(p, c):
+    """Piece: a companion, or 0 where it is larger than its weight update ever leaves beside p, or p + c overflows."""
+    raise AssertionError("bound when a kernel is built")
+
+
+def fitting_wide(p, c):
+    """Piece: `fitting` for stores of float32's exponents; half an ulp more than the largest number is finite."""
+    return c if abs(c) <= real(binade_of(p)) * COMPANION_SHARE else NONE
+
+
+def fitting_any(p, c):
+    """Piece: `fitting` for any store and bound."""
+    w = p + c
+    fits = abs(c) <= real(binade_of(p)) * COMPANION_SHARE + COMPANION_LEAST and w - w == NONE
+    return c if fits else NONE
+
+
+def binade_of(p):
+    """Piece: the word of the power of two at or below |p|, at least the store's."""
+    binade = bit_and(word(p), EXPONENT)
+    return binade if binade > LEAST_BINADE else LEAST_BINADE
+
+
+def fitting_tensor(store: Store, ulps: float, p: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """`fitting` on tensors."""
+    bound = fit_bindings(store, ulps)
+    binade = (float_words(p) & 0x7F800000).clamp(min=int(bound["LEAST_BINADE"]))
+    limit = words_float(binade) * float(bound["COMPANION_SHARE"]) + float(bound["COMPANION_LEAST"])
+    w = p + c
+    return torch.where((c.abs() <= limit) & ((w - w) == 0), c, 0.0)
+
+
+def fit_bindings(store: Store, ulps: float) -> dict[str, object]:
+    """What `fitting` finds bound, for companions of at most `ulps` units in the last place of p.
+
+    A companion's own last place is at least the store's least number. Beside float32's exponents that is added as a
+    binade, for a subnormal operand in every sum may cost.
+    """
+    wide = store.emin == -126
+    least = np.float32(0.0 if wide else 2.0**store.emin * ulp_of_one(store))
+    share = np.float32(ulps * ulp_of_one(store))
+    binade = np.uint32(store.emin + 127 + (wide and ulps < 1) << 23)
+    piece = fitting_wide if wide and ulps < 1 else fitting_any
+    return {"fitting": piece, "LEAST_BINADE": binade, "COMPANION_SHARE": share, "COMPANION_LEAST": least}
+
+
+def ulp_of_one(store: Store) -> float:
+    """The unit in the last place of 1."""
+    return 2.0**-store.mantissa_bits

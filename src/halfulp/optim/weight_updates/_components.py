@@ -1,0 +1,218 @@
+"""The weight as an unevaluated sum of n narrow components (Yu et al., arXiv 2207.08867), grown by error-free sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from ...kernels.scalar._operations import sub
+from ..states._storage import Store
+from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_save
+from ._companion_fit import fit_bindings, fitting, fitting_tensor
+from ._kahan import Kahan
+from ._weight_update import Parts, WeightUpdate, register, rounding_name, store_bindings
+
+
+@dataclass(frozen=True)
+class Components(WeightUpdate):
+    """p + c_1 + ... + c_(n-1), each at most half an ulp of the one before.
+
+    n = 2 is Kahan's update; 3 bfloat16 components carry as many bits as a float32. All are rounded to nearest, but the
+    last by `residual`. To nearest it loses what is below half its last place at every step: with two bfloat16
+    components a drift of |u|/|w| = 2^-21 is kept to 17%. Rounded stochastically it keeps all, on average.
+
+    An update of exactly 0 changes nothing. Components that do not fit the parameter beside them were left by an
+    earlier one, which somebody else has overwritten, and count as 0.
+
+    Args:
+        n: 2, 3 or 4.
+        residual: rounding of the last component, "nearest" or "stochastic", or the rounding object.
+
+    >>> Components(3)
+    Components(n=3, residual='nearest')
+    """
+
+    name: ClassVar[str] = "components"
+    compensates: ClassVar[bool] = True
+    n: int = 2
+    residual: str = "nearest"
+
+    def __post_init__(self) -> None:
+        if self.n not in (2, 3, 4):
+            raise ValueError(f"Components({self.n!r}): allowed are 2, 3 and 4")
+        object.__setattr__(self, "residual", rounding_name(self.residual))
+
+    def check(self, store: Store) -> None:
+        """Not for float32 as such."""
+        if store.name == "fp32":
+            raise ValueError("weight_update 'components' is for narrow parameters: give 16-bit ones, or format=")
+
+    def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+        """The components behind the parameter."""
+        names = ("residual",) if self.n == 2 else tuple(f"component_{k}" for k in range(1, self.n))
+        return tuple((name, store.dtype) for name in names)
+
+    def draws(self, store: Store) -> tuple[int, ...]:
+        """One for the last component where it is stochastic."""
+        return (store.random_bits,) if self.residual == "stochastic" else ()
+
+    def bindings(self, store: Store) -> dict[str, object]:
+        """Pieces for n components."""
+        if self.n == 2:
+            return self._kahan.bindings(store)
+        pieces = (read_three, write_three) if self.n == 3 else (read_four, write_four)
+        last = {"residual_round": store.stochastic if self.residual == "stochastic" else store.nearest}
+        bound = last | fit_bindings(store, 0.5) | store_bindings(store, False)
+        return dict(zip(("read_weight", "write_weight"), pieces)) | bound
+
+    @property
+    def _kahan(self) -> Kahan:
+        return Kahan(residual=self.residual)
+
+    def read(self, store: Store, parts: Parts) -> torch.Tensor:
+        """The sum, smallest first."""
+        if self.n == 2:
+            return self._kahan.read(store, parts)
+        return _total(self._held(store, parts))
+
+    def _held(self, store: Store, parts: Parts) -> list[torch.Tensor]:
+        """The components' values, those behind the first only where they fit it."""
+        p, c, *rest = (store.decode(part) for part in parts)
+        kept = fitting_tensor(store, 0.5, p, c)
+        return [p, kept, *(torch.where(kept == c, x, 0.0) for x in rest)]
+
+    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts) -> torch.Tensor:
+        """Sweep the update through the components from the smallest up, then cut the exact sum from the top."""
+        if self.n == 2:
+            return self._kahan.write(store, parts, u, draws)
+        held = self._held(store, parts)
+        high, low = _two_sum(held[-1], u)
+        for value in reversed(held[:-1]):
+            high, error = _two_sum(value, high)
+            low = low + error
+        return self._cut(store, parts, high, low, draws, [torch.where(u == 0, value, torch.nan) for value in held])
+
+    def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
+        """Cut the value from the top, all to nearest."""
+        if self.n == 2:
+            self._kahan.fill(store, parts, value)
+        else:
+            self._cut(store, parts, value, torch.zeros_like(value), (), [torch.full_like(value, torch.nan)] * self.n)
+
+    def _cut(self, store: Store, parts: Parts, high: torch.Tensor, low: torch.Tensor, draws: Parts, kept: Parts):
+        high, low = _two_sum(high, torch.where((low - low) == 0, low, 0.0))
+        lost = torch.zeros_like(high, dtype=torch.bool)
+        for number, part in enumerate(parts):
+            high = torch.where(kept[number].isnan(), high, kept[number])
+            random = draws[0] if draws and number == self.n - 1 else None
+            code = store.encode(torch.where(lost, 0.0, high), random)
+            shown = store.decode(code)
+            rest = high - shown
+            lost = lost | ((rest - rest) != 0)
+            high, low = _two_sum(rest, low)
+            part.copy_(code)
+        return self.read(store, parts)
+
+
+def _total(values: Parts) -> torch.Tensor:
+    total = values[-1]
+    for value in reversed(values[:-1]):
+        total = value + total
+    return total
+
+
+def _two_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a + b rounded, and the rounding's error exactly (Knuth)."""
+    total = a + b
+    other = total - a
+    return total, (a - (total - other)) + (b - other)
+
+
+ZERO = np.float32(0.0)
+
+
+def two_sum(a, b):
+    """Piece: a + b rounded, and the rounding's error exactly."""
+    total = a + b
+    other = total - a
+    return total, (a - (total - other)) + (b - other)
+
+
+def normalized(high, low):
+    """Piece: the same sum with the larger term first, which after a cancellation may be the errors.
+
+    Behind an infinite sum stands a NaN, which counts as nothing.
+    """
+    return two_sum(high, low if low - low == ZERO else ZERO)
+
+
+def component(address, i):
+    """Piece: one component."""
+    return weight_real(weight_load(address, i))
+
+
+def cut(address, i, high, low, lost):
+    """Piece: cut the leading component off high + low; behind an infinity or NaN follow zeros."""
+    code = weight_nearest(high, high)
+    code = code if lost == lost else sub(code, code)
+    weight_save(address, i, code)
+    rest = high - weight_real(code)
+    high, low = two_sum(rest, low)
+    return high, low, lost + (rest - rest)
+
+
+def cut_last(address, i, high, lost, random):
+    """Piece: the last component."""
+    code = residual_round(high if lost == lost else lost, random)
+    weight_save(address, i, code if lost == lost else sub(code, code))
+
+
+def read_three(a0, a1, a2, a3, i):
+    """Piece: the sum of three, smallest first, and the two behind the parameter, which count where they fit it."""
+    p, first = component(a0, i), component(a1, i)
+    c1 = fitting(p, first)
+    c2 = component(a2, i) if c1 == first else ZERO
+    return p + (c1 + c2), c1, c2, c2
+
+
+def read_four(a0, a1, a2, a3, i):
+    """Piece: the sum of four, smallest first, and the three behind the parameter, which count where they fit it."""
+    p, first = component(a0, i), component(a1, i)
+    c1 = fitting(p, first)
+    c2 = component(a2, i) if c1 == first else ZERO
+    c3 = component(a3, i) if c1 == first else ZERO
+    return p + (c1 + (c2 + c3)), c1, c2, c3
+
+
+def write_three(a0, a1, a2, a3, i, w, c1, c2, h2, u, r0, r1):
+    """Piece: sweep up through three components, cut from the top."""
+    p = component(a0, i)
+    high, e2 = two_sum(c2, u)
+    high, e1 = two_sum(c1, high)
+    high, e0 = two_sum(p, high)
+    high, low = normalized(high, (e2 + e1) + e0)
+    high, low, lost = cut(a0, i, p if u == ZERO else high, low, ZERO)
+    high, low, lost = cut(a1, i, c1 if u == ZERO else high, low, lost)
+    cut_last(a2, i, c2 if u == ZERO else high, lost, r0)
+    return read_three(a0, a1, a2, a3, i)[0]
+
+
+def write_four(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
+    """Piece: sweep up through four components, cut from the top."""
+    p = component(a0, i)
+    high, e3 = two_sum(c3, u)
+    high, e2 = two_sum(c2, high)
+    high, e1 = two_sum(c1, high)
+    high, e0 = two_sum(p, high)
+    high, low = normalized(high, ((e3 + e2) + e1) + e0)
+    high, low, lost = cut(a0, i, p if u == ZERO else high, low, ZERO)
+    high, low, lost = cut(a1, i, c1 if u == ZERO else high, low, lost)
+    high, low, lost = cut(a2, i, c2 if u == ZERO else high, low, lost)
+    cut_last(a3, i, c3 if u == ZERO else high, lost, r0)
+    return read_four(a0, a1, a2, a3, i)[0]
+
+
+register(Components())

@@ -1,0 +1,202 @@
+"""Kahan's compensated weight update, and its generalization to more components."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from ...kernels.scalar._operations import sub, word
+from ..states._storage import Store
+from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_round, weight_save
+from ._companion_fit import fit_bindings, fitting, fitting_tensor, ulp_of_one
+from ._weight_update import Parts, WeightUpdate, register, rounding_name, store_bindings
+
+ZERO, NEGATIVE_ZERO = np.float32(0.0), np.float32(-0.0)
+
+
+@dataclass(frozen=True)
+class Kahan(WeightUpdate):
+    """y = u + c; s = Q(p + y); c = Q'((p - s) + y); p = s (Kahan, CACM 8 (1965) 40; arXiv 2010.06192).
+
+    The weight is p + c. Sums are taken in float32 registers and rounded where they are stored. A residual rounded to
+    nearest stalls below |u|/|w| = 2^-16 (it kept 19% of a drift at 2^-21); rounded stochastically it keeps all of it.
+    An update of exactly 0 changes nothing, unless the scale of a scaled parameter changes with it. A residual that is
+    larger than this equation leaves beside a parameter was left by an earlier one: somebody else has written the
+    parameter since, and it counts as 0.
+
+    Args:
+        weight: rounding of the parameter, "nearest" or "stochastic", or the rounding object.
+        residual: rounding of the residual.
+        literal: the paper's algorithm with every intermediate rounded to the parameter's format, nearest.
+
+    >>> import halfulp as hu
+    >>> hu.Kahan(residual=hu.Nearest())
+    Kahan(weight='nearest', residual='nearest', literal=False)
+    """
+
+    name: ClassVar[str] = "kahan"
+    compensates: ClassVar[bool] = True
+    scales: ClassVar[bool] = True
+    weight: str = "nearest"
+    residual: str = "stochastic"
+    literal: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", rounding_name(self.weight))
+        object.__setattr__(self, "residual", "nearest" if self.literal else rounding_name(self.residual))
+        if self.literal and self.weight != "nearest":
+            raise ValueError("Kahan(literal=True) is the paper's algorithm, which rounds to nearest: leave weight out")
+
+    def check(self, store: Store) -> None:
+        """Not for float32 as such."""
+        if store.name == "fp32":
+            raise ValueError("weight_update 'kahan' is for narrow parameters: give 16-bit ones, or format=")
+
+    def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+        """The residual, of the parameter's dtype."""
+        return (("residual", store.dtype),)
+
+    def draws(self, store: Store) -> tuple[int, ...]:
+        """For the weight, then for the residual."""
+        return (store.random_bits,) * [self.weight, self.residual].count("stochastic")
+
+    def bindings(self, store: Store) -> dict[str, object]:
+        """The compensated pieces."""
+        stochastic = self.residual == "stochastic"
+        both = stochastic and self.weight == "stochastic"
+        write = write_literal if self.literal else write_kahan_second if both else write_kahan
+        residual = {"residual_round": store.stochastic if stochastic else store.nearest}
+        read = read_literal if self.literal else read_kahan
+        pieces = {"read_weight": read, "write_weight": write}
+        bound = residual | fit_bindings(store, self._ulps(store)) | store_bindings(store, self.weight == "stochastic")
+        return pieces | bound
+
+    def _ulps(self, store: Store) -> float:
+        """What a residual can come to, its own last place included, in units in the last place of the parameter."""
+        rest = 1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5
+        return rest * (1 + ulp_of_one(store))
+
+    def _held(self, store: Store, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+        """The parameter, and its residual where it fits."""
+        p = store.decode(parts[0])
+        return p, fitting_tensor(store, self._ulps(store), p, store.decode(parts[1]))
+
+    def read(self, store: Store, parts: Parts) -> torch.Tensor:
+        """p + c."""
+        p, c = self._held(store, parts)
+        return p + c
+
+    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts, ratio: float = 1.0) -> torch.Tensor:
+        """The equation of the class."""
+        held = self._held(store, parts)
+        p, c = held if ratio == 1.0 else (part * ratio for part in held)
+        still, whole = c == held[1], p + c
+        # Under a smaller scale p and c may be far larger than what they leave, beside which u would be lost.
+        c, p = torch.where(still, c, c - (whole - p)), torch.where(still, p, whole)
+        draws, y = list(draws), u + c
+        taken = torch.where((u == 0) & still, -0.0, y)
+        code = store.encode(p + taken, draws.pop(0) if self.weight == "stochastic" else None)
+        s = store.decode(code)
+        rest = (p - s) + y
+        if self.literal:
+            found = self._literal(store, held[0], held[1] if ratio == 1.0 else held[1] * ratio, u)
+            unmoved = held[0] * ratio == held[0]
+            s, rest = (torch.where(unmoved, *pair) for pair in zip(found, (s, rest)))
+            code = store.encode(s, None)
+        rest = torch.where((s - s) == 0, rest, 0.0)
+        parts[0].copy_(code)
+        parts[1].copy_(store.encode(rest, draws.pop(0) if self.residual == "stochastic" else None))
+        return s + store.decode(parts[1])
+
+    def _literal(self, store: Store, p: torch.Tensor, c: torch.Tensor, u: torch.Tensor) -> Parts:
+        """The paper's algorithm, which knows one scale: for elements that are as they were read."""
+
+        def rounded(x: torch.Tensor) -> torch.Tensor:
+            return store.decode(store.encode(x, None))
+
+        y = rounded(rounded(u) + c)
+        s = rounded(p + torch.where(u == 0, -0.0, y))
+        return s, rounded(rounded(p - s) + y)
+
+    def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
+        """The nearest narrow value, and what it misses."""
+        parts[0].copy_(store.encode(value, None))
+        shown = store.decode(parts[0])
+        parts[1].copy_(store.encode(torch.where((shown - shown) == 0, value - shown, 0.0), None))
+
+
+def read_kahan(a0, a1, a2, a3, i):
+    """Piece: p + c, and both."""
+    p = weight_real(weight_load(a0, i))
+    c = fitting(p, weight_real(weight_load(a1, i)))
+    return p + c, p, c, c
+
+
+def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
+    """Piece: the equation of Kahan, with one stochastic rounding at most."""
+    return write_compensated(a0, a1, i, p, c, held, u, r0, r0)
+
+
+def write_kahan_second(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
+    """Piece: the equation of Kahan, weight and residual both stochastic."""
+    return write_compensated(a0, a1, i, p, c, held, u, r0, r1)
+
+
+def write_compensated(a0, a1, i, p, c, held, u, random_weight, random_residual):
+    """Piece: both roundings; a weight that became infinite or NaN keeps no residual.
+
+    A residual that is not as it was read is under another scale, in whose last places it may be too large for p; under
+    a smaller one both may be far larger than their sum, beside which u would be lost.
+    """
+    still, whole = c == held, p + c
+    c = c if still else c - (whole - p)
+    p = p if still else whole
+    y = u + c
+    code = weight_round(p + (NEGATIVE_ZERO if u == ZERO and still else y), random_weight)
+    s = weight_real(code)
+    none = s - s
+    rest = (p - s) + y
+    left = residual_round(rest if none == none else none, random_residual)
+    left = left if none == none else sub(left, left)
+    weight_save(a0, i, code)
+    weight_save(a1, i, left)
+    return s + weight_real(left)
+
+
+def read_literal(a0, a1, a2, a3, i):
+    """Piece: p + c, both, and p again, by which `write_literal` knows whether the scale changes."""
+    p = weight_real(weight_load(a0, i))
+    c = fitting(p, weight_real(weight_load(a1, i)))
+    return p + c, p, c, p
+
+
+def write_literal(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
+    """Piece: the paper's algorithm, every intermediate rounded; the equation of Kahan where the scale changes."""
+    y = weight_real(weight_nearest(weight_real(weight_nearest(u, r0)) + c, r0))
+    same, whole = p == held, p + c
+    y = y if same else u + (c - (whole - p))
+    p = p if same else whole
+    code = weight_nearest(p + (NEGATIVE_ZERO if u == ZERO and same else y), r0)
+    s = weight_real(code)
+    none = s - s
+    lost = weight_real(weight_nearest(p - s, r0)) if same else p - s
+    left = weight_nearest(lost + y, r0)
+    left = left if none == none else sub(word(none), word(none))
+    weight_save(a0, i, code)
+    weight_save(a1, i, left)
+    return s + weight_real(left)
+
+
+@dataclass(frozen=True)
+class KahanStochastic(Kahan):
+    """Kahan with weight and residual both rounded stochastically: what survives at 10 bits (arXiv 2010.06192)."""
+
+    name: ClassVar[str] = "kahan-stochastic"
+    weight: str = "stochastic"
+
+
+for _update in (Kahan(), KahanStochastic()):
+    register(_update)

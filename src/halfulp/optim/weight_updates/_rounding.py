@@ -1,0 +1,123 @@
+"""Weight updates without a companion, or with a whole float32 one: nearest, stochastic, master, and plain float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ...kernels.scalar._operations import load32, store32, word
+from ..states._storage import F32, Store, f32_real
+from ..step._placeholders import weight_load, weight_nearest, weight_real, weight_save
+from ._weight_update import Parts, WeightUpdate, read_plain, register, store_bindings, write_plain
+
+
+@dataclass(frozen=True)
+class Rounded(WeightUpdate):
+    """p = Q(w + u): what every framework does when parameters are narrow. Small updates are cancelled."""
+
+    name: ClassVar[str] = "nearest"
+    scales: ClassVar[bool] = True
+    stochastic: ClassVar[bool] = False
+
+    def draws(self, store: Store) -> tuple[int, ...]:
+        """One for the weight where it is stochastic."""
+        return (store.random_bits,) if self.stochastic else ()
+
+    def bindings(self, store: Store) -> dict[str, object]:
+        """The plain pieces."""
+        pieces = {"read_weight": read_plain, "write_weight": write_plain}
+        return pieces | store_bindings(store, self.stochastic)
+
+    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
+        """Round."""
+        parts[0].copy_(store.encode(value, draws[0] if self.stochastic else None))
+        return store.decode(parts[0])
+
+
+@dataclass(frozen=True)
+class StochasticallyRounded(Rounded):
+    """p = Q_SR(w + u): right on average, with noise of up to one ulp per step (arXiv 2010.06192)."""
+
+    name: ClassVar[str] = "stochastic"
+    stochastic: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Exact(Rounded):
+    """Parameters that are float32 themselves."""
+
+    name: ClassVar[str] = "exact"
+
+    def check(self, store: Store) -> None:
+        """Only float32, whole."""
+        if store.name != F32.name:
+            raise ValueError("weight_update 'exact' is for float32 parameters: choose 'split' for exact bfloat16 ones")
+
+
+@dataclass(frozen=True)
+class Master(WeightUpdate):
+    """w += u in a float32 copy; p = Q(w) (Micikevicius et al., arXiv 1710.03740). Four more bytes per parameter.
+
+    The parameter has the last word: an element that is not its copy's nearest value was written by somebody else (a
+    checkpoint loaded into the model, say), and the copy follows it.
+    """
+
+    name: ClassVar[str] = "master"
+    scales: ClassVar[bool] = True
+
+    def check(self, store: Store) -> None:
+        """A float32 master beside a float32 parameter helps nobody."""
+        if store.name == F32.name:
+            raise ValueError("weight_update 'master' is for 16-bit parameters: float32 ones are their own master")
+
+    def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+        """The float32 copy."""
+        return (("master", torch.float32),)
+
+    def bindings(self, store: Store) -> dict[str, object]:
+        """Pieces over the float32 copy."""
+        return {"read_weight": read_master, "write_weight": write_master} | store_bindings(store, False)
+
+    def read(self, store: Store, parts: Parts) -> torch.Tensor:
+        """The copy where the parameter is its nearest value, else the parameter."""
+        copy, shown = F32.decode(parts[1]), store.decode(parts[0])
+        nearest = store.decode(store.encode(copy, None))
+        same = (shown == nearest) & (shown.signbit() == nearest.signbit())
+        return torch.where(same, copy, shown)
+
+    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
+        """Keep the float32, show the nearest narrow value."""
+        parts[1].copy_(value)
+        parts[0].copy_(store.encode(parts[1], None))
+        return parts[1]
+
+    def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
+        """Exact."""
+        parts[1].copy_(value)
+        parts[0].copy_(store.encode(value, None))
+
+    def alone(self, store: Store, payload: torch.Tensor) -> torch.Tensor:
+        """Its value."""
+        return store.decode(payload.contiguous())
+
+
+def read_master(a0, a1, a2, a3, i):
+    """Piece: the float32 copy where the parameter is its nearest value, else the parameter."""
+    copy, code = load32(a1, i), weight_load(a0, i)
+    same = code == weight_nearest(f32_real(copy), copy)
+    w = f32_real(copy) if same else weight_real(code)
+    return w, w, w, w
+
+
+def write_master(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
+    """Piece: the sum into the copy, its nearest narrow value into the parameter."""
+    new = w + u
+    store32(a1, i, word(new))
+    weight_save(a0, i, weight_nearest(new, r0))
+    return new
+
+
+for _update in (Rounded(), StochasticallyRounded(), Exact(), Master()):
+    register(_update)

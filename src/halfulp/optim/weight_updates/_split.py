@@ -1,0 +1,345 @@
+"""A float32 weight split into the narrow parameter and its low bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from ...kernels.scalar._operations import (
+    add,
+    bit_and,
+    bit_xor,
+    divide,
+    load8,
+    load16,
+    real,
+    shl,
+    shr,
+    store8,
+    store16,
+    sub,
+    to_real,
+    to_word,
+    word,
+)
+from ..states._storage import Store, float_words, words_float
+from ..step._placeholders import weight_load, weight_nearest, weight_real, weight_save
+from ._weight_update import Parts, WeightUpdate, register, rounding_name, store_bindings
+
+ZERO, ONE, S8, S15, S16 = (np.uint32(n) for n in (0, 1, 8, 15, 16))
+HALF_16, LOW_8, TOP_24 = np.uint32(0x8000), np.uint32(0xFF), np.uint32(0xFFFFFF00)
+SIGN_8, SIGN_16 = np.uint32(0x80), np.uint32(0x8000)
+BIAS_8, TWO_M16 = np.float32(128.0), np.float32(2.0**-16)
+LEAST_8, MOST_8 = np.float32(-128.0), np.float32(128.0)
+FP16_EXPONENT, FP16_LEAST_EXPONENT = np.uint32(0x7F800000), np.uint32(113 << 23)
+FP16_UNIT_SHIFT = np.uint32(18 << 23)
+FP16_TOP_EXPONENT = np.uint32(0x7F000000)
+FP16_SIGN_AND_FRACTION, FP16_LEAST_NORMAL, QUARTER_8 = np.uint32(0x83FF), np.uint32(0x0400), np.uint32(0x40)
+ONE_F, ZERO_F, HALF_F = np.float32(1.0), np.float32(0.0), np.float32(0.5)
+LOW_16 = np.uint32(0xFFFF)
+
+
+@dataclass(frozen=True)
+class Split16(WeightUpdate):
+    """w in two parts: bfloat16, nearest to w, and the 16 bits that it misses: exact float32.
+
+    word(w) = (p << 16) + c with c a signed 16-bit integer: one to one on all 2^32 words, ties away from zero. Any 16
+    bits fit any parameter: what an unseen write leaves in them is half an ulp of the parameter at most.
+
+    Args:
+        rounding: of w + u into float32. To nearest, as everywhere in float32, an update near half an ulp of float32 is
+            biased (|u|/|w| = 1e-7: by up to a half) and a smaller one is lost. By stochastic rounding of the exact sum
+            all of it is kept on average, with noise of one float32 ulp a step: less than Kahan's, in as many bytes,
+            down to |u|/|w| = 2^-25, and more below.
+    """
+
+    name: ClassVar[str] = "split"
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rounding", rounding_name(self.rounding))
+
+    @property
+    def rounds_sum(self) -> bool:
+        """Not where the exact sum is rounded stochastically."""
+        return self.rounding == "nearest"
+
+    def check(self, store: Store) -> None:
+        """bfloat16, whose exponent is float32's."""
+        if store.dtype != torch.bfloat16:
+            raise ValueError(
+                f"weight_update {self.name!r} cuts a float32 word in two, which bfloat16 parameters allow, not "
+                f"{store.name} ones: use 'kahan', 'split8' or 'master'"
+            )
+
+    def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+        """The low 16 bits, as a signed integer."""
+        return (("low_bits", torch.int16),)
+
+    def draws(self, store: Store) -> tuple[int, ...]:
+        """One for the sum where it is rounded stochastically."""
+        return (16,) if self.rounding == "stochastic" else ()
+
+    def bindings(self, store: Store) -> dict[str, object]:
+        """Pieces on float32 words."""
+        rounded = round_sum if self.rounding == "stochastic" else add_nearest
+        pieces = {"read_weight": read_split, "write_weight": write_split, "rounded_sum": rounded}
+        return pieces | store_bindings(store, False)
+
+    def read(self, store: Store, parts: Parts) -> torch.Tensor:
+        """The float32 word put together."""
+        high = parts[0].contiguous().view(torch.int16).to(torch.int64)
+        return _finite_or(words_float((high << 16) + parts[1].to(torch.int64)), store.decode(parts[0]))
+
+    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts) -> torch.Tensor:
+        """The sum, rounded to float32 and cut."""
+        w = self.read(store, parts)
+        return self.put(store, parts, _rounded_sum(w, u, draws[0]) if draws else w + u, draws)
+
+    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
+        """Cut."""
+        self.fill(store, parts, value)
+        return value
+
+    def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
+        """Exact, NaNs made canonical so that the parameter shows them."""
+        words = float_words(torch.where(value.isnan(), torch.nan, value))
+        low = ((words & 0xFFFF) ^ 0x8000) - 0x8000
+        parts[1].copy_(low)
+        parts[0].copy_(_bf16(words - low >> 16))
+
+
+@dataclass(frozen=True)
+class Split8(WeightUpdate):
+    """w in two parts: the 16-bit parameter, nearest to w, and 8 bits below its last: the memory default.
+
+    Both hold w to 2^-16 of its value (2^-19 in float16); the last bit is stored by stochastic rounding, so that no
+    drift is lost on average.
+    """
+
+    name: ClassVar[str] = "split8"
+
+    def check(self, store: Store) -> None:
+        """Both 16-bit dtypes."""
+        if store.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"weight_update 'split8' is for bfloat16 and float16 parameters, not {store.name} in float32 ones: "
+                "use 'kahan'"
+            )
+
+    def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+        """The 8 bits below the parameter's last, as a signed integer."""
+        return (("low_bits", torch.int8),)
+
+    def draws(self, store: Store) -> tuple[int, ...]:
+        """For the last of the 24 bits."""
+        return (16,)
+
+    def bindings(self, store: Store) -> dict[str, object]:
+        """Pieces on words for bfloat16, on units of the last place for float16."""
+        pieces = (read_split8, write_split8) if store.name == "bf16" else (read_split8_fp16, write_split8_fp16)
+        return dict(zip(("read_weight", "write_weight"), pieces)) | store_bindings(store, False)
+
+    def read(self, store: Store, parts: Parts) -> torch.Tensor:
+        """The parameter plus its low bits."""
+        if store.name == "bf16":
+            high = parts[0].contiguous().view(torch.int16).to(torch.int64)
+            return _finite_or(words_float((high << 16) + (parts[1].to(torch.int64) << 8)), store.decode(parts[0]))
+        p = store.decode(parts[0])
+        return p + parts[1].float() * _fp16_unit(p)
+
+    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
+        """The low bits by stochastic rounding."""
+        self._encode(store, parts, value, draws[0])
+        return self.read(store, parts)
+
+    def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
+        """Nearest, to 24 bits."""
+        half = torch.full(value.shape, 0x80 if store.name == "bf16" else 0x8000, device=value.device, dtype=torch.int64)
+        self._encode(store, parts, torch.where(value.isnan(), torch.nan, value), half)
+
+    def _encode(self, store: Store, parts: Parts, value: torch.Tensor, random: torch.Tensor) -> None:
+        if store.name == "bf16":
+            words = float_words(value) + (random & 0xFF) & 0xFFFFFF00
+            low = ((words >> 8 & 0xFF) ^ 0x80) - 0x80
+            parts[1].copy_(low)
+            parts[0].copy_(_bf16(words - (low << 8) >> 16))
+            return
+        code = store.encode(value, None)
+        p = store.decode(code)
+        units = (value - p) * (1.0 / _fp16_unit(p))
+        units = torch.where((units - units) == 0, units, 0.0)
+        low = (units.clamp(-128.0, 128.0) + 128.0 + (random & 0xFFFF).float() * 2.0**-16).to(torch.int64) - 128
+        words = code.view(torch.int16)
+        up = torch.where(words < 0, words - 1, words + 1)
+        below = torch.where((up > 0x400) & (up & 0x3FF == 0), -64, -128)
+        parts[0].copy_(torch.where(low > 127, up, words).view(torch.float16))
+        parts[1].copy_(torch.where(low > 127, below, low).to(torch.int8))
+
+
+def _rounded_sum(w: torch.Tensor, u: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    total = w + u
+    other = total - w
+    error = (w - (total - other)) + (u - other)
+    outwards = (error < 0) == (total < 0)
+    bits = float_words(total)
+    beyond = words_float(torch.where(outwards, bits + 1, bits - 1))
+    chance = ((random & 0xFFFF).float() + 0.5) * 2.0**-16
+    return torch.where(chance * (beyond - total).abs() < error.abs(), beyond, total)
+
+
+def _finite_or(w: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
+    return torch.where((w - w) == 0, w, shown)
+
+
+def _bf16(high: torch.Tensor) -> torch.Tensor:
+    return (((high & 0xFFFF) ^ 0x8000) - 0x8000).to(torch.int16).view(torch.bfloat16)
+
+
+def _fp16_unit(p: torch.Tensor) -> torch.Tensor:
+    """2^-18 of the power of two at or below |p|: 1/256 of float16's last place; that of 2^-14 for subnormals."""
+    exponent = (float_words(p) & 0x7F800000).clamp(min=113 << 23, max=0x7F000000)
+    return words_float(exponent - (18 << 23))
+
+
+def read_split(a0, a1, a2, a3, i):
+    """Piece: (p << 16) + c as a float32."""
+    shown = shl(weight_load(a0, i), S16)
+    w = finite_or(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_16)), SIGN_16)), real(shown))
+    return w, w, w, w
+
+
+def finite_or(w, shown):
+    """Piece: a weight; what the parameter shows where its low bits, which another writer left, make it infinite or NaN.
+
+    Beside a zero negative low bits would be a NaN's; beside an infinity positive ones; beside a NaN they may carry.
+    """
+    return w if w - w == ZERO_F else shown
+
+
+def write_split(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
+    """Piece: the word of the sum, cut after rounding its upper half."""
+    new = rounded_sum(w, u, r0)
+    bits = word(new)
+    weight_save(a0, i, shr(add(bits, HALF_16), S16))
+    store16(a1, i, bits)
+    return new
+
+
+def rounded_sum(w, u, random):
+    """Piece: w + u as a float32."""
+    raise AssertionError("bound when a kernel is built")
+
+
+def add_nearest(w, u, random):
+    """Piece: w + u to nearest."""
+    return w + u
+
+
+def round_sum(w, u, random):
+    """Piece: w + u exactly (Knuth), then one of the two float32 around it, the farther with the chance of its nearness.
+
+    The chance is a whole number of 2^-16, and no chance at all below half of that: updates down to 2^-41 |w|.
+    """
+    total = w + u
+    other = total - w
+    error = (w - (total - other)) + (u - other)
+    bits = word(total)
+    outwards = add(bits, ONE) if (error < ZERO_F) == (total < ZERO_F) else sub(bits, ONE)
+    gap = abs(real(outwards) - total)
+    chance = (to_real(bit_and(random, LOW_16)) + HALF_F) * TWO_M16
+    return real(outwards) if chance * gap < abs(error) else total
+
+
+def read_split8(a0, a1, a2, a3, i):
+    """Piece: (p << 16) + (c << 8) as a float32."""
+    low = sub(bit_xor(load8(a1, i), SIGN_8), SIGN_8)
+    shown = shl(weight_load(a0, i), S16)
+    w = finite_or(real(add(shown, shl(low, S8))), real(shown))
+    return w, w, w, w
+
+
+def write_split8(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
+    """Piece: the upper 24 bits of the sum, rounded stochastically."""
+    bits = bit_and(add(word(w + u), bit_and(r0, LOW_8)), TOP_24)
+    weight_save(a0, i, shr(add(bits, HALF_16), S16))
+    store8(a1, i, shr(bits, S8))
+    return real(bits)
+
+
+def fp16_unit(p):
+    """Piece: 2^-18 of the power of two at or below |p|."""
+    exponent = bit_and(word(p), FP16_EXPONENT)
+    exponent = exponent if exponent > FP16_LEAST_EXPONENT else FP16_LEAST_EXPONENT
+    exponent = exponent if exponent < FP16_TOP_EXPONENT else FP16_TOP_EXPONENT
+    return real(sub(exponent, FP16_UNIT_SHIFT))
+
+
+def read_split8_fp16(a0, a1, a2, a3, i):
+    """Piece: p + c units."""
+    p = weight_real(weight_load(a0, i))
+    low = sub(bit_xor(load8(a1, i), SIGN_8), SIGN_8)
+    w = p + to_real(low) * fp16_unit(p)
+    return w, w, w, w
+
+
+def write_split8_fp16(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
+    """Piece: the nearest float16, and what it misses in units, rounded stochastically."""
+    new = w + u
+    code = weight_nearest(new, r0)
+    p = weight_real(code)
+    unit = fp16_unit(p)
+    units = (new - p) * (divide(ONE_F, unit))
+    units = units if units - units == ZERO_F else ZERO_F
+    units = units if units > LEAST_8 else LEAST_8
+    units = units if units < MOST_8 else MOST_8
+    biased = to_word(units + BIAS_8 + to_real(bit_and(r0, LOW_16)) * TWO_M16)
+    # 128 units are half a place: too many for a byte, so they become -128 beside the next number up, or -64 of the
+    # next binade's, whose units are twice as large.
+    up = sub(add(code, ONE), shl(shr(code, S15), ONE))
+    below = QUARTER_8 if bit_and(up, FP16_SIGN_AND_FRACTION) == ZERO else ZERO
+    below = below if up > FP16_LEAST_NORMAL else ZERO
+    code = up if biased > LOW_8 else code
+    low = sub(below if biased > LOW_8 else biased, SIGN_8)
+    weight_save(a0, i, code)
+    store8(a1, i, low)
+    p = weight_real(code)
+    return p + to_real(low) * fp16_unit(p)
+
+
+@dataclass(frozen=True)
+class SplitStochastic(Split16):
+    """Split whose float32 sums are rounded stochastically: no update is too small for it, at split's two bytes."""
+
+    name: ClassVar[str] = "split-stochastic"
+    rounding: str = "stochastic"
+
+
+def Split(bits: int = 16, rounding: str | None = None) -> WeightUpdate:
+    """A narrow parameter plus its low bits: 16 (exact float32 beside bfloat16) or 8 (stored stochastically).
+
+    Args:
+        bits: 16 or 8.
+        rounding: of the sum, "nearest" or "stochastic" or the rounding object, for 16 bits; 8 are always stochastic.
+
+    Raises:
+        ValueError: other numbers of bits, or roundings.
+
+    >>> Split(8)
+    Split8()
+    """
+    if bits not in (8, 16):
+        raise ValueError(f"Split(bits={bits!r}): allowed are 16 (exact float32, bfloat16 only) and 8")
+    chosen = None if rounding is None else rounding_name(rounding)
+    if bits == 16:
+        return SplitStochastic() if chosen == "stochastic" else Split16()
+    if chosen == "nearest":
+        raise ValueError("Split(bits=8) is rounded stochastically, 8 bits to nearest would stall: leave rounding out")
+    return Split8()
+
+
+for _update in (Split16(), SplitStochastic(), Split8()):
+    register(_update)

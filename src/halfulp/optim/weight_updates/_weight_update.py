@@ -1,0 +1,158 @@
+"""The weight update: how a float32 update enters a narrow parameter. The only code that writes a parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..states._storage import Store
+from ..step._placeholders import weight_load, weight_real, weight_round, weight_save
+
+Parts = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """One way of adding u to a parameter of few bits.
+
+    A subclass gives the tensors that lie beside the parameter, and the same arithmetic twice: on torch tensors
+    (`read`, and `put` or `write`: the reference) and as scalar pieces (`bindings`). `tests/optim` holds the two to
+    equal bits. One that `compensates` adds u to its parts and not to the weight that they stand for. One that `scales`
+    keeps floats that one power of two multiplies, as the payload of a scaled parameter wants; its `write` takes the
+    `ratio` of the scales where a step changes the scale.
+    """
+
+    name: ClassVar[str]
+    feeds_back: ClassVar[bool] = False
+    compensates: ClassVar[bool] = False
+    scales: ClassVar[bool] = False
+
+    @property
+    def rounds_sum(self) -> bool:
+        """Whether w + u is rounded to nearest in float32, which loses an update below 2^-24 of the weight."""
+        return not self.compensates
+
+    def check(self, store: Store) -> None:
+        """Raise ValueError if parameters of this store cannot be updated so."""
+
+    def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+        """Name and dtype of each tensor kept beside the parameter."""
+        return ()
+
+    def draws(self, store: Store) -> tuple[int, ...]:
+        """Random bits of each stochastic rounding that `write` makes."""
+        return ()
+
+    def bindings(self, store: Store) -> dict[str, object]:
+        """The pieces `read_weight(a0, a1, a2, a3, i)` and `write_weight(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1)`.
+
+        The first returns the weight and three values for the second, which returns the weight it has stored. Where a
+        step changes the scale of a scaled parameter, w, h0 and h1 arrive under the new one, and h2 as it was returned.
+        """
+        raise AssertionError("every weight update binds its pieces")
+
+    def read(self, store: Store, parts: Parts) -> torch.Tensor:
+        """The float32 weight that parameter and companions stand for."""
+        return store.decode(parts[0])
+
+    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts, ratio: float = 1.0) -> torch.Tensor:
+        """Write weight x ratio + u into the parts, in place; returns the weight they now stand for.
+
+        The ratio is a power of two: of the scale that the parts were stored under to the one that they will be under.
+        """
+        held = self.read(store, parts)
+        return self.put(store, parts, (held if ratio == 1.0 else held * ratio) + u, draws)
+
+    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
+        """Write a float32 weight into the parts, in place; returns the weight they now stand for."""
+        raise AssertionError("every weight update puts or writes")
+
+    def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
+        """Make the parts stand for a float32 value, as nearly as they can."""
+        parts[0].copy_(store.encode(value, None))
+
+    def alone(self, store: Store, payload: torch.Tensor) -> torch.Tensor | int:
+        """What each companion holds beside a parameter that is the whole weight by itself."""
+        return 0
+
+    def to_dict(self) -> dict[str, object]:
+        """The name and the fields, as plain data."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+
+def read_plain(a0, a1, a2, a3, i):
+    """Piece: a weight that is its parameter."""
+    w = weight_real(weight_load(a0, i))
+    return w, w, w, w
+
+
+def write_plain(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
+    """Piece: the sum, rounded into the parameter."""
+    code = weight_round(w + u, r0)
+    weight_save(a0, i, code)
+    return weight_real(code)
+
+
+def store_bindings(store: Store, stochastic: bool) -> dict[str, object]:
+    """What the pieces call the parameter's store and rounding."""
+    return {
+        "weight_load": store.load,
+        "weight_save": store.save,
+        "weight_real": store.real,
+        "weight_nearest": store.nearest,
+        "weight_round": store.stochastic if stochastic else store.nearest,
+        **dict(store.constants),
+    }
+
+
+def rounding_name(given: object) -> str:
+    """The name of a rounding that a weight update can use, from the name or the rounding object.
+
+    Raises:
+        ValueError: another rounding, or a seed of its own (the optimizer's seed governs).
+    """
+    name = given if isinstance(given, str) else getattr(given, "name", None)
+    if name not in ("nearest", "stochastic"):
+        raise ValueError(f"a weight update rounds by 'nearest' or 'stochastic', got {given!r}")
+    if getattr(given, "seed", None) is not None:
+        raise ValueError(f"{given!r} has a seed of its own: inside an optimizer give seed= to the optimizer instead")
+    return name
+
+
+REGISTRY: dict[str, WeightUpdate] = {}
+
+
+def register(weight_update: WeightUpdate) -> None:
+    """Give a weight update a name; a name can be given once."""
+    if weight_update.name in REGISTRY:
+        raise ValueError(f"a weight update named {weight_update.name!r} exists already: choose another name")
+    REGISTRY[weight_update.name] = weight_update
+
+
+def weight_update(given: WeightUpdate | str | dict) -> WeightUpdate:
+    """A weight update by object, by name, or from its `to_dict`.
+
+    Raises:
+        ValueError: an unknown name, with the near ones.
+        TypeError: neither an object nor a name.
+    """
+    if isinstance(given, WeightUpdate):
+        return given
+    name = given.get("name") if isinstance(given, dict) else given
+    if not isinstance(name, str) and hasattr(given, "name"):
+        name = rounding_name(given)
+    if not isinstance(name, str):
+        raise TypeError(f"weight_update takes a name or a WeightUpdate object, got {given!r}")
+    if name not in REGISTRY:
+        near = difflib.get_close_matches(name, REGISTRY, 3, 0.4) or sorted(REGISTRY)
+        raise ValueError(f"weight_update {name!r} is unknown: did you mean {' or '.join(near)}?")
+    found = REGISTRY[name]
+    if not isinstance(given, dict):
+        return found
+    fields = {k: weight_update(v) if isinstance(v, dict) else v for k, v in given.items() if k != "name"}
+    return dataclasses.replace(found, **fields)

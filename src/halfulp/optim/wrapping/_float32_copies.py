@@ -1,0 +1,113 @@
+"""Float32 shadows of parameters, and torch optimizers over them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ...mctensor import MCTensor
+from .._parameter_plan import local, placed_like
+
+OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
+
+
+def made_over(optimizer: Callable, params: Iterable, options: dict) -> tuple[torch.optim.Optimizer, list[dict], dict]:
+    """An optimizer over shadows of parameters, their groups, and the shadows."""
+    if isinstance(params, torch.Tensor):
+        raise TypeError("params must be an iterable of tensors, of named tensors, or of groups, not one tensor")
+    given = list(params)
+    if not given:
+        raise ValueError("optimizer got an empty parameter list")
+    given = given if isinstance(given[0], Mapping) else [{"params": given}]
+    shadows: dict[torch.Tensor, torch.Tensor] = {}
+    pairs = [shadow_group(group, shadows) for group in given]
+    base = optimizer([inner for inner, _ in pairs], **options)
+    if not isinstance(base, torch.optim.Optimizer):
+        raise TypeError(f"{optimizer!r} made {base!r}, which is no torch.optim.Optimizer")
+    if len(base.param_groups) != len(pairs):
+        raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
+    return base, [joined(outer, inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
+
+
+def shadow_group(group: Mapping, shadows: dict) -> tuple[dict, dict]:
+    """A group for the wrapped optimizer, over shadows, and the same over the parameters."""
+    members = group["params"]
+    members = [members] if isinstance(members, torch.Tensor) else members if isinstance(members, set) else list(members)
+    inner = []
+    for member in members:
+        parameter = member[1] if isinstance(member, tuple) else member
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
+        shadow = shadows.setdefault(parameter, shadow_of(parameter))
+        inner.append((member[0], shadow) if isinstance(member, tuple) else shadow)
+    rest = {name: value for name, value in group.items() if name not in (*OWN, "params")}
+    return {**rest, "params": inner}, {**group, "params": members}
+
+
+def joined(outer: Mapping, inner: Mapping) -> dict:
+    """A group of parameters with the options of the wrapped optimizer's group."""
+    options = {name: value for name, value in inner.items() if name not in ("params", "param_names")}
+    return {**outer, **options}
+
+
+def taken_over(instance: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, list[dict], dict]:
+    """An optimizer like a live one over shadows of its parameters, with its state, its groups, and the shadows."""
+    shadows = {p: shadow_of(p) for group in instance.param_groups for p in group["params"]}
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return shadows.get(tensor, tensor)
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, MCTensor):
+            return tensor.decode(torch.float32)
+        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+    fields = {k: mapped(v, moved) for k, v in fields_of(instance).items() if k != "state"}
+    base = rebuilt(type(instance), {**fields, "state": defaultdict(dict)})
+    base.state.update({moved(key): mapped(state, widened) for key, state in instance.state.items()})
+    return base, [dict(group) for group in instance.param_groups], shadows
+
+
+def fields_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's attributes without hooks, and without a step that a scheduler has bound to it."""
+    return {k: v for k, v in vars(optimizer).items() if k != "step" and not k.endswith("_hooks")}
+
+
+def rebuilt(kind: type, fields: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer from its class and attributes, as unpickling makes one."""
+    optimizer = object.__new__(kind)
+    optimizer.__setstate__(fields)
+    return optimizer
+
+
+def empty_like(parameter: torch.Tensor) -> torch.Tensor:
+    """One element in a parameter's local shape."""
+    part = local(parameter)
+    return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
+
+
+def shadow_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What the wrapped optimizer steps in a parameter's place."""
+    return torch.nn.Parameter(placed_like(empty_like(parameter), parameter), requires_grad=parameter.requires_grad)
+
+
+def point(shadow: torch.Tensor, values: torch.Tensor) -> None:
+    """Let a shadow, or its shard on this rank, have other memory."""
+    if local(shadow) is shadow:
+        shadow.data = values
+    else:
+        shadow._local_tensor = values
+
+
+def mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples with every tensor in them replaced."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: mapped(item, function) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(item, function) for item in value)
+    return value

@@ -1,0 +1,417 @@
+"""Any torch optimizer on narrow parameters: its arithmetic in float32, its result by a weight update."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ...formats import Format
+from .._float32_weights import TOGETHER, Room, read_weights, room_for, together
+from .._optimizer import Optimizer
+from .._outside_writes import agree
+from .._parameter_plan import Slot, local, own_parts, placed_like
+from .._tensor_map import TensorMap
+from ..rules._update_rule import UpdateRule
+from ..states._storage import F32
+from ..step._memory import gradient_memory
+from ..weight_updates._weight_update import WeightUpdate
+from ._base_state import BASE, compare_shapes, parted, placed
+from ._base_step import is_hooked, plain_step
+from ._explicit_gradient import ASSIGNMENT, GivenOptimizer
+from ._float32_copies import (
+    OWN,
+    empty_like,
+    fields_of,
+    joined,
+    made_over,
+    mapped,
+    point,
+    rebuilt,
+    shadow_group,
+    shadow_of,
+    taken_over,
+)
+from ._outside_state import checked_outside_state, marks_of, outside_state, restore_outside_state
+
+# What the groups of the two optimizers do not share.
+_APART = (*OWN, "params", "param_names")
+
+
+def wrap(
+    optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer,
+    params: Iterable | None = None,
+    *,
+    weight_update: WeightUpdate | str | None = None,
+    param_dtype: torch.dtype | None = None,
+    format: Format | str | None = None,
+    seed: int = 0,
+    report_interval: int = 50,
+    **options,
+) -> Wrapped:
+    """Any torch optimizer on bfloat16 or float16 parameters (or a format's values in float32 ones).
+
+    In a step, float32 shadows of the weights (parameter and companions decoded) and float32 gradients go through the
+    optimizer, and each shadow's change u = new - old, weight decay and all, enters its parameter by the weight update.
+    With "split" or "master" the parameters are thus the float32 run's, bit for bit where the gradients are. float32
+    parameters are stepped in place, as without wrap.
+
+    Shadows and converted gradients live only during the step: 8 bytes for each of at most 2^21 elements at a time for
+    the classes in torch.optim (or of the largest parameter, if that has more), of all elements for any other class and
+    for LBFGS. The optimizer's states are float32 and stay. Where hu.optim has the optimizer itself, that one is faster
+    and keeps narrow states.
+
+    Args:
+        optimizer: a class (or a function that makes an instance), or an instance. An instance's groups, options,
+            states and hooks are taken over, 16-bit states as float32: do not step it afterwards, and make schedulers
+            after wrapping.
+        params: for a class: parameters, named parameters or groups, which may also hold the options below.
+        weight_update, param_dtype, format, seed, report_interval: see Optimizer. "feedback" is refused: it needs a
+            first moment.
+        options: for a class: its own, passed on.
+
+    Returns:
+        A torch.optim.Optimizer whose groups hold the options of both; the inner optimizer is `.base`. A closure is
+        called once, but by an optimizer that asks for one (LBFGS) as often as it likes, on parameters that are then
+        its trial points rounded to nearest.
+
+    Raises:
+        TypeError: neither an optimizer nor something that makes one, or parameters missing or given twice.
+        ValueError: an optimizer of hu.optim, an option that both sides claim, or what Optimizer refuses.
+        NotImplementedError: differentiable=True, a state_dtype, or an optimizer that regroups its parameters.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> opt = hu.optim.wrap(torch.optim.RMSprop, [w], lr=2.0**-13, weight_update="kahan")
+    >>> for _ in range(64):
+    ...     w.grad = torch.ones_like(w)
+    ...     opt.step()
+    >>> bool((w < 1).all())
+    True
+    """
+    own = {
+        "weight_update": weight_update,
+        "param_dtype": param_dtype,
+        "format": format,
+        "seed": seed,
+        "report_interval": report_interval,
+    }
+    if isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+        raise ValueError("this optimizer has weight updates of its own: give it weight_update= instead of wrapping it")
+    if options.pop("state_dtype", None) is not None:
+        raise NotImplementedError(
+            "state_dtype= with wrap: the wrapped optimizer keeps its states in float32; hu.optim.SGD, Adam, AdamW and "
+            "Lion have narrow ones"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if params is not None or options:
+            raise TypeError("wrapping an instance takes over its parameters and options: give none beside it")
+        wrapped = Wrapped(*taken_over(optimizer), **own)
+        vars(wrapped).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
+        return wrapped
+    if not callable(optimizer) or params is None:
+        raise TypeError(
+            f"wrap takes a torch optimizer's class and parameters, or an instance; got {optimizer!r} and "
+            f"{'no' if params is None else 'some'} parameters"
+        )
+    return Wrapped(*made_over(optimizer, params, options), **own)
+
+
+class Wrapped(GivenOptimizer):
+    """What `wrap` returns.
+
+    Attributes:
+        base: the wrapped optimizer, over float32 shadows that hold memory only during a step.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer, groups: list[dict], shadows: dict, **narrow) -> None:
+        claimed = sorted(set(OWN) & base.defaults.keys())
+        if claimed:
+            raise ValueError(
+                f"{type(base).__name__} has options {claimed} of its own, which wrap cannot tell from its own"
+            )
+        if any(group.get("differentiable") for group in base.param_groups):
+            raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
+        self.base, self._complete = base, False
+        self._shadows: TensorMap[torch.Tensor] = TensorMap(shadows.items())
+        self._base_aside: TensorMap[dict] = TensorMap()
+        super().__init__(groups, dict(base.defaults), **narrow)
+        self._complete = True
+        self._pair_groups()
+        self._marks = marks_of(base)
+
+    def rule(self, group: dict) -> UpdateRule:
+        """The new weight, as it comes."""
+        return ASSIGNMENT
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group to both optimizers; what either refuses is added to none."""
+        if not self._complete:
+            super().add_param_group(param_group)
+            return
+        shadows: dict[torch.Tensor, torch.Tensor] = {}
+        inner, outer = shadow_group(param_group, shadows)
+        self.base.add_param_group(inner)
+        try:
+            super().add_param_group(joined(outer, self.base.param_groups[-1]))
+        except Exception:
+            del self.base.param_groups[-1]
+            raise
+        for parameter, shadow in shadows.items():
+            self._shadows[parameter] = shadow
+        self._pair_groups()
+
+    def _pair_groups(self) -> None:
+        self._pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
+
+    def _settle_groups(self) -> None:
+        """The same for the wrapped optimizer: its groups hold the shadows of what the groups here hold."""
+        super()._settle_groups()
+        if not self._complete:
+            return
+        inner_of = {id(own): inner for own, inner in self._pairs}
+        self.base.param_groups[:] = [inner_of[id(own)] for own in self.param_groups]
+        self._pair_groups()
+        members: set[int] = set()
+        for own, inner in self._pairs:
+            for parameter in own["params"]:
+                if parameter not in self._shadows:
+                    self._shadows[parameter] = shadow_of(parameter)
+            # The list itself stays: LBFGS holds it.
+            inner["params"][:] = [self._shadows[parameter] for parameter in own["params"]]
+            members |= set(map(id, inner["params"]))
+            for shadow in inner["params"]:
+                if shadow in self._base_aside:
+                    self.base.state[shadow] = self._base_aside.pop(shadow)
+        for shadow in [key for key in self.base.state if isinstance(key, torch.Tensor) and id(key) not in members]:
+            self._base_aside[shadow] = self.base.state.pop(shadow)
+
+    def _groups_changed(self) -> bool:
+        if [id(own) for own, _ in self._pairs] != [id(own) for own in self.param_groups]:
+            return True
+        known = self._shadows.by_id
+        for own, inner in self._pairs:
+            wanted = [id(known.get(id(parameter))) for parameter in own["params"]]
+            if wanted != [id(shadow) for shadow in inner["params"]]:
+                return True
+        return False
+
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """One step of the wrapped optimizer.
+
+        Args:
+            closure: reevaluates the model and returns the loss, as for torch.optim.
+
+        Raises:
+            ValueError: a learning rate that is not finite, or a parameter whose dtype has changed to one that cannot
+                be stepped; nothing is written then.
+        """
+        for group in self.param_groups:
+            self._check_numbers(group)
+        if self._groups_changed():
+            self._settle_groups()
+        self._meet_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
+        if self._asks_for_closure():
+            return self._step_with(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        runs = self._runs(list(self._all_slots(lambda p: p.grad is not None)))
+        room = room_for(runs)
+        for slots in runs:
+            try:
+                self._load(slots, room)
+                self._step_base()
+                self._write(slots)
+            finally:
+                self._release(slots)
+        return loss
+
+    def _step_with(self, closure: Callable[[], torch.Tensor] | None) -> torch.Tensor:
+        """A step in which the wrapped optimizer evaluates the model at points of its choice."""
+        if closure is None:
+            raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
+        slots, nowhere = list(self._all_slots()), Room(0)
+        own = [part.detach() for slot in slots if not _in_place(slot) for part in own_parts(slot.parameter)]
+        before = [(part, part.clone()) for part in own]
+
+        def evaluate() -> torch.Tensor:
+            with torch.no_grad():
+                for slot in slots:
+                    part, shadow = slot.parts[0], local(self._shadows[slot.parameter])
+                    if not _in_place(slot):
+                        part.copy_(slot.kind.store.encode(shadow, None))
+                        for other in own_parts(slot.parameter)[1:]:
+                            other.detach().zero_()
+            loss = closure()
+            for slot in slots:
+                self._shadows[slot.parameter].grad = _float32(slot.parameter.grad, nowhere)
+            return loss
+
+        try:
+            self._load(slots, nowhere)
+            try:
+                loss = self._step_base(evaluate)
+            finally:
+                for part, copy in before:
+                    part.copy_(copy)
+                for slot in slots:
+                    agree(slot)
+            self._write(slots)
+        finally:
+            self._release(slots)
+        return loss
+
+    def _asks_for_closure(self) -> bool:
+        closure = inspect.signature(type(self.base).step).parameters.get("closure")
+        return closure is not None and closure.default is inspect.Parameter.empty
+
+    def _runs(self, slots: list[Slot]) -> list[list[Slot]]:
+        """What goes through the wrapped optimizer at a time: all, unless its parameters are known to be independent."""
+        if not type(self.base).__module__.startswith("torch.optim.") or is_hooked(self.base):
+            return [slots]
+        whole = [slot for slot in slots if _in_place(slot)]
+        apart = [slot for slot in slots if not _in_place(slot)]
+        return [*([whole] if whole else []), *together(apart, TOGETHER)]
+
+    def _all_slots(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[Slot]:
+        for group in self.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                if wanted(parameter):
+                    yield self._current(group, position, F32)
+
+    def _load(self, slots: list[Slot], room: Room) -> None:
+        """Fill the shadows and their gradients."""
+        room.clear()
+        apart = [slot for slot in slots if not _in_place(slot)]
+        values = dict(zip(map(id, apart), read_weights(apart, room)))
+        for slot in slots:
+            parameter = slot.parameter
+            shadow, value = self._shadows[parameter], values.get(id(slot))
+            point(shadow, local(parameter).detach() if value is None else value)
+            shadow.grad = _float32(parameter.grad, room)
+
+    def _step_base(self, closure: Callable[[], torch.Tensor] | None = None) -> Any:
+        """A step of the wrapped optimizer, under the options of the groups, which get what it writes into its own."""
+        for own, inner in self._pairs:
+            inner.update({name: own[name] for name in own if name not in _APART})
+        result = plain_step(self.base, *(() if closure is None else (closure,)))
+        for own, inner in self._pairs:
+            claimed = sorted(set(OWN) & inner.keys())
+            if claimed:
+                raise ValueError(f"{type(self.base).__name__} writes {claimed} into its groups, which wrap uses itself")
+            own.update({name: inner[name] for name in inner if name not in _APART})
+        return result
+
+    def _write(self, slots: list[Slot]) -> None:
+        # A float32 parameter's shadow has its memory, but a version counter of its own.
+        torch.autograd.graph.increment_version([local(slot.parameter) for slot in slots if _in_place(slot)])
+        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in slots if not _in_place(s)})
+
+    def _release(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            shadow = self._shadows[slot.parameter]
+            shadow.grad = None
+            point(shadow, empty_like(slot.parameter))
+
+    def _packed(self) -> dict[str, Any]:
+        """The wrapped optimizer's states, in their dtypes, are "base.<name>" beside companions."""
+        saved = super()._packed()
+        state, inner = saved["state"], dict(self.base.state)
+        for group, packed in zip(self.param_groups, saved["param_groups"]):
+            for parameter, number in zip(group["params"], packed["params"]):
+                held = inner.pop(self._shadows[parameter], None)
+                if held:
+                    named = {f"{BASE}{name}": value for name, value in held.items()}
+                    state[number] = {**state.get(number, {}), **named}
+        state |= {f"{BASE}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
+        beside = outside_state(self.base, self._marks)
+        return {**saved, "base": beside} if beside else saved
+
+    def _restore(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` of this optimizer, or of the wrapped class itself, returned.
+
+        The latter's 16-bit states become float32, and the companions stay as they are.
+        """
+        own, inner = parted(state_dict)
+        self._settle_groups()
+        inner = self._fitting_base(own, inner)
+        beside = checked_outside_state(self.base, state_dict.get("base", {}))
+        super()._restore(own)
+        for (group, base_group), saved in zip(self._pairs, own["param_groups"]):
+            # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
+            for name in group.keys() - saved.keys() - self.defaults.keys() - {*_APART}:
+                del group[name]
+            for name in base_group.keys() - group.keys() - {*_APART}:
+                del base_group[name]
+            base_group.update({name: group[name] for name in group if name not in _APART})
+        self.base.state.clear()
+        self.base.state.update(inner)
+        restore_outside_state(self.base, beside)
+
+    def _fitting_base(self, own: Mapping, inner: Mapping) -> dict:
+        """The wrapped optimizer's states by shadow, on the parameters' devices."""
+        fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
+        for group, packed in zip(self.param_groups, own["param_groups"]):
+            for parameter, number in zip(group["params"], packed["params"]):
+                state, shadow = inner.get(number), self._shadows[parameter]
+                if state:
+                    compare_shapes(state, self.base.state.get(shadow, {}), number)
+                    fitted[shadow] = {k: placed(v, None if k == "step" else parameter.device) for k, v in state.items()}
+        return fitted
+
+    def bytes_per_parameter(self) -> float:
+        """Bytes of weights, companions, states and gradients per parameter element, as held between steps."""
+        total = elements = 0
+        for slot in self._all_slots():
+            parameter, tensors = slot.parameter, []
+            mapped(self.base.state.get(self._shadows[parameter], {}), tensors.append)
+            gradient = parameter if parameter.grad is None else parameter.grad
+            held = [local(t) for t in (parameter, gradient, *tensors)] + list(slot.tensors.values()) + slot.watched
+            total += sum(t.numel() * t.element_size() for t in held)
+            elements += slot.parts[0].numel()
+        return total / elements if elements else 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy and pickle: the wrapped optimizer by its class and fields, hooks left out as torch does."""
+        own = super().__getstate__()
+        shadows = [(p, self._shadows[p]) for group in self.param_groups for p in group["params"]]
+        own |= {"_shadows": shadows, "base": None, "_marks": self._marks}
+        return {**own, "_inner": (type(self.base), fields_of(self.base))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The counterpart."""
+        kind, fields = state.pop("_inner")
+        self._complete = False
+        super().__setstate__(state)
+        self._shadows, self._base_aside = TensorMap(self._shadows), TensorMap()
+        self.base, self._complete = rebuilt(kind, fields), True
+        self._pair_groups()
+
+    def __repr__(self) -> str:
+        """The wrapped class, then as Optimizer."""
+        return super().__repr__().replace("Wrapped (", f"wrap({type(self.base).__name__}) (", 1)
+
+
+def _in_place(slot: Slot) -> bool:
+    """float32 as such: nothing is to be rounded, and the shadow is the parameter."""
+    return slot.kind.store is F32
+
+
+def _float32(gradient: torch.Tensor | None, room: Room) -> torch.Tensor | None:
+    """A gradient as it is or converted; one that is not strided keeps its layout."""
+    if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
+        return gradient
+    if local(gradient) is gradient:
+        gradient, _ = gradient_memory(gradient, gradient, "a wrapped parameter")
+    if gradient.dtype == torch.float32:
+        return gradient
+    part = local(gradient.detach())
+    if part.layout is not torch.strided:
+        return gradient.detach().to(torch.float32)
+    return placed_like(room.take(part).copy_(part), gradient)

@@ -1,0 +1,138 @@
+"""Update rules: written in + - * and four calls, and right against float64 by another formulation."""
+
+import ast
+import inspect
+import math
+import textwrap
+
+import pytest
+import torch
+
+from halfulp.optim.rules._adam import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD
+from halfulp.optim.rules._lion import LION
+from halfulp.optim.rules._sgd import SGD, SGD_MOMENTUM, SGD_NESTEROV
+
+from ..laws import RULES, build
+
+ALL = (ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD, LION, SGD, SGD_MOMENTUM, SGD_NESTEROV)
+CALLS = {"root", "divide", "larger", "sign_of"}
+FUNCTIONS = [f for rule in ALL for f in (rule.update, rule.repay) if f is not None]
+
+
+@pytest.mark.parametrize("function", dict.fromkeys(FUNCTIONS), ids=lambda f: f.__name__)
+def test_a_rule_is_plus_minus_times_and_four_calls_on_names(function):
+    body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    statements = [s for s in body.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+    for node in (node for statement in statements for node in ast.walk(statement)):
+        assert not isinstance(node, ast.Constant), f"a literal: {node.value!r}"
+        if isinstance(node, ast.BinOp):
+            assert isinstance(node.op, ast.Add | ast.Sub | ast.Mult), ast.dump(node)
+        elif isinstance(node, ast.UnaryOp):
+            assert isinstance(node.op, ast.USub), ast.dump(node)
+        elif isinstance(node, ast.Call):
+            assert isinstance(node.func, ast.Name), ast.dump(node)
+            assert node.func.id in CALLS, ast.dump(node)
+            assert not node.keywords, ast.dump(node)
+        else:
+            allowed = ast.Assign | ast.Return | ast.Tuple | ast.Name | ast.expr_context | ast.operator | ast.unaryop
+            assert isinstance(node, allowed), ast.dump(node)
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.name)
+def test_a_rule_takes_its_states_and_constants_by_name(rule):
+    arguments = list(inspect.signature(rule.update).parameters)
+    assert arguments[:2] == ["w", "g"]
+    assert len(arguments) == 2 + len(rule.states) + len(rule.constants)
+    assert arguments[2 + len(rule.states) :] == list(rule.constants)
+    assert set(rule.homogeneous or ()) <= set(rule.constants)
+    if rule.repay is not None:
+        assert len(inspect.signature(rule.repay).parameters) == 1 + len(rule.states) + len(rule.constants)
+
+
+def _left_out(total, terms, share):
+    """A sum, NaN where less than a share of its terms is left of it: how float32 rounds decides there."""
+    return total.masked_fill(total.abs() < share * terms, math.nan)
+
+
+def _adam(w, grads, o, decoupled):
+    m = v = top = torch.zeros_like(w)
+    b1, b2 = o.get("betas", (0.9, 0.999))
+    for t, g in enumerate(grads, 1):
+        g = -g if o.get("maximize") else g
+        if not decoupled:
+            decay = o.get("weight_decay", 0) * w
+            g = _left_out(g + decay, g.abs() + decay.abs(), 2**-13)
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        top = torch.maximum(top, v)
+        used = top if o.get("amsgrad") else v
+        step = m / (1 - b1**t) / ((used / (1 - b2**t)).sqrt() + o.get("eps", 1e-8))
+        w = w - o["lr"] * ((o.get("weight_decay", 0.01) * w if decoupled else 0) + step)
+    return w
+
+
+def _sgd(w, grads, o):
+    buffer = None
+    for g in grads:
+        g = (-g if o.get("maximize") else g) + o.get("weight_decay", 0) * w
+        if o.get("momentum"):
+            buffer = g.clone() if buffer is None else o["momentum"] * buffer + (1 - o.get("dampening", 0)) * g
+            g = g + o["momentum"] * buffer if o.get("nesterov") else buffer
+        w = w - o["lr"] * g
+    return w
+
+
+def _lion(w, grads, o):
+    m = size = torch.zeros_like(w)
+    b1, b2 = o.get("betas", (0.9, 0.99))
+    for g in grads:
+        mixed = _left_out(b1 * m + (1 - b1) * g, b1 * size + (1 - b1) * g.abs(), 2**-19)
+        w, m = w - o["lr"] * (mixed / mixed.abs() + o.get("weight_decay", 0) * w), b2 * m + (1 - b2) * g
+        size = b2 * size + (1 - b2) * g.abs()
+    return w
+
+
+ORACLES = {"SGD": _sgd, "Lion": _lion}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_against_float64(seed, rule):
+    kind, options = RULES[rule]
+    start = torch.randn(400)
+    grads = [torch.randn(400) * 10 ** torch.empty(400).uniform_(-3, 3) for _ in range(20)]
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = build(rule, "exact", [parameter], "fp32")
+    for gradient in grads:
+        parameter.grad = gradient
+        optimizer.step()
+    wide = [gradient.double() for gradient in grads]
+    if "adam" in rule:
+        expected = _adam(start.double(), wide, options, decoupled="adamw" in rule)
+    else:
+        expected = ORACLES[kind.__name__](start.double(), wide, options)
+    decided = ~expected.isnan()
+    assert decided.sum() > 390
+    start, expected = start[decided], expected[decided]
+    moved = (expected - start).abs().max()
+    error = (parameter.detach().double()[decided] - expected).abs()
+    # Twenty float32 steps, each of about ten roundings of terms as large as the weight or the largest gradient.
+    scale = expected.abs() + start.abs() + moved
+    assert (error <= 200 * 2**-24 * scale).all()
+    assert not math.isclose(float(moved), 0)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-10, -6), (15, 20)], ids=["of the size of eps", "whose squares overflow"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_matches_its_definition_for_gradients(seed, rule, low, high):
+    """From weights of zero and by gradients of one sign, so that no sum cancels and a missing eps or term shows."""
+    kind, options = RULES[rule]
+    options = {**options, "weight_decay": 0.0, "lr": 2.0**-7}
+    size = 10 ** torch.empty(200).uniform_(low, high) * (torch.randint(0, 2, (200,)) * 2 - 1)
+    grads = [size * torch.empty(200).uniform_(0.5, 2) for _ in range(5)]
+    parameter = torch.nn.Parameter(torch.zeros(200))
+    optimizer = build(rule, "exact", [parameter], "fp32", **{k: options[k] for k in ("weight_decay", "lr")})
+    for gradient in grads:
+        parameter.grad = gradient
+        optimizer.step()
+    start, wide = torch.zeros(200, dtype=torch.float64), [gradient.double() for gradient in grads]
+    oracle = (lambda *a: _adam(*a, decoupled="adamw" in rule)) if "adam" in rule else ORACLES[kind.__name__]
+    torch.testing.assert_close(parameter.detach().double(), oracle(start, wide, options), rtol=3e-6, atol=0)

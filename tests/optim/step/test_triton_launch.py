@@ -1,0 +1,213 @@
+"""The CUDA twin: translated from the same pieces, and bit for bit the reference, on CUDA or in Triton's interpreter."""
+
+import ast
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.kernels.triton._source import OPTIONS, load_module, module_source
+from halfulp.optim.states._storage import STORES
+from halfulp.optim.step._triton_kernel import triton_source
+
+from ..laws import (
+    CODECS,
+    RULES,
+    STORE_NAMES,
+    UPDATES,
+    allowed,
+    build,
+    covering,
+    differing,
+    fit,
+    snapshot,
+    special_pairs,
+)
+
+FORBIDDEN = (ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Lambda, ast.ListComp, ast.AugAssign)
+OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.BitAnd, ast.BitOr, ast.BitXor, ast.LShift, ast.RShift, ast.FloorDiv)
+
+
+def _kind(rule, update, store, codec, gradient, metered=False):
+    parameter = torch.nn.Parameter(fit(special_pairs(0)[0], store))
+    optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])
+    slot = optimizer._prepare(optimizer.param_groups[0], 0, STORES[gradient])
+    return slot.kind.metered_twin if metered else slot.kind
+
+
+# Metered too: every value of each of the five, and all that differs from the plain kind is the meter.
+KINDS = [(*row, False) for row in covering()]
+for _row in covering():
+    if any(all(_row[i] != kind[i] for kind in KINDS if kind[5]) for i in range(5)):
+        KINDS.append((*_row, True))
+
+
+@pytest.mark.parametrize(("rule", "update", "store", "codec", "gradient", "metered"), KINDS)
+def test_every_kind_translates_into_what_triton_can_compile(rule, update, store, codec, gradient, metered):
+    kind = _kind(rule, update, store, codec, gradient, metered)
+    text = triton_source(kind)
+    assert text == triton_source.__wrapped__(kind), "not deterministic"
+    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    known = set()
+    for function in functions:
+        assert [ast.unparse(d) for d in function.decorator_list] == ["triton.jit"]
+        assert function.name not in known, "defined twice"
+        own = {a.arg for a in function.args.args} | {
+            n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        }
+        for node in ast.walk(function):
+            negated = isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant)
+            assert not negated, ast.unparse(node)
+            assert not isinstance(node, FORBIDDEN), ast.unparse(node)
+            if isinstance(node, ast.If):
+                assert ast.unparse(node.test) == "aligned"
+            if isinstance(node, ast.BinOp):
+                assert isinstance(node.op, OPERATORS), ast.unparse(node)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                assert node.id in own | known | {"tl", "triton"}, f"{function.name} uses {node.id}"
+        known.add(function.name)
+    assert {"element", "step"} <= known
+
+
+REFUSED = """return x / x; return x ** x; return not x; return unheard_of(x); return [x]; return x.y
+return ONE; return NAMES; if x: return x; for k in x: x = k; while x: return x; return x(x)
+return (lambda y: y)(x); return x if x < x < x else x"""
+
+
+@pytest.mark.parametrize("body", REFUSED.replace("\n", "; ").split("; "))
+def test_what_has_no_form_on_blocks_is_refused(body):
+    with pytest.raises(TypeError, match="form on blocks"):
+        module_source(f"def piece(x):\n    {body}", {"NAMES": (1, 2)})
+
+
+def test_constants_keep_their_bits():
+    bind = {"A": np.float32(-0.0), "B": np.float32("nan"), "C": np.float32(2.0**-149), "D": np.uint32(0xFFFFFFFF)}
+    text = module_source("def piece(x):\n    return A, B, C, D", bind)
+    returned = ast.parse(text).body[-1].body[-1].value.elts
+    assert [ast.unparse(node) for node in returned] == [
+        "real(tl.full([], 2147483648, tl.uint32))",
+        "real(tl.full([], 2143289344, tl.uint32))",
+        "tl.full([], 1.401298464324817e-45, tl.float32)",
+        "tl.full([], 4294967295, tl.uint32)",
+    ]
+    assert np.float32(1.401298464324817e-45) == bind["C"]
+
+
+def test_the_engine_names_what_it_needs(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with hu.kernels.engine("triton"), pytest.raises(ValueError, match="CUDA tensors"):
+        hu.kernels.chosen("cpu")
+
+
+def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_step_right(monkeypatch):
+    from halfulp.optim.step import _triton_launch as _triton
+
+    def refuse(source):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(hu.kernels._engine, "_installed", lambda name: True)
+    monkeypatch.setattr(_triton, "load_module", refuse)
+    monkeypatch.setattr(_triton, "_kernels", {})
+    case = ("lion", "kahan", "bf16", None, torch.bfloat16)
+    with pytest.warns(RuntimeWarning, match="no Triton kernel .* no compiler here"):
+        told = _run("triton", 1, *case)[0]
+    assert differing(told, _run("reference", 1, *case)[0]) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("adamw", "split8", "bf16", "default", torch.bfloat16, True),
+        ("adamw", "kahan", "bf16", "8bit", torch.float32, False),
+        ("sgd", "components-3", "fp16", "default", torch.float16, False),
+    ],
+    ids=str,
+)
+def test_the_compiler_fuses_and_flushes_nothing(case, monkeypatch, tmp_path):
+    """Down to PTX for sm_80, which needs no device: a product is rounded before it is added."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = {"chunks": "*i64", "parameters": "*i64", "meter": "*fp64", "aligned": "constexpr"}
+    whole = {(position,): [["tt.divisibility", 16]] for position in range(3)}
+    kernel = load_module(triton_source(_kind(*case)))["step"]
+    source = triton.compiler.ASTSource(kernel, types, {(3,): True}, whole)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=OPTIONS).asm["ptx"]
+    instructions = {line.split()[0] for line in ptx.splitlines() if line.startswith("\t") and line.split()}
+    assert "ld.global.v4.b32" in ptx, "16 bytes at a time"
+    assert not [i for i in instructions if i.startswith("fma") or ".ftz" in i or ".approx" in i or ".full" in i]
+
+
+# on a device, or interpreted ---------------------------------------------------------------------------------
+
+
+def _run(engine, seed, rule, update, store, codec, gradient, device="cpu", steps=2, shapes=(), **more):
+    """Everything after some steps on special values, and on parameters of other shapes beside them."""
+    generator = torch.Generator().manual_seed(seed)
+    given = [fit(special_pairs(seed)[0], store)] + [fit(torch.randn(s, generator=generator), store) for s in shapes]
+    parameters = [torch.nn.Parameter(value.to(device)) for value in given]
+    optimizer = build(rule, update, parameters, store, state_dtype=codec, seed=seed, **more)
+    for parameter in parameters:
+        parameter.grad_dtype = None
+    with hu.kernels.engine(engine):
+        for step in range(steps):
+            parameters[0].grad = special_pairs(seed + step + 1)[1].to(gradient).to(device)
+            for parameter in parameters[1:]:
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(gradient).to(device)
+            optimizer.step()
+    return {name: tensor.cpu() for name, tensor in snapshot(optimizer).items()}, optimizer
+
+
+def _cases():
+    """Every weight update, rule, store and codec beside the common ones."""
+    rows = [("adamw", update, "bf16", "default") for update in UPDATES if allowed("adamw", update, "bf16")]
+    rows += [(rule, "split8", "bf16", "default") for rule in RULES]
+    rows += [("adamw", "exact" if store == "fp32" else "kahan", store, "fp32") for store in STORE_NAMES]
+    rows += [("adamw", "stochastic", "bf16", codec) for codec in CODECS]
+    rows += [("sgd", update, "bf16", "default") for update in ("nearest", "stochastic", "split")]
+    rows += [("lion", "nearest", "fp16", "8bit"), ("adam-amsgrad", "split8", "fp16", "8bit")]
+    return list(dict.fromkeys(rows))
+
+
+def compare(seed: int, device: str) -> list[str]:
+    """Which cases differ from the reference; printed when run apart."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    found = []
+    with np.errstate(all="ignore"):
+        for number, (rule, update, store, codec) in enumerate(_cases()):
+            gradient = (torch.bfloat16, torch.float32, torch.float16)[number % 3]
+            case = (seed, rule, update, store, CODECS[codec], gradient, device)
+            if differing(_run("triton", *case)[0], _run("reference", *case[:-1])[0]):
+                found.append(f"{case}")
+        for codec in ("default", "8bit"):
+            case = (seed, "adamw", "stochastic", "bf16", CODECS[codec], torch.bfloat16)
+            more = {"shapes": [(7,), (33, 5), (), (0, 3), (3, 5472), (40_001,)], "report_interval": 1}
+            (here, a), (there, b) = _run("triton", *case, device, **more), _run("reference", *case, **more)
+            pairs = list(zip(a.report().rows, b.report().rows, strict=True))
+            counted = all((m.updates, m.cancelled, m.samples) == (o.updates, o.cancelled, o.samples) for m, o in pairs)
+            near = all(m.realised == pytest.approx(o.realised, rel=1e-9) for m, o in pairs)
+            if differing(here, there) or not counted or not near:
+                found.append(f"{case} of many shapes, metered")
+    return found
+
+
+def test_steps_equal_the_reference_bit_for_bit(seed):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        assert compare(seed, "cuda") == []
+        return
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from optim.test_triton import compare\n"
+    code += "print(compare(int(sys.argv[2]), 'cpu'))"
+    command = [sys.executable, "-c", code, str(Path(__file__).parents[2]), str(seed)]
+    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.strip() == "[]"
