@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import halfulp as hu
-from halfulp.gradients._replay import forwards_without_region
+from halfulp.gradients.replay._replay import forwards_without_region
 
 from ._harness import ROOT, Contender, measure
 from ._overhead_models import CASES, workload

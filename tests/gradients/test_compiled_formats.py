@@ -9,9 +9,9 @@ from torch import nn
 
 import halfulp as hu
 from halfulp import rounding
-from halfulp.gradients import _compiled
-from halfulp.gradients._graph_functions import name_functions
-from halfulp.gradients._graph_operators import factors_of_edges, observed, rounded, watched, watched_loss
+from halfulp.gradients.compiled import _backend as _compiled
+from halfulp.gradients.compiled._graph_functions import name_functions
+from halfulp.gradients.compiled._runtime_operators import factors_of_edges, observed, rounded, watched, watched_loss
 from halfulp.kernels import same_bits
 
 from .architectures import Case, build

@@ -10,8 +10,8 @@ from torch import nn
 import halfulp as hu
 from halfulp.formats import Format, get
 from halfulp.gradients import AbsRange, Amax, Constant, Dynamic, ElementWise, Measured, RisingFloor, UnderflowBound
-from halfulp.gradients._policy import _BY_NAME
 from halfulp.gradients._site import Reading, Site
+from halfulp.gradients.policies._policy import _BY_NAME
 
 from .exponents import Spiked, batch, clear, mean_square, mlp, own, sites
 

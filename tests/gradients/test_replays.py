@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.gradients import _attach, _borders, _replay
-from halfulp.gradients._forward import Forward
-from halfulp.gradients._graph_walk import Matcher, Surroundings, walk
+from halfulp.gradients.eager import _attach
+from halfulp.gradients.eager import _site_boundaries as _borders
+from halfulp.gradients.eager._forward import Forward
+from halfulp.gradients.replay import _replay
+from halfulp.gradients.replay._graph_walk import Matcher, Surroundings, walk
 
 from .exponents import ALL, WIDTH, assert_same, batch, case_of, clear, gradients, mean_square, plainly, scramble
 

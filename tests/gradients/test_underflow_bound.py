@@ -5,8 +5,8 @@ import random
 import pytest
 
 from halfulp.gradients import UnderflowBound
-from halfulp.gradients._published import Proposal
 from halfulp.gradients._site import Site
+from halfulp.gradients.policies._underflow_bound import Proposal
 
 
 @pytest.mark.parametrize("format", ["fp16", "e5m2"])

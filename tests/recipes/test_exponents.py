@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from halfulp.gradients import _learned
+from halfulp.gradients.replay import _learned_graph as _learned
 from halfulp.recipes import verify
 from halfulp.recipes._exponents import verify_exponents
 

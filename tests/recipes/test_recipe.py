@@ -43,7 +43,7 @@ def test_mix_from_dict_and_list() -> None:
 
 
 def test_policies_are_those_of_the_scaler() -> None:
-    from halfulp.gradients._policy import _BY_NAME
+    from halfulp.gradients.policies._policy import _BY_NAME
     from halfulp.recipes._recipe import _GRADIENT_SCALE_WORDS, GRADIENT_SCALES
 
     assert set(GRADIENT_SCALES) == set(_BY_NAME) == set(_GRADIENT_SCALE_WORDS)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from halfulp import recipes
-from halfulp.gradients._attach import WatchedForward
+from halfulp.gradients.eager._attach import WatchedForward
 from halfulp.recipes import Recipe
 from halfulp.trials._scaling import INTERVAL, SAMPLES, scaling
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..formats import Format
-from ..gradients._forward import NotScriptedError
+from ..gradients.eager._forward import NotScriptedError
 from ..kernels import checksum
 from ..rounding import Nearest, Rounding
 from ..subclass._parameter_holders import EMULATED

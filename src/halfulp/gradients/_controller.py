@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from ..formats import fp16
-from ._backward import Backward
 from ._last_step import LastStep as LastStep
-from ._measure import Measured, by_site, copied, recovered
-from ._one_scale import measured_scale
+from ._measurement import Measured, by_site, copied, recovered
 from ._overflow import (
     Culprit,
     all_finite,
@@ -28,10 +26,12 @@ from ._overflow import (
     suspects,
     unmeasured_culprits,
 )
-from ._policy import Amax
 from ._schedule import is_measured
 from ._site import GLOBAL, Reading, Site
 from ._state import load_sites
+from .eager._backward import Backward
+from .policies._policy import Amax
+from .policies._single_scale import measured_scale
 
 # For so many intervals an overflow is remembered, times the site's patience.
 _MEMORY = 4

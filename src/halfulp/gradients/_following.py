@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from ._measure import plain
+from ._measurement import plain
 from ._site import Site, Sites
-from ._strides import restored, shifted
+from .eager._strides import restored, shifted
 
 # 2^127 and 2^-126 are float32's last normal powers of two.
 _BIAS, _MOST = 127, 126

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ._measure import Measured, by_site, copied
+from ._measurement import Measured, by_site, copied
 from ._site import Reading, Site
 
 

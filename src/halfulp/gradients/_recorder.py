@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ._controller import LastStep
-from ._table import SiteTable
+from ._site_table import SiteTable
 
 _COLUMNS = (
     *("iteration", "applied", "reason", "site", "exponent", "received", "passed", "weight"),

@@ -6,7 +6,7 @@ import os
 
 from ._controller import Controller
 from ._recorder import Recorder
-from ._table import SiteTable
+from ._site_table import SiteTable
 
 
 class SiteReports:

@@ -15,18 +15,18 @@ from ..formats import Format
 from ..kernels import uncompiled
 from ..rounding import Rounding
 from ._amp_scaling import has_gradients, stepped, stepped_with, takes_scaler
-from ._attach import attach, unwrapped
-from ._borders import check_units
 from ._controller import LastStep
-from ._growth import GrowthSettings
-from ._options import controller_of, device_of, models_of
 from ._pickle import reduced, resume
-from ._policy import Policy, get_policy
 from ._recorder import Recorder
 from ._reports import SiteReports
+from ._scaler_options import controller_of, device_of, models_of
 from ._site import HIGHEST, exponent_of
 from ._state import check_entries, check_places, check_state, sites_by_name, state_of
 from ._unscale import unscaled_by_kind
+from .eager._attach import attach, unwrapped
+from .eager._site_boundaries import check_units
+from .policies._growth import GrowthSettings
+from .policies._policy import Policy, get_policy
 
 
 class AdaptiveGradScaler(SiteReports, GrowthSettings):
@@ -323,7 +323,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         Raises:
             ValueError: a backend without a backward graph to put exponents in.
         """
-        from ._compiled import backend
+        from .compiled._backend import backend
 
         self._controller.backward.following.stop()
         return backend(self._controller.backward, name)

@@ -1,0 +1,384 @@
+"""The compiled front end's pass: it gives every gradient of a backward graph a site and moves it where sites meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from .._site import GLOBAL
+from ._graph_roles import HALF, MATRIX, Role, carries, role_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the forward graph tells of a backward graph.
+
+    Attributes:
+        keys: The site of each function of the forward graph, by its path there.
+        parameters: Which inputs of the forward graph are parameters.
+        products: The paths of those that are products.
+        opening: The paths of others that open a site, as they read parameters alone.
+        rounds: Whether gradients are rounded to a format of their own.
+        repeating: The paths of those that are given one tensor more than once, each of which is read by itself.
+        wholes: The calls of modules that the eager front end meets as one function, by the paths of what runs there.
+        apart: The paths of bodies whose arguments and results have gradients at the global exponent.
+        watches: Whether the policy reads the operands of products.
+    """
+
+    keys: Mapping[str, str]
+    parameters: tuple[bool, ...]
+    products: frozenset[str] = frozenset()
+    opening: frozenset[str] = frozenset()
+    repeating: frozenset[str] = frozenset()
+    wholes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    apart: frozenset[str] = frozenset()
+    rounds: bool = False
+    watches: bool = False
+
+    def words(self) -> tuple:
+        """All that a backward graph depends on, for caches."""
+        listed = (tuple(sorted(paths)) for paths in (self.products, self.opening, self.repeating, self.apart))
+        return tuple(self.keys.items()), *listed, tuple(self.wholes.items()), self.parameters, self.rounds, self.watches
+
+    @functools.cached_property
+    def ranks(self) -> dict[str, int]:
+        """The places of sites in the order of the forward pass."""
+        opened = dict.fromkeys(key for key in self.keys.values() if key != GLOBAL)
+        return {key: i for i, key in enumerate(opened, 1)}
+
+    def rank(self, key: str) -> int:
+        """The place of a site; the global one is before all, and then those that the forward pass does not know."""
+        return -1 if key == GLOBAL else self.ranks.get(key, 0)
+
+
+def path_of(stack: Sequence[tuple]) -> str:
+    """The name of a function in a graph, after those of the functions whose bodies it is in, such as checkpoints."""
+    return "/".join(name for name, _ in stack)
+
+
+@dataclasses.dataclass
+class Crossing:
+    """A gradient that moves from one site to another for some of its readers, as a rounded copy where there is one."""
+
+    node: Node
+    source: str
+    target: str
+    readers: list[Node]
+    rounded: Node | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A gradient times another factor.
+
+    Attributes:
+        node: Its function.
+        key: Its site.
+        shared: Whether it works at the global exponent and not at its site's.
+        reads: The gradients among its arguments, as it reads them.
+        makes: The gradients that it makes: which, of what kind, and whether they have the global exponent.
+    """
+
+    node: Node
+    key: str
+    shared: bool
+    reads: Sequence[Node]
+    makes: Sequence[tuple[Node, str, bool]]
+
+    @property
+    def passes(self) -> bool:
+        """Whether it passes a gradient on, to more than parameters."""
+        return any(kind == "passed" for _, kind, _ in self.makes)
+
+    def gradients(self) -> Iterator[tuple[Node, str, bool]]:
+        """What is worth measuring: gradients, their kinds, and whether they have the global exponent."""
+        yield from ((x, "received", False) for x in self.reads if not self.shared)
+        yield from self.makes
+
+    def factor(self) -> tuple[Node, Node, str, int] | None:
+        """A gradient that it reads, the other factor, and its form and groups as `Factor` has them; None without."""
+        args = self.node.args
+        name = self.node.target._opname
+        if name in ("mm", "bmm", "addmm", "baddbmm"):
+            a, b = (args[i] for i in MATRIX[name])
+            return (a, b, "left", 1) if a in self.reads else (b, a, "right", 1)
+        if name == "convolution_backward":
+            return args[0], args[2], "transposed" if args[7] else "convolution", args[9]
+        return None
+
+
+class Placement:
+    """Sites of all gradients of a backward graph.
+
+    A product's gradients are at the product's site: the one that it reads and those that it makes. Any other function
+    that is linear in gradients takes the site that its readers want, so that gradients move as soon as they are made;
+    readers that want something else move them again. What enters and leaves, and what reads a gradient in any other
+    way, has the global exponent. A cast to a wider dtype comes before a move. Nothing comes between a product and a sum
+    that a compiler may compute as one, since the two together round otherwise than one after the other.
+
+    Args:
+        module: The graph, with values in its nodes' meta.
+        plan: Sites of products.
+    """
+
+    def __init__(self, module: GraphModule, plan: Plan) -> None:
+        self._plan = plan
+        self._output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+        self.gradients: dict[Node, None] = {}
+        self.roles: dict[Node, Role] = {}
+        # Sums of gradients of one tensor, for which autograd names no forward function.
+        self._adds: set[Node] = set()
+        self._calls: dict[Node, str] = {}
+        self._pinned: dict[Node, str] = {}
+        self._collect(module.graph.nodes)
+        self._products = {add: product for add in self.gradients if (product := self._added(add))}
+        self._sums = {product: add for add, product in self._products.items()}
+        self._wishes: dict[Node, str | None] = {}
+        self._leads: dict[Node, bool] = {}
+        for node in reversed(self.gradients):
+            self._wish(node)
+        self.sites: dict[Node, str] = {}
+        for node in self.gradients:
+            self.sites[node] = self._site(node)
+
+    def _collect(self, nodes: Iterable[Node]) -> None:
+        """Gradients are what follows from tangents."""
+        for node in nodes:
+            if node.op == "placeholder" and "tangents" in node.name:
+                self.gradients[node] = None
+            elif node.op not in ("placeholder", "output") and any(x in self.gradients for x in node.all_input_nodes):
+                self.roles[node] = role = self._role(node)
+                adds = node.target is torch.ops.aten.add.Tensor and all(x in self.gradients for x in node.args[:2])
+                if adds and self._path(node) is None:
+                    self._adds.add(node)
+                if role in ("product", "opening"):
+                    self._calls[node] = self._key(node)
+                elif role == "linear" and self._plan.rounds:
+                    path = self._sums_for(node) if node in self._adds else self._path(node)
+                    if path is not None:
+                        self._pinned[node] = self._plan.keys[path]
+                if role != "shape" and carries(node):
+                    self.gradients[node] = None
+
+    def _sums_for(self, add: Node) -> str | None:
+        """The function within whose derivative all is made that adds up, so that it reads the tensor itself once."""
+        made = list(add.args[:2])
+        for x in made:
+            made += x.args[:2] if x in self._adds else ()
+        paths = [self._path(x) for x in made if x not in self._adds]
+        is_one = None not in paths and len({self._plan.wholes.get(path, path) for path in paths}) == 1
+        return paths[0] if is_one and paths[0] not in self._plan.repeating else None
+
+    def _role(self, node: Node) -> Role:
+        role, path = role_of(node, self.gradients), self._path(node)
+        if role == "product" and path is not None and path not in self._plan.products:
+            # A step of another function's derivative, of which the eager front end sees the whole.
+            return "other" if self._plan.keys[path] == GLOBAL else "linear"
+        return "opening" if role == "linear" and path in self._plan.opening else role
+
+    def _path(self, node: Node) -> str | None:
+        """The forward function that a node is in the derivative of."""
+        stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
+        paths = (path_of(stack[:end]) for end in range(len(stack), 0, -1))
+        return next((path for path in paths if path in self._plan.keys), None)
+
+    def _whole(self, node: Node) -> str | None:
+        """The function of the eager front end that a node is in the derivative of."""
+        path = self._path(node)
+        return self._plan.wholes.get(path, path)
+
+    def _is_within(self, node: Node, whole: str) -> bool:
+        """Whether a gradient is made within a function's derivative, and not only added up there."""
+        if node not in self.roles:
+            return False
+        if node in self._adds:
+            return any(self._is_within(x, whole) for x in node.all_input_nodes)
+        return self._whole(node) == whole
+
+    def entering(self, product: Product, moved: Collection[Node]) -> Iterator[tuple[Node, list[Node]]]:
+        """The gradients that enter the derivative of the function which a product belongs to, on their way to it.
+
+        With each, what reads it there. Of gradients that such a function makes for itself the eager front end sees
+        none; those of a tensor that it reads and gives are two.
+        """
+        whole, seen = self._whole(product.node), set()
+        ahead = [(x, product.node) for x in product.reads]
+        while ahead:
+            node, reader = ahead.pop()
+            if whole is None or not self._is_within(node, whole):
+                yield node, [reader] if whole is None else self._readers(node, product.node, whole)
+            elif node not in seen:
+                seen.add(node)
+                ahead += [(x, node) for x in node.all_input_nodes if x in self.gradients or x in moved]
+
+    def _readers(self, node: Node, product: Node, whole: str) -> list[Node]:
+        return [reader for reader in node.users if reader is product or self._is_within(reader, whole)]
+
+    def _key(self, node: Node) -> str:
+        path = self._path(node)
+        return f"backward.{node.name}" if path is None else self._plan.keys[path]
+
+    def _added(self, add: Node) -> Node | None:
+        """The product that a compiler makes one addmm of, with the sum that alone reads it; the last of two."""
+        if self._plan.rounds:
+            # What is rounded before it is added is computed apart.
+            return None
+        if add.target is not torch.ops.aten.add.Tensor or self.roles[add] != "linear":
+            return None
+        mm = torch.ops.aten.mm.default
+        return next((x for x in reversed(add.all_input_nodes) if x.target is mm and len(x.users) == 1), None)
+
+    def _needed(self, reader: Node) -> str | None:
+        """Where a reader wants its gradients; None where it does not mind."""
+        if reader.op == "output":
+            return None
+        if reader in self._products:
+            return self._works_at(self._products[reader])
+        if reader in self._pinned:
+            return self._pinned[reader]
+        match self.roles[reader]:
+            case "product" | "opening":
+                return self._works_at(reader)
+            case "other":
+                return GLOBAL
+            case "shape" | "widening":
+                return None
+            case _:
+                return self._wishes[reader]
+
+    def _works_at(self, product: Node) -> str:
+        """Where a product's gradients are: at the global exponent where it makes parameters' alone and all are wide.
+
+        Its input is moved then, together with whatever makes it, and not its result, which would be read once more.
+        """
+        value = product.meta["val"]
+        own = self._plan.rounds or not isinstance(value, Tensor) or value.dtype in HALF
+        own = own or self._leads[self._sums.get(product, product)]
+        return self._calls[product] if own else GLOBAL
+
+    def _body(self, node: Node) -> str:
+        """The body with a path in `Plan.apart` that a gradient is made in; that of a sum is its arguments'."""
+        if node in self._adds:
+            bodies = {self._body(x) for x in node.args[:2]}
+            return bodies.pop() if len(bodies) == 1 else ""
+        path = self._path(node) if self._plan.apart else None
+        return max((one for one in self._plan.apart if path and path.startswith(f"{one}/")), key=len, default="")
+
+    def _wished(self, node: Node, reader: Node) -> str | None:
+        """Where a reader wants a gradient: at the global exponent where that enters another body."""
+        wish = self._needed(reader)
+        enters = wish is not None and self._plan.apart and reader.op != "output" and self._body(reader)
+        return GLOBAL if enters and self._body(node) != enters else wish
+
+    def _wish(self, node: Node) -> None:
+        wishes = [wish for reader in node.users if (wish := self._wished(node, reader)) is not None]
+        self._wishes[node] = max(wishes, key=self._plan.rank) if wishes else None
+        self._leads[node] = any(self._goes_on(node, reader) for reader in node.users)
+
+    def _goes_on(self, node: Node, reader: Node) -> bool:
+        """Whether a gradient goes to more than parameters through a reader."""
+        if reader.op == "output":
+            return not self._is_a_parameters(node)
+        return self.roles[reader] in ("product", "other") or self._leads.get(reader, False)
+
+    def _is_a_parameters(self, gradient: Node) -> bool:
+        """Whether a returned gradient is a parameter's, and not another input's."""
+        gradients = pytree.tree_leaves(self._output.args)
+        if len(gradients) != len(self._plan.parameters):
+            return True
+        return self._plan.parameters[gradients.index(gradient)]
+
+    def _site(self, node: Node) -> str:
+        role = self.roles.get(node, "other")
+        if role in ("product", "opening"):
+            return self._works_at(node)
+        if node in self._products:
+            return self._works_at(self._products[node])
+        if role == "other":
+            return GLOBAL
+        if node in self._pinned:
+            return self._pinned[node]
+        inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
+        if role in ("part", "widening"):
+            return inputs[0]
+        if self._plan.rounds and len(inputs) > 1 and self._wishes[node] is None:
+            # A parameter's gradients add up as where they are accumulated: each rounded, at the global exponent.
+            return GLOBAL
+        if self._is_narrow(node):
+            # What is made for parameters, such as a bias, is made of what a product reads.
+            inputs += [wish for x in node.all_input_nodes if (wish := self._wishes.get(x))]
+        return self._wishes[node] or max(inputs, key=self._plan.rank)
+
+    def _is_narrow(self, node: Node) -> bool:
+        """Whether a narrow format stores a gradient."""
+        value = node.meta["val"]
+        return self._plan.rounds or (isinstance(value, Tensor) and value.dtype == torch.float16)
+
+    def _read_at(self, reader: Node, node: Node) -> str:
+        """The site at which a reader takes a gradient."""
+        if reader.op == "output":
+            return GLOBAL
+        match self.roles[reader]:
+            case "product" | "opening":
+                return self._works_at(reader)
+            case "other":
+                return GLOBAL
+            case "linear":
+                return self.sites[reader]
+            case _:
+                return self.sites[node]
+
+    def keys(self) -> list[str]:
+        """All sites, the global one and then the others in forward's order."""
+        known = {*self._calls.values(), *self._pinned.values()} - {GLOBAL}
+        return [GLOBAL, *sorted(known, key=self._plan.rank)]
+
+    def crossings(self) -> list[Crossing]:
+        """Every gradient that moves, once for each site that it moves to."""
+        found: dict[tuple[Node, str], Crossing] = {}
+        for node, source in self.sites.items():
+            for reader in node.users:
+                target = self._read_at(reader, node)
+                if target != source:
+                    found.setdefault((node, target), Crossing(node, source, target, [])).readers.append(reader)
+        return list(found.values())
+
+    def stored(self, gradient: Node) -> Node:
+        """A gradient before it became wider, which it does before it moves."""
+        return gradient.all_input_nodes[0] if self.roles.get(gradient) == "widening" else gradient
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """In what dtype the gradient is that a site's first product reads."""
+        dtypes: dict[str, torch.dtype] = {}
+        for node, key in self._calls.items():
+            read = next(x for x in node.all_input_nodes if x in self.gradients)
+            dtypes.setdefault(key, read.meta["val"].dtype)
+        return dtypes
+
+    def kind(self, gradient: Node) -> str:
+        """What a reading of a gradient that a site gives is called."""
+        return "passed" if self._leads[gradient] else "weight"
+
+    def products(self, moved: Collection[Node]) -> list[Product]:
+        """All products, once gradients have been moved, and what else gives a site its parameters' gradients."""
+        return [self._product(node, moved) for node in self._calls if not self._is_a_step(node)]
+
+    def _is_a_step(self, node: Node) -> bool:
+        """Whether a node is on the way to the gradient of what was read without a product."""
+        return self.roles[node] == "opening" and any(self.roles.get(x) == "opening" for x in node.users)
+
+    def _product(self, node: Node, moved: Collection[Node]) -> Product:
+        reads = [x for x in node.all_input_nodes if x in self.gradients or x in moved]
+        # What comes to a site is rounded, and a product rounds what it reads; no other function does.
+        reads = reads if self.roles[node] == "product" else []
+        several = isinstance(node.meta["val"], tuple | list)
+        made = [*node.users] if several else [self._sums.get(node, node)]
+        made = [x for x in made if x in self.gradients and carries(x)]
+        makes = [(x, self.kind(x), self.sites[x] == GLOBAL) for x in made]
+        return Product(node, self._calls[node], self._works_at(node) == GLOBAL, reads, makes)

@@ -1,0 +1,200 @@
+"""The compiled front end's writing: factors, roundings and observations into a backward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .._site import GLOBAL
+from ._graph_pass import Crossing, Placement, Plan, Product
+from ._graph_roles import HALF, base_of, narrows
+from ._runtime_operators import (
+    ITEM,
+    PART,
+    SHARED,
+    factors_of_edges,
+    moved_number,
+    observed,
+    rounded,
+    watched,
+    watched_loss,
+)
+
+
+def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
+    """Write into a backward graph what gives its gradients sites, rounds and measures them."""
+    placement = Placement(module, plan)
+    crossings = placement.crossings()
+    writer = Writer(module, scaler, placement.keys(), crossings)
+    if plan.watches:
+        dtypes = placement.dtypes()
+        for crossing in crossings:
+            if crossing.source == GLOBAL and crossing.target in dtypes:
+                writer.watch_loss(crossing, dtypes[crossing.target])
+    for crossing in crossings:
+        if plan.rounds and crossing.source != GLOBAL:
+            crossing.rounded = writer.copy_rounded(crossing)
+    moved = {writer.move(crossing): crossing for crossing in crossings}
+    products = placement.products(moved)
+    watching = {product.node: writer.watch(product) for product in _telling(products)} if plan.watches else {}
+    entering = {product.node: list(placement.entering(product, moved)) for product in products} if plan.rounds else {}
+    final = _round(writer, moved, entering, watching) if plan.rounds else {}
+    for key, gradients in _limiting(placement, products, moved, entering, plan.rounds).items():
+        writer.observe(key, [(final.get(node, node), kind, shared) for node, kind, shared in gradients])
+    module.graph.lint()
+    module.recompile()
+
+
+def _telling(products: Iterable[Product]) -> Iterator[Product]:
+    """The products that pass gradients on, and where a site has none, the first that makes parameters'."""
+    by_key: dict[str, list[Product]] = {}
+    for product in products:
+        by_key.setdefault(product.key, []).append(product)
+    for those in by_key.values():
+        yield from [product for product in those if product.passes] or those[:1]
+
+
+# By the node of a product, the gradients that enter its function's derivative, and what reads each there.
+Entering = dict[Node, list[tuple[Node, list[Node]]]]
+
+
+def _round(
+    writer: Writer, moved: dict[Node, Crossing], entering: Entering, watching: dict[Node, Node | None]
+) -> dict[Node, Node]:
+    """Round whatever comes to a site, for all its readers, and what enters a product, for those there alone.
+
+    What shows the policy a product's factors reads what the product does.
+    """
+    final = {node: writer.round(node) for node, crossing in moved.items() if crossing.target != GLOBAL}
+    for product, pairs in entering.items():
+        watch = watching.get(product)
+        for node, readers in pairs:
+            if node not in final:
+                final[node] = writer.round(node, [])
+            for reader in readers if watch is None else (*readers, watch):
+                reader.replace_input_with(node, final[node])
+    return final
+
+
+def _limiting(
+    placement: Placement,
+    products: Iterable[Product],
+    moved: dict[Node, Crossing],
+    entering: Entering,
+    rounds: bool,
+) -> dict[str, list[tuple[Node, str, bool]]]:
+    """What is measured at each site, once, as another view of a gradient is none: all that may overflow there.
+
+    That is what its products read and make and, in a narrow format, what comes to it, becomes narrow there or leaves
+    it, between which and its products other functions may lie.
+    """
+    found: dict[str, dict[Node, tuple[Node, str, bool]]] = {}
+
+    def add(key: str, node: Node, kind: str, shared: bool = False) -> None:
+        found.setdefault(key, {}).setdefault(base_of(node), (node, kind, shared))
+
+    def narrow(node: Node) -> bool:
+        return rounds or node.meta["val"].dtype == torch.float16
+
+    for product in products:
+        # What is rounded is measured as it leaves its site.
+        for gradient in (
+            product.gradients() if not rounds else ((x, "received", False) for x, _ in entering[product.node])
+        ):
+            add(product.key, *gradient)
+    for node, crossing in moved.items():
+        if crossing.target != GLOBAL and narrow(node):
+            add(crossing.target, node, "received")
+        left = placement.stored(crossing.node)
+        if crossing.source != GLOBAL and narrow(left):
+            add(crossing.source, crossing.rounded or left, placement.kind(left))
+    for node, key in placement.sites.items():
+        if key != GLOBAL and narrows(node):
+            # It was wide when it came to the site.
+            add(key, node, "received")
+    return {key: list(gradients.values()) for key, gradients in found.items()}
+
+
+class Writer:
+    """Writes nodes into a backward graph, with their values in meta."""
+
+    def __init__(self, module: GraphModule, scaler: str, keys: list[str], crossings: list[Crossing]) -> None:
+        self._module = module
+        self._scaler = scaler
+        pairs = dict.fromkeys((crossing.source, crossing.target) for crossing in crossings)
+        self._places = {pair: i for i, pair in enumerate(pairs)}
+        index = {key: str(i) for i, key in enumerate(keys)}
+        self._edges = ITEM.join([PART.join(keys), *(PART.join(index[key] for key in pair) for pair in pairs)])
+        self._vectors: dict[torch.device, Node] = {}
+
+    def write(self, target: Callable, *args: Any) -> Node:
+        """A call, and what it gives for tensors without data."""
+        node = self._module.graph.call_function(target, args)
+        values = torch.fx.node.map_arg(args, lambda x: x.meta["val"])
+        node.meta["val"] = target(*values)
+        return node
+
+    def move(self, crossing: Crossing) -> Node:
+        """The node times the factor of its edge, in float32 where it is half as wide; its readers take that."""
+        node = crossing.node
+        dtype = node.meta["val"].dtype
+        half = dtype in HALF
+        cast = torch.ops.prims.convert_element_type.default
+        vector = self._vector(node)
+        with self._module.graph.inserting_before(min(crossing.readers)):
+            factor = self.write(torch.ops.aten.select.int, vector, 0, self._places[crossing.source, crossing.target])
+            moves = crossing.rounded or node
+            wide = self.write(cast, moves, torch.float32) if half else moves
+            times = torch.ops.aten.mul.Tensor if node.meta["val"].dim() else moved_number
+            moved = self.write(times, wide, factor)
+            moved = self.write(cast, moved, dtype) if half else moved
+        for reader in crossing.readers:
+            reader.replace_input_with(node, moved)
+        return moved
+
+    def copy_rounded(self, crossing: Crossing) -> Node:
+        """What moves, rounded to the scaler's format, for this crossing alone."""
+        with self._module.graph.inserting_before(min(crossing.readers)):
+            return self.write(rounded, crossing.node, self._scaler)
+
+    def round(self, node: Node, readers: Collection[Node] | None = None) -> Node:
+        """The node rounded to the scaler's format; its readers take that, or those that are given."""
+        with self._module.graph.inserting_after(node):
+            result = self.write(rounded, node, self._scaler)
+        taken = list(node.users) if readers is None else readers
+        node.replace_all_uses_with(result, delete_user_cb=lambda reader: reader is not result and reader in taken)
+        return result
+
+    def observe(self, key: str, gradients: Collection[tuple[Node, str, bool]]) -> None:
+        """What measures the gradients at a site: which, of what kinds, and whether they have the global exponent."""
+        nodes, kinds, shared = zip(*gradients)
+        words = PART.join(kind + SHARED * s for kind, s in zip(kinds, shared))
+        with self._module.graph.inserting_after(max(nodes)):
+            self.write(observed, list(nodes), self._scaler, key, words)
+
+    def watch(self, product: Product) -> Node | None:
+        """What shows the policy both factors of a product; None for one that no policy knows."""
+        factor = product.factor()
+        if factor is None:
+            return None
+        gradient, other, form, groups = factor
+        with self._module.graph.inserting_before(product.node):
+            return self.write(watched, gradient, other, self._scaler, product.key, form, groups)
+
+    def watch_loss(self, crossing: Crossing, stored: torch.dtype) -> None:
+        """What shows the policy a gradient at the global exponent, before it takes a site's."""
+        with self._module.graph.inserting_before(min(crossing.readers)):
+            self.write(watched_loss, crossing.node, self._scaler, crossing.target, stored)
+
+    def _vector(self, like: Node) -> Node:
+        """The factors of all edges, on the device of a node."""
+        value = like.meta["val"]
+        if value.device not in self._vectors:
+            first = next(node for node in self._module.graph.nodes if node.op != "placeholder")
+            with self._module.graph.inserting_before(first), value.fake_mode:
+                args = (self._scaler, self._edges, len(self._places), value.device)
+                self._vectors[value.device] = self.write(factors_of_edges, *args)
+        return self._vectors[value.device]

@@ -1,0 +1,392 @@
+"""Backward: what happens to gradients between sites, while a scaled loss is differentiated."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from ...formats import Format
+from ...kernels import untraced
+from ...rounding import Nearest, Rounding, quantize
+from .._following import Following
+from .._measurement import Measurements, narrow
+from .._processes import Processes
+from .._site import Site, Sites
+from ..policies._operand_statistics import Factor
+from ..policies._policy import Policy
+from ._site_boundaries import Unmarked, check_exits
+
+Hook = Callable[[tuple], tuple | None]
+# By handle: what compiled graphs know of a scaler.
+ALIVE: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
+_handles = itertools.count()
+
+
+class Widening(torch.autograd.Function):
+    """The edge of a float16 parameter, whose gradient leaves in float32, as its sum is (`check_leaf`).
+
+    A hook may not change a gradient's dtype; ``arrive`` is set on the node.
+    """
+
+    @staticmethod
+    def forward(ctx, parameter: Tensor) -> Tensor:
+        """The same numbers."""
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @untraced
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        """What the edge's hook makes of it."""
+        changed = ctx.arrive((gradient,))
+        return gradient if changed is None else changed[0]
+
+
+class Backward:
+    """The edges between sites: they move a gradient from one exponent to another.
+
+    All edges are shut but during a backward pass that started at ``scaler.scale(loss)``, so that whatever else is
+    differentiated sees true gradients: since every path from a loss to a parameter ends at the exponent at which it
+    began, edges that do nothing change nothing.
+
+    Args:
+        sites: whose exponents hold.
+        policy: what looks at products' operands, if it wants them.
+        format: What every gradient that a product reads or makes is rounded to; None leaves the tensors' own dtype.
+        rounding: How it is.
+    """
+
+    def __init__(
+        self,
+        sites: Sites,
+        policy: Policy,
+        format: Format | None = None,
+        rounding: Rounding = Nearest(),  # noqa: B008  frozen
+    ) -> None:
+        self.sites = sites
+        self.policy = policy
+        self.format = format
+        self._rounding = rounding
+        # How many gradients were rounded: a seeded rounding draws for each anew.
+        self.roundings = 0
+        # Where one scale holds for all and nobody looks, GradScaler's own graph is all that is needed.
+        self.idle = not policy.per_site and not policy.measures and format is None
+        # Those that add their gradients to these.
+        self.processes = Processes()
+        self.active = False
+        self.measuring = True
+        self.passes = 0
+        self.second_order = False
+        # Whether reentrant checkpoints ran, whose backward passes begin inside of this one.
+        self.replayed = False
+        self.measurements = Measurements()
+        self.unmarked = Unmarked()
+        self._replays = True
+        self.following = Following(sites, policy.per_site and policy.measures and not policy.wants_operands)
+        self.order: dict[Site, None] = {}
+        # Sites that gradients left for others, in backward's order.
+        self._left: dict[Site, None] = {}
+        self.forwards = 0
+        self._seen = False
+        self._crossings: dict[tuple[Site, Site], Hook] = {}
+        self._arrivals: dict[tuple[Site, Format | None], Hook] = {}
+        self._readers: dict[int, Site] = {}
+        self._unlisted: dict[int, Tensor] = {}
+        self._lookups = self._listed = 0
+        self._warned = False
+        # What compiled graphs know it by, the factors that they hold, and whose parameters they name.
+        self.handle = str(next(_handles))
+        self.factors: dict[tuple, Any] = {}
+        self.names: weakref.WeakSet = weakref.WeakSet()
+        ALIVE[self.handle] = self
+
+    # what a backward pass goes through ----------------------------------------------------------------------
+
+    @untraced
+    def begin(self, gradients: tuple) -> None:
+        """The first node of a scaled loss: open the edges until this backward pass ends."""
+        if torch.is_grad_enabled():
+            self._switch_off()
+        self.passes += 1
+        if self.second_order or self.active:
+            return
+        self.active = True
+        self.following.begin(self.measuring)
+        self._task = torch._C._current_graph_task_id()
+        Variable._execution_engine.queue_callback(self.end)
+
+    @untraced
+    def end(self) -> None:
+        """Shut the edges."""
+        self.active = False
+
+    def end_unless_differentiating(self) -> None:
+        """Shut the edges where no backward pass runs: none is open then, even if the last one raised."""
+        if not differentiating():
+            self.end()
+
+    def check_exits(self, node: Any) -> None:
+        """Check that what is read outside of models is an output of them; it is not known of those without regions.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if check_exits(node, self.sites.anchor, self.unmarked):
+            self.rest()
+
+    def rest(self) -> None:
+        """Let one global scale hold until the next update, and regions, which tell more, see all that comes then."""
+        self.second_order, self._replays = True, False
+        # A backward pass that runs had its gradients moved by edges, and goes on so.
+        self.end_unless_differentiating()
+
+    def may_replay(self) -> bool:
+        """Whether a forward pass of now may go without a region: only what it multiplies gradients by is wanted."""
+        wanted = self._replays and not self.measuring and not self.second_order and self.format is None
+        return wanted and not torch._C._len_torch_dispatch_stack()
+
+    def note_left(self, sites: Iterable[Site]) -> None:
+        """Note that gradients pass from these sites, in forward's order, to others."""
+        self._left.update(dict.fromkeys(reversed(list(sites))))
+
+    def join(self) -> None:
+        """Note, once in an iteration, which processes share the gradients."""
+        if not self.order and not self.forwards:
+            self.processes.find()
+
+    def check_seen(self) -> None:
+        """Warn, once, where a scaled loss came from no forward pass that has sites: one scale holds for all then."""
+        if self._seen or self.idle:
+            return
+        self._seen = True
+        if not self.order and not self.forwards:
+            warnings.warn(
+                "the scaled loss came from no forward pass of the scaler's model, so that one scale holds for all "
+                "gradients: call the model itself, not its parts or methods, or make the scaler of what is called",
+                stacklevel=3,
+            )
+
+    def renew(self) -> None:
+        """Forget the iteration that ends here."""
+        self.end()
+        self.passes = self.forwards = 0
+        self.second_order = self.replayed = False
+        self.measurements.clear()
+        self.following.borders.clear()
+        self.order.clear()
+        for key in self._unlisted:
+            self._readers.pop(key, None)
+        self._unlisted.clear()
+        self._left.clear()
+
+    def crossing(self, source: Site, target: Site) -> Hook:
+        """The hook of an edge: it takes a gradient at ``target``'s exponent to ``source``'s."""
+        if (source, target) not in self._crossings:
+            self._crossings[source, target] = self._crossing(source, target)
+        return self._crossings[source, target]
+
+    def reached(self) -> list[Site]:
+        """The sites of this iteration in forward's order, with those that ran before the last update and not since."""
+        return [*(site for site in reversed(self._left) if site not in self.order), *self.order]
+
+    def edges(self) -> Iterable[tuple[Site, Site]]:
+        """Pairs of a site and one that passes gradients to it."""
+        return self._crossings.keys()
+
+    def _crossing(self, source: Site, target: Site) -> Hook:
+        @untraced
+        def cross(gradients: tuple) -> tuple | None:
+            gradient = gradients[0]
+            if self.shut() or gradient is None:
+                return None
+            self._left[source] = None
+            if target is self.sites.anchor and self.measuring and self.policy.wants_operands:
+                self.propose_at_loss(source, gradient, source.stored)
+            changed = self._passed(gradient, target)
+            changed = self.following.moved(changed, source, target)
+            changed = self._received(changed, source)
+            return None if changed is gradient else (changed,)
+
+        return cross
+
+    @untraced
+    def round_all(self, gradients: tuple) -> tuple | None:
+        """The hook of a product's result: its gradient is rounded to the format before the product reads it."""
+        if not self.active:
+            return None
+        return tuple(None if gradient is None else self.rounded(gradient) for gradient in gradients)
+
+    def rounded(self, gradient: Tensor) -> Tensor:
+        """What the format makes of a gradient; an overflow shows, as infinity or, where there is none, NaN."""
+        if self.format is None:
+            return gradient
+        if gradient.is_complex():
+            return torch.view_as_complex(self.rounded(torch.view_as_real(gradient)))
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            return torch.sparse_coo_tensor(
+                gradient.indices(), self.rounded(gradient.values()), gradient.shape, is_coalesced=True
+            )
+        overflow = "inf" if self.format.infinities else "nan"
+        self.roundings += 1
+        return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=self.roundings)
+
+    def watch_operands(self, site: Site, factor: Factor) -> Hook:
+        """The hook of a product's result, in measured iterations: a policy looks at both factors."""
+
+        @untraced
+        def look(gradients: tuple) -> None:
+            if self.active and gradients[0] is not None:
+                self.propose(site, gradients[0], factor, site.stored)
+
+        return look
+
+    def propose(self, site: Site, gradient: Tensor, factor: Factor, stored: Format | None) -> None:
+        """Ask the policy about a product of this gradient, which the format or ``stored`` holds; wide ones are not."""
+        stored = self.format or stored
+        if stored is None:
+            return
+        proposal = self.policy.proposed(site, factor.operands(gradient), stored, self.sites.anchor)
+        if proposal is not None:
+            site.proposals.append(proposal)
+
+    def propose_at_loss(self, site: Site, gradient: Tensor, stored: Format | None) -> None:
+        """Ask how far a wide gradient at the global exponent should be scaled before the format rounds it."""
+        stored = self.format or stored
+        proposal = None if stored is None else self.policy.at_the_loss(site, gradient, stored, self.sites.anchor)
+        if proposal is not None:
+            site.proposals.append(proposal)
+
+    def reads(
+        self, parameter: Tensor, site: Site, sharded: Callable[[], bool] = lambda: False, listed: bool = True
+    ) -> None:
+        """Note that a parameter is read at a site, from where its gradient leaves for the global exponent.
+
+        ``sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their
+        gradients become float32 before they leave, and are reduced so. ``listed``: whether a model lists it.
+        """
+        if parameter.dtype == torch.float16:
+            if id(parameter) not in self._readers and sharded():
+                parameter.grad_dtype = torch.float32
+            check_leaf(parameter)
+        if id(parameter) not in self._readers:
+            self._forget_gone()
+        self._readers[id(parameter)] = site
+        if not listed:
+            self._unlisted[id(parameter)] = parameter
+
+    def _forget_gone(self) -> None:
+        """Forget parameters that are gone, if models had others since."""
+        lookups = sum(names.lookups for names in self.names)
+        # A new parameter may have the identity of one that is gone, which needs no lookup.
+        if lookups != self._lookups or len(self._readers) - len(self._unlisted) >= self._listed:
+            self._lookups = lookups
+            list(self.readers())
+            self._listed = len({id(parameter) for names in self.names for parameter in names.parameters()})
+
+    def reader_of(self, parameter: Tensor) -> Site | None:
+        """The site that read a parameter last; None where none did."""
+        return self._readers.get(id(parameter))
+
+    def readers(self) -> Iterator[tuple[Tensor, Site]]:
+        """Every parameter of the models, or read since the last update, and the site that read it last.
+
+        Parameters are looked up by identity: torch.utils.swap_tensors takes none that is referenced weakly.
+        """
+        known = {id(parameter): parameter for names in self.names for parameter in names.parameters()} | self._unlisted
+        for key, site in list(self._readers.items()):
+            if key in known:
+                yield known[key], site
+            else:
+                del self._readers[key]
+
+    def arrival(self, site: Site, made_in: torch.dtype) -> Hook:
+        """The hook of a parameter's edge: the gradient that a reader made, in a dtype, leaves its site."""
+        key = site, narrow(made_in)
+        if key not in self._arrivals:
+            self._arrivals[key] = self._arrival(site, self.format or key[1])
+        return self._arrivals[key]
+
+    def _arrival(self, site: Site, stored: Format | None) -> Hook:
+        @untraced
+        def arrive(gradients: tuple) -> tuple | None:
+            gradient = gradients[0]
+            if self.shut() or gradient is None:
+                return None
+            changed = self.rounded(gradient)
+            if self.measuring:
+                self.measurements.add(site, "weight", changed, stored)
+            # A float16 parameter sums its gradients in float32 (`check_leaf`), where leaving is exact.
+            changed = changed.float() if changed.dtype == torch.float16 else changed
+            changed = self.following.moved(changed, self.sites.anchor, site)
+            return None if changed is gradient else (changed,)
+
+        return arrive
+
+    # the pieces -----------------------------------------------------------------------------------------------
+
+    def _passed(self, gradient: Tensor, target: Site) -> Tensor:
+        stored = self._storage(target)
+        gradient = self.rounded(gradient) if stored is self.format else gradient
+        if self.measuring:
+            self.measurements.add(target, "passed", gradient, stored)
+        return gradient
+
+    def _storage(self, site: Site) -> Format | None:
+        """The narrow format of a site's gradients; outside of products, at the global exponent, there is none."""
+        return None if site is self.sites.anchor else self.format or site.stored
+
+    def _received(self, gradient: Tensor, source: Site) -> Tensor:
+        stored = self._storage(source)
+        if stored is None:
+            # What was passed on, which cannot leave a wide format's range.
+            return gradient
+        gradient = self.rounded(gradient) if stored is self.format else gradient
+        if self.measuring:
+            self.measurements.add(source, "received", gradient, stored)
+        return gradient
+
+    def shut(self) -> bool:
+        """Whether edges do nothing; what is differentiated once more shuts them for the whole iteration."""
+        if not self.active:
+            if torch.is_grad_enabled() and not self.second_order:
+                self._switch_off()
+            return True
+        # A backward pass inside of this one is none of a scaled loss, unless it is a checkpoint's.
+        return torch._C._current_graph_task_id() != self._task and not self.replayed
+
+    def _switch_off(self) -> None:
+        self.second_order = True
+        self.active = False
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "gradients are taken with create_graph=True: what is differentiated again has one global scale until "
+                "scaler.update(), as in torch.amp.GradScaler (said once)",
+                stacklevel=2,
+            )
+
+
+def differentiating() -> bool:
+    """Whether this thread is in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def check_leaf(parameter: Tensor) -> None:
+    """A parameter's gradient must be able to leave its reader's site without rounding.
+
+    Raises:
+        TypeError: it is float16, and its gradient too.
+    """
+    if parameter.dtype == torch.float16 and getattr(parameter, "grad_dtype", torch.float16) == torch.float16:
+        raise TypeError(
+            f"a parameter of shape {list(parameter.shape)} is float16 and so is its gradient, which cannot be unscaled "
+            "without losing what the scale saved: call halfulp.float32_gradients(model) before, and step with an "
+            "optimizer of halfulp.optim; or keep float32 parameters under torch.autocast"
+        )

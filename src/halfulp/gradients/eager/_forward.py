@@ -1,0 +1,94 @@
+"""Forward: what stands in the place of a module's ``forward`` while a scaler watches the module."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._pytree import mapped
+from ..compiled._runtime_operators import marked
+from ._backward import Backward
+
+
+class NotScriptedError(NotImplementedError, AttributeError):
+    """An attribute that is not there for torch.jit.script, in words; others that look for it go on without."""
+
+
+class Forward(abc.ABC):
+    """A module's ``forward``, watched. Copies of the module get the one that it had, and pickles its class's."""
+
+    def __init__(self, module: nn.Module, backward: Backward) -> None:
+        self._module = weakref.ref(module)
+        self._backward = backward
+        self._own = module.__dict__.get("forward")
+        # Callers look at the signature, to know which columns of a data set a model takes, and at the source.
+        self.inner = self.__wrapped__ = module.forward
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """The plain forward pass's, which torch.export reads."""
+        return self.inner.__code__
+
+    @property
+    def __globals__(self) -> dict:
+        """What torch.jit.script reads first; it then compiles the source of what stands here, and not the plain one."""
+        raise NotScriptedError(
+            "torch.jit.script cannot compile a model that has an AdaptiveGradScaler: give it a copy, which has none, "
+            "torch.jit.script(copy.deepcopy(model)), or call scaler.detach() before"
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass; the plain one where autograd does not differentiate it."""
+        if not torch.is_grad_enabled() or torch.compiler.is_exporting() or self._backward.idle:
+            return self.inner(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._marked(self.inner(*args, **kwargs))
+        return self._with_edges(args, kwargs)
+
+    def _marked(self, out: Any) -> Any:
+        """Outputs in a graph that is compiled, for the scaler's backend to know them by."""
+        wide = self._widens()
+        return mapped(out, lambda x: marked(x, self._backward.handle, wide))
+
+    @abc.abstractmethod
+    def _with_edges(self, args: tuple, kwargs: dict) -> Any:
+        """The forward pass with edges; the plain one where it is `traced`."""
+
+    @abc.abstractmethod
+    def _widens(self) -> bool:
+        """Whether float16 outputs become float32."""
+
+    def put(self) -> None:
+        """Take the place of the module's forward."""
+        self._module().forward = self
+
+    def restore(self) -> None:
+        """Give the module the forward back that it had."""
+        module = self._module()
+        if module is not None:
+            module.__dict__.pop("forward", None)
+            if self._own is not None:
+                module.forward = self._own
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        return plain_forward(memo[id(self._module())]) if self._own is None else copy.deepcopy(self._own, memo)
+
+    def __reduce__(self) -> tuple:
+        return plain_forward, (self._module(),)
+
+
+def plain_forward(module: nn.Module) -> types.MethodType:
+    """The ``forward`` of a module's class."""
+    return types.MethodType(type(module).forward, module)
+
+
+def traced() -> bool:
+    """Whether a forward pass is recorded or transformed as a function, and not run to be differentiated by autograd."""
+    return torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()

@@ -1,0 +1,129 @@
+"""The module-level front end: every module with parameters and no parts is one site, seen at its borders."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._measurement import narrow
+from .._pytree import carriers_in, mapped, once
+from .._site import Site
+from ._backward import Backward
+from ._forward import Forward, traced
+from ._region import Names, hook_arrival, view_of
+from ._site_boundaries import mark
+from ._strides import copied
+
+# Modules whose forward reads their parts' parameters and does not call the parts.
+WHOLE = (nn.MultiheadAttention,)
+
+
+class ModuleForward(Forward):
+    """Edges at a module's borders: inside, gradients are at its site, outside at the global exponent."""
+
+    def __init__(self, module: nn.Module, backward: Backward, site: Site, names: Names) -> None:
+        super().__init__(module, backward)
+        self._names = names
+        self._site = site
+        self._lock = threading.RLock()
+        self._inside = False
+
+    def _widens(self) -> bool:
+        return False
+
+    def _with_edges(self, args: tuple, kwargs: dict) -> Any:
+        if traced():
+            return self.inner(*args, **kwargs)
+        # While a thread is inside, the module's parameters are views.
+        with self._lock:
+            return self.inner(*args, **kwargs) if self._inside else self._between_borders(args, kwargs)
+
+    def _between_borders(self, args: tuple, kwargs: dict) -> Any:
+        self._backward.join()
+        self._backward.order.setdefault(self._site)
+        args, kwargs = mapped((args, kwargs), once(self._entering))
+        given = list(carriers_in((args, kwargs)))
+        versions = [x._version for x in given]
+        with self._parameters_apart() as arrivals:
+            out = self.inner(*args, **kwargs)
+        if versions != [x._version for x in given]:
+            raise NotImplementedError(
+                f"module {self._site.key!r} writes into its argument, whose gradient then goes round the exponents: "
+                "let it work on a clone, or take mode='function'"
+            )
+        first, anchor = next(carriers_in(out), None), self._backward.sites.anchor
+        if first is not None:
+            self._site.stored = narrow(first.dtype)
+            for view in arrivals:
+                hook_arrival(view, self._backward.arrival(self._site, first.dtype))
+                mark(view.grad_fn, self._site, anchor, anchor)
+        return mapped(out, once(self._leaving))
+
+    @contextlib.contextmanager
+    def _parameters_apart(self) -> Iterator[list[Tensor]]:
+        """Let the module read views of its parameters, each with a node of its own; gives the views."""
+        holders = list(self._module().modules())
+        parameters = {id(x): x for holder in holders for x in carriers_in(holder._parameters)}
+        for x in parameters.values():
+            self._backward.reads(x, self._site, listed=self._names.of(x) is not None)
+        views = {key: view_of(x, sparse=True) for key, x in parameters.items()}
+        kept = [(holder, dict(holder._parameters), holder.__dict__.get("_flat_weights")) for holder in holders]
+        self._inside = True
+        try:
+            for holder, own, listed in kept:
+                holder._parameters.update({name: views.get(id(x), x) for name, x in own.items()})
+                if listed is not None:
+                    # Recurrent layers read this list.
+                    holder.__dict__["_flat_weights"] = [views.get(id(x), x) for x in listed]
+            yield list(views.values())
+        finally:
+            self._inside = False
+            for holder, own, listed in kept:
+                holder._parameters.update(own)
+                if listed is not None:
+                    holder.__dict__["_flat_weights"] = listed
+
+    def _entering(self, x: Tensor) -> Tensor:
+        return self._edge(x.view_as(x), self._backward.sites.anchor, self._site)
+
+    def _leaving(self, x: Tensor) -> Tensor:
+        if x.is_leaf:
+            return x
+        # A reader may write into it, and a write into a view would go round the hook.
+        if self._backward.format is not None:
+            x.grad_fn.register_prehook(self._backward.round_all)
+        return self._edge(copied(x), self._site, self._backward.sites.anchor)
+
+    def _edge(self, out: Tensor, source: Site, target: Site) -> Tensor:
+        """A tensor, with a node of its own, whose gradient goes from ``target``'s exponent to ``source``'s."""
+        out.grad_fn.register_prehook(self._backward.crossing(source, target))
+        mark(out.grad_fn, target, source, self._backward.sites.anchor)
+        return out
+
+
+def modules_of(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are sites, with their keys: those with parameters and no parts, and whole attentions."""
+    if isinstance(model, WHOLE) or next(model.children(), None) is None:
+        if next(model.parameters(), None) is not None:
+            yield prefix or "model", model
+        return
+    for name, part in model.named_children():
+        yield from modules_of(part, f"{prefix}.{name}" if prefix else name)
+
+
+def attach_modules(model: nn.Module, backward: Backward, prefix: str, names: Names) -> Callable[[], None]:
+    """Give every module that is a site edges at its borders; returns what takes them away."""
+    watched: dict[nn.Module, ModuleForward] = {}
+    for key, module in modules_of(model, prefix):
+        if module not in watched:
+            module.forward = watched[module] = ModuleForward(module, backward, backward.sites.open(key), names)
+
+    def detach() -> None:
+        for forward in watched.values():
+            forward.restore()
+
+    return detach

@@ -1,0 +1,400 @@
+"""Region: the forward pass of a model, in which every gradient-carrying tensor gets a site."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from .._measurement import narrow
+from .._pytree import carriers_in, mapped, once
+from .._site import Site
+from ..policies._operand_statistics import Factor, factors_of, is_parameter
+from ..replay._learned_graph import Names, Recording
+from ._backward import Backward, Widening
+from ._current_region import by_itself, current, put, unwatched
+from ._products import kind_of, name_of
+from ._site_boundaries import LEAF, is_exit, mark
+from ._strides import copied
+
+_TAG = "_halfulp_site"
+
+
+class Region(TorchFunctionMode):
+    """Watches every torch function of a forward pass, above autograd.
+
+    The gradient of each tensor belongs to a site. A product opens one; any other function needs all its inputs at one
+    site, the latest, and gives its results to it: gradients are linear in what arrives, so no function needs a rule.
+    Where an input belongs elsewhere, an edge is put in between: a view, whose node moves the gradient on its way back.
+
+    Args:
+        backward: whose edges are put in.
+        names: Gives the module of each parameter.
+    """
+
+    replaying = False
+
+    def __init__(self, backward: Backward, names: Names) -> None:
+        super().__init__()
+        self.path: list[str] = []
+        self._backward = backward
+        self._anchor = backward.sites.anchor
+        self._names = names
+        self._calls: Counter[str] = Counter()
+        # What later forward passes know of this one; None where they need not.
+        self.recording: Recording | None = None
+        self._rank: dict[Site, int] = {}
+
+    def __enter__(self) -> Region:
+        self._outer = current()
+        self._backward.end_unless_differentiating()
+        self.begun = torch._C._autograd._get_sequence_nr()
+        super().__enter__()
+        put(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        put(self._outer)
+        self._backward.forwards += 1
+        super().__exit__(*error)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if by_itself():
+            self._fail_recording()
+            return torch.compiler.disable(self.__torch_function__)(function, types, args, kwargs)
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return function(*args, **kwargs)
+        carriers = list(carriers_in((args, kwargs)))
+        if not carriers:
+            return function(*args, **kwargs)
+        kind = kind_of(function)
+        if kind == "fact":
+            return function(*args, **kwargs)
+        if kind == "property":
+            return self._property(function, args, carriers)
+        if kind == "in-place":
+            return self._write(function, args, kwargs, carriers)
+        if kind == "shape":
+            return self._shaped(function, args, kwargs)
+        if kind == "apart":
+            return self._apart(function, args, kwargs)
+        return self._call(function, args, kwargs, self._site(kind, function, args, carriers), kind)
+
+    def _call(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
+        """Run a function with all its gradients at one site."""
+        arrivals: list[Tensor] = []
+        # Edges run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
+        kwargs = self._moved(kwargs, site, arrivals, function)
+        out = self._run(site, function, self._moved(args, site, arrivals, function), kwargs)
+        self._arrive(arrivals, out, site)
+        made = self._made(out, site, kind)
+        if kind == "product" and self._backward.measuring and self._backward.policy.wants_operands:
+            self._watch_operands(factors_of(function, args, kwargs), out, site)
+        return made
+
+    def _run(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
+        if self.recording is None:
+            return function(*args, **kwargs)
+        return self.recording.run(site, function, args, kwargs)
+
+    def _fail_recording(self) -> None:
+        if self.recording is not None:
+            self.recording.failed = True
+
+    def _property(self, function: Callable, args: tuple, carriers: list[Tensor]) -> Any:
+        """A property; some, such as ``x.mT``, carry their tensor's gradient."""
+        out = function(*args)
+        if not isinstance(out, Tensor) or not out.requires_grad or out.is_leaf:
+            return out
+        return self._call(function, args, {}, self._common(function, carriers), "plain")
+
+    def _shaped(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """The first argument in the shape of another, whose gradient it is not."""
+        first = list(carriers_in(args[:1]))
+        if not first:
+            return function(*args, **kwargs)
+        arrivals: list[Tensor] = []
+        site = self._common(function, first)
+        out = self._run(site, function, (*self._moved(args[:1], site, arrivals), *args[1:]), kwargs)
+        self._arrive(arrivals, out, site)
+        return self._made(out, site, "plain")
+
+    def _apart(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Views of the arguments, one each, which stay where their tensors are."""
+        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        self._fail_recording()
+        out = function(*args, **kwargs)
+        for tensor, view in zip(tensors, [out] if isinstance(out, Tensor) else out):
+            if view.requires_grad and not view.is_leaf:
+                self._tagged(view, self.site_of(tensor))
+        return out
+
+    @unwatched
+    def take(self, arguments: Any) -> None:
+        """What the model is called with, by whichever thread it was made, is at the global exponent.
+
+        Raises:
+            ValueError: it was made of what left a model of the scaler by another way than its output.
+        """
+        for x in carriers_in(arguments):
+            if self._tag(x) is None:
+                self._outside(x.grad_fn)
+
+    def _outside(self, node: Any) -> None:
+        """Note that a node of before the region is at the global exponent."""
+        if node is not None and not is_exit(node, self._anchor):
+            self._backward.check_exits(node)
+            mark(node, self._anchor, self._anchor, self._anchor)
+
+    # sites ----------------------------------------------------------------------------------------------------
+
+    def site_of(self, tensor: Tensor) -> Site:
+        """The site of a tensor's gradient; what was there before the region is at the global one."""
+        site = self._tag(tensor)
+        if site is None and tensor._base is not None:
+            site = self._tag(tensor._base)
+        if site is None:
+            self._check_known(tensor)
+            return self._anchor
+        return site
+
+    def _tag(self, tensor: Tensor) -> Site | None:
+        """The site that a region of this scaler gave a tensor."""
+        site = getattr(tensor, _TAG, None)
+        return site if site is None or site is self._anchor or site.anchor is self._anchor else None
+
+    def _check_known(self, tensor: Tensor) -> None:
+        """What was made in here without being seen has gradients in unknown units."""
+        node = tensor.grad_fn
+        if self._backward.second_order:
+            # Made by a derivative within the model: all gradients have the global exponent until the next update.
+            return
+        if node is not None and self.begun <= node._sequence_nr() < LEAF and not is_exit(node, self._anchor):
+            raise NotImplementedError(
+                f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
+                f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
+                "torch.func): call it inside a torch.autograd.Function, or take AdaptiveGradScaler(mode='module')"
+            )
+        self._outside(node)
+
+    def _site(self, kind: str, function: Callable, args: tuple, carriers: list[Tensor]) -> Site:
+        """Where the gradients of a function's inputs and results are."""
+        if kind == "product":
+            return self._open(function, carriers)
+        if kind == "cell":
+            return self._state_site(function, args, carriers)
+        return self._common(function, carriers)
+
+    def _open(self, function: Callable, carriers: list[Tensor]) -> Site:
+        """The site of this call of a product."""
+        parameter = next((x for x in carriers if is_parameter(x)), None)
+        module = None if parameter is None else self._names.of(parameter)
+        place = self.path[-1:] if self.path else []
+        return self._numbered(module or ".".join([*place, name_of(function)]))
+
+    def _numbered(self, key: str) -> Site:
+        call = self._calls[key]
+        self._calls[key] = call + 1
+        site = self._backward.sites.open(f"{key}#{call}" if call else key)
+        self._rank[site] = len(self._rank)
+        if self.recording is not None:
+            self.recording.opened.setdefault(site)
+        self._backward.order.setdefault(site)
+        return site
+
+    def _common(self, function: Callable, carriers: list[Tensor]) -> Site:
+        """The latest site of a function's inputs; a site of its own where parameters are all it reads."""
+        sites = [self.site_of(x) for x in carriers if not is_parameter(x)]
+        if not sites:
+            return self._open(function, carriers)
+        return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self._rank.get(site, -1))
+
+    def _state_site(self, function: Callable, args: tuple, carriers: list[Tensor]) -> Site:
+        """The site of a recurrent cell's state; at the first step, which has none, a new one."""
+        state = next(carriers_in(args[1]), None) if len(args) > 1 else None
+        if state is None or is_parameter(state) or self.site_of(state) is self._anchor:
+            return self._open(function, carriers)
+        return self.site_of(state)
+
+    # edges ----------------------------------------------------------------------------------------------------
+
+    def _moved(self, value: Any, site: Site, arrivals: list[Tensor], function: Callable | None = None) -> Any:
+        """Arguments whose gradients all arrive at ``site``; parameters' views are added to ``arrivals``.
+
+        A composite function may ask whether two arguments are one tensor, so that they must stay one.
+        """
+
+        def moved(x: Tensor) -> Tensor:
+            return self._read(x, site, arrivals, function) if is_parameter(x) else self.edge(x, self.site_of(x), site)
+
+        return mapped(value, once(moved) if isinstance(function, FunctionType) else moved)
+
+    def _read(self, parameter: Tensor, site: Site, arrivals: list[Tensor], function: Callable | None) -> Tensor:
+        """A parameter as a reader at ``site`` may take it."""
+        listed = self._names.of(parameter) is not None
+        self._backward.reads(parameter, site, self._names.sharded, listed)
+        if not listed or parameter.dtype == torch.float16 or type(parameter) is not nn.Parameter:
+            self._fail_recording()
+        if site is self._anchor:
+            return parameter
+        arrivals.append(view_of(parameter, function is not None and name_of(function).startswith("embedding")))
+        if self.recording is not None:
+            self.recording.edges.add(arrivals[-1].grad_fn)
+        return arrivals[-1]
+
+    def _arrive(self, arrivals: list[Tensor], out: Any, site: Site) -> None:
+        """Let parameters' gradients leave ``site``, made in the dtype of what they were read for."""
+        if not arrivals:
+            return
+        if isinstance(out, list | tuple):
+            out = next((x for x in out if isinstance(x, Tensor)), None)
+        dtype = out.dtype if isinstance(out, Tensor) else torch.float32
+        for view in arrivals:
+            hook_arrival(view, self._backward.arrival(site, dtype))
+            mark(view.grad_fn, site, self._anchor, self._anchor)
+
+    def edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
+        """The tensor as a reader at ``target`` may take it; ``leaving``: one that may then write into it.
+
+        A write into a view would go round the hook.
+        """
+        if source is target:
+            return tensor
+        viewed = tensor.layout is torch.strided and not leaving
+        out = tensor.view_as(tensor) if viewed else copied(tensor)
+        out.grad_fn.register_prehook(self._backward.crossing(source, target))
+        if self.recording is not None:
+            self.recording.edges.add(out.grad_fn)
+        mark(out.grad_fn, target, source, self._anchor)
+        setattr(out, _TAG, target)
+        return out
+
+    # results --------------------------------------------------------------------------------------------------
+
+    def _write(self, function: Callable, args: tuple, kwargs: dict, carriers: list[Tensor]) -> Any:
+        """A function that changes its first argument, whose site stays as it is.
+
+        Raises:
+            NotImplementedError: it changes several.
+        """
+        if args and isinstance(args[0], list | tuple):
+            raise NotImplementedError(
+                f"{name_of(function)} in {'.'.join(self.path) or 'the model'} writes into several tensors whose "
+                f"gradients may have exponents of their own: write into each, or take {name_of(function).rstrip('_')}"
+            )
+        written = args[0] if args and isinstance(args[0], Tensor) else carriers[0]
+        site = self.site_of(written) if written.requires_grad else self._common(function, carriers)
+        arrivals: list[Tensor] = []
+        kwargs = self._moved(kwargs, site, arrivals)
+        given = (written, *self._moved(args[1:], site, arrivals)) if args else ()
+        out = self._run(site, function, given, kwargs)
+        self._arrive(arrivals, written, site)
+        for x in (written, written._base):
+            if x is not None and x.requires_grad and not x.is_leaf:
+                self._tagged(x, getattr(x, _TAG, site))
+        return out
+
+    def _made(self, out: Any, site: Site, kind: str) -> Any:
+        """The results of a function, whose gradients are at ``site``."""
+        nodes: set = set()
+        return mapped(out, lambda x: self._result(x, site, kind, nodes))
+
+    def _result(self, out: Tensor, site: Site, kind: str, nodes: set) -> Tensor:
+        if out.is_leaf:
+            return out
+        if kind == "product":
+            site.stored = narrow(out.dtype)
+        if kind == "cell" and self._backward.format is not None:
+            # A cell reads its own results, too, as it does the new state: a copy's gradient is what others send.
+            out = copied(out)
+        if kind in ("product", "cell") and self._backward.format is not None and out.grad_fn not in nodes:
+            nodes.add(out.grad_fn)
+            out.grad_fn.register_prehook(self._backward.round_all)
+        if out.dim() == 0 and site is not self._anchor and not out._is_view():
+            # Numbers are losses: they may leave the model by other ways than its output.
+            out = self.edge(out, site, self._anchor, leaving=True)
+            site = self._anchor
+            if self.recording is not None:
+                self.recording.number(out)
+        return self._tagged(out, site)
+
+    def _watch_operands(self, factors: Iterable[Factor], out: Any, site: Site) -> None:
+        if isinstance(out, Tensor) and not out.is_leaf:
+            for factor in factors:
+                out.grad_fn.register_prehook(self._backward.watch_operands(site, factor))
+
+    def _tagged(self, out: Tensor, site: Site) -> Tensor:
+        """The tensor with its site; what is at the global exponent may leave by any way."""
+        setattr(out, _TAG, site)
+        if site is self._anchor:
+            mark(out.grad_fn, site, site, site)
+        return out
+
+    @unwatched
+    def through_anchor(self, call: Callable[[tuple], Any], args: tuple) -> Any:
+        """Results of a call whose gradients, in and out, are at the global exponent."""
+        self._fail_recording()
+        moved = self._moved(args, self._anchor, [])
+        versions = [x._version for x in carriers_in(moved)]
+        out = call(moved)
+        if versions != [x._version for x in carriers_in(moved)]:
+            raise NotImplementedError(
+                f"a custom Function in {'.'.join(self.path[-1:]) or 'the model'} writes into its argument, whose "
+                "gradient then goes round the exponents: let it work on a clone, or take mode='module'"
+            )
+        return self._made(out, self._anchor, "plain")
+
+    def note_replay(self) -> None:
+        """A part runs again during backward, and a backward pass of its own follows."""
+        self._backward.replayed = True
+
+    def again(self) -> Region:
+        """A region of the same model and place, for what is run again during backward."""
+        region = Region(self._backward, self._names)
+        region.path = list(self.path)
+        return region
+
+    @unwatched
+    def leave(self, output: Any, wide: bool) -> Any:
+        """A model's output at the global exponent; ``wide``: in float32 where it is float16."""
+        return mapped(output, once(lambda x: self._left(x, wide)))
+
+    def _left(self, out: Tensor, wide: bool) -> Tensor:
+        if out.is_leaf:
+            return out
+        site = self.site_of(out)
+        if wide and out.dtype == torch.float16:
+            # The gradient takes its exponent before it is rounded to float16.
+            widened = out.float()
+            widened.grad_fn.register_prehook(self._backward.crossing(site, self._anchor))
+            return untagged(self._tagged(widened, self._anchor))
+        return untagged(self._tagged(self.edge(out, site, self._anchor, leaving=True), self._anchor))
+
+
+def view_of(parameter: Tensor, sparse: bool) -> Tensor:
+    """A parameter with a node of its own; ``sparse``: its gradient may be, which an alias takes and a view does not."""
+    if parameter.dtype == torch.float16:
+        return Widening.apply(parameter)
+    return torch.ops.aten.alias.default(parameter) if sparse else parameter.view_as(parameter)
+
+
+def hook_arrival(view: Tensor, hook: Callable) -> None:
+    """Let the gradient of a parameter's view go through a hook."""
+    if isinstance(view.grad_fn, Widening._backward_cls):
+        view.grad_fn.arrive = hook
+    else:
+        view.grad_fn.register_prehook(hook)
+
+
+def untagged(tensor: Tensor) -> Tensor:
+    """The tensor without a site, at the global exponent."""
+    if hasattr(tensor, _TAG):
+        delattr(tensor, _TAG)
+    return tensor

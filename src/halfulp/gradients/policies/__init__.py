@@ -1,0 +1,1 @@
+"""Policies: which exponent follows from what was measured."""

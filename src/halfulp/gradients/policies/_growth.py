@@ -1,0 +1,58 @@
+"""What GradScaler lets users set of growth and backoff, where a policy says how scales move."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from .._controller import Controller
+
+
+class GrowthSettings(torch.amp.GradScaler):
+    """A GradScaler whose policy says how scales grow."""
+
+    _controller: Controller
+    _options: dict[str, Any]
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Steps without overflow after which the scale doubles, for policies that count them.
+
+        Raises:
+            NotImplementedError: another policy, which grows scales by what it measures.
+            ValueError: no whole number of at least 1.
+        """
+        policy = self._controller.policy
+        if not hasattr(policy, "growth_interval"):
+            raise NotImplementedError(
+                f"policy {policy.name!r} grows scales by what it measures, after no number of steps: take "
+                f"policy='dynamic', or Dynamic(growth_interval={new_interval})"
+            )
+        policy = dataclasses.replace(policy, growth_interval=new_interval)
+        self._options["policy"] = self._controller.policy = self._controller.backward.policy = policy
+        self._growth_interval = new_interval
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Scales grow by 2.
+
+        Raises:
+            NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
+        """
+        if new_factor != self._growth_factor:
+            raise NotImplementedError(
+                f"scales are powers of two, which the policy chooses, got a growth factor of {new_factor}: keep "
+                f"{self._growth_factor}, or give policy= to the scaler"
+            )
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """A scale for all falls by a half; those of sites as the policy says.
+
+        Raises:
+            NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
+        """
+        if new_factor != self._backoff_factor:
+            raise NotImplementedError(
+                f"scales are powers of two, which the policy chooses, got a backoff factor of {new_factor}: keep "
+                f"{self._backoff_factor}, or give policy= to the scaler"
+            )

@@ -1,0 +1,103 @@
+"""The operands of the product by which a gradient is passed on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..eager._products import name_of
+
+Form = Literal["left", "right", "convolution", "transposed"]
+
+# The places of the two factors.
+_MATRIX = {
+    **dict.fromkeys(("linear", "matmul", "__matmul__", "mm", "bmm"), (0, 1)),
+    **dict.fromkeys(("addmm", "baddbmm"), (1, 2)),
+}
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_GROUPS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What a product multiplies in backward, as sums over k of gradient[..., k] weight[k, ...].
+
+    Attributes:
+        gradient: Of the product's result, as stored; shape (..., K).
+        weight: The other factor; shape (K, ...).
+        fan: How many terms each sum has: K, times the kernel's size and through the groups for convolutions.
+    """
+
+    gradient: Tensor
+    weight: Tensor
+    fan: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    """What a gradient is multiplied by to be passed on.
+
+    Attributes:
+        tensor: The matrix, batched or not, or the convolution's weight as torch stores it.
+        form: Which side of a product of matrices the gradient is, or which kind of convolution was differentiated.
+        groups: Of the convolution.
+    """
+
+    tensor: Tensor
+    form: Form
+    groups: int = 1
+
+    def operands(self, gradient: Tensor) -> Operands:
+        """Both, with the summed dimension at the seam; complex ones as the real numbers of one part of a sum."""
+        gradient, weight, fan = self._seam(gradient.detach(), self.tensor.detach())
+        if gradient.is_complex():
+            gradient, weight = torch.cat([gradient.real, gradient.imag], -1), torch.cat([weight.real, weight.imag])
+            fan *= 2
+        return Operands(gradient, weight, fan)
+
+    def _seam(self, gradient: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor, int]:
+        match self.form:
+            case "left":
+                return gradient, tensor.movedim(-2, 0), tensor.shape[-2]
+            case "right":
+                return gradient.movedim(-2, -1), tensor.movedim(-1, 0), tensor.shape[-1]
+            case "transposed":
+                tensor = tensor.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+        fan = tensor.shape[0] // self.groups * math.prod(tensor.shape[2:])
+        return gradient.movedim(1 - tensor.dim(), -1), tensor, fan
+
+
+def factors_of(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Factor]:
+    """By what a product's gradient is multiplied, for each argument that it is passed on to.
+
+    A layer's input counts even where nothing is passed on to it. Nothing where there is no one such factor, as in a
+    fused attention or a recurrent layer.
+    """
+    name = name_of(function)
+    given = [*args, *kwargs.values()]
+    first, second = _MATRIX.get(name, (0, 1))
+    if (name not in _MATRIX and name not in _CONVOLUTIONS) or len(given) <= second:
+        return
+    a, b = given[first], given[second]
+    if not all(isinstance(x, Tensor) and x.dim() > 1 for x in (a, b)):
+        return
+    left, right = a.detach(), b.detach()
+    if name in _CONVOLUTIONS:
+        groups = kwargs.get("groups", args[_GROUPS] if len(args) > _GROUPS else 1)
+        yield Factor(right, "transposed" if "transpose" in name else "convolution", groups)
+        return
+    if not is_parameter(a) and (a.requires_grad or is_parameter(b)):
+        # A linear layer's weight is stored transposed already.
+        yield Factor(right if name == "linear" else right.mT, "left")
+    if not is_parameter(b) and (b.requires_grad or is_parameter(a)):
+        yield Factor(left.mT, "right")
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a gradient ends here, at a parameter."""
+    return isinstance(tensor, nn.Parameter) and tensor.is_leaf

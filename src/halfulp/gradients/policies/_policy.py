@@ -1,0 +1,169 @@
+"""Policies: which exponent follows from what was measured."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable
+from typing import ClassVar
+
+from ..._words import a_kind
+from ...formats import Format
+from .._site import Site
+
+_BY_NAME: dict[str, type[Policy]] = {}
+# Beyond 2^15 more room in the format serves nobody, and sums of squares would leave float32.
+_TOP = 15
+# Powers of two left free above peaks; above what is usual, where so many binades stay below it.
+_PEAK_ROOM, _USUAL_ROOM, _BELOW = 3, 8, 27
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy(abc.ABC):
+    """One rule for all exponents. A subclass is frozen data: it may be shared, compared and written down.
+
+    Attributes:
+        name: What ``AdaptiveGradScaler(policy=...)`` calls it.
+        per_site: Whether sites have exponents of their own; else all follow the global one.
+        measures: Whether it reads what was measured; else, in the tensors' own dtypes, no edge is put in at all.
+        wants_operands: Whether it reads the operands of every product in measured iterations (`Published`).
+    """
+
+    name: ClassVar[str]
+    per_site: ClassVar[bool] = True
+    measures: ClassVar[bool] = True
+    wants_operands: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        if "name" in vars(cls):
+            _BY_NAME[cls.name] = cls
+
+    @abc.abstractmethod
+    def exponent(self, site: Site) -> int | None:
+        """The exponent of a site that was measured and did not overflow; None leaves it."""
+
+    def lowered(self, site: Site) -> int:
+        """The exponent of a site that overflowed."""
+        return site.exponent - (min(8, site.format.binades // 2) if site.format else 8)
+
+    def global_exponent(self, exponent: int, skipped: bool, since: int, step: int) -> int | None:
+        """The global exponent after a step, for policies that have no other; None where `exponent` decides.
+
+        Args:
+            exponent: As it is.
+            skipped: Whether the step overflowed.
+            since: Steps since the last change of the global exponent.
+            step: Steps taken at all.
+        """
+        return None
+
+
+def get_policy(policy: Policy | str) -> Policy:
+    """The policy of that name with its defaults; a Policy is returned as it is.
+
+    Raises:
+        TypeError, ValueError: it is neither; the message lists the names.
+
+    >>> get_policy("amax")
+    Amax(headroom=None, weight_headroom=None, measurements=4)
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(f"a policy is a name or a Policy, got {a_kind(policy)}")
+    if policy not in _BY_NAME:
+        raise ValueError(f"unknown policy {policy!r}; the policies are {', '.join(_BY_NAME)}")
+    return _BY_NAME[policy]()
+
+
+@dataclasses.dataclass(frozen=True)
+class Amax(Policy):
+    """The largest gradient seen lately lands a few powers of two under the format's largest number.
+
+        e = min over kinds of (E - headroom - floor(log2 amax)),   E = min(emax of the format, 15)
+
+    over the gradient that arrives at a site, what its product passes on, and the gradients of its parameters.
+
+    Args:
+        headroom: Powers of two left free above the activations' gradients, which grow in sums on their way, and from
+            batch to batch; None for 3, or a sixth of fewer than 18 binades, and where that is more for 8 above the
+            median of the measurements that count, or what a format of fewer than 35 binades has beyond 27.
+        weight_headroom: The same above the parameters' gradients.
+        measurements: How many of the last measurements count, times the site's patience; exponents fall at once and
+            rise when a peak is this old.
+    """
+
+    headroom: int | None = None
+    weight_headroom: int | None = None
+    measurements: int = 4
+
+    name = "amax"
+
+    def __post_init__(self) -> None:
+        for field in ("headroom", "weight_headroom"):
+            if getattr(self, field) is not None:
+                check_count(field, getattr(self, field), 0, 30)
+        check_count("measurements", self.measurements, 1, 64)
+
+    def exponent(self, site: Site) -> int | None:
+        """See the class."""
+        if site.format is None:
+            # What no narrow format stores has no limit, whatever it was before.
+            return None
+        limits = []
+        for kind, sizes in _sizes(site, self.measurements * site.patience).items():
+            room = self.weight_headroom if kind == "weight" else self.headroom
+            limits.append(top(site) - _above(sizes, room, site.format))
+        return min(limits, default=None)
+
+
+def _above(sizes: list[float], room: int | None, format: Format) -> int:
+    """How far the top is to be above 1: by the headroom above the largest size, or one that goes by their spread.
+
+    3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest,
+    and so does what leaves a format too few binades for small gradients (e5m2 has 32).
+    """
+    largest = math.frexp(max(sizes))[1] - 1
+    if room is not None:
+        return largest + room
+    usual = largest + min(_PEAK_ROOM, format.binades // 6)
+    above_usual = min(_USUAL_ROOM, format.binades - _BELOW)
+    return max(usual, math.frexp(statistics.median(sizes))[1] - 1 + above_usual)
+
+
+def _sizes(site: Site, measurements: int) -> dict[str, list[float]]:
+    """The sizes of true gradients of each kind that a narrow format stored, over the last measurements; no zeros."""
+    recent = list(site.history)[-measurements:]
+    found: dict[str, list[float]] = {}
+    for entry in recent:
+        for kind, size in entry.items():
+            if size > 0:
+                found.setdefault(kind, []).append(math.ldexp(size, site.reference))
+    return found
+
+
+def peaks(site: Site, measurements: int) -> dict[str, float]:
+    """The largest true gradient of each kind that a narrow format stored, over the last measurements; none where 0."""
+    recent = list(site.history)[-measurements:]
+    kinds = {kind for entry in recent for kind in entry}
+    found = {kind: math.ldexp(max(entry.get(kind, 0.0) for entry in recent), site.reference) for kind in kinds}
+    return {kind: peak for kind, peak in found.items() if peak > 0}
+
+
+def lowest(policy: Policy, sites: Iterable[Site]) -> int | None:
+    """The least exponent that any site allows, for a policy with one scale."""
+    found = [policy.exponent(site) for site in sites if site.history]
+    return min((exponent for exponent in found if exponent is not None), default=None)
+
+
+def top(site: Site) -> int:
+    """The power of two that a site's largest gradients may reach."""
+    return min(site.format.emax, _TOP)
+
+
+def check_count(field: str, given: object, low: int, high: int) -> None:
+    """Raise unless an option is an integer within its bounds."""
+    if not isinstance(given, int) or isinstance(given, bool) or not low <= given <= high:
+        raise ValueError(f"{field} is an integer from {low} to {high}, got {given!r}")

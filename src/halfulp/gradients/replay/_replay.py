@@ -1,0 +1,216 @@
+"""Replay: a forward pass without a region, whose graph is one that regions saw before; Replays decides when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels import untraced
+from .._pytree import carriers_in, mapped, once
+from .._site import Site
+from ..eager._backward import Backward
+from ..eager._current_region import current, put, unwatched
+from ..eager._site_boundaries import is_exit, mark
+from ..eager._strides import copied
+from ._graph_walk import Surroundings, walk
+from ._learned_graph import Learned, Names, Recording, approximate
+
+# So many graphs are kept; a model that has more of them is always watched by regions.
+_GRAPHS = 16
+# So many forward passes are recorded, and so many may turn out to have another shape than those before.
+_RECORDINGS, _SURPRISES = 64, 6
+
+
+class Replays:
+    """What is known of the graphs that a module's forward passes make, and whether the next one needs a region.
+
+    It needs none once the forward passes before it had known shapes, and where only exponents are wanted of it: not in
+    measured iterations, nor with a ``format``. Where its graph turns out to be another, its sites are `approximate`,
+    and more forward passes have to have known shapes before the next one goes without a region.
+
+    Args:
+        backward: whose edges would be put in.
+        names: of the model's parameters.
+    """
+
+    def __init__(self, backward: Backward, names: Names) -> None:
+        self._backward = backward
+        self._names = names
+        # Graphs of one shape, by the parameters that they read, together; the latest shape first.
+        self._known: list[dict[tuple[int, ...], Learned]] = []
+        self._latest: Learned | None = None
+        self._row = self._surprises = self._recordings = 0
+
+    def ready(self) -> bool:
+        """Whether the next forward pass needs no region."""
+        return self._row >= 2**self._surprises and self._backward.may_replay()
+
+    def recording(self) -> Recording | None:
+        """What a region is to note; None where no forward pass will go without one."""
+        if self._recordings >= _RECORDINGS or not self._backward.may_replay() or self._names.sharded():
+            return None
+        self._recordings += 1
+        return Recording()
+
+    @unwatched
+    def learn(self, recording: Recording, arguments: Any, output: Any, begun: int) -> None:
+        """Take over what a region noted of a forward pass."""
+        around = Surroundings(begun, nodes_of(arguments))
+        learned = recording.learn(outputs_in(output), around, self._backward)
+        if learned is None or not self._keep(learned):
+            self._row, self._recordings = 0, _RECORDINGS
+            return
+        if self.ready():
+            self._recordings = 0
+
+    def _keep(self, learned: Learned) -> bool:
+        """Add what was learned; False where too much is known already."""
+        like = next((group for group in self._known if _first(group).is_like(learned)), None)
+        known = like is not None and learned.parameters in like
+        if not known and sum(map(len, self._known)) == _GRAPHS:
+            return False
+        if like is None:
+            self._known.append(like := {})
+        self._row = self._row + 1 if known else 0
+        like[learned.parameters] = self._latest = learned
+        return True
+
+    def find(self, roots: list[tuple[Any, int]], around: Surroundings) -> tuple[Learned | None, list[Any]]:
+        """The sites of a graph, and its nodes; no sites where all its gradients are to be at the global exponent."""
+        for number, group in enumerate(self._known):
+            nodes = _first(group).match(roots, around)
+            learned = None if nodes is None else group.get(_first(group).parameters_of(nodes))
+            if learned is not None and learned.takes(nodes):
+                self._known.insert(0, self._known.pop(number))
+                if learned is not self._latest:
+                    learned.note_reads(nodes, self._names)
+                    self._latest = learned
+                return learned, nodes
+        self._row = 0
+        self._surprises += 1
+        if self._surprises >= _SURPRISES:
+            self._recordings = _RECORDINGS
+        shape, nodes = walk(roots, around)
+        learned = approximate(shape, nodes, self._backward, [one for group in self._known for one in group.values()])
+        if learned is None or not learned.takes(nodes):
+            return None, nodes
+        learned.note_reads(nodes, self._names)
+        return learned, nodes
+
+
+def _first(group: dict[tuple[int, ...], Learned]) -> Learned:
+    return next(iter(group.values()))
+
+
+class Replay:
+    """A forward pass that runs as it is; when it ends, its nodes get hooks that multiply gradients.
+
+    Exponents are those of that time, whenever the backward pass comes. What is read outside and is no output is found
+    by the loss, or by the forward pass that reads it: exponents rest then, and a region tells next time.
+
+    Args:
+        backward: whose exponents they go by.
+        replays: What is known of its graph.
+    """
+
+    replaying = True
+
+    def __init__(self, backward: Backward, replays: Replays) -> None:
+        self._backward = backward
+        self._replays = replays
+        self._anchor = backward.sites.anchor
+
+    def __enter__(self) -> Replay:
+        self._outer = current()
+        self._backward.end_unless_differentiating()
+        self._begun = torch._C._autograd._get_sequence_nr()
+        put(self)
+        # A region's views of parameters are cast for each reader, and the graph is to be the same.
+        self._cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        put(self._outer)
+        torch.set_autocast_cache_enabled(self._cached)
+        self._backward.forwards += 1
+        self._backward.unmarked.add(self._begun, torch._C._autograd._get_sequence_nr())
+
+    def run(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
+        """The forward pass's output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
+        inputs = nodes_of((args, kwargs))
+        for node in inputs:
+            self._outside(node)
+        output = call(*args, **kwargs)
+        outputs = outputs_in(output)
+        if not outputs:
+            return output
+        around = Surroundings(self._begun, inputs)
+        learned, nodes = self._replays.find([(x.grad_fn, x.output_nr) for x in outputs], around)
+        for node in nodes if learned is None else learned.before(nodes):
+            if learned is not None or around.has(node):
+                self._outside(node)
+        sites = [self._anchor] * len(outputs) if learned is None else learned.attach(nodes)
+        order = {} if learned is None else learned.order
+        self._backward.order.update(order)
+        by_tensor = {id(x): site for x, site in zip(outputs, sites)}
+        wide = wide()
+        return mapped(output, once(lambda x: x if x.is_leaf else self._left(x, by_tensor[id(x)], order, wide)))
+
+    def _outside(self, node: Any) -> None:
+        """Note that a node of before is at the global exponent."""
+        if not is_exit(node, self._anchor):
+            try:
+                self._backward.check_exits(node)
+            except ValueError:
+                # A region knows the sites of tensors that another one made, by whatever way they come.
+                self._backward.rest()
+            mark(node, self._anchor, self._anchor, self._anchor)
+
+    def _left(self, out: Tensor, site: Site, order: dict[Site, None], wide: bool) -> Tensor:
+        move = site.exponent - self._anchor.exponent, self._backward.following.sign(site, self._anchor)
+        if wide and out.dtype == torch.float16:
+            # The gradient takes its exponent before it is rounded to float16.
+            out = out.float()
+        elif any(move):
+            # A reader may write into it.
+            out = copied(out)
+        elif is_exit(out.grad_fn, self._anchor):
+            # It was there before, and may outlive this pass by many, each of which would add a hook.
+            return out
+        out.grad_fn.register_prehook(self._entering(move, order))
+        mark(out.grad_fn, self._anchor, self._anchor, self._anchor)
+        return out
+
+    def _entering(self, move: tuple[int, int], order: dict[Site, None]) -> Callable:
+        backward = self._backward
+
+        @untraced
+        def enter(gradients: tuple) -> tuple | None:
+            if backward.shut():
+                return None
+            backward.note_left(order)
+            gradient = gradients[0]
+            if gradient is None or not any(move):
+                return None
+            return backward.following.moved_by(gradient, *move), *gradients[1:]
+
+        return enter
+
+
+def forwards_without_region(scaler: Any) -> int:
+    """How many forward passes of a scaler's models ran without a region."""
+    return scaler._controller.backward.unmarked.count
+
+
+def nodes_of(arguments: Any) -> frozenset[Any]:
+    """The nodes of the tensors that a forward pass is called with."""
+    return frozenset(x.grad_fn for x in carriers_in(arguments) if x.grad_fn is not None)
+
+
+def outputs_in(output: Any) -> list[Tensor]:
+    """The tensors of an output that a forward pass made, each once."""
+    return list({id(x): x for x in carriers_in(output) if not x.is_leaf}.values())

@@ -1,0 +1,112 @@
+"""What each function of a backward graph is to the gradients that it reads, by torch's own results."""
+
+import pytest
+import torch
+
+from halfulp.gradients.compiled._graph_roles import MATRIX, role_of
+
+aten = torch.ops.aten
+# All matrix products of two dimensions and more, and the shapes of their arguments; what is added comes first.
+SHAPES = {
+    "mm": ((2, 3), (3, 4)),
+    "bmm": ((5, 2, 3), (5, 3, 4)),
+    "mv": ((2, 3), (3,)),
+    "dot": ((3,), (3,)),
+    "vdot": ((3,), (3,)),
+    "outer": ((2,), (3,)),
+    "addmm": ((2, 4), (2, 3), (3, 4)),
+    "baddbmm": ((5, 2, 4), (5, 2, 3), (5, 3, 4)),
+    "addmv": ((2,), (2, 3), (3,)),
+    "addbmm": ((2, 4), (5, 2, 3), (5, 3, 4)),
+}
+
+
+def _node(name: str, shapes: tuple) -> tuple[torch.fx.Node, list[torch.fx.Node]]:
+    graph = torch.fx.Graph()
+    operands = []
+    for i, shape in enumerate(shapes):
+        operands.append(graph.placeholder(f"operand{i}"))
+        operands[-1].meta["val"] = torch.empty(shape, device="meta")
+    operator = getattr(aten, name).default
+    node = graph.call_function(operator, tuple(operands))
+    node.meta["val"] = operator(*(x.meta["val"] for x in operands))
+    return node, operands
+
+
+def test_every_matrix_product_is_in_the_table():
+    assert MATRIX.keys() == SHAPES.keys()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_product_is_linear_in_the_factors_at_its_places(name, seed):
+    values = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES[name]]
+    operator = getattr(aten, name).default
+
+    def of(*given):
+        return operator(*given)
+
+    for place in MATRIX[name]:
+        zero, twice = list(values), list(values)
+        zero[place], twice[place] = torch.zeros_like(values[place]), 2 * values[place]
+        rest = of(*zero)
+        torch.testing.assert_close(of(*twice) - rest, 2 * (of(*values) - rest))
+        # What is added to a product is no factor: it is left where a factor is 0.
+        assert bool(rest.any()) == (len(values) == 3)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_product_of_one_gradient_is_a_product_and_of_two_none(name):
+    node, operands = _node(name, SHAPES[name])
+    factors = [operands[-2], operands[-1]]
+    added = dict.fromkeys(operands[:-2])
+    for factor in factors:
+        assert role_of(node, {factor: None, **added}) == "product"
+        if added:
+            assert role_of(node, {factor: None}) == "other"  # a constant beside a gradient has no exponent
+    assert role_of(node, dict.fromkeys(operands)) == "other"
+    assert role_of(node, added) == "other"
+
+
+def _of(operator, gradient: torch.Tensor, other, *rest) -> torch.fx.Node:
+    """A node that reads a gradient, and what else it reads."""
+    graph = torch.fx.Graph()
+    operands = [graph.placeholder("gradient"), graph.placeholder("other")]
+    for operand, value in zip(operands, (gradient, other)):
+        operand.meta["val"] = value
+    node = graph.call_function(operator, tuple(operands[x] if isinstance(x, _Place) else x for x in rest))
+    node.meta["val"] = operator(*((gradient, other)[x] if isinstance(x, _Place) else x for x in rest))
+    return node
+
+
+class _Place(int):
+    """Which of the two tensors stands here."""
+
+
+GRADIENT, OTHER = _Place(0), _Place(1)
+X = torch.ones(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("operator", "other", "rest", "role"),
+    [
+        (aten.index_fill.int_Scalar, torch.tensor([1]), (GRADIENT, 1, OTHER, 0), "linear"),
+        (aten.index_fill.int_Scalar, torch.tensor([1]), (GRADIENT, 1, OTHER, 2.5), "other"),  # a constant beside it
+        (aten.copy.default, X, (OTHER, GRADIENT), "linear"),  # what a write into a view begins with
+        (aten.copy.default, X.half(), (OTHER, GRADIENT), "other"),  # a cast, which comes before no move
+        (aten.copy.default, X, (GRADIENT, OTHER), "other"),  # other numbers than a gradient's
+    ],
+)
+def test_writes_are_linear_in_what_they_keep_and_write(operator, other, rest, role):
+    node = _of(operator, X, other, *rest)
+    gradient = next(one for one in node.all_input_nodes if one.name == "gradient")
+    assert role_of(node, {gradient: None}) == role
+
+
+def test_zeros_in_the_shape_of_a_gradient_are_none():
+    node = _of(aten.copy.default, X, X, GRADIENT, OTHER)
+    shape, zeros = node.args
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(aten.zeros_like.default, (zeros,))
+    made.meta["val"] = X
+    node.replace_input_with(zeros, made)
+    assert role_of(node, {shape: None}) == "shape"

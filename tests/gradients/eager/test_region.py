@@ -1,0 +1,268 @@
+"""The region of a forward pass: what it must leave alone, and what it leaves behind, which is nothing."""
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.function import _SingleLevelFunction
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+import halfulp as hu
+from halfulp.gradients.eager._region import current
+from halfulp.kernels import same_bits
+
+from ..exponents import assert_same, batch, case_of, clear, gradients, mean_square, mlp, plainly, scramble, scrambled
+
+
+def assert_nothing_is_left():
+    assert current() is None
+    assert _get_current_function_mode_stack() == []
+    assert "apply" not in vars(_SingleLevelFunction)
+
+
+def watched(model, run, **options):
+    """A scaler of the model, whose sites have random exponents."""
+    scaler = hu.AdaptiveGradScaler(model, **options)
+    scaler.scale(run()).backward()
+    scramble(scaler)
+    scaler._controller.backward.renew()
+    clear(model)
+    return scaler
+
+
+@pytest.mark.parametrize("name", ["hf-gpt2", "in-place-sums", "checkpoint-reentrant", "swish-function", "gru"])
+@pytest.mark.parametrize("mode", ["function", "module"])
+def test_a_loss_that_was_not_scaled_has_true_gradients(name, mode, seed):
+    case = case_of(name, seed)
+    wanted = plainly(seed, case.run, case.model)
+    watched(case.model, case.run, mode=mode)
+    assert_same(plainly(seed, case.run, case.model), wanted)
+
+
+@pytest.mark.parametrize("mode", ["function", "module"])
+def test_hooks_see_true_gradients_of_a_loss_that_was_not_scaled(mode, seed):
+    model, x, seen = mlp(), batch().requires_grad_(), []
+
+    def run():
+        return mean_square(model(x))
+
+    def look(module, args, out):
+        out.register_hook(lambda gradient: seen.append(gradient.clone()))
+
+    for layer in model:
+        layer.register_forward_hook(look)
+        layer.register_full_backward_hook(lambda module, into, out: seen.extend([*into, *out]))
+    for p in model.parameters():
+        p.register_hook(lambda gradient: seen.append(gradient.clone()))
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    plainly(seed, run, model)
+    wanted = [*seen]
+    watched(model, run, mode=mode)
+    seen.clear()
+    plainly(seed, run, model)
+    assert len(seen) == len(wanted) > 20
+    # Parameters' gradients pass one more node, and may come a hook later.
+    seen.sort(key=_order)
+    wanted.sort(key=_order)
+    assert all(same_bits(a, b) for a, b in zip(seen, wanted))
+
+
+def _order(gradient):
+    return tuple(gradient.shape), gradient.flatten().tolist()
+
+
+def test_autograd_grad_without_scale_is_true(seed):
+    model, x = mlp(), batch().requires_grad_()
+
+    def run():
+        return mean_square(model(x))
+
+    wanted = torch.autograd.grad(run(), [x, *model.parameters()])
+    watched(model, run)
+    for a, b in zip(torch.autograd.grad(run(), [x, *model.parameters()]), wanted):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_leaves_no_trace(context, seed):
+    model, x = mlp(), batch()
+    wanted = model(x).detach()
+    scaler = hu.AdaptiveGradScaler(model)
+    model.eval()
+    with context():
+        out = model(x)
+    assert torch.equal(out, wanted)
+    assert not vars(out)
+    assert [site.key for site in scaler._controller.sites] == ["global"]
+    assert not scaler._controller.backward.forwards
+    assert_nothing_is_left()
+
+
+def test_outputs_are_plain_tensors(seed):
+    model, x = mlp(), batch()
+    wanted = model(x).detach()
+    hu.AdaptiveGradScaler(model)
+    out = model(x)
+    assert torch.equal(out, wanted)
+    assert type(out) is torch.Tensor
+    assert not vars(out)
+    assert_nothing_is_left()
+
+
+class Failing(nn.Module):
+    """Raises on demand, deep inside, in forward or in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.where = mlp(1), nn.Sequential(*mlp(2)), None
+
+    def forward(self, x):
+        h = Raising.apply(self.first(x), self)
+        return self.inner(h)
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.model = model
+        if model.where == "forward":
+            raise model.error
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.model.where == "backward":
+            raise ctx.model.error
+        return gradient, None
+
+
+@pytest.mark.parametrize("error", [ValueError("here"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_leaves_nothing_behind(where, error, seed):
+    model, x = Failing(), batch()
+
+    def run():
+        return mean_square(model(x))
+
+    wanted = plainly(seed, run, model)
+    scaler = watched(model, run)
+    model.where, model.error = where, error
+    with pytest.raises(type(error)):
+        scaler.scale(run()).backward()
+    assert_nothing_is_left()
+    model.where = None
+    clear(model)
+    assert_same(plainly(seed, run, model), wanted)
+    scaler.scale(run()).backward()
+    assert_same({key: g / scaler.get_scale() for key, g in gradients(model).items()}, wanted)
+    assert_nothing_is_left()
+
+
+def test_hooks_see_true_gradients_after_an_exception_in_backward(seed):
+    model, x, seen = Failing(), batch(), []
+
+    def run():
+        return mean_square(model(x))
+
+    def look(module, args, out):
+        out.register_hook(lambda gradient: seen.append(gradient.clone()))
+
+    for layer in model.inner:
+        layer.register_forward_hook(look)
+    run().backward()
+    wanted = [*seen]
+    scaler = watched(model, run)
+    model.where, model.error = "backward", ValueError("here")
+    with pytest.raises(ValueError, match="here"):
+        scaler.scale(run()).backward()
+    model.where = None
+    seen.clear()
+    run().backward()
+    assert len(seen) == len(wanted) == 3
+    assert all(same_bits(a, b) for a, b in zip(seen, wanted))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("mode", ["function", "module"])
+def test_the_whole_model_under_checkpoint(mode, reentrant, seed):
+    model, x = mlp(), batch().requires_grad_()
+
+    def run():
+        return mean_square(checkpoint(model, x, use_reentrant=reentrant))
+
+    wanted = plainly(seed, run, model)
+    scaler = hu.AdaptiveGradScaler(model, mode=mode)
+    assert_same(scrambled(seed, scaler, lambda: scaler.scale(run()).backward(), model), wanted)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-reentrant", "checkpoint-non-reentrant"])
+def test_checkpoints_inside_under_autocast(name, seed):
+    case = case_of(name, seed)
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            return case.run()
+
+    wanted = plainly(seed, run, case.model)
+    scaler = hu.AdaptiveGradScaler(case.model)
+    assert_same(scrambled(seed, scaler, lambda: scaler.scale(run()).backward(), case.model), wanted)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_plain_models(copied, seed):
+    model, x = mlp(), batch()
+    wanted = plainly(seed, lambda: mean_square(model(x)), model)
+    watched(model, lambda: mean_square(model(x)))
+    twin = copied(model)
+    assert_same(plainly(seed, lambda: mean_square(twin(x)), twin), wanted)
+    assert all(not p._backward_hooks for p in twin.parameters())
+    own = hu.AdaptiveGradScaler(twin)
+    assert_same(scrambled(seed, own, lambda: own.scale(mean_square(twin(x))).backward(), twin), wanted)
+
+
+@pytest.mark.parametrize("mode", ["function", "module"])
+def test_detach_gives_the_plain_model_back(mode, seed):
+    case = case_of("hf-gpt2", seed)
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in case.model.modules()]
+    wanted = plainly(seed, case.run, case.model)
+    scaler = watched(case.model, case.run, mode=mode)
+    scaler.detach()
+    assert "forward" not in vars(case.model)
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in case.model.modules()] == hooks
+    assert_same(plainly(seed, case.run, case.model), wanted)
+    again = hu.AdaptiveGradScaler(case.model, mode=mode)
+    found = scrambled(seed, again, lambda: again.scale(case.run()).backward(), case.model)
+    assert found.keys() == wanted.keys()
+
+
+def in_thread(run):
+    """What ``run()`` returns in a thread of its own, where autograd numbers nodes anew."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+def test_forward_input_and_loss_in_three_threads(seed):
+    model, x = mlp(), batch().requires_grad_()
+
+    def run(call):
+        made = call(lambda: x * 2 + 1)
+        out = call(lambda: model(made))
+        return call(lambda: mean_square(out + out.tanh().exp()))
+
+    wanted = plainly(seed, lambda: run(lambda f: f()), model)
+    scaler = hu.AdaptiveGradScaler(model)
+    found = scrambled(seed, scaler, lambda: scaler.scale(run(in_thread)).backward(), model)
+    assert_same(found, wanted)
+
+
+def test_what_another_thread_kept_from_inside_is_refused(seed):
+    model, kept = mlp(), []
+    model[1].register_forward_hook(lambda module, args, out: kept.append(out))
+    scaler = hu.AdaptiveGradScaler(model)
+    in_thread(lambda: model(batch()))
+    with pytest.raises(ValueError, match="from inside the model"):
+        scaler.scale(mean_square(kept[0]))

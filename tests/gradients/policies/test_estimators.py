@@ -1,0 +1,381 @@
+"""The papers' rules against mpmath, brute force over all products, exact fractions and Monte Carlo."""
+
+import math
+from fractions import Fraction
+
+import mpmath
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from halfulp.formats import all_values, fp16, get
+from halfulp.gradients.policies import _estimators as rules
+
+U = {"u_min": rules.PAPER_U_MIN, "u_max": rules.PAPER_U_MAX}
+FREE = {"u_min": 1.0, "u_max": 1e300}  # an upper bound that never holds
+NEAR = 1e-9
+DEVIATIONS = 5.5  # two-sided, below one in ten million
+
+
+def wild(*shape, low=-30, high=5, zeros=0.3, dtype=torch.float32):
+    """Normal numbers times random powers of two, some of them zero."""
+    x = torch.randn(shape, dtype=torch.float64) * torch.exp2(torch.randint(low, high, shape).double())
+    return torch.where(torch.rand(shape) < zeros, 0, x).to(dtype)
+
+
+def random_moments():
+    low, high = sorted((torch.randn(2, dtype=torch.float64) * 2.0 ** int(torch.randint(-40, 10, ()))).tolist())
+    mean, std = low + (high - low) * float(torch.rand(())), (high - low) * float(torch.rand(()))
+    return rules.Moments(mean, std, low, high, max(abs(low), abs(high)) * float(torch.rand(())) + 1e-18, 100, 90, True)
+
+
+def log2(value):
+    return float(mpmath.log(value, 2))
+
+
+def least_and_most(alpha, most):
+    return log2(min(max(alpha, mpmath.mpf(1)), most))
+
+
+class Watch(TorchDispatchMode):
+    """The largest tensor that was made, and how often a number was read on the host."""
+
+    largest = reads = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.largest = max([self.largest, *(tensor.numel() for tensor in tensors)])
+        self.reads += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return out
+
+
+# moments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2])
+@pytest.mark.parametrize("power", [-900, -130, -10, 0, 10, 100, 900])
+def test_moments_of_any_size(dtype, power, seed):
+    x = wild(40, 50, low=0, high=3).double() * 2.0**power + 2.0**power
+    x = x.to(dtype)
+    wide = x.double()
+    if not wide.isfinite().all():
+        assert not rules.Moments.of(x).finite
+        return
+    numbers = wide.flatten().tolist()
+    exact = [Fraction(number) for number in numbers]
+    mean = sum(exact) / len(exact)
+    variance = sum((number - mean) ** 2 for number in exact) / len(exact)
+    found, amax = rules.Moments.of(x), max(map(abs, numbers))
+    rounding = 1e-13 if dtype == torch.float64 else 1e-5
+    assert found.finite
+    assert abs(found.mean - mean) <= rounding * amax
+    root = float(mpmath.sqrt(mpmath.mpf(variance.numerator) / variance.denominator))
+    assert found.std == pytest.approx(root, rel=rounding, abs=0)
+    assert (found.low, found.high, found.amax) == (min(numbers), max(numbers), amax)
+    assert found.smallest == min((abs(number) for number in numbers if number), default=0)
+    assert (found.count, found.nonzero) == (2000, sum(number != 0 for number in numbers))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_moments_at_the_edges(dtype):
+    assert rules.Moments.of(torch.empty(0, 3, dtype=dtype)) == rules.Moments(0, 0, 0, 0, 0, 0, 0, True)
+    assert rules.Moments.of(torch.zeros(7, dtype=dtype)) == rules.Moments(0, 0, 0, 0, 0, 7, 0, True)
+    assert rules.Moments.of(-torch.zeros((), dtype=dtype)) == rules.Moments(0, 0, 0, 0, 0, 1, 0, True)
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    one = rules.Moments.of(torch.tensor(-smallest, dtype=dtype))
+    assert one == rules.Moments(-smallest, 0, -smallest, -smallest, smallest, 1, 1, True)
+    tenth = torch.full((1001,), 0.1, dtype=dtype)
+    assert rules.Moments.of(tenth).std == 0
+    assert rules.Moments.of(tenth).mean == pytest.approx(tenth[0].item(), rel=1e-6)
+    for bad in (math.nan, math.inf, -math.inf):
+        x = torch.tensor([1.0, bad, 0.0], dtype=dtype)
+        assert not rules.Moments.of(x).finite
+        assert not rules.LogMoments.of(x).finite
+        assert rules.Moments.of(x).count == 3
+
+
+def test_equal_numbers_have_no_std_where_a_mean_is_a_sum_times_the_inverse_count(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "mean", lambda x: x.sum() * (1 / torch.tensor(float(x.numel()))))
+    assert torch.ones(41).mean() != 1
+    assert rules.Moments.of(torch.full((41,), 0.1)).std == 0
+
+
+def test_moments_count_beyond_what_float32_holds():
+    count = 2**24 + 2**19 + 3
+    assert rules.Moments.of(torch.ones(1).expand(count)).nonzero == count
+    assert rules.LogMoments.of(torch.ones(1).expand(count)).nonzero == count
+
+
+def test_moments_are_copied_once_and_leave_no_graph(seed):
+    x = torch.randn(20, requires_grad=True)
+    saved = []
+    with Watch() as watch, torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
+        found = rules.Moments.of(x), rules.LogMoments.of(x)
+    assert (watch.reads, saved) == (0, [])
+    assert all(type(number) in (float, int, bool) for moments in found for number in vars(moments).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_only_real_floating_point_numbers_have_moments(dtype):
+    for measure in (rules.Moments.of, rules.LogMoments.of):
+        with pytest.raises(TypeError, match=str(dtype)):
+            measure(torch.ones(3, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_log_moments(dtype, seed):
+    x = wild(30, 20, low=-9, high=4, dtype=dtype)
+    logs = [mpmath.log(abs(number)) for number in x.double().flatten().tolist() if number]
+    mean = mpmath.fsum(logs) / len(logs)
+    std = mpmath.sqrt(mpmath.fsum((number - mean) ** 2 for number in logs) / len(logs))
+    found = rules.LogMoments.of(x)
+    assert (found.mean, found.std) == (pytest.approx(float(mean), abs=1e-5), pytest.approx(float(std), abs=1e-5))
+    assert (found.amax, found.nonzero, found.finite) == (x.abs().amax().item(), len(logs), True)
+    assert rules.LogMoments.of(x[:0]) == rules.LogMoments.of(x * 0) == rules.LogMoments(0, 0, 0, 0, True)
+
+
+# the rules against their formulas -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [1e-12, 1e-5, 1e-3, 0.3])
+def test_underflow_bound_is_the_formula(share, seed):
+    for _ in range(50):
+        g, w, fan = random_moments(), random_moments(), int(torch.randint(1, 5000, ()))
+        of = mpmath.sqrt(2) * mpmath.erfinv(mpmath.mpf(share))
+        second = [mpmath.mpf(m.std) ** 2 + mpmath.mpf(m.mean) ** 2 for m in (g, w)]
+        corners = [mpmath.mpf(a) * b for a in (g.low, g.high) for b in (w.low, w.high)]
+        most = mpmath.mpf(U["u_max"]) / (fan * max(map(abs, corners)))
+        sigma = {"product": mpmath.sqrt(second[0] * second[1])}
+        sigma["sum"] = sigma["product"] * mpmath.sqrt(mpmath.mpf(fan) / 2)
+        for version in ("product", "sum"):
+            wanted = least_and_most(U["u_min"] / (of * sigma[version]), most)
+            assert rules.underflow_bound(g, w, fan, version=version, share=share, **U) == pytest.approx(
+                wanted, abs=NEAR
+            )
+        wanted = least_and_most(U["u_min"] / (of * g.std), U["u_max"] / mpmath.mpf(max(abs(g.low), abs(g.high))))
+        assert rules.underflow_bound(g, None, fan, share=share, **U) == pytest.approx(wanted, abs=NEAR)
+
+
+@pytest.mark.parametrize("share", [1e-30, 1e-3, 0.5, 0.9])
+def test_lognormal_is_the_formula(share, seed):
+    with mpmath.workdps(60):
+        for _ in range(50):
+            mean, std, up = (torch.randn(3, dtype=torch.float64) * torch.tensor([20, 3, 5])).tolist()
+            moments = rules.LogMoments(mean, abs(std), math.exp(mean + abs(up)), 9, True)
+            shift = abs(std) * mpmath.sqrt(2) * mpmath.erfinv(2 * mpmath.mpf(share) - 1)
+            wanted = least_and_most(
+                mpmath.exp(mpmath.log(U["u_min"]) - mean - shift), U["u_max"] / mpmath.mpf(moments.amax)
+            )
+            assert rules.lognormal(moments, share=share, **U) == pytest.approx(wanted, abs=NEAR)
+
+
+def test_abs_range_is_the_formula(seed):
+    for low in (-45, -12, 10):
+        for _ in range(10):
+            g, w, fan = wild(9, 7, low=low, high=low + 8), wild(7, 5), int(torch.randint(1, 500, ()))
+            a, b = ([mpmath.mpf(abs(n)) for n in x.flatten().tolist() if n] for x in (g, w))
+            least = max(min(a) * min(b), mpmath.mpf(rules.PAPER_LEAST_PRODUCT))
+            wanted = least_and_most(U["u_min"] / (fan * least), U["u_max"] / (fan * max(a) * max(b)))
+            found = rules.abs_range(rules.Moments.of(g), rules.Moments.of(w), fan, **U)
+            assert found == pytest.approx(wanted, abs=NEAR)
+
+
+def brute_force(g, w, fan, rescue=None):
+    """The rule on all products, made one by one in float64."""
+    products = (g.double().reshape(-1, g.shape[-1], 1) * w.double().reshape(1, w.shape[0], -1)).abs().flatten()
+    products = products[products > 0]
+    lower = (U["u_min"] / products).clamp(min=1).sort().values
+    lower = lower if rescue is None else lower[: int(rescue * len(lower))]
+    return math.log2(min(max([1.0, *lower[-1:].tolist()]), U["u_max"] / (fan * float(products.max()))))
+
+
+@pytest.mark.parametrize("rescue", [None, 0.0, 0.1, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"), [(torch.float64, -60, 20), (torch.float32, -45, 0), (torch.float16, -20, 9)]
+)
+def test_element_wise_is_brute_force(rescue, dtype, low, high, seed):
+    for rows, inner, columns in ((1, 1, 1), (13, 7, 5), (6, 40, 9)):
+        g = wild(rows, inner, low=low, high=high, dtype=dtype)
+        w = wild(inner, columns, low=-15, high=9, dtype=dtype)
+        g[0, 0] = w[0, 0] = 1e-3
+        found = rules.element_wise(g, w, rescue_share=rescue, **U)
+        assert found == pytest.approx(brute_force(g, w, inner, rescue), abs=NEAR)
+
+
+def test_element_wise_where_equal_products_meet_the_share(seed):
+    g = torch.exp2(torch.randint(-30, -26, (8, 6)).float())
+    w = torch.exp2(torch.randint(-3, 0, (6, 7)).float())
+    for share in torch.linspace(0, 1, 23).tolist():
+        assert rules.element_wise(g, w, rescue_share=share, **U) == pytest.approx(brute_force(g, w, 6, share), abs=NEAR)
+
+
+def test_element_wise_takes_batches_and_convolutions(seed):
+    g, w = wild(2, 3, 6), wild(6, 4)
+    assert rules.element_wise(g, w, **U) == rules.element_wise(g.reshape(6, 6), w, **U)
+    images, kernel = wild(2, 6, 5, 5), wild(6, 3, 3, 3)
+    found = rules.element_wise(images.movedim(1, -1), kernel, fan=54, **U)
+    assert found == pytest.approx(brute_force(images.movedim(1, -1), kernel, 54), abs=NEAR)
+
+
+def test_element_wise_never_makes_the_products(seed):
+    g, w = torch.randn(300, 8), torch.randn(8, 200)
+    with Watch() as watch:
+        rules.element_wise(g, w, **U)
+        rules.element_wise(g, w, rescue_share=0.5, **U)
+    assert watch.largest == g.numel()
+
+
+# what the rules promise ---------------------------------------------------------------------------------------
+
+
+def share_below(outputs, log2_alpha, expected):
+    """The share that underflows, less the expected one, in standard deviations of the count."""
+    found = float((outputs.double() * 2.0**log2_alpha).abs().lt(FREE["u_min"]).double().mean())
+    return (found - expected) / math.sqrt(expected * (1 - expected) / outputs.numel())
+
+
+def test_gaussian_products_underflow_at_the_share(seed):
+    g, w, share = torch.randn(200_000) * 1e-4, torch.randint(0, 2, (200_000,)) * 2.0 - 1, 0.02
+    moments = rules.Moments.of(g), rules.Moments.of(w)
+    alpha = rules.underflow_bound(*moments, 64, version="product", share=share, **FREE)
+    assert abs(share_below(g * w, alpha, share)) < DEVIATIONS
+    alone = rules.underflow_bound(moments[0], share=share, **FREE)
+    assert abs(share_below(g, alone, share)) < DEVIATIONS
+
+
+def test_gaussian_sums_underflow_at_most_at_the_share(seed):
+    share, fan = 0.05, 128
+    g, w = torch.randn(40_000, fan) * 1e-4, torch.randn(40_000, fan) * 1e-2
+    outputs = torch.einsum("ik,ik->i", g.double(), w.double())
+    alpha = rules.underflow_bound(rules.Moments.of(g), rules.Moments.of(w), fan, share=share, **FREE)
+    assert share_below(outputs, alpha, share) < DEVIATIONS
+    # Without a ReLU no term is missing, so that the outputs are wider by the square root of 2; a sum of
+    # 128 products is not quite Gaussian.
+    expected = float(mpmath.erf(mpmath.erfinv(share) / mpmath.sqrt(2)))
+    assert abs(share_below(outputs, alpha, expected)) < DEVIATIONS + 1
+
+
+def test_lognormal_magnitudes_underflow_at_the_share(seed):
+    g = torch.exp(torch.randn(100_000) * 2 - 12)
+    g[:50_000] = 0
+    alpha = rules.lognormal(rules.LogMoments.of(-g), share=0.02, **FREE)
+    assert abs(share_below(g[50_000:], alpha, 0.02)) < DEVIATIONS
+
+
+def test_the_upper_bound_keeps_every_sum_finite(seed):
+    g, w = torch.randn(50, 64) * 1e6, torch.randn(64, 30)
+    moments = rules.Moments.of(g), rules.Moments.of(w)
+    for found in (
+        rules.underflow_bound(*moments, 64, **U),
+        rules.abs_range(*moments, 64, **U),
+        rules.element_wise(g, w, **U),
+    ):
+        assert found < 0
+        worst = (g.double().abs() @ w.double().abs()).amax() * 2.0 ** rules.power_of_two(found)
+        assert worst <= fp16.max
+
+
+# edges ----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_scale():
+    zero, one = torch.zeros(3, 3), torch.ones(3, 3) * 1e-9
+    for x in (zero, zero[:0], zero[:, :0]):
+        for g, w in ((x, one), (one, x), (x, x)):
+            moments = rules.Moments.of(g), rules.Moments.of(w)
+            assert rules.underflow_bound(*moments, 3, **U) == 0
+            assert rules.underflow_bound(*moments, 3, version="product", **U) == 0
+            assert rules.abs_range(*moments, 3, **U) == 0
+        assert rules.underflow_bound(rules.Moments.of(x), **U) == 0
+        assert rules.lognormal(rules.LogMoments.of(x), u_min=2.0, u_max=8.0) == 0
+    assert rules.underflow_bound(rules.Moments.of(one), **U) == 0
+    left, right = torch.tensor([[1e-9, 0.0]]), torch.tensor([[0.0], [1.0]])
+    for g, w in ((zero, one), (one, zero), (left, right), (zero[:0], one), (one, one[:, :0]), (zero[:, :0], zero[:0])):
+        assert rules.element_wise(g, w, **U) == 0
+        assert rules.element_wise(g, w, rescue_share=0.5, **U) == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_gives_nan(bad):
+    x, one = torch.tensor([[bad, 1.0], [0.0, 0.0]]), torch.ones(2, 2)
+    for g, w in ((x, one), (one, x)):
+        moments = rules.Moments.of(g), rules.Moments.of(w)
+        assert math.isnan(rules.underflow_bound(*moments, 2, **U))
+        assert math.isnan(rules.abs_range(*moments, 2, **U))
+        assert math.isnan(rules.element_wise(g, w, **U))
+    assert math.isnan(rules.underflow_bound(rules.Moments.of(x), **U))
+    assert math.isnan(rules.lognormal(rules.LogMoments.of(x), **U))
+    assert math.isnan(rules.bounded(math.nan))
+
+
+def test_refusals():
+    one, logs, x = rules.Moments.of(torch.ones(2)), rules.LogMoments.of(torch.ones(2)), torch.ones(2, 2)
+    for share in (0, 1, -0.1, math.nan):
+        with pytest.raises(ValueError, match="share"):
+            rules.underflow_bound(one, one, 2, share=share, **U)
+        with pytest.raises(ValueError, match="share"):
+            rules.lognormal(logs, share=share, **U)
+    with pytest.raises(ValueError, match="product, sum"):
+        rules.underflow_bound(one, one, 2, version="both", **U)
+    for fan in (0, -1, math.nan, math.inf):
+        with pytest.raises(ValueError, match="fan"):
+            rules.abs_range(one, one, fan, **U)
+    for u_min, u_max in ((0, 1), (2, 1), (1, math.inf), (math.nan, 1)):
+        with pytest.raises(ValueError, match="u_min"):
+            rules.lognormal(logs, u_min=u_min, u_max=u_max)
+    for g, w in ((x, torch.ones(3, 2)), (torch.tensor(1.0), x), (x, torch.tensor(1.0))):
+        with pytest.raises(ValueError, match="same K"):
+            rules.element_wise(g, w, **U)
+    with pytest.raises(ValueError, match="rescue_share"):
+        rules.element_wise(x, x, rescue_share=1.5, **U)
+    with pytest.raises(TypeError, match="int64"):
+        rules.element_wise(x, x.long(), **U)
+    for arguments in ({"scale_upper_bound": 0}, {"accumulated": 0.0}, {"accumulated": math.inf}):
+        with pytest.raises(ValueError, match="positive"):
+            rules.bounded(1.0, **arguments)
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match="no exponent"):
+            rules.power_of_two(value)
+
+
+# from a scale to an exponent --------------------------------------------------------------------------------------
+
+
+def test_bounded_is_the_smaller_of_the_caps(seed):
+    for _ in range(100):
+        alpha, scale, total, before = torch.exp2(torch.randn(4, dtype=torch.float64) * 9).tolist()
+        found = rules.bounded(math.log2(alpha), scale, total, accumulated=before)
+        assert found == pytest.approx(math.log2(min(alpha, total / before, scale)), abs=NEAR)
+    assert (rules.bounded(20.0), rules.bounded(20.0, math.inf), rules.bounded(-3.0)) == (4, 10, -3)
+    assert rules.bounded(20.0, accumulated=4096.0) == -2
+
+
+def test_power_of_two_is_the_exact_floor(seed):
+    for power in range(300):
+        mantissa = int(torch.randint(1, 2048, ()))
+        u_min, u_max = mantissa * 2.0**-40, mantissa * 2.0**20
+        g, w = wild(2, zeros=0, dtype=torch.float64).tolist()
+        if power % 2:  # here alpha is a power of two, and the logarithms are not exact
+            g, w = mantissa * 2.0 ** (power % 30 - 50), 1.0
+        moments = (rules.Moments.of(torch.tensor(number, dtype=torch.float64)) for number in (g, w))
+        found = rules.power_of_two(rules.abs_range(*moments, 1, u_min=u_min, u_max=u_max))
+        product = abs(Fraction(g) * Fraction(w))
+        lower = Fraction(u_min) / max(product, Fraction(rules.PAPER_LEAST_PRODUCT))
+        alpha = min(max(lower, Fraction(1)), Fraction(u_max) / product)
+        assert Fraction(2) ** found <= alpha < Fraction(2) ** (found + 1)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e5m2", "e4m3fn", "e4m3fnuz", "e3m2fn", "e2m1fn", "e8m0"])
+def test_bounds_are_the_ends_of_the_format(name):
+    values = torch.as_tensor(all_values(get(name)), dtype=torch.float64)
+    values = values[values.isfinite() & (values > 0)]
+    assert rules.bounds(name) == rules.bounds(get(name)) == (values.min().item(), values.max().item())
+
+
+def test_the_papers_constants_are_those_of_fp16():
+    u_min, u_max = rules.bounds(torch.float16)
+    assert abs(rules.PAPER_U_MIN / u_min - 1) < 0.01
+    assert u_max == rules.PAPER_U_MAX
+    assert 0.9 < rules.PAPER_U_MAX_V1 / u_max < 1
