@@ -171,7 +171,7 @@ def rounded() -> str:
 
 def emulated() -> str:
     """Gradients on hardware of a format."""
-    from halfulp.emulate import region
+    from halfulp.emulation import region
 
     net = model()
     with region("e8m5"):

@@ -18,7 +18,7 @@ MOST_NAMES = 44
 FACE = {
     "halfulp": {
         *("arithmetic", "formats", "gradients", "hyperbolic", "kernels", "optim", "recipes", "rounding", "scaled"),
-        *("tensors", "testing", "trials"),
+        *("mctensor", "testing", "trials"),
         *("MCTensor", "exact_dot", "exact_partial", "exact_round", "exact_sum", "fallbacks", "multicomponent"),
         *("ScaledTensor", "rescale", "scalify"),
         *("ScaledTensor", "cast", "rescale", "scalify", "verify"),
@@ -134,12 +134,12 @@ def test_names_without_tensors_need_no_torch():
     """)
 
 
-def test_emulate_is_the_function_though_a_package_has_its_name():
+def test_emulate_is_the_function_and_its_package_has_another_name():
     in_a_fresh_process("""
-        import halfulp.emulate as by_import
-        from halfulp.emulate import Emulation, region
+        import halfulp.emulation as package
+        from halfulp.emulation import Emulation, region
         import halfulp as hu
-        assert by_import is hu.emulate and callable(hu.emulate) and not isinstance(hu.emulate, type(hu))
+        assert package.emulate is hu.emulate and callable(hu.emulate) and not isinstance(hu.emulate, type(hu))
         names = {}
         exec("from halfulp import *", names)
         assert names["emulate"] is hu.emulate and set(hu.__all__) <= set(names)

@@ -24,7 +24,7 @@ LAYERS = [
     {"scaled"},
     {"testing"},
     {"optim", "gradients", "hyperbolic"},
-    {"emulate"},
+    {"emulation"},
     {"recipes"},
     {"observe"},
     {"trials"},

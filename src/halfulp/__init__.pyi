@@ -16,7 +16,7 @@ from .arithmetic import exact_dot as exact_dot
 from .arithmetic import exact_partial as exact_partial
 from .arithmetic import exact_round as exact_round
 from .arithmetic import exact_sum as exact_sum
-from .emulate import emulate as emulate
+from .emulation import emulate as emulate
 from .formats import BlockFormat as BlockFormat
 from .formats import Format as Format
 from .gradients import AdaptiveGradScaler as AdaptiveGradScaler

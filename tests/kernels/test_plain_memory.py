@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import halfulp as hu
-from halfulp.emulate import region
+from halfulp.emulation import region
 from halfulp.kernels import address, has_own_memory, overlaps_itself, plain
 
 SOURCE = Path(hu.__file__).parent

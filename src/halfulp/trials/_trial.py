@@ -160,7 +160,7 @@ def _arithmetic(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[Loss], L
     if recipe.emulate is None:
         yield lambda loss: loss
         return
-    from ..emulate import emulate
+    from ..emulation import emulate
 
     with emulate(model, recipe.emulate) as emulation:
 

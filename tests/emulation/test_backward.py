@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfulp.emulate import emulate, region
+from halfulp.emulation import emulate, region
 from halfulp.rounding import Stochastic
 
 _spec = importlib.util.spec_from_file_location("oracle", pathlib.Path(__file__).with_name("oracle.py"))

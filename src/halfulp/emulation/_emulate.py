@@ -17,7 +17,7 @@ from ..rounding import Nearest, Rounding
 from ..subclass._parameter_holders import EMULATED
 from ._region import Region, refuse_recording, region, untraceable
 from ._report import describe
-from ._unit import CONTAINERS, Unit
+from ._rounder import CONTAINERS, Unit
 
 
 class Emulation:

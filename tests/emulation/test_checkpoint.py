@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from halfulp.emulate import emulate
+from halfulp.emulation import emulate
 from halfulp.rounding import Nearest, Stochastic
 
 

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..formats import Format
 from ..rounding import Nearest, Rounding
+from ._backward import Graph
 from ._checkpoint import capture_hooks
-from ._graph import Graph
-from ._operator import Results, results_of
-from ._unit import Unit
+from ._new_numbers import Results, results_of
+from ._rounder import Unit
 
 
 class _Mode(TorchDispatchMode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._unit import Unit
+from ._rounder import Unit
 
 
 def describe(unit: Unit, off_format: dict[str, int]) -> str:

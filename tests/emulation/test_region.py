@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfulp.emulate import region
+from halfulp.emulation import region
 from halfulp.kernels import same_bits
 from halfulp.rounding import quantize
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from halfulp.emulate._operator import _RUNNING, _STATISTICS, results_of
+from halfulp.emulation._new_numbers import _RUNNING, _STATISTICS, results_of
 
 aten = torch.ops.aten
 

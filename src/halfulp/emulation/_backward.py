@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._checkpoint import Wrapper, capture_node
-from ._unit import Unit
+from ._rounder import Unit
 
 _LEAF = 2**64 - 1
 # Their gradients are the numbers that arrive, elsewhere or in another shape.

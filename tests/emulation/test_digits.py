@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfulp import optim
-from halfulp.emulate import emulate
+from halfulp.emulation import emulate
 
 datasets = pytest.importorskip("sklearn.datasets")
 EPOCHS, BATCH, TRAINED = 40, 32, 1437

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfulp.emulate import emulate, region
+from halfulp.emulation import emulate, region
 from halfulp.kernels import same_bits
 from halfulp.rounding import quantize
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfulp.emulate import emulate
+from halfulp.emulation import emulate
 
 
 def distance(a, b):

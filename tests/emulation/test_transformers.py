@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from halfulp.emulate import emulate
+from halfulp.emulation import emulate
 from halfulp.kernels import same_bits
 from halfulp.rounding import quantize
 

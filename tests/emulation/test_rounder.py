@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from halfulp import formats
-from halfulp.emulate import region
-from halfulp.emulate._unit import Unit
+from halfulp.emulation import region
+from halfulp.emulation._rounder import Unit
 from halfulp.rounding import Down, Nearest, Stochastic, TowardZero, Up, quantize
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfulp.emulate import Emulation, emulate
+from halfulp.emulation import Emulation, emulate
 from halfulp.kernels import same_bits
 from halfulp.rounding import quantize
 
