@@ -70,7 +70,7 @@ def trained(method: str, model, task, data, seed: int, shift: int = 0):
 @functools.cache
 def scores(method: str, seed: int, power: int = 0, shift: int = 0) -> tuple[float, float]:
     """The validation loss and the share of images that are right; infinity and 0 after a divergence."""
-    from halfulp.trials._trial import evaluate
+    from halfulp.trials.running._trial import evaluate
     from halfulp.trials.tasks._digits import Digits
 
     task = Digits()

@@ -32,7 +32,7 @@ def _long_tails(draws: random.Random, width: float) -> float:
 
 def said(gap: float, noise: float, seeds: int, kind: str, runs: int, draws: random.Random) -> Counter:
     """How many of ``runs`` comparisons end with each verdict."""
-    from halfulp.trials import _statistics as judge
+    from halfulp.trials.evidence import _statistics as judge
 
     long_tails, twin = KINDS[kind]
     draw: Callable[[random.Random, float], float] = _long_tails if long_tails else _normal

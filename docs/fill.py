@@ -280,7 +280,7 @@ def _lines(file: str, task: str) -> list[dict[str, str]]:
     if not path.exists():
         return []
     from halfulp.trials import Evidence
-    from halfulp.trials._table import cells
+    from halfulp.trials.evidence._table import cells
 
     evidence = Evidence.from_json(path.read_text(encoding="utf-8"))
     return [cells(evidence, row) for row in evidence.rows(task)] if task in evidence.tasks() else []
@@ -358,7 +358,7 @@ def _notes(task: str) -> str:
     if not path.exists():
         return ""
     from halfulp.trials import Evidence
-    from halfulp.trials._table import notes
+    from halfulp.trials.evidence._table import notes
 
     evidence = Evidence.from_json(path.read_text(encoding="utf-8"))
     return notes(evidence, task)[0]

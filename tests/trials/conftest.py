@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from halfulp.trials import _pool
+from halfulp.trials.running import _pool
 
 TINY = '''
 """Tasks for tests: four points, a linear model, and ways to go wrong."""
@@ -85,7 +85,9 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that need not import torch: they fork from a process that has, where the system can."""
     if "forkserver" in multiprocessing.get_all_start_methods():
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "halfulp.trials._trial", "halfulp.trials.tasks", "halfulp.optim"])
+        context.set_forkserver_preload(
+            ["torch", "halfulp.trials.running._trial", "halfulp.trials.tasks", "halfulp.optim"]
+        )
         monkeypatch.setattr(_pool, "multiprocessing", SimpleNamespace(get_context=lambda method: context))
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from halfulp import recipes
-from halfulp.trials import _trial, tasks
+from halfulp.trials import tasks
+from halfulp.trials.running import _trial
 
 
 def accuracy(recipe: str) -> float:

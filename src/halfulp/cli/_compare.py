@@ -46,7 +46,7 @@ def compare(
 def _run(tasks: list[str], recipes: list[str], out: str, options: dict[str, Any]) -> Any:
     """The evidence; progress goes to stderr."""
     from ..trials import TrialError, compare
-    from ..trials._progress import Progress
+    from ..trials.running._progress import Progress
 
     with Progress() as progress:
         try:
@@ -69,7 +69,7 @@ def _kept(progress: Any, out: str) -> str:
 def _print_tables(evidence: Any) -> None:
     from rich.text import Text
 
-    from ..trials._table import cells, notes
+    from ..trials.evidence._table import cells, notes
 
     shown = console()
     for task in evidence.tasks():

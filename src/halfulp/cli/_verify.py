@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .._words import a_kind
+from .._messages import a_kind
 from ._errors import fail, or_fail, writing
 from ._names import complete, recipe_names, task_names
 from ._output import Json, console, plain_table, print_json

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .._words import a_kind
+from .._messages import a_kind
 from ..formats import Format, get
 from ..rounding import Nearest, Rounding, get_rounding
 from ._controller import Controller

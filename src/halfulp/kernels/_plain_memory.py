@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._words import a_kind
+from .._messages import a_kind
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _TRACED = frozenset(("FakeTensor", "FunctionalTensor"))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._words import a_kind
+from .._messages import a_kind
 from ..arithmetic import MOST, PRECISION, Parts, pointwise, renormalize
 from ..kernels import resolved
 from ._formula_constants import terms_of

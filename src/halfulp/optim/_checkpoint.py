@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._words import differences, listed
+from .._messages import differences, listed
 from ..formats import Format
 from ..mctensor import MCTensor
 from ..scaled import ScaledTensor

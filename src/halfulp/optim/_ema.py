@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._words import a_kind, differences, listed
+from .._messages import a_kind, differences, listed
 from ..formats import Format
 from ..mctensor import MCTensor
 from ..subclass._module_parameters import check_module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 
-from .._words import differences
+from .._messages import differences
 from ._group_options import check_group
 from ._random_identity import plain_names
 from .weight_updates._weight_update import weight_update

@@ -4,7 +4,6 @@ from ._catalog import get as get
 from ._catalog import names as names
 from ._convert import convert as convert
 from ._convert import revert as revert
-from ._near import unknown as unknown
 from ._optimizer import RULES as RULES
 from ._optimizer import optimizer as optimizer
 from ._optimizer import scaler as scaler

@@ -1,6 +1,6 @@
 """The named recipes."""
 
-from ._near import unknown
+from .._names import unknown
 from ._recipe import Recipe
 
 

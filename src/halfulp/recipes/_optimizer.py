@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import _by_torch
+from .._names import unknown
+from . import _torch_optimizers as _by_torch
 from ._convert import recipe_of
-from ._few_bit_states import hold_states
-from ._near import unknown
+from ._emulated_states import hold_states
 from ._plan import named, update_of
 from ._recipe import Recipe
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from .._words import a_kind
+from .._messages import a_kind
 from . import _catalog
 from ._casts import inside
 from ._recipe import NORMS, Recipe

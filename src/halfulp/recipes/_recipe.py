@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ._near import unknown
+from .._names import unknown
 
 WEIGHT_UPDATES = (
     "nearest",

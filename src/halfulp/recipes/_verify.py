@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._words import a_kind
+from .._messages import a_kind
 from ..gradients import AdaptiveGradScaler
 from ..mctensor import MCTensor
 from ..scaled import ScaledTensor, scalify
@@ -17,10 +17,10 @@ from ..subclass import fallbacks
 from . import _catalog
 from ._agreement import agrees
 from ._copies import copy_of, untouched
-from ._exponents import verify_exponents
-from ._operators import Difference, OperatorCheck
+from ._operator_record import Difference, OperatorCheck
 from ._recipe import Recipe
-from ._step import LossOf, Run, default_loss, difference, in_float64, one_step, pairs, reference
+from ._training_step import LossOf, Run, default_loss, difference, in_float64, one_step, pairs, reference
+from ._verify_exponents import verify_exponents
 
 # Scales between 2^-SPREAD and 2^SPREAD times the measured one.
 SPREAD = 12

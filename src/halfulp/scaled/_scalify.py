@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._words import a_kind
+from .._messages import a_kind
 from ..subclass import _model_fallbacks, _outer_modules
 from ..subclass import _state_dict as _companions
 from ..subclass._averaged_models import tell_of_narrow_averages

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._words import a_kind
+from .._messages import a_kind
 from ..subclass._state_dict import Layout, check_state_dict, check_version, register
 from . import _powers_of_two as _powers
 from ._operands import LOGICALS, STORAGES, decoded, encoded

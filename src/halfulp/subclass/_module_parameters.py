@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .._words import a_kind
+from .._messages import a_kind
 
 Where = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._words import a_kind, listed
+from .._messages import a_kind, listed
 
 _LOADED = "_halfulp_loaded"
 # Of the newest state_dict, by its identity: each parameter's first name, and the versions of it and of its values.

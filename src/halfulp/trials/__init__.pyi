@@ -4,6 +4,6 @@ from . import tasks as tasks
 from ._compare import compare as compare
 from ._defaults import DEFAULT_RECIPES as DEFAULT_RECIPES
 from ._defaults import DEFAULT_TASKS as DEFAULT_TASKS
-from ._evidence import Evidence as Evidence
-from ._pool import TrialError as TrialError
-from ._row import Row as Row
+from .evidence._evidence import Evidence as Evidence
+from .evidence._row import Row as Row
+from .running._pool import TrialError as TrialError

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..recipes import Recipe
-from . import _page, _pool
 from ._defaults import DEFAULT_RECIPES
-from ._evidence import Evidence
-from ._plan import Trial, plan
-from ._store import Store, write
+from .evidence._evidence import Evidence
+from .page import _page
+from .running import _pool
+from .running._plan import Trial, plan
+from .running._store import Store, write
 from .tasks import Task
 
 Listener = Callable[[str, Trial, Any], None]

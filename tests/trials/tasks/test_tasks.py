@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from halfulp import recipes
-from halfulp.trials import _trial, tasks
+from halfulp.trials import tasks
+from halfulp.trials.running import _trial
 from halfulp.trials.tasks import Task
 
 

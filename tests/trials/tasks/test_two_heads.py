@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from halfulp import recipes
 from halfulp.gradients import AdaptiveGradScaler
-from halfulp.trials import _trial, tasks
+from halfulp.trials import tasks
+from halfulp.trials.running import _trial
 from halfulp.trials.tasks._digits import load_digits
 from halfulp.trials.tasks._two_heads import CLASSES, SIDE, STRIDE, TwoHeads, cells, image_classes, placed
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..._words import a_kind
+from ..._messages import a_kind
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..replay._replay import Replay, Replays

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable
 from typing import ClassVar
 
-from ..._words import a_kind
+from ..._messages import a_kind
 from ...formats import Format
 from .._site import Site
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ...recipes import unknown
+from ..._names import unknown
 
 if TYPE_CHECKING:
     from ._task import Task

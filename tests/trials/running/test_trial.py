@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from halfulp import recipes
-from halfulp.trials import _trial, tasks
+from halfulp.trials import tasks
+from halfulp.trials.running import _trial
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16-kahan", "e8m3-kahan"])

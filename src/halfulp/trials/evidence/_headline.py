@@ -1,8 +1,8 @@
 """The finding of a comparison in words."""
 
-from .. import formats
+from ... import formats
+from ..running._plan import REFERENCE
 from ._evidence import Evidence
-from ._plan import REFERENCE
 from ._row import Row
 from ._statistics import MARGIN
 from ._table import loss_name, number, percent

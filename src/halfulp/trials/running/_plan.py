@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .. import recipes as catalog
-from ..recipes import Recipe
-from . import tasks as registry
-from .tasks import Task
+from ... import recipes as catalog
+from ...recipes import Recipe
+from .. import tasks as registry
+from ..tasks import Task
 
 REFERENCE = "fp32"
 TWIN = "fp32-twin"

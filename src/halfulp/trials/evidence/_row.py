@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ._plan import REFERENCE, TWIN
+from ..running._plan import REFERENCE, TWIN
 from ._statistics import noise, spread, tolerance, verdict
 
 Record = dict[str, Any]

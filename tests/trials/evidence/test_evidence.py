@@ -9,9 +9,9 @@ import pytest
 
 from halfulp import recipes
 from halfulp.trials import Evidence
-from halfulp.trials._headline import headline, losers
+from halfulp.trials.evidence._headline import headline, losers
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 COMPARISONS = [path for path in sorted(RESULTS.glob("*.json")) if "trials" in json.loads(path.read_text("utf-8"))]
 RUN = {"workers": 2, "cores": 2, "seconds": 1.0, "trained": 1, "reused": 0}
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..gradients import AdaptiveGradScaler
-from ..recipes import Recipe, scaler
-from .tasks import Batch
+from ...gradients import AdaptiveGradScaler
+from ...recipes import Recipe, scaler
+from ..tasks import Batch
 
 # Underflow is counted in steps that a scaler measures anyway: every sixteenth, and no more than so many of them.
 INTERVAL = 16

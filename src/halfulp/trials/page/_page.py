@@ -5,12 +5,12 @@ import importlib.resources
 from collections.abc import Sequence
 from typing import Any
 
+from ..evidence._evidence import Evidence
+from ..evidence._headline import headline, is_indication, losers
+from ..evidence._row import Row, judged
+from ..evidence._table import DASH, cells, loss_name, notes, number, rounds_gradients, stored_bytes
 from ._curves import svg
-from ._evidence import Evidence
-from ._headline import headline, is_indication, losers
 from ._line_style import LineStyle, line_styles
-from ._row import Row, judged
-from ._table import DASH, cells, loss_name, notes, number, rounds_gradients, stored_bytes
 
 _WIDE, _NARROW = (820, 560), (340, 560)
 

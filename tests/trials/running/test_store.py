@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from halfulp.trials._plan import Trial, plan
-from halfulp.trials._store import Store, write
+from halfulp.trials.running._plan import Trial, plan
+from halfulp.trials.running._store import Store, write
 
 
 @pytest.fixture

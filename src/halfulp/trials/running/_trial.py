@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import recipes
-from ..recipes import Recipe
-from ._scaling import Scaling, scaling
-from .tasks import Batch, Data, Task
+from ... import recipes
+from ...recipes import Recipe
+from ..tasks import Batch, Data, Task
+from ._gradient_scaling import Scaling, scaling
 
 POINTS = 60
 _NOTHING = {"loss": None, "accuracy": None}
@@ -160,7 +160,7 @@ def _arithmetic(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[Loss], L
     if recipe.emulate is None:
         yield lambda loss: loss
         return
-    from ..emulation import emulate
+    from ...emulation import emulate
 
     with emulate(model, recipe.emulate) as emulation:
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from halfulp.trials._evidence import Evidence
-from halfulp.trials._row import check, rows
+from halfulp.trials.evidence._evidence import Evidence
+from halfulp.trials.evidence._row import check, rows
 
 
 def test_gaps_are_paired_by_seed(make_record) -> None:

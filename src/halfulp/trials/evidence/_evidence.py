@@ -89,8 +89,8 @@ class Evidence:
         Raises:
             ValueError: jinja2 or matplotlib is missing, or the file cannot be written.
         """
-        from ._page import html
-        from ._store import write
+        from ..page._page import html
+        from ..running._store import write
 
         write(Path(path), html(self))
 

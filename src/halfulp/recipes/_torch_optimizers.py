@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._names import unknown
 from ..mctensor import MCTensor
 from ..mctensor._state_dict import plain_state_dict
 from ..optim._lost_updates import LostUpdateReport, lost_update_report
-from ._near import unknown
 from ._recipe import Recipe
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from halfulp.gradients.replay import _learned_graph as _learned
 from halfulp.recipes import verify
-from halfulp.recipes._exponents import verify_exponents
+from halfulp.recipes._verify_exponents import verify_exponents
 
 
 class _LostWhenLarge(torch.autograd.Function):

@@ -10,8 +10,8 @@ from typing import Any
 
 import filelock
 
+from ..evidence._row import check
 from ._plan import Trial
-from ._row import check
 
 
 class Store:

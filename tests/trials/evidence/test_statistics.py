@@ -8,7 +8,7 @@ import statistics
 import pytest
 from scipy import stats
 
-from halfulp.trials._statistics import MARGIN, noise, spread, tolerance, verdict
+from halfulp.trials.evidence._statistics import MARGIN, noise, spread, tolerance, verdict
 
 
 @pytest.mark.parametrize("count", [3, 4, 7, 11, 12, 20, 40])

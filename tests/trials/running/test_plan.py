@@ -7,7 +7,7 @@ import pytest
 
 from halfulp import recipes
 from halfulp.trials._defaults import DEFAULT_RECIPES, DEFAULT_TASKS
-from halfulp.trials._plan import plan
+from halfulp.trials.running._plan import plan
 
 
 def test_every_combination_once_in_order() -> None:

@@ -1,6 +1,6 @@
 """The message for an unknown name."""
 
-from halfulp.recipes import unknown
+from halfulp._names import unknown
 
 
 def test_lists_near_and_allowed_names() -> None:

@@ -1,9 +1,9 @@
 """The rows of an evidence as words and aligned text."""
 
-from .. import formats
+from ... import formats
+from ..tasks import kind_of
 from ._evidence import Evidence
 from ._row import Row
-from .tasks import kind_of
 
 DASH = "–"
 

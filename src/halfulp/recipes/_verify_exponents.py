@@ -13,7 +13,7 @@ from ..gradients import AdaptiveGradScaler
 from ..gradients.replay._replay import forwards_without_region
 from ._agreement import agrees
 from ._copies import copy_of, untouched
-from ._step import LossOf, Run, difference, in_float64, one_step, pairs, reference
+from ._training_step import LossOf, Run, difference, in_float64, one_step, pairs, reference
 
 # Random exponents lie in this range; differences of two are far from float32's limits.
 LOWEST, HIGHEST = -12, 24

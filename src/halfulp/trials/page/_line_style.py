@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from ._plan import REFERENCE, TWIN
+from ..running._plan import REFERENCE, TWIN
 
 # The style sheet of the page has --c0 to --c7: the reference, its twin, and six that stay apart, by at least 16 units
 # of CAM02-UCS, under each kind of colour blindness.

@@ -6,8 +6,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..tasks import Data
 from ._plan import Trial
-from .tasks import Data
 
 
 def main(connection: Connection, log: str) -> None:

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ._evidence import Evidence
+from ..evidence._evidence import Evidence
+from ..running._plan import REFERENCE
 from ._line_style import COLOURS, LineStyle, line_styles
-from ._plan import REFERENCE
 
 # Stand-ins that matplotlib writes and that become var(--name) afterwards.
 _INK, _FAINT = "#010101", "#020202"

@@ -1,0 +1,1 @@
+"""What finished trials say together: statistics, rows and the finding in words."""

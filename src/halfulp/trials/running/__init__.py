@@ -1,0 +1,1 @@
+"""Running trials: the plan, the worker processes and the folder of results."""
