@@ -116,7 +116,7 @@ def test_compare_writes_everything_and_resumes(tmp_path: Path, run, monkeypatch:
 
 def test_interruption_and_a_killed_worker(tmp_path: Path) -> None:
     long = ["compare", "--task", "digits", "--recipe", "fp32", "--seeds", "1", "--steps", "100000", "--workers", "1"]
-    told = "from halfulp.trials.running._progress import Progress; Progress._progress = lambda *_: print('trains', flush=True)"
+    told = "import halfulp.trials.running._progress as p; p.Progress._progress = lambda *_: print('trains', flush=True)"
     command = [sys.executable, "-c", f"{HEARD}; {told}; from halfulp.cli import main; main()", *long]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     for kill_worker, words in ((False, "interrupted; 0 of 1 trials are kept"), (True, "was killed by SIGKILL")):
