@@ -96,8 +96,8 @@ def measure(
     A round of a contender lies between two of the peer, whose mean is its reference, and counts when all three were
     undisturbed: process CPU time at least 0.9 x threads x wall time (half of wall time for one thread, whose time is
     CPU time), and the reference at most 1.1 x what the fastest tenth of the peer's took in this process (a peer starved
-    of memory bandwidth would flatter everybody else). Measuring stops when every contender has ``rounds`` such rounds, or after
-    ``patience`` seconds; what was dropped is counted, and fewer than 7 rounds raise.
+    of memory bandwidth would flatter everybody else). Measuring stops when every contender has ``rounds`` such rounds,
+    or after ``patience`` seconds; what was dropped is counted, and fewer than 7 rounds raise.
 
     Args:
         contenders: what to time; one of them is named ``peer``.
