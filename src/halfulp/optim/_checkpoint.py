@@ -13,8 +13,9 @@ from ..formats import Format
 from ..mctensor import MCTensor
 from ..scaled import ScaledTensor
 from ._checksum import as_saved, checksums_of
+from ._local_tensors import local, memory, placed_like
 from ._outside_writes import CHECKSUMS, agree, companions_beside, companions_now, is_written, loaded
-from ._parameter_plan import Slot, local, memory, placed_like
+from ._parameter_plan import Slot
 from ._random_identity import plain_names
 from ._state_dict_validation import checked_groups, checked_state, whole_step
 from .states._int8_blocks import scale_shape

@@ -7,14 +7,11 @@ each has the checksums of its own rows, and asks nobody. 0 stands for a row of w
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..kernels import row_checksums
-
-if TYPE_CHECKING:
-    from ._parameter_plan import Slot
+from ._parameter_plan import Slot
 
 
 def checksums_of(slot: Slot) -> torch.Tensor | None:

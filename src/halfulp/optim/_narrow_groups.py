@@ -11,9 +11,10 @@ import torch
 from ..subclass._averaged_models import tell_of_narrow_averages
 from ..subclass._data_parallel import Wrappers, data_parallel_modules, replace_data, sharded_modules
 from ..subclass._parameter_holders import check_holders, check_overlaps, living_modules
+from ._local_tensors import local, memory
 from ._narrowing import is_kept, take_float32
 from ._outside_writes import agree, settle
-from ._parameter_plan import Slot, local, memory
+from ._parameter_plan import Slot
 from .states._storage import STORES
 
 # Bytes that travel in one message.

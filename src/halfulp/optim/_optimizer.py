@@ -14,6 +14,7 @@ from ..scaled import ScaledTensor
 from ..subclass import _gathered_states as _whole_states
 from ._checkpoint import CheckpointMixin
 from ._group_options import SWITCHES, check_group, check_numbers, check_parameters, refuse_torch_switches
+from ._local_tensors import index_map_of, local, memory, own_parts
 from ._lost_updates import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from ._narrow_groups import (
     agree_on_companions,
@@ -32,11 +33,7 @@ from ._parameter_plan import (
     Slot,
     allocate,
     codecs_for,
-    index_map_of,
-    local,
-    memory,
     options_of,
-    own_parts,
     refuse_feedback,
     refuse_other_dtype,
     refuse_other_states,

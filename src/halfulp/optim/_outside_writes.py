@@ -12,45 +12,19 @@ along (`_checksum`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 
 from ._checksum import as_loaded, checksums_of, differ
+from ._parameter_plan import ANY, MOVED, Agreement, Slot
 from ._tensor_map import TensorMap
-
-if TYPE_CHECKING:
-    from ._parameter_plan import Slot
 
 WATCHED_STEPS = 1000
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _restored: TensorMap[tuple[int, int]] = TensorMap()
 
 
-@dataclass(eq=False, slots=True)
-class Agreement:
-    """When a parameter and its companions were last known to belong together.
-
-    Attributes:
-        version: the parameter's counter then. ANY after loading or copying companions, which go with a payload that may
-            be loaded before or after them; MOVED where the parameter has got other memory.
-        memory: the parameter's memory then, which tells what it held where it has got other memory since.
-        payload: a copy of what it held then, where that is kept.
-        steps: how many more steps it is kept for.
-        scale: of a scaled parameter then, in whose units its companions are.
-        checksums: of the payload that loaded companions go with, row by row; None where the file does not say.
-    """
-
-    version: int
-    memory: torch.Tensor
-    payload: torch.Tensor | None = None
-    steps: int = 0
-    scale: float = 1.0
-    checksums: torch.Tensor | None = None
-
-
-ANY, MOVED = -1, -2
 CHECKSUMS = "payload_checksums"
 
 

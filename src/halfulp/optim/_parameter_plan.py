@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -11,9 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels import IndexMap
-from ..mctensor import MCTensor
 from ..scaled import ScaledTensor
-from ._outside_writes import Agreement
+from ._local_tensors import index_map_of, local, memory, own_parts
 from .rules._update_rule import UpdateRule
 from .states._float8 import PAYLOADS
 from .states._scaled import Scaled
@@ -24,6 +22,8 @@ from .weight_updates._weight_update import WeightUpdate
 
 NARROW = (torch.bfloat16, torch.float16)
 SMALL = 1024
+# Instead of a version counter in `Agreement`: see there.
+ANY, MOVED = -1, -2
 
 
 @dataclass(slots=True)
@@ -43,6 +43,28 @@ class LostUpdates:
         self.seen, self.cancelled = self.seen + seen, self.cancelled + cancelled
         self.wanted, self.kept = self.wanted + wanted, self.kept + kept
         self.mostly_lost += cancelled > 0.5 * seen
+
+
+@dataclass(eq=False, slots=True)
+class Agreement:
+    """When a parameter and its companions were last known to belong together.
+
+    Attributes:
+        version: the parameter's counter then. ANY after loading or copying companions, which go with a payload that may
+            be loaded before or after them; MOVED where the parameter has got other memory.
+        memory: the parameter's memory then, which tells what it held where it has got other memory since.
+        payload: a copy of what it held then, where that is kept.
+        steps: how many more steps it is kept for.
+        scale: of a scaled parameter then, in whose units its companions are.
+        checksums: of the payload that loaded companions go with, row by row; None where the file does not say.
+    """
+
+    version: int
+    memory: torch.Tensor
+    payload: torch.Tensor | None = None
+    steps: int = 0
+    scale: float = 1.0
+    checksums: torch.Tensor | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -193,83 +215,6 @@ def still_true(slot: Slot, parameter: torch.Tensor, rule: UpdateRule, options: t
         turn = slot.step % len(held)
         return held[turn].data_ptr() == addresses[turn]
     return [tensor.data_ptr() for tensor in held] == addresses
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's shard on this rank; any other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def memory(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor in which a parameter's numbers lie: a payload, a first component, a DTensor's shard, else itself."""
-    if isinstance(parameter, MCTensor):
-        return parameter.components[0]
-    return parameter.payload if isinstance(parameter, ScaledTensor) else local(parameter)
-
-
-def own_parts(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in which a parameter's own numbers lie: the components of an MCTensor, else `memory`."""
-    return parameter.components if isinstance(parameter, MCTensor) else (memory(parameter),)
-
-
-def placed_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A local result as a DTensor where its parameter is one."""
-    if not hasattr(tensor, "_local_tensor"):
-        return value
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(value, mesh, placements, shape=tensor.shape, stride=tensor.stride(), run_check=False)
-
-
-def index_map_of(parameter: torch.Tensor) -> IndexMap:
-    """Where a parameter's local elements stand in the whole.
-
-    Raises:
-        ValueError: a DTensor that is a pending sum.
-        NotImplementedError: a strided shard that does not lie on a grid.
-    """
-    if not hasattr(parameter, "_local_tensor"):
-        return _whole(parameter.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if any(placement.is_partial() for placement in parameter.placements):
-        raise ValueError("a parameter with Partial placement is a sum still to be made: redistribute it first")
-    if any(type(placement).__name__ == "_StridedShard" for placement in parameter.placements):
-        return _strided_map(parameter)
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    offset = tuple(o if n else 0 for o, n in zip(offset, shape))
-    return IndexMap(tuple(shape), tuple(parameter.shape), offset, (1,) * len(shape))
-
-
-@functools.lru_cache(256)
-def _whole(shape: torch.Size) -> IndexMap:
-    return IndexMap.whole(tuple(shape))
-
-
-def _strided_map(parameter: torch.Tensor) -> IndexMap:
-    """A strided shard along one dimension, by sharding the coordinates themselves."""
-    from torch.distributed.tensor import distribute_tensor
-
-    offset, step = [], []
-    for d, whole in enumerate(parameter.shape):
-        like = [1] * parameter.dim()
-        like[d] = whole
-        coordinates = torch.arange(whole, dtype=torch.int64, device=local(parameter).device)
-        coordinates = coordinates.reshape(like).expand(parameter.shape)
-        mine = distribute_tensor(
-            coordinates.contiguous(), parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-        along = mine._local_tensor.movedim(d, 0).reshape(mine._local_tensor.shape[d], -1)[:, :1].flatten()
-        gaps = torch.unique(along.diff())
-        if gaps.numel() > 1:
-            raise NotImplementedError(
-                f"dimension {d} of a parameter of shape {tuple(parameter.shape)} is sharded into several runs: "
-                "use Shard placements, or weight_update='split', which draws nothing"
-            )
-        offset.append(int(along[0]) if along.numel() else 0)
-        step.append(int(gaps[0]) if gaps.numel() else 1)
-    return IndexMap(tuple(local(parameter).shape), tuple(parameter.shape), tuple(offset), tuple(step))
 
 
 def store_of(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:

@@ -137,7 +137,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 import halfulp as hu
-from halfulp.optim._parameter_plan import placed_like
+from halfulp.optim._local_tensors import placed_like
 
 rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 hu.kernels.engine("reference").__enter__()  # no compilation in three processes

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
 import torch
 
 from .._trace import Piece, Trace
 
-if TYPE_CHECKING:
-    from ._loop import Loop
-
 _PREDICATES = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
 
 
 class Instructions:
-    """One method per operation of a trace, on scalars or vectors."""
+    """One method per operation of a trace, on scalars or vectors.
 
-    def __init__(self, loop: Loop, lanes: int, trace: Trace | None = None, builder=None) -> None:
-        ir = self.ir = loop.ir
-        self.loop, self.b, self.lanes, self.wide = loop, builder or loop.b, lanes, loop.wide
-        self.trace = trace or loop.trace
-        self.one, self.sums, self.products = loop.ones.get(lanes), 0, 0
+    Args:
+        builder: writes the instructions.
+        trace: the operations.
+        lanes: elements of a vector; 1 for scalars.
+        one: a vector of ones that LLVM cannot fold, where sums may be written as products (`sum_of`).
+        calls: whether pieces become functions, instead of being written out at each use.
+    """
+
+    def __init__(self, builder, trace: Trace, lanes: int, one=None, calls: bool = False) -> None:
+        from llvmlite import ir
+
+        self.ir, self.b, self.trace, self.lanes, self.calls = ir, builder, trace, lanes, calls
+        self.wide = trace.dtype == torch.float64
+        self.one, self.sums, self.products = one, 0, 0
         self.mantissa, self.bias = (52, 1023) if self.wide else (23, 127)
-        self.real = self.shape(loop.real)
+        self.real = self.shape(ir.DoubleType() if self.wide else ir.FloatType())
         self.word = self.shape(ir.IntType(64 if self.wide else 32))
 
     def run(self, inputs: list) -> list:
@@ -112,11 +117,11 @@ class Instructions:
     def do_call(self, number, *values):
         """A list of the results of a piece: from its function where there is one, else written out."""
         piece = self.trace.pieces[number]
-        if not self.loop.calls:
-            made = Instructions(self.loop, self.lanes, piece.trace, self.b).run(list(values))
-            return [made[k] for k in piece.results]
-        made = self.b.call(self.function(piece), values)
-        return [self.b.extract_value(made, k) for k in range(len(piece.results))]
+        if not self.calls:
+            computed = Instructions(self.b, piece.trace, self.lanes, self.one).run(list(values))
+            return [computed[k] for k in piece.results]
+        returned = self.b.call(self.function(piece), values)
+        return [self.b.extract_value(returned, k) for k in range(len(piece.results))]
 
     def function(self, piece: Piece):
         """A piece as a function of vectors, which travel in registers; one for all its uses in a module."""
@@ -132,12 +137,11 @@ class Instructions:
         function.linkage, function.calling_convention = "internal", "fastcc"
         function.attributes.add("noinline")
         builder = ir.IRBuilder(function.append_basic_block("entry"))
-        inside = Instructions(self.loop, self.lanes, piece.trace, builder)
-        inside.one = None if self.one is None else hidden_one(builder, self.real)
-        made = inside.run(list(function.args))
+        one = None if self.one is None else hidden_one(builder, self.real)
+        computed = Instructions(builder, piece.trace, self.lanes, one, self.calls).run(list(function.args))
         together = ir.Constant(kind.return_type, ir.Undefined)
         for k, number in enumerate(piece.results):
-            together = builder.insert_value(together, made[number], k)
+            together = builder.insert_value(together, computed[number], k)
         builder.ret(together)
         return function
 

@@ -171,7 +171,7 @@ class Loop:
 
     def element(self, lanes: int, places: list) -> None:
         """All instructions for `lanes` neighbours."""
-        maker = Instructions(self, lanes)
+        maker = Instructions(self.b, self.trace, lanes, self.ones.get(lanes), self.calls)
         values = maker.run([maker.load(place, dtype) for place, dtype in zip(places, self.stored)])
         for k, (number, dtype) in enumerate(zip(self.results, self.written)):
             maker.store(places[len(self.stored) + k], dtype, values[number])

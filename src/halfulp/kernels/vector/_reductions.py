@@ -93,7 +93,6 @@ class _Reduction(Loop):
     def __init__(self, builder, pieces: tuple, start: float, stored: tuple, written: tuple) -> None:
         self.step, self.join, self.merge, self.close = pieces
         super().__init__(builder, self.step[0], tuple(self.step[1]), stored, written)
-        self.calls, self.ones = False, {}
         self.begin = [start] + [0.0] * (len(self.join[1]) - 1)
 
     def build(self, first, last, table) -> None:
@@ -123,7 +122,7 @@ class _Reduction(Loop):
 
     def run(self, piece: tuple, lanes: int, values: list) -> list:
         """A piece's results."""
-        made = Instructions(self, lanes, piece[0]).run(values)
+        made = Instructions(self.b, piece[0], lanes).run(values)
         return [made[number] for number in piece[1]]
 
     def spread(self, value, lanes: int):
@@ -162,7 +161,7 @@ class _Reduction(Loop):
 
     def reduce(self, lanes: int, turns, load: Callable) -> list:
         """What the vectors load(0) ... load(turns - 1) come to."""
-        maker = Instructions(self, lanes)
+        maker = Instructions(self.b, self.trace, lanes)
         begin = [maker.constant(maker.real, value) for value in self.begin]
 
         def block(first, held: list) -> list:
@@ -175,7 +174,7 @@ class _Reduction(Loop):
 
     def finish(self, lanes: int, held: list, at) -> None:
         """Close and store from element `at` on."""
-        maker = Instructions(self, lanes)
+        maker = Instructions(self.b, self.trace, lanes)
         values = self.run(self.close, lanes, [*held, self.spread(self.number, lanes)])
         for target, dtype, value in zip(self.targets, self.written, values):
             maker.store((target, at), dtype, value)
@@ -188,7 +187,7 @@ class _Wide(_Reduction):
         b = self.b
         # Four native vectors at once hide the latency of the chain of sums.
         lanes = 4 * _native_lanes(torch.float64)
-        maker = Instructions(self, lanes)
+        maker = Instructions(self.b, self.trace, lanes)
         with self.loop(self.word(0), self.columns, self.word(lanes)) as i:
             i = self.lesser(i, b.sub(self.columns, self.word(lanes)))
             top = b.add(start, i)
@@ -229,7 +228,7 @@ class _Narrow(_Reduction):
 
     def vector(self, start, count, offset) -> list:
         """The components of `width` elements from an offset on; where memory or the segment ends before, of a copy."""
-        b, maker = self.b, Instructions(self, ACROSS)
+        b, maker = self.b, Instructions(self.b, self.trace, ACROSS)
         at, left = b.add(start, offset), b.sub(count, offset)
         whole = b.icmp_signed("<=", self.width, left)
         readable = b.icmp_signed("<=", b.add(at, self.word(ACROSS)), self.total)
@@ -281,7 +280,7 @@ class _Narrow(_Reduction):
 
     def joined(self, held: list) -> list:
         """The rows in the lanes as one row: the second half of them joined to the first, and so on."""
-        b, maker = self.b, Instructions(self, ACROSS)
+        b, maker = self.b, Instructions(self.b, self.trace, ACROSS)
 
         def halve(_, values: list) -> list:
             rows, *held = values
@@ -297,7 +296,7 @@ class _Narrow(_Reduction):
 
     def keep(self, held: list) -> None:
         """Write lanes to memory."""
-        maker = Instructions(self, ACROSS)
+        maker = Instructions(self.b, self.trace, ACROSS)
         for part, value in zip(self.scratch, held):
             maker.store((self.b.ptrtoint(part, self.i64), self.word(0)), torch.float64, value)
 

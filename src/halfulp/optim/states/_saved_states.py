@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .._parameter_plan import local
+from .._local_tensors import local
 from ..rules._update_rule import StateSlot
 from ._int8_blocks import CODEC_VERSION, Blocks, scale_shape
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ...kernels import has_own_memory, overlaps_itself, plain
 from ...kernels._plain_memory import refuse
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
+from .._parameter_plan import Slot
 from ..states._float8 import PAYLOADS
 from ..states._storage import STORES, Store
-
-if TYPE_CHECKING:
-    from .._parameter_plan import Slot
 
 
 def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> None:

@@ -10,9 +10,10 @@ import torch
 
 from ...formats import Format
 from .._float32_weights import TOGETHER, Room, read_weights, room_for, together
+from .._local_tensors import local, own_parts, placed_like
 from .._optimizer import Optimizer
 from .._outside_writes import agree
-from .._parameter_plan import Slot, local, own_parts, placed_like
+from .._parameter_plan import Slot
 from .._tensor_map import TensorMap
 from ..rules._update_rule import UpdateRule
 from ..states._storage import F32

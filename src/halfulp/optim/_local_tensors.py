@@ -1,0 +1,88 @@
+"""The memory behind a parameter: its local tensors, and the place of their elements in the whole parameter."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ..kernels import IndexMap
+from ..mctensor import MCTensor
+from ..scaled import ScaledTensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's shard on this rank; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def memory(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor in which a parameter's numbers lie: a payload, a first component, a DTensor's shard, else itself."""
+    if isinstance(parameter, MCTensor):
+        return parameter.components[0]
+    return parameter.payload if isinstance(parameter, ScaledTensor) else local(parameter)
+
+
+def own_parts(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors in which a parameter's own numbers lie: the components of an MCTensor, else `memory`."""
+    return parameter.components if isinstance(parameter, MCTensor) else (memory(parameter),)
+
+
+def placed_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A local result as a DTensor where its parameter is one."""
+    if not hasattr(tensor, "_local_tensor"):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(value, mesh, placements, shape=tensor.shape, stride=tensor.stride(), run_check=False)
+
+
+def index_map_of(parameter: torch.Tensor) -> IndexMap:
+    """Where a parameter's local elements stand in the whole.
+
+    Raises:
+        ValueError: a DTensor that is a pending sum.
+        NotImplementedError: a strided shard that does not lie on a grid.
+    """
+    if not hasattr(parameter, "_local_tensor"):
+        return _whole(parameter.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise ValueError("a parameter with Partial placement is a sum still to be made: redistribute it first")
+    if any(type(placement).__name__ == "_StridedShard" for placement in parameter.placements):
+        return _strided_map(parameter)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    offset = tuple(o if n else 0 for o, n in zip(offset, shape))
+    return IndexMap(tuple(shape), tuple(parameter.shape), offset, (1,) * len(shape))
+
+
+@functools.lru_cache(256)
+def _whole(shape: torch.Size) -> IndexMap:
+    return IndexMap.whole(tuple(shape))
+
+
+def _strided_map(parameter: torch.Tensor) -> IndexMap:
+    """A strided shard along one dimension, by sharding the coordinates themselves."""
+    from torch.distributed.tensor import distribute_tensor
+
+    offset, step = [], []
+    for d, whole in enumerate(parameter.shape):
+        like = [1] * parameter.dim()
+        like[d] = whole
+        coordinates = torch.arange(whole, dtype=torch.int64, device=local(parameter).device)
+        coordinates = coordinates.reshape(like).expand(parameter.shape)
+        mine = distribute_tensor(
+            coordinates.contiguous(), parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        along = mine._local_tensor.movedim(d, 0).reshape(mine._local_tensor.shape[d], -1)[:, :1].flatten()
+        gaps = torch.unique(along.diff())
+        if gaps.numel() > 1:
+            raise NotImplementedError(
+                f"dimension {d} of a parameter of shape {tuple(parameter.shape)} is sharded into several runs: "
+                "use Shard placements, or weight_update='split', which draws nothing"
+            )
+        offset.append(int(along[0]) if along.numel() else 0)
+        step.append(int(gaps[0]) if gaps.numel() else 1)
+    return IndexMap(tuple(local(parameter).shape), tuple(parameter.shape), tuple(offset), tuple(step))
