@@ -112,8 +112,9 @@ class Following:
 
     def moved_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
         """A gradient times 2^(exponent + sign lift), in memory as it was."""
-        self._entered += sign > 0
-        self.several = self.several or self._entered > 1
+        if sign > 0:
+            self._entered += 1
+            self.several = self.several or self._entered > 1
         if not sign or not self.on:
             return shifted(gradient, exponent)
         if self._lift is None:

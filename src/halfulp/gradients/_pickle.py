@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from ._scaler import AdaptiveGradScaler
 
-
-def reduced(scaler: AdaptiveGradScaler) -> tuple:
+def reduced(scaler: Any, base: type) -> tuple:
     """What ``__reduce__`` gives: how to make the scaler again, and what it holds besides.
+
+    Args:
+        scaler: an AdaptiveGradScaler, or an instance of a subclass.
+        base: AdaptiveGradScaler itself, whose ``__init__`` takes models and options.
 
     Raises:
         ValueError: it is in the middle of an iteration.
@@ -26,17 +27,15 @@ def reduced(scaler: AdaptiveGradScaler) -> tuple:
     models = [nn.Identity()] if None in models else models
     own = {name: value for name, value in vars(scaler).items() if name not in scaler._own}
     state = {"state": scaler.state_dict(), "last_step": scaler.last_step, "device": scaler._device, "own": own}
-    return restored, (type(scaler), models, {**scaler._options, "enabled": scaler._enabled}), state
+    return restored, (base, type(scaler), models, {**scaler._options, "enabled": scaler._enabled}), state
 
 
-def restored(kind: type[AdaptiveGradScaler], models: list[nn.Module], options: dict[str, Any]) -> AdaptiveGradScaler:
-    """A scaler of those models, with those options.
+def restored(base: type, kind: type, models: list[nn.Module], options: dict[str, Any]) -> Any:
+    """A scaler of those models, with those options, of a kind which is ``base`` or a subclass of it.
 
     Raises:
         ValueError: a model is not there yet, as it holds the scaler.
     """
-    from ._scaler import AdaptiveGradScaler
-
     if not all("_modules" in vars(model) for model in models):
         raise ValueError(
             "the scaler's model holds the scaler, so that neither can be copied before the other: keep the scaler "
@@ -44,11 +43,11 @@ def restored(kind: type[AdaptiveGradScaler], models: list[nn.Module], options: d
         )
     scaler = kind.__new__(kind)
     # A subclass may be made in another way: what it has of its own comes with the state.
-    AdaptiveGradScaler.__init__(scaler, models, **options)
+    base.__init__(scaler, models, **options)
     return scaler
 
 
-def resume(scaler: AdaptiveGradScaler, state: dict[str, Any]) -> None:
+def resume(scaler: Any, state: dict[str, Any]) -> None:
     """Let a scaler that was made again be where the other was."""
     vars(scaler).update(state["own"])
     scaler.last_step, scaler._device = state["last_step"], state["device"]

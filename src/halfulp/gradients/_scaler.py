@@ -345,7 +345,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         Raises:
             ValueError: in the middle of an iteration, or of a scaler that its own model holds.
         """
-        return reduced(self)
+        return reduced(self, AdaptiveGradScaler)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         resume(self, state)

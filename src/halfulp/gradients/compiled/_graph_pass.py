@@ -270,14 +270,15 @@ class Placement:
         path = self._path(node) if self._plan.apart else None
         return max((one for one in self._plan.apart if path and path.startswith(f"{one}/")), key=len, default="")
 
-    def _wished(self, node: Node, reader: Node) -> str | None:
-        """Where a reader wants a gradient: at the global exponent where that enters another body."""
+    def _wished(self, reader: Node, body: str) -> str | None:
+        """The site at which a reader wants a gradient of a body: the global one where it enters another body."""
         wish = self._needed(reader)
         enters = wish is not None and self._plan.apart and reader.op != "output" and self._body(reader)
-        return GLOBAL if enters and self._body(node) != enters else wish
+        return GLOBAL if enters and body != enters else wish
 
     def _wish(self, node: Node) -> None:
-        wishes = [wish for reader in node.users if (wish := self._wished(node, reader)) is not None]
+        body = self._body(node) if self._plan.apart else ""
+        wishes = [wish for reader in node.users if (wish := self._wished(reader, body)) is not None]
         self._wishes[node] = max(wishes, key=self._plan.rank) if wishes else None
         self._leads[node] = any(self._goes_on(node, reader) for reader in node.users)
 

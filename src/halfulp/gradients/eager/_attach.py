@@ -15,10 +15,11 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..replay._replay import Replay, Replays
 from ._backward import Backward, differentiating
+from ._current_region import current
 from ._custom_functions import watched
 from ._forward import Forward, traced
 from ._module_mode import attach_modules
-from ._region import Region, current
+from ._region import Region
 
 Role = Literal["model", "part", "layer"]
 

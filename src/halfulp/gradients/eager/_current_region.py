@@ -7,12 +7,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from ._region import Region
 
 COMPILED = (
     "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile the whole "
@@ -25,13 +22,13 @@ _dynamo = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _told: weakref.WeakSet = weakref.WeakSet()
 
 
-def current() -> Region | None:
-    """The region that this thread is in."""
+def current() -> Any:
+    """The region, or the replay of a known graph, that this thread is in; None outside of both."""
     return getattr(_local, "region", None)
 
 
-def put(region: Region | None) -> None:
-    """Let this thread be in a region, or in none."""
+def put(region: Any) -> None:
+    """Let this thread be in a region or a replay, or with None in neither."""
     _local.region = region
 
 

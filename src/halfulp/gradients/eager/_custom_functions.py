@@ -12,7 +12,8 @@ from torch.autograd.function import Function, _SingleLevelFunction
 from torch.utils import checkpoint
 
 from ._backward import Widening
-from ._region import Region, current
+from ._current_region import current
+from ._region import Region
 from ._strides import Copied
 
 _lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Evidence: the finished trials of a comparison, and everything that is read off them."""
+"""Evidence: what a comparison found, as a table, a page and JSON."""
 
 import dataclasses
 import json
@@ -6,46 +6,23 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ._row import Record, Row, check, rows
+from ..page._page import html
+from ..running._store import write
+from ._finished_trials import FinishedTrials
+from ._row import check
+from ._table import text
 
 SCHEMA = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class Evidence(FinishedTrials):
     """What ``compare`` found: every trial with its settings, and how it was run.
 
     Args:
         trials: One record per trial, ``{"settings": ..., "result": ...}``, plain data.
         run: How it was run: workers, cores, wall seconds.
     """
-
-    trials: tuple[Record, ...]
-    run: dict[str, Any]
-
-    def tasks(self) -> list[str]:
-        """Names of the tasks, in order."""
-        return list(dict.fromkeys(record["settings"]["task"]["name"] for record in self.trials))
-
-    def of_task(self, task: str) -> list[Record]:
-        """The trials of one task."""
-        return [record for record in self.trials if record["settings"]["task"]["name"] == task]
-
-    def rows(self, task: str | None = None) -> list[Row]:
-        """One row per recipe, of one task or of all."""
-        chosen = self.tasks() if task is None else [task]
-        return [row for name in chosen for row in rows(name, self.of_task(name))]
-
-    def row(self, task: str, recipe: str) -> Row:
-        """The row of one recipe on one task.
-
-        Raises:
-            ValueError: it was not among those compared.
-        """
-        for row in self.rows(task):
-            if row.recipe == recipe:
-                return row
-        raise ValueError(f"no trial of recipe {recipe!r} on task {task!r} in this evidence")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: the trials, and the rows computed from them."""
@@ -79,8 +56,6 @@ class Evidence:
 
     def table(self) -> str:
         """The rows as text, one table per task."""
-        from ._table import text
-
         return text(self)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
@@ -89,9 +64,6 @@ class Evidence:
         Raises:
             ValueError: jinja2 or matplotlib is missing, or the file cannot be written.
         """
-        from ..page._page import html
-        from ..running._store import write
-
         write(Path(path), html(self))
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
 from ... import formats
 from ..running._plan import REFERENCE
-from ._evidence import Evidence
+from ._finished_trials import FinishedTrials
 from ._row import Row
 from ._statistics import MARGIN
 from ._table import loss_name, number, percent
@@ -10,7 +10,7 @@ from ._table import loss_name, number, percent
 KEPT = ("no difference", "better")
 
 
-def headline(evidence: Evidence) -> str:
+def headline(evidence: FinishedTrials) -> str:
     """Which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
     task = _largest(evidence)
     reference = evidence.row(task, REFERENCE)
@@ -30,7 +30,7 @@ def headline(evidence: Evidence) -> str:
     )
 
 
-def losers(evidence: Evidence) -> list[str]:
+def losers(evidence: FinishedTrials) -> list[str]:
     """Sentences per task: who diverged, who lost most and the share of updates that were lost, who is unclear."""
     said = []
     for task in evidence.tasks():
@@ -58,23 +58,23 @@ def losers(evidence: Evidence) -> list[str]:
     return said
 
 
-def is_indication(evidence: Evidence) -> bool:
+def is_indication(evidence: FinishedTrials) -> bool:
     """Whether there are too few seeds for a verdict."""
     return any(row.seeds < 3 for row in evidence.rows())
 
 
-def _few(evidence: Evidence) -> str:
+def _few(evidence: FinishedTrials) -> str:
     if not is_indication(evidence):
         return ""
     seeds = min(row.seeds for row in evidence.rows())
     return f"On {seeds} {'seed' if seeds == 1 else 'seeds'}, "
 
 
-def _keeps_everywhere(evidence: Evidence, recipe: str) -> bool:
+def _keeps_everywhere(evidence: FinishedTrials, recipe: str) -> bool:
     return all(_keeps(evidence, evidence.row(task, recipe)) for task in evidence.tasks())
 
 
-def _keeps(evidence: Evidence, row: Row) -> bool:
+def _keeps(evidence: FinishedTrials, row: Row) -> bool:
     """The verdict; from fewer than three seeds, whether the gap is under half a per cent of float32's loss."""
     if row.verdict in ("reference", "control", "diverged"):
         return False
@@ -88,6 +88,6 @@ def _gradient_bits(row: Row) -> int:
     return formats.get(row.gradient_format).bits if row.gradient_format else 32
 
 
-def _largest(evidence: Evidence) -> str:
+def _largest(evidence: FinishedTrials) -> str:
     """The task with the most parameters."""
     return max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])

@@ -2,7 +2,7 @@
 
 from ... import formats
 from ..tasks import kind_of
-from ._evidence import Evidence
+from ._finished_trials import FinishedTrials
 from ._row import Row
 
 DASH = "–"
@@ -40,13 +40,13 @@ def percent(value: float | None, digits: int = 1) -> str:
     return DASH if value is None else f"{100 * value:.{digits}f}%"
 
 
-def loss_name(evidence: Evidence, task: str) -> str:
+def loss_name(evidence: FinishedTrials, task: str) -> str:
     """Which loss judges the task, in words."""
     judged_by = evidence.of_task(task)[0]["settings"]["task"]["judged_by"]
     return judged_by.replace("_", " ").replace("train ", "training ")
 
 
-def cells(evidence: Evidence, row: Row) -> dict[str, str]:
+def cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     """One row as header and text, the same in every table."""
     loss = loss_name(evidence, row.task)
     verdict = row.verdict or "needs 3 seeds"
@@ -78,7 +78,7 @@ def with_percent_spread(value: float | None, spread: float | None) -> str:
     return text if value is None or spread is None else f"{text} ± {100 * spread:.1f}"
 
 
-def rounds_gradients(evidence: Evidence, task: str) -> bool:
+def rounds_gradients(evidence: FinishedTrials, task: str) -> bool:
     """Whether a recipe of the comparison has a format for gradients."""
     return any(record["settings"]["recipe"].get("gradient_format") for record in evidence.of_task(task))
 
@@ -114,7 +114,7 @@ def _own(row: Row) -> str:
     return f"{number(row.own_loss)} · {percent(row.own_accuracy)}"
 
 
-def notes(evidence: Evidence, task: str) -> list[str]:
+def notes(evidence: FinishedTrials, task: str) -> list[str]:
     """What a reader must know to read the table of a task."""
     record = evidence.of_task(task)[0]
     settings, result = record["settings"], record["result"]
@@ -153,7 +153,7 @@ def notes(evidence: Evidence, task: str) -> list[str]:
     return said
 
 
-def text(evidence: Evidence) -> str:
+def text(evidence: FinishedTrials) -> str:
     """All tables as aligned plain text, with their notes."""
     parts = []
     for task in evidence.tasks():

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ..evidence._evidence import Evidence
+from ..evidence._finished_trials import FinishedTrials
 from ..running._plan import REFERENCE
 from ._line_style import COLOURS, LineStyle, line_styles
 
@@ -15,7 +15,7 @@ _INK, _FAINT = "#010101", "#020202"
 _SERIES = [f"#0a00{index:02x}" for index in range(COLOURS)]
 
 
-def svg(evidence: Evidence, task: str, width: float, height: float) -> str:
+def svg(evidence: FinishedTrials, task: str, width: float, height: float) -> str:
     """Panels over one axis of steps: the training loss, beneath it each recipe's difference to fp32, and, where some
     recipes stay much closer to it than others, theirs alone, magnified.
 
@@ -45,7 +45,7 @@ def svg(evidence: Evidence, task: str, width: float, height: float) -> str:
     return _themed(target.getvalue(), f"{task}-{int(width)}")
 
 
-def _curves(evidence: Evidence, task: str) -> dict[str, dict[int, dict[int, float]]]:
+def _curves(evidence: FinishedTrials, task: str) -> dict[str, dict[int, dict[int, float]]]:
     """recipe -> seed -> step -> mean loss of the window that ends there."""
     curves: dict[str, dict[int, dict[int, float]]] = {}
     for record in evidence.of_task(task):

@@ -5,7 +5,7 @@ import importlib.resources
 from collections.abc import Sequence
 from typing import Any
 
-from ..evidence._evidence import Evidence
+from ..evidence._finished_trials import FinishedTrials
 from ..evidence._headline import headline, is_indication, losers
 from ..evidence._row import Row, judged
 from ..evidence._table import DASH, cells, loss_name, notes, number, rounds_gradients, stored_bytes
@@ -24,7 +24,7 @@ def require() -> None:
         raise ValueError(f"the report needs {error.name}: pip install 'halfulp[cli]', or give no out folder") from None
 
 
-def html(evidence: Evidence) -> str:
+def html(evidence: FinishedTrials) -> str:
     """The page as text; it refers to nothing outside itself."""
     require()
     import jinja2
@@ -44,7 +44,7 @@ def html(evidence: Evidence) -> str:
     )
 
 
-def _task(evidence: Evidence, task: str) -> dict[str, Any]:
+def _task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     rows = evidence.rows(task)
     settings = evidence.of_task(task)[0]["settings"]
     most = max((stored_bytes(row) or 0.0 for row in rows), default=0.0)
@@ -65,7 +65,7 @@ def _task(evidence: Evidence, task: str) -> dict[str, Any]:
     }
 
 
-def _line(evidence: Evidence, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
+def _line(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
     """One row for the template: the table's words, and lengths of bars in per cent."""
     words = cells(evidence, row)
     return {
@@ -91,7 +91,7 @@ def _line(evidence: Evidence, row: Row, style: LineStyle, most: float, reach: fl
     }
 
 
-def _curves_in_words(evidence: Evidence, rows: Sequence[Row]) -> str:
+def _curves_in_words(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
     """What the curves show, for who cannot see them."""
     steps = evidence.of_task(rows[0].task)[0]["settings"]["steps"]
     ends = (f"{row.recipe} ends at {number(row.loss)}" for row in rows if row.loss is not None)
@@ -99,7 +99,7 @@ def _curves_in_words(evidence: Evidence, rows: Sequence[Row]) -> str:
     return f"{said}. The table has the same numbers."
 
 
-def _gaps(evidence: Evidence, row: Row) -> list[float]:
+def _gaps(evidence: FinishedTrials, row: Row) -> list[float]:
     """The gap of each seed of a row."""
     losses: dict[str, dict[int, float | None]] = {row.recipe: {}, "fp32": {}}
     for record in evidence.of_task(row.task):
@@ -116,5 +116,5 @@ def _settings(settings: dict[str, Any]) -> dict[str, str]:
     return said | {"batch": str(task["batch"]), "steps": str(settings["steps"]), "judged by": task["judged_by"]}
 
 
-def _one_per_recipe(evidence: Evidence, task: str) -> list[dict[str, Any]]:
+def _one_per_recipe(evidence: FinishedTrials, task: str) -> list[dict[str, Any]]:
     return list({record["settings"]["recipe"]["name"]: record for record in evidence.of_task(task)}.values())
