@@ -1,0 +1,128 @@
+"""What `halfulp compare` found, from docs/results."""
+
+import json
+from collections.abc import Sequence
+
+from ._places import place
+from ._tables import RESULTS, grid
+
+
+def _lines(file: str, task: str) -> list[dict[str, str]]:
+    """A comparison's table of a task, none where it was not run."""
+    path = RESULTS / file
+    if not path.exists():
+        return []
+    from halfulp.trials import Evidence
+    from halfulp.trials.evidence._table import cells
+
+    evidence = Evidence.from_json(path.read_text(encoding="utf-8"))
+    return [cells(evidence, row) for row in evidence.rows(task)] if task in evidence.tasks() else []
+
+
+def _comparison(task: str, columns: Sequence[str]) -> str:
+    lines = _lines("compare.json", task)
+    return _chosen(lines, columns) if lines else ""
+
+
+def _chosen(lines: list[dict[str, str]], columns: Sequence[str]) -> str:
+    names = [name for name in lines[0] if name in columns or name.endswith(" loss")]
+    return grid(names, [[line[name] for name in names] for line in lines])
+
+
+_SHORT = ("recipe", "gap to fp32", "verdict", "cancelled", "bytes/param", "step time")
+
+
+_LONG = (*_SHORT, "accuracy", "own arithmetic", "realised")
+
+
+@place
+def compare_text_short() -> str:
+    """The character-level GPT, the columns that decide."""
+    return _comparison("text", _SHORT)
+
+
+@place
+def compare_text() -> str:
+    """The character-level GPT."""
+    return _comparison("text", _LONG)
+
+
+@place
+def compare_digits() -> str:
+    """The digits classifier."""
+    return _comparison("digits", _LONG)
+
+
+@place
+def compare_scaled() -> str:
+    """The GPT of Scalify's kind, the paper's gaps beside ours."""
+    lines = _lines("scaled.json", "gpt-scaled")
+    return _chosen(lines, (*_SHORT, "gap in the paper")) if lines else ""
+
+
+@place
+def compare_scaled_digits() -> str:
+    """The same recipes on the classifier of digits."""
+    lines = _lines("scaled.json", "digits")
+    return _chosen(lines, _SHORT) if lines else ""
+
+
+def _scaled_gradients(file: str, task: str) -> str:
+    lines = _lines(file, task)
+    shown = ("recipe", "gap to fp32", "verdict", "accuracy", "skipped", "underflow")
+    return _chosen(lines, (next(name for name in lines[0] if name.endswith(" loss")), *shown)) if lines else ""
+
+
+@place
+def compare_two_heads() -> str:
+    """Gradients in float16 and eight bits, two losses far apart, under every policy."""
+    return _scaled_gradients("two-heads.json", "two-heads")
+
+
+@place
+def compare_e5m2_text() -> str:
+    """Eight-bit gradients of a character-level GPT."""
+    return _scaled_gradients("e5m2.json", "text")
+
+
+@place
+def compare_e5m2_images() -> str:
+    """Eight-bit gradients of a residual network."""
+    return _scaled_gradients("e5m2.json", "cifar10-resnet")
+
+
+def _notes(task: str) -> str:
+    path = RESULTS / "compare.json"
+    if not path.exists():
+        return ""
+    from halfulp.trials import Evidence
+    from halfulp.trials.evidence._table import notes
+
+    evidence = Evidence.from_json(path.read_text(encoding="utf-8"))
+    return notes(evidence, task)[0]
+
+
+@place
+def compare_text_notes() -> str:
+    """How long the character-level GPT trained, and on what."""
+    return _notes("text")
+
+
+@place
+def compare_digits_notes() -> str:
+    """How long the digits classifier trained, and on what."""
+    return _notes("digits")
+
+
+@place
+def compare_setting() -> str:
+    """How the comparison was run."""
+    path = RESULTS / "compare.json"
+    if not path.exists():
+        return ""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    versions = data["trials"][0]["settings"]["versions"]
+    said = ", ".join(f"{name} {value}" for name, value in versions.items())
+    minutes, workers = data["run"]["seconds"] / 60, data["run"]["workers"]
+    spent = f"{minutes:.1f} minutes by {workers} workers of one thread"
+    return f"`halfulp compare`: {spent}, on the CPU ({said}; docs/results/compare.json)."

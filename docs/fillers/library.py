@@ -1,0 +1,53 @@
+"""What the library lists by itself: formats, tasks and recipes."""
+
+from ._places import place
+from ._tables import grid
+
+
+@place
+def formats() -> str:
+    """The catalogue."""
+    from halfulp.formats import rows
+
+    lines = []
+    for row in rows():
+        special = [word for word, has in (("inf", row["infinities"]), ("NaN", row["nan"])) if has]
+        numbers = [f"{row[field]:.4g}" for field in ("max", "smallest_normal", "smallest_subnormal", "eps")]
+        name = f"`{row['name']}`"
+        lines.append([name, str(row["bits"]), *numbers, str(row["binades"]), ", ".join(special) or "none"])
+    headers = ["format", "bits", "max", "smallest normal", "smallest", "eps", "binades", "specials"]
+    return grid([*headers], lines)
+
+
+@place
+def block_formats() -> str:
+    """The block formats."""
+    from halfulp.formats import block_rows
+
+    fields = ("element", "scale", "block", "scale_rounding", "bits_per_value")
+    lines = [[f"`{row['name']}`", *(f"{row[field]}" for field in fields)] for row in block_rows()]
+    return grid(["format", "element", "scale", "block", "scale rounded", "bits a value"], lines)
+
+
+@place
+def tasks() -> str:
+    """What can be trained."""
+    from halfulp.trials.tasks import kind_of, names
+
+    lines = []
+    for kind in map(kind_of, names()):
+        hyper = ", ".join(f"{key} {value}" for key, value in kind.hyper.items())
+        reads = "`--data`" if "data" in kind.__dataclass_fields__ else "embedded"
+        loss = kind.judged_by.replace("_", " ").replace("train ", "training ")
+        lines.append(
+            [f"`{kind.name}`", kind.title, f"{kind.rule}, {hyper}", f"{kind.steps:,}", str(kind.batch), loss, reads]
+        )
+    return grid(["task", "what it is", "optimizer", "steps", "batch", "judged by", "data"], lines)
+
+
+@place
+def recipes() -> str:
+    """The named recipes."""
+    from halfulp.recipes import get, names
+
+    return grid(["recipe", "what it is"], [[f"`{name}`", get(name).description] for name in names()])
