@@ -37,7 +37,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:scatter_reduce:UserWarning", "ignore:index_reduce:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*no rule for:halfulp.mctensor.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:.*no rule for:halfulp.subclass.FallbackWarning")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_they_are_those_of_all_components_rounded(name, kind, seed):
@@ -58,7 +58,7 @@ def test_they_are_those_of_all_components_rounded(name, kind, seed):
 
 
 @pytest.mark.filterwarnings("ignore:scatter_reduce:UserWarning", "ignore:index_reduce:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*no rule for:halfulp.mctensor.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:.*no rule for:halfulp.subclass.FallbackWarning")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_components_that_lie_far_apart_change_no_gradient(name, dtype, seed):

@@ -11,7 +11,7 @@ from halfulp.kernels import same_bits
 from halfulp.mctensor import MCTensor
 
 # The factorizations run in float64, and say so.
-pytestmark = pytest.mark.filterwarnings("ignore::halfulp.mctensor.FallbackWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::halfulp.subclass.FallbackWarning")
 
 # torch computes these by operators of its own that write into a tensor without elements beside the one given.
 BESIDE = {

@@ -105,7 +105,7 @@ def test_sparse_operands_are_refused_by_name(operation, seed):
         operation(x, sparse)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore::halfulp.mctensor.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore::halfulp.subclass.FallbackWarning")
 @pytest.mark.parametrize("kind", ["model", "function"])
 def test_forward_mode_derivatives_pass_from_plain_to_scaled(kind, seed):
     plain = torch.nn.Linear(3, 2)

@@ -129,7 +129,7 @@ def test_attention_of_a_row_that_is_masked_whole(components, dtype, seed):
     assert torch.allclose(x.grad.double(), plain.grad, atol=0.05)
 
 
-@pytest.mark.filterwarnings("ignore::halfulp.mctensor.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::halfulp.subclass.FallbackWarning")
 @pytest.mark.parametrize("driver", ["gels", "gelsy", "gelss", "gelsd"])
 def test_singular_values_of_least_squares_come_with_their_drivers(driver, seed):
     a, b = _matrix(torch.float64), torch.randn(5, 2, dtype=torch.float64)
