@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._repr import exact
+from halfulp.mctensor._repr import exact_values
 
 from ._results import Table
 
@@ -46,6 +46,11 @@ class Bound(NamedTuple):
     operands: int
     function: Callable
     reference: Callable
+
+
+def exact(x: MCTensor) -> list[Fraction | float]:
+    """Every element's exact value, flattened."""
+    return exact_values(x.components, x.scale)
 
 
 def _sigmoid(x):

@@ -13,9 +13,9 @@ import torch
 from mpmath.libmp import from_man_exp
 
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._repr import exact
 
 from ..arithmetic.expansion_values import PRECISION, SMALLEST, followed, nearest, stacked
+from .exact_values import exact
 
 KINDS = [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 2), (torch.float64, 2), (torch.float32, 3)]
 _REACH = {torch.float64: (-1074, 1023), torch.float16: (-24, 15)}

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._repr import exact
+
+from .exact_values import exact
 
 DTYPES = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 

@@ -8,7 +8,8 @@ import torch
 
 from halfulp.kernels import engine
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._repr import exact
+
+from .exact_values import exact
 
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

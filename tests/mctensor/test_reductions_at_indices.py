@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._repr import exact
+
+from .exact_values import exact
 
 REDUCE = {"mean": lambda values: sum(values) / len(values), "prod": prod, "amax": max, "amin": min, "sum": sum}
 

@@ -1,10 +1,9 @@
-"""Tensors with a companion: MCTensor, a sum of components."""
+"""MCTensor: tensors whose value is a sum of several narrow components."""
 
 from .. import _needs_torch as _needs_torch
 from . import rules as rules
 from ._convert_model import multicomponent as multicomponent
 from ._convert_model import single_component as single_component
 from ._mctensor import MCTensor as MCTensor
-from ._pickle import register_collate as register_collate
 from ._registry import implements as implements
 from ._state_dict import plain_state_dict as plain_state_dict

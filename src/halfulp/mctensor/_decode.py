@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ..kernels import define_operator, untraced
 from ..subclass._in_backward import COMPONENTS
-from ._mctensor import MCTensor
+from ._mctensor import MCTensor, decoded
 from ._registry import implements
-from ._scale import decoded
 
 decode = define_operator(
     "decode(Tensor x, ScalarType dtype) -> Tensor",

@@ -17,11 +17,10 @@ from ..subclass._collectives import collective_rule, is_collective
 from ..subclass._in_backward import rounds, whole_results
 from ..subclass._in_place import functional_form, is_written
 from ._formula_constants import formula
-from ._mctensor import MCTensor
+from ._mctensor import MCTensor, decoded
 from ._plain_operands import has_plain, lifted
-from ._registry import RULES, implements
+from ._registry import RULES, derives, implements
 from ._result_type import Form, form_of, made
-from ._scale import decoded
 from ._write import check_takes_fractions, write_value
 from .rules.memory._collectives import put, refuse
 
@@ -36,6 +35,7 @@ _FILLS = (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@derives
 def derived(operator: OpOverload) -> Callable:
     """A rule for an operator that has none: its loop, its form without writing, or whatever suits the operands."""
     if is_collective(operator):

@@ -9,19 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arithmetic import Parts
+from ..arithmetic import Parts, merge
 from ..kernels import untraced
 from ..subclass import _tangents
 from ..subclass._data_parallel import refuse_fully_shard
 from ..subclass._graph_key import graph_key
 from ..subclass._in_backward import FIRST, check_gradients
+from ..subclass._pickle import check_layout, register_collate, saved_marks, with_saved_marks
 from . import _encode as _numbers
-from . import _pickle as _saving
 from . import _repr as _text
-from . import _scale
 from ._registry import RULES, implements, rule_of
+from ._scale import widened
 
 _make = torch.Tensor._make_wrapper_subclass
+# Of what pickle stores; a file of another layout is refused.
+SAVED_LAYOUT = 1
 
 # A dispatch key above autograd's of which torch's operators have no kernel: see _composite_operators. torch names it so
 # because none of its own tensors carries it.
@@ -191,7 +193,7 @@ class MCTensor(torch.Tensor):
         >>> MCTensor.encode(["0.1", "2e5"]).to_strings(5)
         ['0.10000', '2.0000e+5']
         """
-        return _text.strings(self, digits)
+        return _text.strings(self._parts, self._scale, digits)
 
     def tolist(self) -> float | list:
         """Python floats in nested lists: the value rounded to float64."""
@@ -215,7 +217,7 @@ class MCTensor(torch.Tensor):
         raise TypeError("DLPack has no type for a sum of components: hand over x.decode(), or each of x.components")
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
-        return _text.representation(self)
+        return _text.representation(self, self._parts, self._scale, self._gradients)
 
     __str__ = __repr__
 
@@ -244,7 +246,9 @@ class MCTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        return _saving.reduced(self)
+        marks = saved_marks(self)
+        parts = tuple(part.detach() for part in self._parts)
+        return rebuild_mctensor, (SAVED_LAYOUT, parts, self._scale, self._gradients, *marks)
 
     def share_memory_(self) -> MCTensor:
         """Move the components to shared memory, in place."""
@@ -298,12 +302,12 @@ class MCTensor(torch.Tensor):
 
     @untraced
     def __coerce_tangent_metadata__(self) -> MCTensor:
-        return wrap((_scale.plain(self),), None, FIRST) if self._gradients == FIRST else self
+        return wrap((plain(self),), None, FIRST) if self._gradients == FIRST else self
 
     @untraced
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
         if expected is torch.Tensor:
-            return _scale.plain(self)
+            return plain(self)
         return _tangent(self, context) if expected in (None, MCTensor) else None
 
 
@@ -318,6 +322,31 @@ def wrap(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
     made._scale = scale
     made._gradients = gradients
     return made
+
+
+def rebuild_mctensor(
+    layout: int, parts: Parts, scale: Tensor | None, gradients: str, requires_grad: bool, is_parameter: bool
+) -> MCTensor:
+    """The tensor that `__reduce_ex__` took apart: files of torch.save hold this function's name.
+
+    Raises:
+        ValueError: the file was written by a version of another layout.
+    """
+    check_layout(layout, SAVED_LAYOUT, "MCTensor", "x.components and x.scale")
+    return with_saved_marks(wrap(tuple(parts), scale, gradients), requires_grad, is_parameter)
+
+
+def decoded(x: MCTensor, dtype: torch.dtype) -> Tensor:
+    """The value rounded once to a dtype."""
+    if x._scale is None:
+        return merge(x._parts, dtype)
+    wide = widened(x._parts, x._scale)
+    return wide[0].to(dtype) if len(wide) == 1 else merge(wide, dtype)
+
+
+def plain(x: MCTensor) -> Tensor:
+    """The value rounded to one component: what a gradient is in the mode "first"."""
+    return x._parts[0] if x._scale is None else decoded(x, x.dtype)
 
 
 def with_history(x: Tensor, made: MCTensor) -> MCTensor:
@@ -348,4 +377,5 @@ def _tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
 
 
 _tangents.register(MCTensor, _tangent)
-_saving.register_collate(MCTensor)
+register_collate(MCTensor)
+torch.serialization.add_safe_globals([rebuild_mctensor])

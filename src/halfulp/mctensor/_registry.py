@@ -8,16 +8,10 @@ from torch._ops import OpOverload
 
 from ..subclass._rule_table import RuleTable
 
-
-def _derived(operator: OpOverload) -> Callable:
-    from ._derivation import derived  # the derivations need the tensor class, which needs this file
-
-    return derived(operator)
-
-
-_table = RuleTable(_derived)
+_table = RuleTable()
 RULES = _table.rules
 rule_of = _table.of
+derives = _table.derives
 
 
 def implements(*operators: OpOverload) -> Callable[[Callable], Callable]:

@@ -5,55 +5,50 @@ from __future__ import annotations
 import math
 from decimal import Context, Decimal
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..arithmetic import PRECISION
-from ._scale import decoded
-
-if TYPE_CHECKING:
-    from ._mctensor import MCTensor
+from ..arithmetic import PRECISION, Parts
 
 _EDGE, _MOST = 3, 1000
 
 
-def held_digits(x: MCTensor) -> int:
+def held_digits(parts: Parts) -> int:
     """How many decimal digits the components hold."""
-    return int(len(x._parts) * PRECISION[x.dtype] * math.log10(2))
+    return int(len(parts) * PRECISION[parts[0].dtype] * math.log10(2))
 
 
-def exact(x: MCTensor) -> list[Fraction | float]:
+def exact_values(parts: Parts, scale: Tensor | None) -> list[Fraction | float]:
     """Every element's exact value, flattened; infinities and NaN as floats."""
-    scale = Fraction(1) if x._scale is None else Fraction(float(x._scale))
-    columns = [part.detach().double().reshape(-1).tolist() for part in x._parts]
-    return [_value(row, scale) for row in zip(*columns, strict=True)]
+    factor = Fraction(1) if scale is None else Fraction(float(scale))
+    columns = [part.detach().double().reshape(-1).tolist() for part in parts]
+    return [_value(row, factor) for row in zip(*columns, strict=True)]
 
 
-def strings(x: MCTensor, digits: int | None = None) -> str | list:
+def strings(parts: Parts, scale: Tensor | None, digits: int | None = None) -> str | list:
     """Nested lists of decimal strings."""
     if digits is not None and digits < 1:
         raise ValueError(f"digits={digits}: allowed are 1 and more")
-    flat = [decimal(value, digits or held_digits(x)) for value in exact(x)]
-    return _nested(flat, list(x.shape))
+    flat = [decimal(value, digits or held_digits(parts)) for value in exact_values(parts, scale)]
+    return _nested(flat, list(parts[0].shape))
 
 
-def representation(x: MCTensor) -> str:
-    """What repr prints: values, component count, dtype, and whatever a torch tensor would say."""
-    said = [f"components={len(x._parts)}", f"dtype={x.dtype}"]
-    if x._scale is not None and type(x._scale) is Tensor and x._scale.device.type != "meta":
-        said.append(f"scale=2**{math.frexp(float(x._scale))[1] - 1}")
+def representation(x: Tensor, parts: Parts, scale: Tensor | None, gradients: str) -> str:
+    """What repr prints of an MCTensor x: values, component count, dtype, and whatever a torch tensor would say."""
+    said = [f"components={len(parts)}", f"dtype={x.dtype}"]
+    if scale is not None and type(scale) is Tensor and scale.device.type != "meta":
+        said.append(f"scale=2**{math.frexp(float(scale))[1] - 1}")
     if x.device.type != torch._C._get_default_device():
         said.append(f"device='{x.device}'")
-    if x._gradients != "first":
-        said.append(f"gradients='{x._gradients}'")
+    if gradients != "first":
+        said.append(f"gradients='{gradients}'")
     if x.grad_fn is not None:
         said.append(f"grad_fn=<{x.grad_fn.name()}>")
     elif x.requires_grad:
         said.append("requires_grad=True")
     head = "Parameter containing:\n" if getattr(x, "_is_param", False) else ""
-    return f"{head}MCTensor({_body(x)}, {', '.join(said)})"
+    return f"{head}MCTensor({_body(parts, scale)}, {', '.join(said)})"
 
 
 def decimal(value: Fraction | float, digits: int) -> str:
@@ -78,18 +73,20 @@ def _value(row: tuple[float, ...], scale: Fraction) -> Fraction | float:
     return sum(map(Fraction, row), Fraction(0)) * scale
 
 
-def _body(x: MCTensor) -> str:
-    if type(x._parts[0]) not in (Tensor, torch.nn.Parameter) or x.device.type == "meta":
-        return f"..., size={tuple(x.shape)}"
-    if not x.numel():
-        return f"[], size={tuple(x.shape)}"
-    kept = _summarized(x.detach()) if x.numel() > _MOST else x.detach()
-    flat = [decimal(value, held_digits(x)) for value in exact(kept)]
+def _body(parts: Parts, scale: Tensor | None) -> str:
+    first = parts[0]
+    if type(first) not in (Tensor, torch.nn.Parameter) or first.device.type == "meta":
+        return f"..., size={tuple(first.shape)}"
+    if not first.numel():
+        return f"[], size={tuple(first.shape)}"
+    shown = tuple(map(_summarized, parts)) if first.numel() > _MOST else parts
+    flat = [decimal(value, held_digits(parts)) for value in exact_values(shown, scale)]
     width = max(map(len, flat))
-    return _brackets([text.rjust(width) for text in flat], list(kept.shape), list(x.shape), len("MCTensor("))
+    return _brackets([text.rjust(width) for text in flat], list(shown[0].shape), list(first.shape), len("MCTensor("))
 
 
-def _summarized(x: MCTensor) -> MCTensor:
+def _summarized(x: Tensor) -> Tensor:
+    """The elements that are printed: along each long dimension the first and the last ones."""
     for dim, size in enumerate(x.shape):
         if size > 2 * _EDGE:
             x = torch.cat([x.narrow(dim, 0, _EDGE), x.narrow(dim, size - _EDGE, _EDGE)], dim)
@@ -112,8 +109,3 @@ def _nested(flat: list[str], shape: list[int]) -> str | list:
         return flat[0]
     step = len(flat) // shape[0] if shape[0] else 0
     return [_nested(flat[i * step : i * step + step], shape[1:]) for i in range(shape[0])]
-
-
-def as_float(x: MCTensor) -> float:
-    """The one element's value, rounded to float64."""
-    return decoded(x, torch.float64).item()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..arithmetic import Parts, merge, renormalize
-
-if TYPE_CHECKING:
-    from ._mctensor import MCTensor
 
 # A payload's largest magnitude lies in [2^(top - HEADROOM - 1), 2^(top - HEADROOM)): writes in place may grow by 16.
 HEADROOM = 4
@@ -26,19 +22,6 @@ def widened(parts: Parts, scale: Tensor | None) -> Parts:
         return (value if scale is None else value * scale,)
     wide = tuple(part.double() for part in parts)
     return wide if scale is None else tuple(part * scale for part in wide)
-
-
-def decoded(x: MCTensor, dtype: torch.dtype) -> Tensor:
-    """The value rounded once to a dtype."""
-    if x._scale is None:
-        return merge(x._parts, dtype)
-    wide = widened(x._parts, x._scale)
-    return wide[0].to(dtype) if len(wide) == 1 else merge(wide, dtype)
-
-
-def plain(x: MCTensor) -> Tensor:
-    """The value rounded to one component: what a gradient is in the mode "first"."""
-    return x._parts[0] if x._scale is None else decoded(x, x.dtype)
 
 
 def magnitude(x: Tensor) -> Tensor:

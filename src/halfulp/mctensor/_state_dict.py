@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..arithmetic import PRECISION
 from ..subclass._state_dict import Layout, check_state_dict, check_version, register
-from ._mctensor import MCTensor, wrap
-from ._scale import decoded
+from ._mctensor import MCTensor, decoded, wrap
 
 # Layout of the entries below; a file of a later layout is refused. In layout 1 `weight` was without `weight.scale`.
 VERSION = 2

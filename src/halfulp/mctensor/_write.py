@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import Parts, renormalize
-from ._mctensor import MCTensor
+from ._mctensor import MCTensor, decoded
 from ._result_type import Form, parts_of, wide_count
-from ._scale import HEADROOM, decoded, magnitude, scale_for, scaled
+from ._scale import HEADROOM, magnitude, scale_for, scaled
 
 # A payload whose largest magnitude has fallen by so many binades is rescaled, so that small values keep their digits.
 _ROOM_BELOW = 8

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import untraced
-from ..mctensor import MCTensor
 from . import _powers_of_two as _powers
 from ._operands import (
     LOGICALS,
@@ -44,7 +43,7 @@ def encode(
         raise ValueError(f"x is {x.dtype}: allowed are {', '.join(map(str, LOGICALS))}; integers carry no scale")
     if x.layout != torch.strided:
         raise ValueError(f"x has layout {x.layout}: a scaled tensor is dense, x.to_dense()")
-    if isinstance(x, (ScaledTensor, MCTensor)):
+    if hasattr(x, "decode"):  # a ScaledTensor or an MCTensor
         x = x.decode(x.dtype)
     given = None if scale is None else _powers.as_scale(scale, x.device)
     return _Encode.apply(x, dtype, given, rounding, home)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import resolved, untraced
-from ..mctensor import register_collate
 from ..subclass import _tangents, graph_key
 from ..subclass._data_parallel import refuse_fully_shard
+from ..subclass._pickle import register_collate
 from . import _pickle as _saving
 from . import _powers_of_two as _powers
 from ._powers_of_two import PowerRounding

@@ -10,12 +10,20 @@ from ..kernels import present
 
 
 class RuleTable:
-    """The rules of a tensor subclass: registered ones, and those that were derived when first met."""
+    """The rules of a tensor subclass: registered ones, and those that were derived when first met.
 
-    def __init__(self, derive: Callable[[OpOverload], Callable]) -> None:
+    derive: makes the rule of an operator that has none; or `derives` registers it, from a file that imports the class.
+    """
+
+    def __init__(self, derive: Callable[[OpOverload], Callable] | None = None) -> None:
         self.rules: dict[OpOverload, Callable] = {}
         self._derived: dict[OpOverload, Callable] = {}
         self._derive = derive
+
+    def derives(self, derive: Callable[[OpOverload], Callable]) -> Callable[[OpOverload], Callable]:
+        """Register, as a decorator, the function that makes the rule of an operator that has none."""
+        self._derive = derive
+        return derive
 
     def of(self, operator: OpOverload) -> Callable:
         """An operator's rule."""

@@ -9,7 +9,8 @@ import torch
 
 from halfulp.kernels import engine, same_bits
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._repr import exact
+
+from ...exact_values import exact
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 DIGITS = {HALF: 11, BRAIN: 8, SINGLE: 24}

@@ -12,10 +12,9 @@ from torch._ops import OpOverload
 from ....arithmetic import Parts, compare, pointwise
 from ....kernels import torch_operators
 from ....subclass._in_backward import COMPONENTS, rounds, rounds_alone
-from ..._mctensor import MCTensor, wrap
+from ..._mctensor import MCTensor, decoded, plain, wrap
 from ..._registry import implements
 from ..._result_type import Form, aligned, evaluate, form_of, made, parts_of
-from ..._scale import decoded, plain
 
 aten = torch_operators("aten")
 

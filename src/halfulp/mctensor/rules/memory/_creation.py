@@ -12,10 +12,10 @@ from torch._ops import OpOverload
 from ....arithmetic import PRECISION
 from ....kernels import torch_operators
 from ....subclass._in_backward import rounds_alone, stored_plain
-from ..._mctensor import MCTensor, wrap
+from ..._mctensor import MCTensor, decoded, plain, wrap
 from ..._registry import implements
 from ..._result_type import Form, made, parts_of
-from ..._scale import decoded, magnitude, plain, scale_for, scaled
+from ..._scale import magnitude, scale_for, scaled
 from ..._write import integral, write_value
 
 aten = torch_operators("aten")

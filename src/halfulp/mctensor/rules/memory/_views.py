@@ -11,9 +11,8 @@ from torch.utils._mode_utils import no_dispatch
 
 from ....kernels import torch_operators
 from ....subclass._in_backward import rounds_alone, stored_plain
-from ..._mctensor import MCTensor, wrap
+from ..._mctensor import MCTensor, plain, wrap
 from ..._registry import implements
-from ..._scale import plain
 
 aten = torch_operators("aten")
 
