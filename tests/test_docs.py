@@ -209,3 +209,11 @@ def test_examples_run(example, tmp_path, monkeypatch):
             warnings.simplefilter("ignore")  # those of other libraries about each other
         runpy.run_path(str(example), run_name="__main__")
     assert said.getvalue().strip()
+
+
+def test_the_architecture_page_names_files_that_exist():
+    said = re.findall(
+        r"`([a-z_]+/[a-z_/]+(?:\.py|/))`", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    )
+    assert len(said) > 40
+    assert [name for name in said if not any((base / name).exists() for base in (ROOT, ROOT / "src/halfulp"))] == []

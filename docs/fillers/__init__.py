@@ -1,6 +1,12 @@
 """What fills the places of the pages: small functions, each named like its place, in files by subject."""
 
-from . import comparisons, gradients, library, mctensor, optimizers, peers, scaled, verification
-from ._places import PLACES
-
-__all__ = ["PLACES", "comparisons", "gradients", "library", "mctensor", "optimizers", "peers", "scaled", "verification"]
+from . import architecture as architecture
+from . import comparisons as comparisons
+from . import gradients as gradients
+from . import library as library
+from . import mctensor as mctensor
+from . import optimizers as optimizers
+from . import peers as peers
+from . import scaled as scaled
+from . import verification as verification
+from ._places import PLACES as PLACES
