@@ -8,6 +8,7 @@ falls through it, which costs nothing, and no call without an MCTensor meets it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from ..kernels import present, torch_operators, under_transform, untraced
 from ..subclass._in_place import functional_form
-from ._derivation import written
+from ._derivation import write_results
 from ._formula_constants import IRRATIONAL, formula
 from ._mctensor import ENTRY_KEY, MCTensor
-from ._plain_operands import has_plain, lifted
-from ._result_type import form_of
+from ._plain_operands import encode_plain_operands, has_plain
+from ._result_type import result_type
 from .rules.elementwise._powers import constant
 from .rules.networks._interpolation import BY_FACTORS, FORWARD
 
@@ -57,13 +58,21 @@ _library = torch.library.Library("aten", "IMPL")
 
 
 def _entry(operator: OpOverload) -> Callable:
+    """An operator's kernel under the key: its function in OWN, else torch's steps of operands that have components."""
+    own = OWN.get(operator)
+
     def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # Inside a transform of torch.func a tensor may be one of its own around an MCTensor.
-        if has_plain(arguments, options) and not under_transform():
+        if own is not None:
+            result = NotImplemented if under_transform() else own(*arguments, **options)
+            if result is not NotImplemented:
+                return result
+        elif has_plain(arguments, options) and not under_transform():
             leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
             if any(isinstance(x, MCTensor) for x in leaves):
-                arguments, options = lifted((arguments, options), form_of(leaves), with_gradients=True)
-        with formula(operator, (arguments, options)):
+                form = result_type(leaves)
+                arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
+        with formula(operator, (arguments, options)) if own is None else nullcontext():
             return operator.redispatch(keys.remove(ENTRY_KEY), *arguments, **options)
 
     return untraced(entered)
@@ -77,39 +86,30 @@ def ndtr(x: MCTensor) -> Tensor:
     return torch.erfc(x * factor) * 0.5
 
 
-def _own(operator: OpOverload) -> Callable:
-    def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
-        result = NotImplemented if under_transform() else OWN[operator](*arguments, **options)
-        if result is NotImplemented:
-            return operator.redispatch(keys.remove(ENTRY_KEY), *arguments, **options)
-        return result
-
-    return untraced(entered)
-
-
 def _in_compiled_steps(steps: Callable) -> Callable:
-    """Where a compiler traces, torch takes these apart before a rule is asked."""
+    """Interpolation where a compiler traces: torch takes it apart there before a rule is asked."""
 
     def interpolate(x: Any, *arguments: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling() or not isinstance(x, MCTensor) or form_of((x,)).is_wide:
+        if not torch.compiler.is_compiling() or not isinstance(x, MCTensor) or result_type((x,)).fits_float64:
             return NotImplemented
         return steps(x, *arguments, **options)
 
     return interpolate
 
 
+# Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
 OWN = {aten.special_ndtr.default: ndtr}
 OWN |= {operator: _in_compiled_steps(rule) for operator, rule in (FORWARD | BY_FACTORS).items()}
 
 
 def _with_out(operator: OpOverload) -> Callable:
     def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
-        return written(operator, functional_form(operator), *arguments, **options)
+        return write_results(operator, functional_form(operator), *arguments, **options)
 
     return untraced(entered)
 
 
-for _operators, _entering in (((*COMPOSITES, *DIFFERENTIATED), _entry), (OWN, _own), (REPLACED, _with_out)):
+for _operators, _entering in (((*COMPOSITES, *DIFFERENTIATED, *OWN), _entry), (REPLACED, _with_out)):
     for _operator in present(_operators):
         _name = _operator.name().removeprefix("aten::")
         _library.impl(_name, _entering(_operator), "TESTING_ONLY_GenericMode", with_keyset=True)

@@ -80,7 +80,7 @@ def multicomponent(
     made: dict[int, Tensor] = {}
     for place in found:
         if id(place.held) not in made:
-            made[id(place.held)] = _multiplied(place, components, dtype, gradients)
+            made[id(place.held)] = _to_multicomponent(place, components, dtype, gradients)
     for place in found:
         place.module.__dict__.setdefault(_BEFORE, {}).setdefault(place.key, place.held.dtype)
         place.put(made[id(place.held)])
@@ -123,7 +123,7 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     for place in found:
         if id(place.held) not in made:
             before = place.module.__dict__.get(_BEFORE, {}).get(place.key, place.held.dtype)
-            made[id(place.held)] = _single(place, dtype if dtype and place.is_parameter else before)
+            made[id(place.held)] = _to_single_component(place, dtype if dtype and place.is_parameter else before)
     for place in found:
         place.put(made[id(place.held)])
     for module in model.modules():
@@ -152,7 +152,7 @@ def _check(place: Place) -> None:
         raise ValueError(f"parameter {place.name!r}: {error}; or leave it out by where=") from None
 
 
-def _multiplied(place: Place, components: int, dtype: torch.dtype | None, gradients: str) -> Tensor:
+def _to_multicomponent(place: Place, components: int, dtype: torch.dtype | None, gradients: str) -> Tensor:
     old = place.held
     kind = dtype if dtype and place.is_parameter else old.dtype
     try:
@@ -168,7 +168,7 @@ def _multiplied(place: Place, components: int, dtype: torch.dtype | None, gradie
     return with_marks(new, old, _OWN)
 
 
-def _single(place: Place, dtype: torch.dtype) -> Tensor:
+def _to_single_component(place: Place, dtype: torch.dtype) -> Tensor:
     old = place.held
     value = old.detach().decode(dtype)
     if not value.is_meta and bool((value.isinf() & old.detach().decode().isfinite()).any()):

@@ -1,4 +1,4 @@
-"""Operators without a rule: derived from others, computed in float64 where that holds the value, or counted."""
+"""Rules of operators that have none: from their functional form, torch's decomposition, or float64 (counted)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels import torch_operators
 from ..subclass import _fallbacks as _fallback
 from ..subclass._collectives import collective_rule, is_collective
-from ..subclass._in_backward import rounds, whole_results
+from ..subclass._in_backward import gives_plain_gradient, unrounded_results
 from ..subclass._in_place import functional_form, is_written
 from ._formula_constants import formula
 from ._mctensor import MCTensor, decoded
-from ._plain_operands import has_plain, lifted
+from ._plain_operands import encode_plain_operands, has_plain
 from ._registry import RULES, derives, implements
-from ._result_type import Form, form_of, made
+from ._result_type import ResultType, make_result, result_type
 from ._write import check_takes_fractions, write_value
-from .rules.memory._collectives import put, refuse
+from .rules.memory._collectives import copy_received, refuse
 
 aten = torch_operators("aten")
 _RESIZE = (
@@ -36,13 +36,17 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @derives
-def derived(operator: OpOverload) -> Callable:
-    """A rule for an operator that has none: its loop, its form without writing, or whatever suits the operands."""
+def derive(operator: OpOverload) -> Callable:
+    """Make the rule of an operator that has none.
+
+    A foreach operator becomes a loop, an in-place or out= one its functional form and a copy, a composite one
+    torch's own steps; for every other the operands decide between float64, a decomposition and a counted fallback.
+    """
     if is_collective(operator):
-        return collective_rule(operator, RULES, put, refuse)
+        return collective_rule(operator, RULES, copy_received, refuse)
     name = operator._schema.name.removeprefix("aten::")
     if operator.namespace == "aten" and name.startswith("_foreach_"):
-        return functools.partial(_loop, name.removeprefix("_foreach_"), operator)
+        return functools.partial(_on_each_of_a_list, name.removeprefix("_foreach_"), operator)
     if operator in _RESIZE:
         return functools.partial(_refuse, operator, "changes memory that views share")
     if operator._can_decompose():
@@ -51,7 +55,7 @@ def derived(operator: OpOverload) -> Callable:
 
 
 def _composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    """torch's own steps, where it has them for these operands."""
+    """Run torch's own decomposition of a composite operator, or treat it as one that has none."""
     results = operator.decompose(*arguments, **options)
     if results is NotImplemented:
         return _primitive(operator, operator._schema.name.removeprefix("aten::"))(*arguments, **options)
@@ -63,19 +67,19 @@ def _primitive(operator: OpOverload, name: str) -> Callable:
         functional = functional_form(operator)
         if functional is None:
             return functools.partial(_refuse, operator, "writes into its argument")
-        return functools.partial(written, operator, functional)
+        return functools.partial(write_results, operator, functional)
     if operator.is_view:
         return functools.partial(_refuse, operator, "is a view")
     return functools.partial(_computed, operator)
 
 
-def in_float64(operator: OpOverload, arguments: tuple, options: dict, form: Form | None = None) -> Any:
-    """An operator on the values in float64; its floating results as components."""
+def in_float64(operator: OpOverload, arguments: tuple, options: dict, form: ResultType | None = None) -> Any:
+    """Run an operator on the values in float64 and return its floating results as components."""
     leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, (Tensor, torch.dtype))]
     wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in _FLOATS]
-    form = form or form_of(leaves, dtype=wanted[0] if wanted else None)
+    form = form or result_type(leaves, dtype=wanted[0] if wanted else None)
     arguments, options = tree_map(_wide, (arguments, options))
-    return tree_map(lambda x: made((x,), form) if _is_floating(x) else x, operator(*arguments, **options))
+    return tree_map(lambda x: make_result((x,), form) if _is_floating(x) else x, operator(*arguments, **options))
 
 
 def _wide(x: Any) -> Any:
@@ -91,21 +95,21 @@ def _is_floating(x: Any) -> bool:
 
 
 def _computed(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    form = form_of(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
-    if form.is_wide:
+    form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
+    if form.fits_float64:
         return in_float64(operator, arguments, options)
     decomposition = _decompositions().get(operator)
     if decomposition is None:
-        return counted(operator, arguments, options)
+        return fall_back_to_float64(operator, arguments, options)
     with formula(operator, (arguments, options)):
-        results = in_steps(decomposition, form, arguments, options)
-    return counted(operator, arguments, options) if results is NotImplemented else results
+        results = run_in_steps(decomposition, form, arguments, options)
+    return fall_back_to_float64(operator, arguments, options) if results is NotImplemented else results
 
 
-def counted(operator: OpOverload, arguments: tuple, options: dict) -> Any:
-    """An operator in float64 although that does not hold the values: counted."""
-    form = form_of(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
-    if not form.is_wide:
+def fall_back_to_float64(operator: OpOverload, arguments: tuple, options: dict) -> Any:
+    """Run an operator in float64, and count that as a fallback where float64 does not hold the components' digits."""
+    form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
+    if not form.fits_float64:
         _fallback.note_fallback(
             operator,
             f"{form.components} components of {form.dtype}",
@@ -116,29 +120,32 @@ def counted(operator: OpOverload, arguments: tuple, options: dict) -> Any:
 
 
 def beyond_float64(*operators: OpOverload) -> Callable[[Callable], Callable]:
-    """Register a rule for values that float64 does not hold; the others take the operator itself in float64."""
+    """Register a rule for operands whose digits float64 does not hold; others run the operator itself in float64."""
 
     def register(rule: Callable) -> Callable:
         for operator in operators:
-            implements(operator)(either_way(operator, rule))
+            implements(operator)(float64_or_rule(operator, rule))
         return rule
 
     return register
 
 
-def beyond_exact(*operators: OpOverload) -> Callable[[Callable], Callable]:
-    """The same where digits are moved, not rounded: float64 only for operands that it holds exactly, gaps and all."""
+def beyond_exact_float64(*operators: OpOverload) -> Callable[[Callable], Callable]:
+    """Register a rule as `beyond_float64` does, with float64 only for operands that it holds exactly.
+
+    For operators that copy digits: components may leave gaps between them that are wider than float64.
+    """
 
     def register(rule: Callable) -> Callable:
         for operator in operators:
-            implements(operator)(either_way(operator, rule, exactly=True))
+            implements(operator)(float64_or_rule(operator, rule, exactly=True))
         return rule
 
     return register
 
 
 def _is_exact(x: Any) -> bool:
-    """Whether float64 holds the sum of all components, element by element."""
+    """Return whether float64 holds the sum of all components, element by element."""
     if not isinstance(x, MCTensor) or x.dtype == torch.float16:
         return True
     if any(type(part) is not Tensor for part in x._parts):
@@ -152,46 +159,46 @@ def _is_exact(x: Any) -> bool:
     return True
 
 
-def either_way(operator: OpOverload, rule: Callable, exactly: bool = False) -> Callable:
-    """The operator in float64 where that holds the operands, the rule elsewhere."""
+def float64_or_rule(operator: OpOverload, rule: Callable, exactly: bool = False) -> Callable:
+    """Return a rule that runs the operator in float64 where that holds the operands, and `rule` elsewhere."""
 
     @functools.wraps(rule)
     def either(*arguments: Any, **options: Any) -> Any:
         leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
-        form = form_of(leaves)
-        if form.is_wide and not (exactly and not all(map(_is_exact, leaves))):
+        form = result_type(leaves)
+        if form.fits_float64 and not (exactly and not all(map(_is_exact, leaves))):
             return in_float64(operator, arguments, options)
-        return in_steps(rule, form, arguments, options)
+        return run_in_steps(rule, form, arguments, options)
 
     return either
 
 
-def in_steps(rule: Callable, form: Form, arguments: tuple, options: dict) -> Any:
-    """A rule of several steps, rounded at its end only; all of its operands have components."""
-    if has_plain(arguments, options) and not rounds(form.gradients, form.has_gradient):
-        arguments, options = lifted((arguments, options), form)
-    with whole_results():
+def run_in_steps(rule: Callable, form: ResultType, arguments: tuple, options: dict) -> Any:
+    """Run a rule of several operators with every operand as an MCTensor, and round its results once, at the end."""
+    if has_plain(arguments, options) and not gives_plain_gradient(form.gradients, form.has_gradient):
+        arguments, options = encode_plain_operands((arguments, options), form)
+    with unrounded_results():
         results = rule(*arguments, **options)
-    if rounds(form.gradients, form.has_gradient):
+    if gives_plain_gradient(form.gradients, form.has_gradient):
         return tree_map(lambda x: decoded(x, x.dtype) if isinstance(x, MCTensor) else x, results)
     return results
 
 
 @functools.cache
 def _decompositions() -> dict[OpOverload, Callable]:
-    """torch's own, in terms of operators that have rules."""
+    """Return torch's decompositions, by operator."""
     from torch._decomp import core_aten_decompositions, decomposition_table
 
     return {**decomposition_table, **core_aten_decompositions()}
 
 
-def written(operator: OpOverload, functional: OpOverload, *arguments: Any, **options: Any) -> Any:
-    """Compute, then copy into the arguments that are written."""
+def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any, **options: Any) -> Any:
+    """Run an operator's functional form, then copy its results into the arguments that the operator writes."""
     names = [argument.name for argument in operator._schema.arguments]
     given = dict(zip(names, arguments)) | options
     targets = tree_leaves([given[argument.name] for argument in operator._schema.arguments if is_written(argument)])
     taken = {argument.name for argument in functional._schema.arguments}
-    with whole_results():
+    with unrounded_results():
         results = functional(**{name: value for name, value in given.items() if name in taken})
     results = results if isinstance(results, (tuple, list)) else (results,)
     for target, result in zip(targets, results, strict=True):
@@ -220,8 +227,8 @@ def _refuse(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> 
     )
 
 
-def _loop(name: str, operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    """An operator on lists, one tensor after another."""
+def _on_each_of_a_list(name: str, operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    """Run a foreach operator as a loop over its lists."""
     count = len(arguments[0])
     lists = [a.name for a in operator._schema.arguments if "List" in str(a.type) or str(a.type) == "List[Tensor]"]
     names = [a.name for a in operator._schema.arguments]
@@ -230,7 +237,7 @@ def _loop(name: str, operator: OpOverload, *arguments: Any, **options: Any) -> A
     results = []
     for i in range(count):
         one = {k: v[i] if k in lists and isinstance(v, (list, tuple)) else v for k, v in given.items()}
-        results.append(function(*_ordered(one)))
+        results.append(function(*_given_values(one)))
     return None if name.endswith("_") else results
 
 
@@ -242,11 +249,11 @@ def _single(name: str) -> Callable:
     if name in ("add", "sub", "add_", "sub_"):
         return lambda x, other, alpha=1: getattr(x, name)(other, alpha=alpha)
     if name in ("clamp_max", "clamp_min", "clamp_max_", "clamp_min_", "maximum", "minimum", "maximum_", "minimum_"):
-        return _bounded(name)
+        return _larger_or_smaller(name)
     return lambda x, *others: getattr(x, name)(*others)
 
 
-def _bounded(name: str) -> Callable:
+def _larger_or_smaller(name: str) -> Callable:
     function = torch.maximum if name.startswith(("clamp_min", "maximum")) else torch.minimum
     writes = name.endswith("_")
 
@@ -257,5 +264,5 @@ def _bounded(name: str) -> Callable:
     return bounded
 
 
-def _ordered(given: dict[str, Any]) -> list:
+def _given_values(given: dict[str, Any]) -> list:
     return [value for value in given.values() if value is not None]

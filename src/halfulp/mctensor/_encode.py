@@ -17,7 +17,7 @@ from .._messages import a_kind
 from ..arithmetic import MOST, PRECISION, Parts, pointwise, renormalize
 from ..kernels import resolved
 from ._formula_constants import terms_of
-from ._scale import magnitude, power_of_two, scale_for, scaled, widened
+from ._scale import divide_by_scale, magnitude, power_of_two, scale_for, to_float64
 
 _FLOAT32 = struct.Struct("f")
 # Between these, a float32 and what it leaves are both in float32's normal range.
@@ -25,23 +25,25 @@ _LEAST, _MOST = 2.0**-70, 2.0**100
 _NAMES = "float16, bfloat16, float32 or float64"
 
 
-def encoded(x: Any, components: int, dtype: torch.dtype | None, scale: Any, device: Any) -> tuple[Parts, Tensor | None]:
-    """Components and scale of `MCTensor.encode`."""
+def encode_components(
+    x: Any, components: int, dtype: torch.dtype | None, scale: Any, device: Any
+) -> tuple[Parts, Tensor | None]:
+    """Return the components and the scale of `MCTensor.encode`."""
     check_count(components)
     wide, own = _as_parts(x, device)
     dtype = check_dtype(dtype or own)
-    held = _held(scale, wide[0], dtype)
+    held = _requested_scale(scale, wide[0], dtype)
     if held is None:
-        parts = tuple(part.clone() for part in wide) if _fits(wide, components, dtype) else None
+        parts = tuple(part.clone() for part in wide) if _has_type(wide, components, dtype) else None
         parts = parts or renormalize(wide, components, dtype)
     else:
-        parts = scaled(tuple(part.double() for part in wide), held, components, dtype)
+        parts = divide_by_scale(tuple(part.double() for part in wide), held, components, dtype)
     check_range(wide[0], parts[0], dtype)
     return tuple(part.contiguous() for part in parts), held
 
 
 def from_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
-    """Components and scale of `MCTensor.from_components`."""
+    """Return the components and the scale of `MCTensor.from_components`."""
     tensors = tuple(components)
     check_count(len(tensors))
     for part in tensors:
@@ -56,7 +58,7 @@ def from_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
     for part in tensors[1:]:
         parts = pointwise("add", parts, (part,), components=MOST, dtype=part.dtype)
     parts = renormalize(parts, len(tensors), tensors[0].dtype)
-    if not _untouchable(parts[0]) and bool((parts[0].isinf() & torch.stack(tensors).isfinite().all(0)).any()):
+    if not _has_no_values(parts[0]) and bool((parts[0].isinf() & torch.stack(tensors).isfinite().all(0)).any()):
         raise ValueError(f"the sum of these components is out of {tensors[0].dtype}'s range: scale them down")
     return parts, None if scale is None or isinstance(scale, str) else power_of_two(scale, parts[0].device)
 
@@ -83,7 +85,7 @@ def check_range(value: Tensor, payload: Tensor, dtype: torch.dtype) -> None:
     Raises:
         ValueError: it says which value, and a scale that holds it.
     """
-    if _untouchable(value) or not value.numel() or bool(payload.isfinite().all()):
+    if _has_no_values(value) or not value.numel() or bool(payload.isfinite().all()):
         return
     lost = payload.isinf() & value.isfinite()
     if bool(lost.any()):
@@ -94,16 +96,16 @@ def check_range(value: Tensor, payload: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def integers(x: Tensor) -> Parts:
-    """An integer or boolean tensor, exactly, as one or two float64."""
+def integer_components(x: Tensor) -> Parts:
+    """Return an integer or boolean tensor exactly, as one or two float64 tensors."""
     if x.dtype.itemsize < 8:
         return (x.double(),)
     low = x & 0xFFFFFFFF
     return renormalize(((x - low).double(), low.double()), 2, torch.float64)
 
 
-def number(x: Any, device: torch.device) -> Parts:
-    """A Python number as one float64 without dimensions, or two where an integer needs them."""
+def number_components(x: Any, device: torch.device) -> Parts:
+    """Return a Python number as 0-d float64 tensors: one, or several for a large integer or a formula's constant."""
     if isinstance(x, complex):
         raise ValueError(f"{x!r} is complex, an MCTensor is real: keep the real and the imaginary part as two tensors")
     if type(x) is int and abs(x) > 2**53:
@@ -113,7 +115,10 @@ def number(x: Any, device: torch.device) -> Parts:
 
 
 def number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Parts | None:
-    """A Python number as one float32 or two, so that a kernel stays in float32; None where they do not hold it.
+    """Return a Python number as one or two 0-d float32 tensors, or None where they do not hold it.
+
+    A kernel whose operands are all float32 stays in float32.
+
 
     A factor may lose 2^-49 of itself, which is within a product's bound; a term of a sum may not.
     """
@@ -133,8 +138,8 @@ def _single(x: float) -> float:
     return _FLOAT32.unpack(_FLOAT32.pack(x))[0]
 
 
-def _held(scale: Any, value: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The scale tensor that was asked for."""
+def _requested_scale(scale: Any, value: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the scale tensor that `scale` asks for, measured where it is "auto"; None for no scale."""
     if isinstance(scale, str):
         if scale not in ("auto", "none"):
             raise ValueError(f"scale={scale!r}: allowed are a power of two, 'auto', 'none' and None")
@@ -144,12 +149,12 @@ def _held(scale: Any, value: Tensor, dtype: torch.dtype) -> Tensor | None:
     return power_of_two(scale, value.device)
 
 
-def _fits(wide: Parts, components: int, dtype: torch.dtype) -> bool:
+def _has_type(wide: Parts, components: int, dtype: torch.dtype) -> bool:
     return wide[0].dtype == dtype and len(wide) == components
 
 
 def _as_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
-    """Any input as canonical components of some dtype, and the dtype it suggests."""
+    """Return any input as components of some dtype, and the default dtype of its encoding."""
     if isinstance(x, np.ndarray):
         if x.dtype.kind == "O":
             return _from_python(x.tolist(), device)
@@ -158,7 +163,7 @@ def _as_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
         return _from_python(x, device)
     x = x if device is None else x.to(device)
     if hasattr(x, "_parts"):
-        return (x._parts if x._scale is None else widened(x._parts, x._scale)), x.dtype
+        return (x._parts if x._scale is None else to_float64(x._parts, x._scale)), x.dtype
     if hasattr(x, "decode"):
         x = x.decode()
     return (resolved(x.detach(), "x"),), check_dtype(x.dtype)
@@ -261,6 +266,6 @@ def _listed(kinds: set) -> str:
     return " and ".join(sorted(str(kind) for kind in kinds))
 
 
-def _untouchable(x: Tensor) -> bool:
-    """Whether there is no data to look at: while a compiler traces, or on the meta device."""
+def _has_no_values(x: Tensor) -> bool:
+    """Return whether a tensor has no values to check: while a compiler traces, or on the meta device."""
     return type(x) not in (Tensor, torch.nn.Parameter) or x.device.type == "meta"

@@ -1,4 +1,4 @@
-"""The numbers of torch's own formulas with all digits: ln 2, pi / 180 or 2 / 3 where torch writes a float64.
+"""Constants in torch's formulas, such as ln 2, pi / 180 or 2 / 3, with all digits where torch has a float64.
 
 Only where nobody else can have given the number: in torch's decomposition of an operator, whose arguments are known,
 and in nodes of a backward pass whose formulas hold such a number. A user's 0.1 stays the float64 that it is.
@@ -93,7 +93,7 @@ def _defaults(operator: OpOverload) -> frozenset[float]:
 
 
 def terms_of(value: float) -> tuple[float, ...] | None:
-    """The number of a formula that a float64 stands for here, as four float64; None where it stands for itself."""
+    """Return the constant of a formula that a float64 approximates here, as four float64; None where it is exact."""
     given = getattr(_here, "given", None)
     if given is not None and (abs(value) not in given or abs(value) in _selu()):
         return _recovered(value)

@@ -19,7 +19,7 @@ from ..subclass._pickle import check_layout, register_collate, saved_marks, with
 from . import _encode as _numbers
 from . import _repr as _text
 from ._registry import RULES, implements, rule_of
-from ._scale import widened
+from ._scale import to_float64
 
 _make = torch.Tensor._make_wrapper_subclass
 # Of what pickle stores; a file of another layout is refused.
@@ -69,8 +69,8 @@ class MCTensor(torch.Tensor):
     _parts: Parts
     _scale: Tensor | None
     _gradients: str
-    # Whether it is what ones_like made: a gradient, should a backward pass begin with it.
-    _begins = False
+    # Whether ones_like made it: a backward pass begins with such a tensor, which is a gradient then.
+    _seeds_backward = False
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     # fully_shard asks for the first one before it changes a parameter, and older versions for the others after that.
@@ -119,7 +119,7 @@ class MCTensor(torch.Tensor):
         """
         check_gradients(gradients)
         source = x.detach() if isinstance(x, Tensor) else x
-        parts, held = _numbers.encoded(source, components, dtype, scale, device)
+        parts, held = _numbers.encode_components(source, components, dtype, scale, device)
         made = wrap(parts, held, gradients)
         return with_history(x, made) if isinstance(x, Tensor) else made
 
@@ -302,18 +302,18 @@ class MCTensor(torch.Tensor):
 
     @untraced
     def __coerce_tangent_metadata__(self) -> MCTensor:
-        return wrap((plain(self),), None, FIRST) if self._gradients == FIRST else self
+        return wrap((to_plain(self),), None, FIRST) if self._gradients == FIRST else self
 
     @untraced
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
         if expected is torch.Tensor:
-            return plain(self)
+            return to_plain(self)
         return _tangent(self, context) if expected in (None, MCTensor) else None
 
 
 @untraced
 def wrap(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
-    """Components of equal shape and strides as an MCTensor, as they are."""
+    """Make an MCTensor over components of equal shape and strides, without copying or checking."""
     first = parts[0]
     shape, strides, offset = first.shape, first.stride(), first.storage_offset()
     dtype, device = first.dtype, first.device
@@ -327,7 +327,7 @@ def wrap(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
 def rebuild_mctensor(
     layout: int, parts: Parts, scale: Tensor | None, gradients: str, requires_grad: bool, is_parameter: bool
 ) -> MCTensor:
-    """The tensor that `__reduce_ex__` took apart: files of torch.save hold this function's name.
+    """Make the tensor that `__reduce_ex__` stored; files of torch.save hold this function's name.
 
     Raises:
         ValueError: the file was written by a version of another layout.
@@ -337,25 +337,25 @@ def rebuild_mctensor(
 
 
 def decoded(x: MCTensor, dtype: torch.dtype) -> Tensor:
-    """The value rounded once to a dtype."""
+    """Return the value as a plain tensor of a dtype, rounded once."""
     if x._scale is None:
         return merge(x._parts, dtype)
-    wide = widened(x._parts, x._scale)
+    wide = to_float64(x._parts, x._scale)
     return wide[0].to(dtype) if len(wide) == 1 else merge(wide, dtype)
 
 
-def plain(x: MCTensor) -> Tensor:
-    """The value rounded to one component: what a gradient is in the mode "first"."""
+def to_plain(x: MCTensor) -> Tensor:
+    """Return the value rounded to a plain tensor of the components' dtype: a gradient in the mode "first"."""
     return x._parts[0] if x._scale is None else decoded(x, x.dtype)
 
 
 def with_history(x: Tensor, made: MCTensor) -> MCTensor:
-    """What was made of x's values, so that gradients flow back to x."""
+    """Return `made`, the encoding of x, with a graph through which gradients flow back to x."""
     return _Encode.apply(x, made) if x.requires_grad and torch.is_grad_enabled() else made
 
 
 class _Encode(torch.autograd.Function):
-    """From a plain tensor's history to an MCTensor's."""
+    """Connect an MCTensor to the graph of the tensor that it encodes."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, made: MCTensor) -> MCTensor:
@@ -371,7 +371,7 @@ class _Encode(torch.autograd.Function):
 
 
 def _tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
-    """A gradient in the form that a compiled backward pass was traced for."""
+    """Return a gradient with the components and the scale that a compiled backward pass was traced for."""
     gradients, components, scaled = context
     return MCTensor.encode(x.detach(), components, x.dtype, "auto" if scaled else "none", gradients=gradients)
 

@@ -13,26 +13,26 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import renormalize
 from ._mctensor import MCTensor, with_history, wrap
-from ._result_type import Form, packed, parts_of
+from ._result_type import ResultType, make_scaled, parts_of
 
 _NESTS = (list, tuple, dict)
 
 
 def is_plain(x: Any) -> bool:
-    """Whether an operand is a plain tensor of floating numbers."""
+    """Return whether an operand is a plain floating-point tensor."""
     return isinstance(x, Tensor) and not isinstance(x, MCTensor) and x.is_floating_point()
 
 
 def has_plain(arguments: tuple, options: dict) -> bool:
-    """Whether any operand is plain."""
+    """Return whether any operand, lists of operands included, is a plain floating-point tensor."""
     for x in (*arguments, *options.values()):
         if is_plain(x) or (isinstance(x, _NESTS) and any(map(is_plain, tree_leaves(x)))):
             return True
     return False
 
 
-def lifted(operands: Any, form: Form, with_gradients: bool = False) -> Any:
-    """Nested operands with every plain one as an MCTensor that has the digits of an operator's form.
+def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool = False) -> Any:
+    """Encode every plain floating-point tensor among nested operands as an MCTensor of an operator's result type.
 
     Those without dimensions, which promote nothing beside others that have some, keep all the digits of a float64.
 
@@ -43,16 +43,16 @@ def lifted(operands: Any, form: Form, with_gradients: bool = False) -> Any:
     def lift(x: Any) -> Any:
         if not is_plain(x):
             return x
-        made = _lift(x.detach(), form, ranked)
+        made = _encode_plain_operand(x.detach(), form, ranked)
         return with_history(x, made) if with_gradients else made
 
     return tree_map(lift, operands)
 
 
-def _lift(x: Tensor, form: Form, ranked: bool) -> MCTensor:
+def _encode_plain_operand(x: Tensor, form: ResultType, ranked: bool) -> MCTensor:
     parts = parts_of(x, form.device)
     if ranked and not x.dim():
         return wrap(renormalize(parts, form.components, x.double().dtype), None, form.gradients)
     if form.scaled:
-        return packed(tuple(part.double() for part in parts), form)
+        return make_scaled(tuple(part.double() for part in parts), form)
     return wrap(renormalize(parts, form.components, form.dtype), None, form.gradients)

@@ -1,4 +1,4 @@
-"""Which function computes which torch operator on MCTensors."""
+"""The table of rules: the function that computes a torch operator on MCTensors."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _EDGE, _MOST = 3, 1000
 
 
 def held_digits(parts: Parts) -> int:
-    """How many decimal digits the components hold."""
+    """Return how many decimal digits the components hold."""
     return int(len(parts) * PRECISION[parts[0].dtype] * math.log10(2))
 
 
@@ -35,7 +35,7 @@ def strings(parts: Parts, scale: Tensor | None, digits: int | None = None) -> st
 
 
 def representation(x: Tensor, parts: Parts, scale: Tensor | None, gradients: str) -> str:
-    """What repr prints of an MCTensor x: values, component count, dtype, and whatever a torch tensor would say."""
+    """Return the repr of an MCTensor x: values, component count, dtype, and what torch prints of a plain tensor."""
     said = [f"components={len(parts)}", f"dtype={x.dtype}"]
     if scale is not None and type(scale) is Tensor and scale.device.type != "meta":
         said.append(f"scale=2**{math.frexp(float(scale))[1] - 1}")

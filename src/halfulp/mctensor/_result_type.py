@@ -1,4 +1,4 @@
-"""What a result is made of (promotion), and how it is made from components."""
+"""Type promotion of MCTensors (`result_type`), and making results of that type from components."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
-from ..subclass._in_backward import COMPONENTS, FIRST, in_backward, rounds
-from ._encode import integers, number, number_in_float32
+from ..subclass._in_backward import COMPONENTS, FIRST, gives_plain_gradient, in_backward
+from ._encode import integer_components, number_components, number_in_float32
 from ._mctensor import MCTensor, wrap
-from ._scale import magnitude, scale_for, scaled, widened
+from ._scale import divide_by_scale, magnitude, scale_for, to_float64
 
 # float64 holds every value of so many bits that the components promise.
 _WIDE_BITS = 53
 _FACTORS = ("mul", "div", "addcmul")
 
 
-class Form(NamedTuple):
-    """The dtype, number and place of a result's components, whether it has a scale, and its kind of gradient.
+class ResultType(NamedTuple):
+    """What an operator's result is made of.
 
+    dtype, components, device: of the result's components, and their number.
+    gradients: "first" or "components", see MCTensor.
+    scaled: whether it has a scale.
     has_gradient: whether an operand may be a gradient, in a backward pass.
     """
 
@@ -33,13 +36,13 @@ class Form(NamedTuple):
     has_gradient: bool = False
 
     @property
-    def is_wide(self) -> bool:
-        """Whether float64 holds what the components promise."""
+    def fits_float64(self) -> bool:
+        """Whether one float64 holds as many bits as the components together."""
         return self.components * PRECISION[self.dtype] <= _WIDE_BITS
 
 
-def form_of(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Form:
-    """The form of a result of these operands.
+def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> ResultType:
+    """Return the type of the result of an operator on these operands, numbers among them.
 
     dtype: what torch.promote_types makes of all tensors with dimensions; tensors without dimensions count where there
     are no others, numbers never. Components: the most of any. A scale: where an operand of that dtype has one.
@@ -57,7 +60,7 @@ def form_of(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Form:
                 count = len(x._parts)
             if x._gradients == COMPONENTS:
                 gradients = COMPONENTS
-            if x._begins or len(x._parts) == 1:  # a compiled pass begins with one component
+            if x._seeds_backward or len(x._parts) == 1:  # a compiled pass begins with one component
                 has_gradient = True
             if x._scale is not None:
                 scales = (*scales, kind)
@@ -77,30 +80,30 @@ def form_of(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Form:
         kinds[rank] = kind if known is None or known is kind else torch.promote_types(known, kind)
     dtype = dtype or kinds[1] or kinds[0]
     scaled = dtype in scales or (dtype == torch.float16 and bool(scales))
-    return Form(dtype, count, gradients, scaled, device, has_gradient)
+    return ResultType(dtype, count, gradients, scaled, device, has_gradient)
 
 
 def parts_of(x: Any, device: torch.device) -> Parts:
-    """Any operand as components without a scale: an MCTensor, a plain tensor, a number."""
+    """Return any operand (an MCTensor, a plain tensor, a number) as components without a scale."""
     if isinstance(x, MCTensor):
-        return x._parts if x._scale is None else widened(x._parts, x._scale)
+        return x._parts if x._scale is None else to_float64(x._parts, x._scale)
     if isinstance(x, Tensor):
-        return (x,) if x.dtype.is_floating_point else integers(x)
-    return number(x, device)
+        return (x,) if x.dtype.is_floating_point else integer_components(x)
+    return number_components(x, device)
 
 
-def evaluate(name: str, *operands: Any, form: Form | None = None) -> Tensor:
-    """A function of `arithmetic.pointwise` of MCTensors, tensors and numbers."""
+def evaluate(name: str, *operands: Any, form: ResultType | None = None) -> Tensor:
+    """Run a function of `arithmetic.pointwise` on MCTensors, tensors and numbers."""
     if form is None and len(operands) == 2 and are_alike(*operands):
         x = operands[0]
         parts = pointwise(name, x._parts, operands[1]._parts, components=len(x._parts), dtype=x._parts[0].dtype)
         return wrap(parts, None, x._gradients)
-    form = form or form_of(operands)
-    return run(name, operand_parts(name, operands, form.dtype, form.components, form.device), form)
+    form = form or result_type(operands)
+    return run_pointwise(name, operand_parts(name, operands, form.dtype, form.components, form.device), form)
 
 
 def are_alike(a: Any, b: Any) -> bool:
-    """Whether no promotion, scale or backward pass is to be thought of: the shortest way for the commonest call."""
+    """Return whether two operands need no promotion, scale or rounding: the shortcut for the most frequent call."""
     return (
         type(a) is MCTensor
         and type(b) is MCTensor
@@ -114,7 +117,7 @@ def are_alike(a: Any, b: Any) -> bool:
 
 
 def operand_parts(name: str, operands: Iterable, dtype: torch.dtype, components: int, device: Any) -> list[Parts]:
-    """All operands as components; numbers as float32 where the kernel can then stay in float32."""
+    """Return all operands as components; numbers as float32 where the kernel can then stay in float32."""
     narrow = dtype == torch.float32 and components <= 2
     found = []
     for position, x in enumerate(operands):
@@ -125,51 +128,51 @@ def operand_parts(name: str, operands: Iterable, dtype: torch.dtype, components:
     return found
 
 
-def run(name: str, operands: list[Parts], form: Form) -> Tensor:
-    """The same of components."""
-    if rounds(form.gradients, form.has_gradient):
+def run_pointwise(name: str, operands: list[Parts], form: ResultType) -> Tensor:
+    """Run a function of `arithmetic.pointwise` on components and return the result of a type."""
+    if gives_plain_gradient(form.gradients, form.has_gradient):
         return pointwise(name, *operands, components=1, dtype=form.dtype)[0]
     if form.scaled:
-        return packed(pointwise(name, *operands, components=wide_count(form), dtype=torch.float64), form)
+        return make_scaled(pointwise(name, *operands, components=float64_count(form), dtype=torch.float64), form)
     return wrap(pointwise(name, *operands, components=form.components, dtype=form.dtype), None, form.gradients)
 
 
-def wide_count(form: Form) -> int:
-    """How many float64 carry a value of that form."""
-    return 1 if form.is_wide else form.components
+def float64_count(form: ResultType) -> int:
+    """Return how many float64 hold a value of a result type."""
+    return 1 if form.fits_float64 else form.components
 
 
-def made(parts: Parts, form: Form) -> Tensor:
-    """Canonical components without a scale, of any dtype and number, as a result."""
-    if rounds(form.gradients, form.has_gradient):
-        return _fitted(parts, 1, form.dtype)[0]
+def make_result(parts: Parts, form: ResultType) -> Tensor:
+    """Make a result from non-overlapping components without a scale, of any dtype and number."""
+    if gives_plain_gradient(form.gradients, form.has_gradient):
+        return _round_to_components(parts, 1, form.dtype)[0]
     if form.scaled:
-        return packed(tuple(part.double() for part in parts), form)
-    return wrap(_fitted(parts, form.components, form.dtype), None, form.gradients)
+        return make_scaled(tuple(part.double() for part in parts), form)
+    return wrap(_round_to_components(parts, form.components, form.dtype), None, form.gradients)
 
 
-def packed(wide: Parts, form: Form) -> MCTensor:
-    """float64 components under a new scale."""
+def make_scaled(wide: Parts, form: ResultType) -> MCTensor:
+    """Make a scaled result from float64 components; the scale is measured."""
     scale = scale_for(magnitude(wide[0]), form.dtype)
-    return wrap(scaled(wide, scale, form.components, form.dtype), scale, form.gradients)
+    return wrap(divide_by_scale(wide, scale, form.components, form.dtype), scale, form.gradients)
 
 
-def aligned(operands: Iterable[Any], form: Form) -> tuple[list[Parts], Tensor | None]:
-    """Operands of an operator that moves values: components of one dtype, number and scale."""
+def align_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
+    """Return operands as components of one dtype, number and scale, for an operator that copies elements."""
     parts = [parts_of(x, form.device) for x in operands]
     if not form.scaled:
-        return [_fitted(part, form.components, form.dtype) for part in parts], None
+        return [_round_to_components(part, form.components, form.dtype) for part in parts], None
     wide = [tuple(part.double() for part in some) for some in parts]
     scale = scale_for(torch.stack([magnitude(some[0]) for some in wide]).amax(), form.dtype)
-    return [scaled(some, scale, form.components, form.dtype) for some in wide], scale
+    return [divide_by_scale(some, scale, form.components, form.dtype) for some in wide], scale
 
 
-def kept(x: MCTensor) -> MCTensor:
-    """The same components, whose results are never rounded: for the steps inside an operator."""
+def without_rounding(x: MCTensor) -> MCTensor:
+    """Return x with gradients="components", so that an operator's inner steps are not rounded in a backward pass."""
     return wrap(x._parts, x._scale, COMPONENTS)
 
 
-def _fitted(parts: Parts, components: int, dtype: torch.dtype) -> Parts:
+def _round_to_components(parts: Parts, components: int, dtype: torch.dtype) -> Parts:
     if len(parts) == components and parts[0].dtype == dtype:
         return parts
     return renormalize(parts, components, dtype)

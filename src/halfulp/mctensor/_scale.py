@@ -15,8 +15,8 @@ TOP = {torch.float16: 16, torch.bfloat16: 128, torch.float32: 128, torch.float64
 _BIAS = 127
 
 
-def widened(parts: Parts, scale: Tensor | None) -> Parts:
-    """A scaled value as components without a scale: one float64 for float16, else as many float64 as components."""
+def to_float64(parts: Parts, scale: Tensor | None) -> Parts:
+    """Return scaled components as float64 ones without a scale: one for float16, else as many as there are."""
     if parts[0].dtype == torch.float16:
         value = merge(parts, torch.float64)
         return (value if scale is None else value * scale,)
@@ -25,27 +25,27 @@ def widened(parts: Parts, scale: Tensor | None) -> Parts:
 
 
 def magnitude(x: Tensor) -> Tensor:
-    """The largest finite magnitude, 0-d; 0 without elements."""
+    """Return the largest finite magnitude as a 0-d tensor; 0 without elements."""
     if not x.numel():
         return x.new_zeros(())
     return x.abs().nan_to_num_(0.0, 0.0, 0.0).amax()
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The power of two that brings a largest magnitude to the top of a dtype, but for the headroom."""
+    """Return the power of two by which values of this largest magnitude fill a dtype up to HEADROOM binades."""
     # In float64: a product of scaled values may be out of float32's range where its payload is not.
     exponent = (largest.double().view(torch.int64) >> 52) - (1023 - _BIAS) - (min(TOP[dtype], 128) - HEADROOM - 1)
     exponent = torch.where(largest == 0, _BIAS, exponent.clamp(1, 2 * _BIAS))
     return (exponent.to(torch.int32) << 23).view(torch.float32)
 
 
-def scaled(wide: Parts, scale: Tensor, components: int, dtype: torch.dtype) -> Parts:
-    """Components whose sum times the scale is the value."""
+def divide_by_scale(wide: Parts, scale: Tensor, components: int, dtype: torch.dtype) -> Parts:
+    """Return components whose sum times the scale is the value of float64 components."""
     return renormalize(tuple(part / scale for part in wide), components, dtype)
 
 
 def power_of_two(scale: Tensor | float, device: torch.device) -> Tensor:
-    """A scale as a float32 tensor without dimensions.
+    """Return a scale as a 0-d float32 tensor.
 
     Raises:
         ValueError: it is no power of two, or out of float32's normal range.

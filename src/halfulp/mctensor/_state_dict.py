@@ -1,4 +1,4 @@
-"""Multi-component parameters in a state_dict: plain tensors beside each other, and back."""
+"""Multi-component parameters in a state_dict: one entry for each component and the scale."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
         if base not in bases:
             plain[name] = value
         elif name == base:
-            plain[name] = decoded(_gathered(state_dict, base), dtype)
+            plain[name] = decoded(_from_entries(state_dict, base), dtype)
     for base in bases - plain.keys():
-        _gathered(state_dict, base)
+        _from_entries(state_dict, base)
     return plain
 
 
@@ -73,7 +73,7 @@ def _leading(x: MCTensor) -> Tensor:
 
 
 def _copy(parameter: MCTensor, value: MCTensor) -> None:
-    """The same components under the same scale, bit for bit."""
+    """Copy components and scale of `value` into `parameter`, bit for bit."""
     with torch.no_grad():
         for target, part in zip(parameter._parts, value._parts, strict=True):
             target.copy_(part)
@@ -82,12 +82,12 @@ def _copy(parameter: MCTensor, value: MCTensor) -> None:
 
 
 def _fitting(state_dict: Mapping, name: str, parameter: MCTensor) -> MCTensor | None:
-    """A parameter's entries in its own form; None where the file has none.
+    """Return a parameter's entries as an MCTensor of its own dtype and components; None where the file has none.
 
     Raises:
         ValueError: they hold more digits than the parameter, or are of another layout.
     """
-    value = _gathered(state_dict, name, parameter.dtype)
+    value = _from_entries(state_dict, name, parameter.dtype)
     if value is None:
         return None
     count, own = len(value._parts), len(parameter._parts)
@@ -100,18 +100,18 @@ def _fitting(state_dict: Mapping, name: str, parameter: MCTensor) -> MCTensor | 
         )
     scaled = parameter._scale is not None
     if (count, value.dtype, value._scale is not None) == (own, parameter.dtype, scaled):
-        parts = tuple(_alone(part) for part in value._parts) if scaled else value._parts
+        parts = tuple(_in_own_memory(part) for part in value._parts) if scaled else value._parts
         return wrap(parts, value._scale, parameter._gradients)
     scale = "auto" if scaled else "none"
     return MCTensor.encode(value, own, parameter.dtype, scale, gradients=parameter._gradients)
 
 
-def _alone(part: Tensor) -> Tensor:
-    """A component in memory of its own: a change of scale rewrites all of the memory that a component lies in."""
+def _in_own_memory(part: Tensor) -> Tensor:
+    """Return a component in memory of its own: a change of scale rewrites all of a component's memory."""
     return part if part.untyped_storage().nbytes() == part.numel() * part.element_size() else part.clone()
 
 
-def _gathered(state_dict: Mapping, name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
+def _from_entries(state_dict: Mapping, name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
     """All entries of one parameter as a tensor; the dtype is that of a component that stands alone beside its scale."""
     beside = {_SUFFIX.search(e)[1]: v for e, v in state_dict.items() if _SUFFIX.sub("", e) == name != e}
     first = state_dict.get(name)
@@ -136,7 +136,7 @@ def _gathered(state_dict: Mapping, name: str, dtype: torch.dtype | None = None) 
 
 
 def _unscaled(name: str, first: Tensor, scale: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """The leading component without its scale; as it stands if it is a plain tensor that somebody wrote alone."""
+    """Return the leading component divided by its scale, and the scale; unchanged where it was stored alone."""
     if dtype is None:
         return first, None
     part = (first.detach().double() / scale.double()).to(dtype)

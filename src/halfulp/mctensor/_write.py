@@ -1,4 +1,4 @@
-"""Writing in place: into the components that all views share, or not at all."""
+"""Writing into an MCTensor in place: all views see the new components, or an error is raised and none changes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 
 from ..arithmetic import Parts, renormalize
 from ._mctensor import MCTensor, decoded
-from ._result_type import Form, parts_of, wide_count
-from ._scale import HEADROOM, magnitude, scale_for, scaled
+from ._result_type import ResultType, float64_count, parts_of
+from ._scale import HEADROOM, divide_by_scale, magnitude, scale_for
 
 # A payload whose largest magnitude has fallen by so many binades is rescaled, so that small values keep their digits.
 _ROOM_BELOW = 8
 
 
-def form_in(x: MCTensor) -> Form:
-    """The form that a value must have to be written into x."""
-    return Form(x.dtype, len(x._parts), x._gradients, False, x.device)
+def stored_type(x: MCTensor) -> ResultType:
+    """Return the result type of a value that is written into x, without a scale."""
+    return ResultType(x.dtype, len(x._parts), x._gradients, False, x.device)
 
 
-def computing_form(x: MCTensor) -> Form:
-    """The form to compute in before writing into x: without a scale, and wide where x has one."""
-    form = form_in(x)
+def computing_type(x: MCTensor) -> ResultType:
+    """Return the result type to compute in before writing into x: float64 where x has a scale."""
+    form = stored_type(x)
     if x._scale is None:
         return form
-    return form._replace(dtype=torch.float64, components=wide_count(form))
+    return form._replace(dtype=torch.float64, components=float64_count(form))
 
 
 def write(x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None) -> Tensor:
@@ -54,7 +54,10 @@ def write(x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None) ->
 
 
 def writes_directly(x: MCTensor, operands: list[Parts]) -> bool:
-    """Whether a result may be written while the operands are read: they are x's own elements, or of other memory."""
+    """Return whether a result may be written into x while the operands are read.
+
+    That is where each is x itself, or lies in other memory and is not larger than x.
+    """
     own = x._parts
     memory = [part.untyped_storage()._cdata for part in own]
     shape = x.shape
@@ -123,13 +126,13 @@ def _write_scaled(x: MCTensor, parts: Parts) -> MCTensor:
     wide = tuple(part.double() for part in parts)
     wanted = _wanted_scale(x, magnitude(wide[0]))
     _rescale(x, wanted)
-    for target, part in zip(x._parts, scaled(wide, x._scale, len(x._parts), x.dtype)):
+    for target, part in zip(x._parts, divide_by_scale(wide, x._scale, len(x._parts), x.dtype)):
         target.copy_(part)
     return x
 
 
 def _wanted_scale(x: MCTensor, largest: Tensor) -> Tensor:
-    """The scale to hold values up to `largest` beside what the memory holds already; x's own where that does."""
+    """Return the scale for values up to `largest` beside those in x's memory; x's own where it suits."""
     if largest.numel() and not _covers_memory(x):
         largest = torch.maximum(largest, torch.stack([magnitude(_memory(x)[0]).double() * x._scale]).amax())
     ideal = scale_for(largest, x.dtype)
@@ -139,7 +142,7 @@ def _wanted_scale(x: MCTensor, largest: Tensor) -> Tensor:
 
 
 def _rescale(x: MCTensor, wanted: Tensor) -> None:
-    """Bring all of the memory that x is a view of to another scale: exact, but for what falls below a subnormal."""
+    """Rescale all of the memory that x is a view of: exact, except for values that become subnormal."""
     if type(wanted) is Tensor and wanted.device.type == "cpu" and bool(wanted == x._scale):
         return
     for part in _memory(x):

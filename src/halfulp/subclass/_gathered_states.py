@@ -1,9 +1,10 @@
 """Whole states of torch.distributed.checkpoint.state_dict: gathered from shards, or sent from the first process.
 
 With ``broadcast_from_rank0`` torch sends each entry, and a process keeps those that bear the name of one of its
-parameters or states: the companions beside these would be dropped, and a state that is no plain tensor would meet a
-plain one in a collective. So plain tensors are sent alone, every process expects the names of its own companions, and
-states are put together again. Low bits of 16-bit integers, which neither gloo nor NCCL takes, travel as 32-bit ones.
+parameters or states: the auxiliary tensors beside these would be dropped, and a state that is no plain tensor would
+meet a plain one in a collective. So plain tensors are sent alone, every process expects the names of its own auxiliary
+tensors, and states are put together again. Low bits of 16-bit integers, which neither gloo nor NCCL takes, travel as
+32-bit ones.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _watching: list[bool] = []
 
 
 def watch() -> None:
-    """From now on, or from torch's import of these functions on, complete them."""
+    """Wrap torch's functions, now or as soon as torch imports them."""
     if not _watching:
         _watching.append(True)
         after_import("torch.distributed.checkpoint.state_dict", _complete)
@@ -48,7 +49,7 @@ def _complete(module: ModuleType) -> None:
 def _gathering(plain: Callable) -> Callable:
     @functools.wraps(plain)
     def gather(state_dict: dict[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
-        return _like(plain(_wide(state_dict), *given, **options), state_dict)
+        return _restore_dtypes(plain(_to_sendable(state_dict), *given, **options), state_dict)
 
     return gather
 
@@ -57,25 +58,25 @@ def _distributing(plain: Callable) -> Callable:
     @functools.wraps(plain)
     def distribute(full: Mapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any) -> None:
         before = dict(local)
-        plain(_wide(full), local, *given, **options)
-        _like(local, before)
+        plain(_to_sendable(full), local, *given, **options)
+        _restore_dtypes(local, before)
 
     return distribute
 
 
-def _wide(value: Any) -> Any:
-    """A state in which nothing is of a dtype that processes cannot send."""
+def _to_sendable(value: Any) -> Any:
+    """Return a state with tensors of dtypes that processes cannot send as int32."""
     if isinstance(value, Mapping):
-        parts = {name: _wide(part) for name, part in value.items()}
+        parts = {name: _to_sendable(part) for name, part in value.items()}
         return parts if any(parts[name] is not part for name, part in value.items()) else value
     return value.to(torch.int32) if isinstance(value, Tensor) and value.dtype in _UNSENT else value
 
 
-def _like(found: Any, before: Any) -> Any:
-    """What was gathered, in the dtypes that it had before."""
+def _restore_dtypes(found: Any, before: Any) -> Any:
+    """Return a gathered state with tensors in the dtypes that they had before."""
     if isinstance(before, Mapping) and isinstance(found, MutableMapping):
         for name in before.keys() & found.keys():
-            found[name] = _like(found[name], before[name])
+            found[name] = _restore_dtypes(found[name], before[name])
     elif isinstance(before, Tensor) and before.dtype in _UNSENT:
         return found.to(before.dtype) if isinstance(found, Tensor) and found.dtype == torch.int32 else found
     return found
@@ -90,24 +91,24 @@ def _sending(plain: Callable) -> Callable:
         before = dict(local)
         own = {name: value for name, value in local.items() if layout_of(value) is not None}
         _put_prefixes(full, own)
-        expected = {name: _beside(name, value, local) for name, value in own.items()}
+        expected = {name: _auxiliary_entries(name, value, local) for name, value in own.items()}
         for beside in expected.values():
             local.update(beside)
-        plain(_wide(_parted(full, own)), local, *given, **options)
+        plain(_to_sendable(_to_plain_entries(full, own)), local, *given, **options)
         for name, beside in expected.items():
             # What is as it was has not been sent: the first process's entry is a plain tensor.
             unsent = [entry for entry, part in beside.items() if local.get(entry) is part]
             for entry in unsent:
                 del local[entry]
             if name in local and not isinstance(own[name], nn.Parameter):  # which modules put together
-                local[name] = _joined(local, name, beside, own[name])
-        _like(local, before)
+                local[name] = _from_plain_entries(local, name, beside, own[name])
+        _restore_dtypes(local, before)
 
     return send
 
 
 def _put_prefixes(full: MutableMapping[str, Any], own: Mapping[str, Tensor]) -> None:
-    """Bring companions to where their parameters stand: behind the prefixes of wrappers, which torch has put there."""
+    """Put auxiliary entries behind the prefixes of wrappers, where torch has put their parameters."""
     for name, value in own.items():
         suffix = layout_of(value).suffix
         for short in _without_prefixes(name):
@@ -117,7 +118,7 @@ def _put_prefixes(full: MutableMapping[str, Any], own: Mapping[str, Tensor]) -> 
 
 
 def _without_prefixes(name: str) -> Iterator[str]:
-    """A name without some of the parts that may be wrappers' own."""
+    """Yield a name without some of its parts that may be a wrapper's prefix."""
     parts = name.split(".")
     places = [i for i, part in enumerate(parts) if part in _PREFIXES]
     for count in range(1, len(places) + 1):
@@ -125,13 +126,13 @@ def _without_prefixes(name: str) -> Iterator[str]:
             yield ".".join(part for i, part in enumerate(parts) if i not in left_out)
 
 
-def _beside(name: str, value: Tensor, local: Mapping[str, Any]) -> dict[str, Tensor]:
+def _auxiliary_entries(name: str, value: Tensor, local: Mapping[str, Any]) -> dict[str, Tensor]:
     entries = layout_of(value).entries(name, value.detach())
     return {entry: part for entry, part in entries.items() if entry not in local}
 
 
-def _parted(full: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Plain tensors alone; what has no companions here goes as its values."""
+def _to_plain_entries(full: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a state of plain tensors only: one entry for each auxiliary tensor, values where this process has none."""
     parted: dict[str, Any] = {}
     for name, value in full.items():
         layout = layout_of(value)
@@ -144,7 +145,9 @@ def _parted(full: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any
     return parted
 
 
-def _joined(local: MutableMapping[str, Any], name: str, beside: Mapping[str, Tensor], like: Tensor) -> Tensor:
-    """A state of the kind that stood here, of the entries that were sent."""
+def _from_plain_entries(
+    local: MutableMapping[str, Any], name: str, beside: Mapping[str, Tensor], like: Tensor
+) -> Tensor:
+    """Return a tensor like the one that stood here, made of the entries that were sent."""
     entries = {name: local[name], **{entry: local.pop(entry) for entry in beside if entry in local}}
     return layout_of(like).fitting({entry: part.to(like.device) for entry, part in entries.items()}, name, like)

@@ -1,4 +1,4 @@
-"""Whether an operator runs inside a backward pass, where results are gradients."""
+"""Whether an operator's result is a gradient, which gradients="first" rounds to a plain tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 FIRST, COMPONENTS = "first", "components"
 _graph_task = torch._C._current_graph_task_id
-_whole = threading.local()
+_unrounded = threading.local()
 
 
 def check_gradients(gradients: str) -> str:
@@ -24,41 +24,41 @@ def check_gradients(gradients: str) -> str:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running."""
+    """Return whether a backward pass is running."""
     return _graph_task() != -1
 
 
-def rounds(gradients: str, has_gradient: bool) -> bool:
-    """Whether a result with these gradients is one, to be rounded to a plain tensor.
+def gives_plain_gradient(gradients: str, has_gradient: bool) -> bool:
+    """Return whether a result is a gradient that is to be rounded to a plain tensor.
 
     has_gradient: whether an operand may be a gradient: a plain one, or the ones that a backward pass begins with. What
     is computed of saved values alone keeps all components: a difference or a comparison of them needs every digit.
     """
-    return has_gradient and _graph_task() != -1 and gradients == FIRST and _is_gradient() and not _stores()
+    return has_gradient and _graph_task() != -1 and gradients == FIRST and _is_gradient() and not _is_accumulating()
 
 
-def rounds_alone(x: Any) -> bool:
-    """The same of a function of one MCTensor."""
-    return rounds(x._gradients, x._begins or len(x._parts) == 1)
+def gives_plain_gradient_of(x: Any) -> bool:
+    """Return `gives_plain_gradient` of a function of one MCTensor."""
+    return gives_plain_gradient(x._gradients, x._seeds_backward or len(x._parts) == 1)
 
 
-def stored_plain(gradients: str) -> bool:
-    """Whether a gradient is being stored in a leaf that keeps plain ones: in the mode "first", or itself plain."""
-    if _graph_task() == -1 or not _stores():
+def stores_plain_gradient(gradients: str) -> bool:
+    """Return whether a gradient is being stored in a leaf of plain gradients: one in the mode "first", or plain."""
+    if _graph_task() == -1 or not _is_accumulating():
         return False
     is_gradient = gradients == FIRST and _is_gradient()
     return is_gradient or not hasattr(torch._C._current_autograd_node().variable, "_parts")
 
 
 @contextmanager
-def whole_results() -> Iterator[None]:
-    """A block in which no result is rounded: the steps of one operator."""
-    before = getattr(_whole, "on", False)
-    _whole.on = True
+def unrounded_results() -> Iterator[None]:
+    """Return a context in which no result is rounded, for the steps of one operator."""
+    before = getattr(_unrounded, "on", False)
+    _unrounded.on = True
     try:
         yield
     finally:
-        _whole.on = before
+        _unrounded.on = before
 
 
 def _node_name() -> str:
@@ -66,14 +66,14 @@ def _node_name() -> str:
     return "" if node is None else node.name()
 
 
-def _stores() -> bool:
-    """A leaf's gradient is being stored: what else runs then is a hook, which may step an optimizer."""
+def _is_accumulating() -> bool:
+    """Return whether a leaf's gradient is being stored; other code that runs then is a hook (an optimizer step)."""
     return _node_name().endswith("AccumulateGrad")
 
 
 def _is_gradient() -> bool:
-    """Activation checkpointing runs the forward again inside the backward, with gradients enabled: that is none."""
-    if getattr(_whole, "on", False):
+    """Return whether results are gradients here; not where activation checkpointing runs the forward pass again."""
+    if getattr(_unrounded, "on", False):
         return False
     if not torch.is_grad_enabled():
         return True

@@ -1,7 +1,7 @@
-"""Modules that take in another one: what they do to parameters with companions is completed, or refused.
+"""Wrappers around models (DistributedDataParallel, torch.compile, DTensor plans): names and gradients are completed.
 
-torch tells of every module and parameter that is registered anywhere; `watch` listens from the first model on whose
-parameters have companions. Nothing else sees a wrapper when it is made.
+torch's global registration hooks report every module and parameter that is put into a module; `watch` installs them for
+the first model whose parameters have auxiliary tensors. Nothing else sees a wrapper when it is made.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _listening: list[Any] = []
 
 
 def watch() -> None:
-    """From now on see what is wrapped around models whose parameters have companions."""
+    """Install the registration hooks, once."""
     if not _listening:
-        _listening.append(register_module_module_registration_hook(_taken_in))
-        _listening.append(register_module_parameter_registration_hook(_refuse_split))
+        _listening.append(register_module_module_registration_hook(_on_registration))
+        _listening.append(register_module_parameter_registration_hook(_refuse_dtensor))
         _whole_states.watch()
 
 
 def install(wrapper: nn.Module) -> None:
-    """Let a wrapper load the companions of its parameters under the names that they have without its prefix.
+    """Let a wrapper load its parameters' auxiliary tensors under names without its prefix.
 
     torch.distributed.checkpoint.state_dict takes ``module.`` (DistributedDataParallel) and ``_orig_mod.``
     (torch.compile) out of names when it saves, and puts them before parameters and buffers alone when it loads.
@@ -45,7 +45,7 @@ def install(wrapper: nn.Module) -> None:
             wrapper.register_forward_hook(_complete_gradients)
 
 
-def _taken_in(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
+def _on_registration(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
     if name == _prefix_of(outer) and any(_own(module) for module in inner.modules()):
         install(outer)
 
@@ -63,7 +63,7 @@ def _own(module: nn.Module) -> list[str]:
 
 
 def _put_prefix(wrapper: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
-    """Companions of parameters that stand under their full names already, brought to where these are."""
+    """Rename auxiliary entries whose parameter has the wrapper's prefix already, so that they have it too."""
     for name, parameter in _named(wrapper):
         without = prefix + _without_prefixes(wrapper, name)
         if without == prefix + name or prefix + name not in state_dict:
@@ -131,11 +131,11 @@ def _complete(wrapper: nn.Module) -> None:
                 parameter.grad = gradient
 
 
-def _refuse_split(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-    """Refuse a parameter that is split among processes by a parallel plan (a DTensor), as it is put into a module.
+def _refuse_dtensor(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    """Refuse a parameter that a parallel plan has split among processes (a DTensor), as it is put into a module.
 
     Raises:
-        NotImplementedError: its parts have companions.
+        NotImplementedError: its shards have auxiliary tensors.
     """
     if layout_of(getattr(parameter, "_local_tensor", None)) is None:
         return

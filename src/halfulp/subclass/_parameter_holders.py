@@ -182,7 +182,7 @@ def _check_outside_memory(named: list[tuple[str, Tensor]], what: str) -> None:
                         )
         return None
 
-    if (message := _still(find)) is not None:
+    if (message := _find_beyond_garbage(find)) is not None:
         raise ValueError(message)
 
 
@@ -232,7 +232,7 @@ def holding_optimizers(named: Named) -> list[tuple[str, str]]:
         )
         return [(kind, names[id(p)]) for kind, group in groups for p in group["params"] if id(p) in names]
 
-    return _still(find) or []
+    return _find_beyond_garbage(find) or []
 
 
 def _check_accumulators(named: Named, what: str, wrappers: Wrappers) -> None:
@@ -274,7 +274,7 @@ def _living(kind: type) -> list:
     return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
 
-def _still(find: Callable[[], Any]) -> Any:
+def _find_beyond_garbage(find: Callable[[], Any]) -> Any:
     """What is found, unless it was garbage that only still lay about."""
     if not find():
         return None

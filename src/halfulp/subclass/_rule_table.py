@@ -1,4 +1,4 @@
-"""Which function computes which torch operator, for one kind of tensor."""
+"""The table of rules of a tensor subclass: the function that computes each torch operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients in the form that a compiled backward pass was traced for."""
+"""Plain gradients converted to the tensor class that a compiled backward pass was traced for."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from ..kernels import untraced
 
-# By class: a plain gradient, and what __tensor_flatten__ told of the traced one, as a gradient of that class.
+# By class: the function of a plain gradient and the traced tensor's __tensor_flatten__ context.
 _forms: dict[type[Tensor], Callable[[Tensor, Any], Tensor]] = {}
 
 
 def register(kind: type[Tensor], form: Callable[[Tensor, Any], Tensor]) -> None:
-    """From now on plain gradients may reach compiled graphs that gave tensors of this class."""
+    """Register the function that converts plain gradients for compiled graphs whose outputs are of a class."""
     _forms[kind] = form
 
 
 @untraced
 def _of_plain(gradient: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
-    """What torch asks a gradient of another class than a backward pass was traced for: its other form, or None."""
+    """Convert a plain gradient to the class that torch expects; None (torch's error) where none is registered."""
     form = _forms.get(expected)
     return None if form is None else form(gradient.detach(), context)
 

@@ -1,4 +1,4 @@
-"""Comparison by value, and what chooses by it: extremes, clamps, signs, rounding to integers."""
+"""Comparison by value, and operators made of it: minimum and maximum, clamp, sign, rounding to integers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch._ops import OpOverload
 
 from ....arithmetic import Parts, compare, pointwise
 from ....kernels import torch_operators
-from ....subclass._in_backward import COMPONENTS, rounds, rounds_alone
-from ..._mctensor import MCTensor, decoded, plain, wrap
+from ....subclass._in_backward import COMPONENTS, gives_plain_gradient, gives_plain_gradient_of
+from ..._mctensor import MCTensor, decoded, to_plain, wrap
 from ..._registry import implements
-from ..._result_type import Form, aligned, evaluate, form_of, made, parts_of
+from ..._result_type import ResultType, align_components, evaluate, make_result, parts_of, result_type
 
 aten = torch_operators("aten")
 
 
 def order_of(a: Any, b: Any) -> Tensor:
-    """The sign of a - b as int8, 2 where either is NaN."""
+    """Return the sign of a - b as int8, 2 where either is NaN."""
     device = a.device if isinstance(a, Tensor) else b.device
     return compare(parts_of(a, device), parts_of(b, device))
 
@@ -57,17 +57,17 @@ def allclose(a: Any, b: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan
     return bool(torch.isclose(a, b, rtol, atol, equal_nan).all())
 
 
-def chosen(mask: Tensor, a: Any, b: Any, form: Form | None = None) -> Tensor:
-    """a where the mask holds, b elsewhere, in their common form."""
-    form = form or form_of((a, b))
-    if rounds(form.gradients, form.has_gradient):
-        return torch.where(mask, rounded(a, form), rounded(b, form))
-    (first, second), scale = aligned((a, b), form)
+def select(mask: Tensor, a: Any, b: Any, form: ResultType | None = None) -> Tensor:
+    """Return a where the mask holds, b elsewhere, as a result of both."""
+    form = form or result_type((a, b))
+    if gives_plain_gradient(form.gradients, form.has_gradient):
+        return torch.where(mask, round_operand(a, form), round_operand(b, form))
+    (first, second), scale = align_components((a, b), form)
     return wrap(tuple(torch.where(mask, x, y) for x, y in zip(first, second)), scale, form.gradients)
 
 
-def rounded(x: Any, form: Form) -> Any:
-    """An operand as one component."""
+def round_operand(x: Any, form: ResultType) -> Any:
+    """Return an operand rounded to one plain tensor of a result type's dtype."""
     if isinstance(x, MCTensor):
         return decoded(x, form.dtype)
     return x.to(form.dtype) if isinstance(x, Tensor) else x
@@ -76,13 +76,13 @@ def rounded(x: Any, form: Form) -> Any:
 @implements(aten.where.self)
 def where(mask: Tensor, a: Any, b: Any) -> Tensor:
     """a where the mask holds, b elsewhere."""
-    return chosen(_truth(mask), a, b)
+    return select(_truth(mask), a, b)
 
 
 @implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
     """The value where the mask holds, x elsewhere."""
-    return chosen(_truth(mask), value, x, form_of((x, value)))
+    return select(_truth(mask), value, x, result_type((x, value)))
 
 
 def _truth(mask: Tensor) -> Tensor:
@@ -93,28 +93,28 @@ def _truth(mask: Tensor) -> Tensor:
 def maximum(a: Any, b: Any) -> Tensor:
     """The larger value; NaN where either is."""
     order = order_of(a, b)
-    return chosen((order == 1) | ((order == 2) & is_nan(a)), a, b)
+    return select((order == 1) | ((order == 2) & is_nan(a)), a, b)
 
 
 @implements(aten.minimum.default)
 def minimum(a: Any, b: Any) -> Tensor:
     """The smaller value; NaN where either is."""
     order = order_of(a, b)
-    return chosen((order == -1) | ((order == 2) & is_nan(a)), a, b)
+    return select((order == -1) | ((order == 2) & is_nan(a)), a, b)
 
 
 @implements(aten.fmax.default)
 def fmax(a: Any, b: Any) -> Tensor:
     """The larger value; the other where one is NaN."""
     order = order_of(a, b)
-    return chosen((order == 1) | ((order == 2) & ~is_nan(a)), a, b)
+    return select((order == 1) | ((order == 2) & ~is_nan(a)), a, b)
 
 
 @implements(aten.fmin.default)
 def fmin(a: Any, b: Any) -> Tensor:
     """The smaller value; the other where one is NaN."""
     order = order_of(a, b)
-    return chosen((order == -1) | ((order == 2) & ~is_nan(a)), a, b)
+    return select((order == -1) | ((order == 2) & ~is_nan(a)), a, b)
 
 
 @implements(aten.clamp.default, aten.clamp.Tensor)
@@ -122,14 +122,14 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Tensor:
     """Between two bounds, by value; a NaN stays one."""
     if min is None and max is None:
         raise ValueError("clamp takes at least one of min and max")
-    form = form_of((x, *(bound for bound in (min, max) if isinstance(bound, Tensor))))
+    form = result_type((x, *(bound for bound in (min, max) if isinstance(bound, Tensor))))
     whole = form._replace(gradients=COMPONENTS) if min is not None and max is not None else form
     if min is not None:
-        x = chosen(_beyond(x, min, -1), min, x, whole)
-    return x if max is None else chosen(_beyond(x, max, 1), max, x, form)
+        x = select(_is_beyond(x, min, -1), min, x, whole)
+    return x if max is None else select(_is_beyond(x, max, 1), max, x, form)
 
 
-def _beyond(x: Any, bound: Any, side: int) -> Tensor:
+def _is_beyond(x: Any, bound: Any, side: int) -> Tensor:
     order = order_of(x, bound)
     return (order == side) | ((order == 2) & ~is_nan(x)) if isinstance(bound, Tensor) else order == side
 
@@ -188,10 +188,10 @@ def isfinite(x: MCTensor) -> Tensor:
     return x._parts[0].isfinite()
 
 
-def each(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """The same exact function of every component: a change of sign, a choice of elements."""
-    if rounds_alone(x):
-        return function(plain(x))
+def map_components(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function that is exact on every component alone: a change of sign, a choice of elements."""
+    if gives_plain_gradient_of(x):
+        return function(to_plain(x))
     scale = None if x._scale is None else x._scale.clone()
     return wrap(tuple(map(function, x._parts)), scale, x._gradients)
 
@@ -199,33 +199,33 @@ def each(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 @implements(aten.neg.default)
 def neg(x: MCTensor) -> Tensor:
     """-x."""
-    return each(x, torch.neg)
+    return map_components(x, torch.neg)
 
 
 @implements(aten.abs.default)
 def absolute(x: MCTensor) -> Tensor:
     """|x|: every component changes its sign where the first is negative."""
     negative = x._parts[0].signbit()
-    return each(x, lambda part: torch.where(negative, -part, part))
+    return map_components(x, lambda part: torch.where(negative, -part, part))
 
 
 @implements(aten.relu.default)
 def relu(x: MCTensor) -> Tensor:
     """x where it is positive or NaN, else 0."""
     negative = x._parts[0] < 0
-    return each(x, lambda part: part.masked_fill(negative, 0))
+    return map_components(x, lambda part: part.masked_fill(negative, 0))
 
 
 @implements(aten.sign.default, aten.sgn.default)
 def sign(x: MCTensor) -> Tensor:
     """-1, 0 or 1."""
-    return made((x._parts[0].sign(),), form_of((x,)))
+    return make_result((x._parts[0].sign(),), result_type((x,)))
 
 
 @implements(aten.threshold_backward.default)
 def threshold_backward(gradient: Any, x: Any, threshold: Any) -> Tensor:
     """The gradient where x is above the threshold."""
-    return chosen(_TESTS["le"](order_of(x, threshold)), 0.0, gradient, form_of((gradient, x)))
+    return select(_TESTS["le"](order_of(x, threshold)), 0.0, gradient, result_type((gradient, x)))
 
 
 def floor_parts(parts: Parts) -> Parts:
@@ -242,54 +242,54 @@ def floor_parts(parts: Parts) -> Parts:
 @implements(aten.floor.default)
 def floor(x: MCTensor) -> Tensor:
     """The largest integer not above."""
-    form = form_of((x,))
+    form = result_type((x,))
     parts = parts_of(x, form.device)
-    return made(_summed(floor_parts(parts), parts[0]), form)
+    return make_result(_sum_of_integers(floor_parts(parts), parts[0]), form)
 
 
 @implements(aten.ceil.default)
 def ceil(x: MCTensor) -> Tensor:
     """The smallest integer not below."""
-    form = form_of((x,))
+    form = result_type((x,))
     negative = tuple(-part for part in parts_of(x, form.device))
-    return made(_summed(tuple(-part for part in floor_parts(negative)), -negative[0]), form)
+    return make_result(_sum_of_integers(tuple(-part for part in floor_parts(negative)), -negative[0]), form)
 
 
 @implements(aten.trunc.default)
 def trunc(x: MCTensor) -> Tensor:
     """The integer next to it toward zero."""
-    return made(_truncated(x), form_of((x,)))
+    return make_result(_truncated(x), result_type((x,)))
 
 
 def _truncated(x: MCTensor) -> Parts:
     negative = x._parts[0].signbit()
     flipped = tuple(torch.where(negative, -part, part) for part in parts_of(x, x.device))
     whole = floor_parts(flipped)
-    return _summed(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
+    return _sum_of_integers(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
 
 
 @implements(aten.frac.default)
 def frac(x: MCTensor) -> Tensor:
-    """What trunc cuts off."""
-    form = form_of((x,))
+    """The fractional part, x - trunc(x)."""
+    form = result_type((x,))
     return evaluate("sub", x, wrap(_truncated(x), None, COMPONENTS), form=form)
 
 
 @implements(aten.round.default)
 def round_(x: MCTensor) -> Tensor:
     """The nearest integer, ties to even: floor(x + 1/2), one less where that is odd and was a tie."""
-    form = form_of((x,))
+    form = result_type((x,))
     whole = form._replace(gradients=COMPONENTS)
     up = evaluate("add", x, 0.5, form=whole._replace(dtype=torch.float64, scaled=False))
-    low = wrap(_summed(floor_parts(up._parts), up._parts[0]), None, COMPONENTS)
-    half = wrap(_summed(floor_parts(evaluate("mul", low, 0.5)._parts), low._parts[0]), None, COMPONENTS)
+    low = wrap(_sum_of_integers(floor_parts(up._parts), up._parts[0]), None, COMPONENTS)
+    half = wrap(_sum_of_integers(floor_parts(evaluate("mul", low, 0.5)._parts), low._parts[0]), None, COMPONENTS)
     odd = order_of(evaluate("mul", half, 2.0), low) != 0
     tie = order_of(low, up) == 0
     nearest = evaluate("sub", low, (odd & tie).double())._parts
-    return made((torch.copysign(nearest[0], x._parts[0].double()), *nearest[1:]), form)
+    return make_result((torch.copysign(nearest[0], x._parts[0].double()), *nearest[1:]), form)
 
 
-def _summed(floors: Parts, x: Tensor) -> Parts:
+def _sum_of_integers(floors: Parts, x: Tensor) -> Parts:
     """The sum of integers, largest first; a zero has the sign of the number that was rounded."""
     total = floors[:1]
     for part in floors[1:]:

@@ -13,8 +13,8 @@ from ....kernels import torch_operators
 from ....subclass._in_backward import COMPONENTS
 from ..._mctensor import MCTensor
 from ..._registry import implements
-from ..._result_type import evaluate, form_of, operand_parts
-from ..._write import check_takes_fractions, computing_form, write, write_value, writes_directly
+from ..._result_type import evaluate, operand_parts, result_type
+from ..._write import check_takes_fractions, computing_type, write, write_value, writes_directly
 
 aten = torch_operators("aten")
 
@@ -63,15 +63,15 @@ def _binary_in_place(name: str) -> Callable:
 
 
 def _update(name: str, x: Tensor, *operands: Any) -> Tensor:
-    """x = f(operands), in x's own form."""
+    """Write f(operands) into x."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
-        return write_value(x, evaluate(name, *operands, form=form_of(operands)._replace(gradients=COMPONENTS)))
+        return write_value(x, evaluate(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
     parts = operand_parts(name, operands, x.dtype, len(x._parts), x.device)
     if x._scale is None and x.dtype != torch.float16 and writes_directly(x, parts):
         pointwise(name, *parts, components=len(x._parts), dtype=x.dtype, out=x._parts)
         return x
-    form = computing_form(x)
+    form = computing_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
     return write(x, result, lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0])
 
@@ -87,13 +87,13 @@ implements(aten.div_.Tensor, aten.div_.Scalar)(_binary_in_place("div"))
 @implements(aten.add.Tensor, aten.add.Scalar)
 def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     """a + alpha b."""
-    return evaluate("add", a, b) if alpha == 1 else evaluate("addcmul", a, b, alpha, form=form_of((a, b)))
+    return evaluate("add", a, b) if alpha == 1 else evaluate("addcmul", a, b, alpha, form=result_type((a, b)))
 
 
 @implements(aten.sub.Tensor, aten.sub.Scalar)
 def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     """a - alpha b."""
-    return evaluate("sub", a, b) if alpha == 1 else evaluate("addcmul", a, b, -alpha, form=form_of((a, b)))
+    return evaluate("sub", a, b) if alpha == 1 else evaluate("addcmul", a, b, -alpha, form=result_type((a, b)))
 
 
 @implements(aten.rsub.Tensor, aten.rsub.Scalar)
@@ -115,8 +115,8 @@ def sub_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
 
 
 def _kept(*operands: Any) -> Any:
-    """The form of an intermediate result, which is no gradient."""
-    return form_of(operands)._replace(gradients=COMPONENTS)
+    """Return the result type of an intermediate step, which keeps all components."""
+    return result_type(operands)._replace(gradients=COMPONENTS)
 
 
 @implements(aten.addcmul.default)
@@ -132,7 +132,7 @@ def addcdiv(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
 
 
 def _accumulated(a: Any, b: Any, c: Any, value: Any, divide: bool) -> Tensor:
-    form = form_of((a, b, c))
+    form = result_type((a, b, c))
     return evaluate("addcmul", a, *_plain_product(b, c, value, divide, form), form=form)
 
 
@@ -146,19 +146,19 @@ def _plain_product(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple
 @implements(aten.addcmul_.default)
 def addcmul_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
     """x + value b c, into x."""
-    return _update("addcmul", x, x, *_plain_product(b, c, value, False, form_of((x, b, c))))
+    return _update("addcmul", x, x, *_plain_product(b, c, value, False, result_type((x, b, c))))
 
 
 @implements(aten.addcdiv_.default)
 def addcdiv_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
     """x + value b / c, into x."""
-    return _update("addcmul", x, x, *_plain_product(b, c, value, True, form_of((x, b, c))))
+    return _update("addcmul", x, x, *_plain_product(b, c, value, True, result_type((x, b, c))))
 
 
 @implements(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(a: Any, b: Any, weight: Any) -> Tensor:
     """a + weight (b - a)."""
-    form = form_of((a, b, weight))
+    form = result_type((a, b, weight))
     return evaluate("addcmul", a, evaluate("sub", b, a, form=form._replace(gradients=COMPONENTS)), weight, form=form)
 
 
@@ -171,7 +171,7 @@ def lerp_(x: Tensor, b: Any, weight: Any) -> Tensor:
 @implements(aten.rsqrt.default)
 def rsqrt(x: MCTensor) -> Tensor:
     """1 / sqrt(x)."""
-    form = form_of((x,))
+    form = result_type((x,))
     return evaluate("div", 1.0, evaluate("sqrt", x, form=form._replace(gradients=COMPONENTS)), form=form)
 
 

@@ -14,12 +14,12 @@ from torch._ops import OpOverload
 
 from ....arithmetic import MOST
 from ....kernels import torch_operators
-from ..._derivation import beyond_exact, beyond_float64, in_float64
+from ..._derivation import beyond_exact_float64, beyond_float64, in_float64
 from ..._encode import number_terms
 from ..._mctensor import MCTensor
 from ..._registry import implements
-from ..._result_type import Form, evaluate, form_of, made, parts_of
-from ._comparison import chosen, is_nan, order_of
+from ..._result_type import ResultType, evaluate, make_result, parts_of, result_type
+from ._comparison import is_nan, order_of, select
 
 aten = torch_operators("aten")
 
@@ -39,20 +39,20 @@ def constant(text: str, like: Tensor) -> MCTensor:
     return MCTensor.from_components(parts)
 
 
-def as_form(x: MCTensor, form: Form) -> Tensor:
-    """A finer result, rounded to a form."""
-    return made(parts_of(x, form.device), form)
+def round_to_type(x: MCTensor, form: ResultType) -> Tensor:
+    """Round a result that has more digits to a result type."""
+    return make_result(parts_of(x, form.device), form)
 
 
-def _finer(form: Form) -> Form:
-    """One component more, where there can be, for steps whose errors grow."""
+def _with_one_more_component(form: ResultType) -> ResultType:
+    """Return a result type with one component more, up to the most, for steps whose errors grow."""
     return form._replace(components=min(form.components + 1, MOST))
 
 
 @implements(aten.pow.Tensor_Scalar)
 def pow_scalar(x: MCTensor, exponent: Any) -> Tensor:
     """x to a number: a product, a root or a reciprocal where it is one."""
-    form = form_of((x,))
+    form = result_type((x,))
     if exponent == 2:
         return evaluate("mul", x, x)
     if exponent == 1:
@@ -61,97 +61,109 @@ def pow_scalar(x: MCTensor, exponent: Any) -> Tensor:
         return x.sqrt() if exponent > 0 else x.rsqrt()
     if exponent == -1:
         return x.reciprocal()
-    if form.is_wide:
+    if form.fits_float64:
         return in_float64(aten.pow.Tensor_Scalar, (x, exponent), {})
     return evaluate("pow", x, exponent, form=form)
 
 
-@beyond_exact(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+@beyond_exact_float64(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def pow_tensor(x: Any, exponent: Any) -> Tensor:
     """x to a power, or a number to powers."""
     return evaluate("pow", x, exponent)
 
 
-@beyond_exact(aten.exp2.default)
+@beyond_exact_float64(aten.exp2.default)
 def exp2(x: MCTensor) -> Tensor:
     """2^x."""
-    finer = _finer(form_of((x,)))
-    return as_form(evaluate("exp", evaluate("mul", x, constant(_LN2, x), form=finer), form=finer), form_of((x,)))
+    finer = _with_one_more_component(result_type((x,)))
+    return round_to_type(
+        evaluate("exp", evaluate("mul", x, constant(_LN2, x), form=finer), form=finer), result_type((x,))
+    )
 
 
-@beyond_exact(aten.log2.default)
+@beyond_exact_float64(aten.log2.default)
 def log2(x: MCTensor) -> Tensor:
     """log(x) / log(2)."""
-    return evaluate("div", evaluate("log", x, form=_finer(form_of((x,)))), constant(_LN2, x), form=form_of((x,)))
+    return evaluate(
+        "div",
+        evaluate("log", x, form=_with_one_more_component(result_type((x,)))),
+        constant(_LN2, x),
+        form=result_type((x,)),
+    )
 
 
-@beyond_exact(aten.log10.default)
+@beyond_exact_float64(aten.log10.default)
 def log10(x: MCTensor) -> Tensor:
     """log(x) / log(10)."""
-    return evaluate("div", evaluate("log", x, form=_finer(form_of((x,)))), constant(_LN10, x), form=form_of((x,)))
+    return evaluate(
+        "div",
+        evaluate("log", x, form=_with_one_more_component(result_type((x,)))),
+        constant(_LN10, x),
+        form=result_type((x,)),
+    )
 
 
-@beyond_exact(aten.tan.default)
+@beyond_exact_float64(aten.tan.default)
 def tan(x: MCTensor) -> Tensor:
     """sin(x) / cos(x)."""
-    finer = _finer(form_of((x,)))
-    return evaluate("div", evaluate("sin", x, form=finer), evaluate("cos", x, form=finer), form=form_of((x,)))
+    finer = _with_one_more_component(result_type((x,)))
+    return evaluate("div", evaluate("sin", x, form=finer), evaluate("cos", x, form=finer), form=result_type((x,)))
 
 
-@beyond_exact(aten.asin.default)
+@beyond_exact_float64(aten.asin.default)
 def asin(x: MCTensor) -> Tensor:
     """atan2(x, sqrt((1 - x)(1 + x)))."""
-    finer = _finer(form_of((x,)))
-    return as_form(_angle(x, _leg(x, finer), finer), form_of((x,)))
+    finer = _with_one_more_component(result_type((x,)))
+    return round_to_type(_angle(x, _leg(x, finer), finer), result_type((x,)))
 
 
-@beyond_exact(aten.acos.default)
+@beyond_exact_float64(aten.acos.default)
 def acos(x: MCTensor) -> Tensor:
     """atan2(sqrt((1 - x)(1 + x)), x)."""
-    finer = _finer(form_of((x,)))
-    return as_form(_angle(_leg(x, finer), x, finer), form_of((x,)))
+    finer = _with_one_more_component(result_type((x,)))
+    return round_to_type(_angle(_leg(x, finer), x, finer), result_type((x,)))
 
 
-def _leg(x: MCTensor, form: Form) -> Tensor:
+def _leg(x: MCTensor, form: ResultType) -> Tensor:
     product = evaluate("mul", evaluate("sub", 1.0, x, form=form), evaluate("add", 1.0, x, form=form), form=form)
     return evaluate("sqrt", product, form=form)
 
 
-@beyond_exact(aten.atan2.default)
+@beyond_exact_float64(aten.atan2.default)
 def atan2(y: Any, x: Any) -> Tensor:
     """The angle of the point (x, y)."""
-    form = form_of((y, x))
-    return as_form(_angle(y, x, _finer(form)), form)
+    form = result_type((y, x))
+    return round_to_type(_angle(y, x, _with_one_more_component(form)), form)
 
 
-def _angle(y: Any, x: Any, form: Form) -> Tensor:
+def _angle(y: Any, x: Any, form: ResultType) -> Tensor:
     """atan of the smaller leg over the larger, turned into the right octant."""
     pi = constant(PI, x)
     high, wide = abs(y), abs(x)
     steep = order_of(high, wide) == 1
-    least, most = chosen(steep, wide, high), chosen(steep, high, wide)
+    least, most = select(steep, wide, high), select(steep, high, wide)
     same = (most == 0) | (least.isinf() & most.isinf())
-    ratio = evaluate("div", chosen(same, (~(most == 0)).double(), least), chosen(same, 1.0, most), form=form)
+    ratio = evaluate("div", select(same, (~(most == 0)).double(), least), select(same, 1.0, most), form=form)
     angle = evaluate("atan", ratio, form=form)
-    angle = chosen(steep, evaluate("sub", evaluate("mul", pi, 0.5), angle, form=form), angle)
+    angle = select(steep, evaluate("sub", evaluate("mul", pi, 0.5), angle, form=form), angle)
     left = _negative(x)
-    angle = chosen(left, evaluate("sub", pi, angle, form=form), angle)
-    angle = chosen(is_nan(x) | is_nan(y), float("nan"), angle)
-    return chosen(_negative(y), -angle, angle)
+    angle = select(left, evaluate("sub", pi, angle, form=form), angle)
+    angle = select(is_nan(x) | is_nan(y), float("nan"), angle)
+    return select(_negative(y), -angle, angle)
 
 
 def _negative(x: Any) -> Tensor:
     return x._parts[0].signbit() if isinstance(x, MCTensor) else x.signbit()
 
 
-@beyond_exact(aten.atanh.default)
+@beyond_exact_float64(aten.atanh.default)
 def atanh(x: MCTensor) -> Tensor:
     """log1p(2x / (1 - x)) / 2, of |x| and with its sign."""
-    form = _finer(form_of((x,)))
+    form = _with_one_more_component(result_type((x,)))
     size = abs(x)
     ratio = evaluate("div", evaluate("mul", size, 2.0, form=form), evaluate("sub", 1.0, size, form=form), form=form)
-    result = evaluate("mul", evaluate("log1p", ratio, form=form), 0.5, form=form_of((x,)))
-    return chosen(_negative(x), -result, result)
+    result = evaluate("mul", evaluate("log1p", ratio, form=form), 0.5, form=result_type((x,)))
+    return select(_negative(x), -result, result)
 
 
 @implements(aten.hypot.default)
@@ -188,20 +200,20 @@ def fmod(a: Any, b: Any) -> Tensor:
     return evaluate("fmod", a, b)
 
 
-@beyond_exact(aten.copysign.Tensor, aten.copysign.Scalar)
+@beyond_exact_float64(aten.copysign.Tensor, aten.copysign.Scalar)
 def copysign(a: Any, b: Any) -> Tensor:
     """|a| with b's sign."""
     negative = _negative(b) if isinstance(b, Tensor) else torch.tensor(b, dtype=torch.float64, device="cpu").signbit()
-    return as_form(chosen(_negative(a) != negative, -a, a), form_of((a, b)))
+    return round_to_type(select(_negative(a) != negative, -a, a), result_type((a, b)))
 
 
-@beyond_exact(aten.nan_to_num.default)
+@beyond_exact_float64(aten.nan_to_num.default)
 def nan_to_num(x: MCTensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
     """Numbers in place of NaN and infinities."""
     ends = torch.finfo(x.dtype)
-    x = chosen(x._parts[0].isposinf(), ends.max if posinf is None else posinf, x)
-    x = chosen(x._parts[0].isneginf(), ends.min if neginf is None else neginf, x)
-    return chosen(is_nan(x), nan or 0.0, x)
+    x = select(x._parts[0].isposinf(), ends.max if posinf is None else posinf, x)
+    x = select(x._parts[0].isneginf(), ends.min if neginf is None else neginf, x)
+    return select(is_nan(x), nan or 0.0, x)
 
 
 @implements(aten.erfc.default)
@@ -213,7 +225,7 @@ def erfc(x: MCTensor) -> Tensor:
 @beyond_float64(aten.softshrink_backward.default, aten.hardshrink_backward.default)
 def shrink_backward(gradient: Any, x: Any, bound: Any) -> Tensor:
     """The gradient outside the bounds."""
-    return chosen(abs(x) <= bound, 0.0, gradient)
+    return select(abs(x) <= bound, 0.0, gradient)
 
 
 @beyond_float64(aten._cdist_forward.default)
@@ -227,7 +239,7 @@ def cdist_backward(gradient: Any, a: Any, b: Any, p: float, distance: Any) -> Te
     """The gradient of the first rows: gradient sign(d) |d|^(p-1) / distance^(p-1), 0 where the distance is."""
     difference = a.unsqueeze(-2) - b.unsqueeze(-3)
     zero = distance == 0
-    reach = chosen(zero, 1.0, distance)
+    reach = select(zero, 1.0, distance)
     if p == 0:  # a count of differences
         return difference.sum(-2) * 0
     if p == 2:
@@ -235,11 +247,11 @@ def cdist_backward(gradient: Any, a: Any, b: Any, p: float, distance: Any) -> Te
     else:
         less = evaluate("sub", constant(str(Fraction(p)), a), 1.0) if math.isfinite(p) else p
         slope = difference.sign() * torch.pow(difference.abs() / reach.unsqueeze(-1), less)
-    return (slope * chosen(zero, 0.0, gradient).unsqueeze(-1)).sum(-2)
+    return (slope * select(zero, 0.0, gradient).unsqueeze(-1)).sum(-2)
 
 
 def _of_tensors(operator: OpOverload) -> Callable:
-    """The form with a number in place of a tensor: torch's formula rounds that to the other operand's dtype."""
+    """The overload with a number in place of a tensor: torch's formula rounds that to the other operand's dtype."""
 
     def rule(a: Any, b: Any) -> Tensor:
         device = (a if isinstance(a, Tensor) else b).device

@@ -14,14 +14,14 @@ from ..._mctensor import MCTensor, wrap
 from ..._registry import implements
 
 
-def bytes_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Every component and the scale of some tensors, one after another, as one message."""
+def to_message(tensors: Sequence[Tensor]) -> Tensor:
+    """Return every component and the scale of some tensors as one byte tensor."""
     whole = [part for x in tensors for part in _inner(x)]
     return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in whole])
 
 
-def received(message: Tensor, like: MCTensor, shape: Sequence[int]) -> MCTensor:
-    """The MCTensor of a message: of another's form, and a shape."""
+def from_message(message: Tensor, like: MCTensor, shape: Sequence[int]) -> MCTensor:
+    """Return the MCTensor that a message holds: of a shape, with dtype, components and scale like another's."""
     count = len(like._parts)
     fixed = 0 if like._scale is None else like._scale.element_size()
     size = (message.numel() - fixed) // count
@@ -42,7 +42,7 @@ def _inner(x: Tensor) -> list[Tensor]:
 
 def broadcast_(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
     """Every component and the scale from one rank into the others', as one message; it has arrived on return."""
-    message = bytes_of(tensors)
+    message = to_message(tensors)
     _, work = torch.ops.c10d.broadcast_.default([message], *arguments, **options)
     work.wait()
     whole = [part for x in tensors for part in _inner(x)]
@@ -52,8 +52,8 @@ def broadcast_(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> An
     return list(tensors), work
 
 
-def put(x: Tensor, value: Tensor) -> None:
-    """Copy what arrived into a tensor: of MCTensors of one form that own their memory, the same bits."""
+def copy_received(x: Tensor, value: Tensor) -> None:
+    """Copy a received value into a tensor: bit for bit between MCTensors alike that own their memory."""
     same = isinstance(x, MCTensor) and isinstance(value, MCTensor) and x.shape == value.shape
     inner = list(zip(_inner(x), _inner(value))) if same else []
     same = bool(inner) and len(_inner(x)) == len(_inner(value)) and all(a.dtype == b.dtype for a, b in inner)

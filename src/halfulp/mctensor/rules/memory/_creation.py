@@ -11,11 +11,11 @@ from torch._ops import OpOverload
 
 from ....arithmetic import PRECISION
 from ....kernels import torch_operators
-from ....subclass._in_backward import rounds_alone, stored_plain
-from ..._mctensor import MCTensor, decoded, plain, wrap
+from ....subclass._in_backward import gives_plain_gradient_of, stores_plain_gradient
+from ..._mctensor import MCTensor, decoded, to_plain, wrap
 from ..._registry import implements
-from ..._result_type import Form, made, parts_of
-from ..._scale import magnitude, scale_for, scaled
+from ..._result_type import ResultType, make_result, parts_of
+from ..._scale import divide_by_scale, magnitude, scale_for
 from ..._write import integral, write_value
 
 aten = torch_operators("aten")
@@ -26,8 +26,8 @@ _BEYOND = 2.0**132  # what float16 components under no scale of ours hold: it be
 @implements(aten.clone.default)
 def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
     """Every component copied, and the scale."""
-    if rounds_alone(x) or stored_plain(x._gradients):
-        return plain(x).clone(memory_format=memory_format)
+    if gives_plain_gradient_of(x) or stores_plain_gradient(x._gradients):
+        return to_plain(x).clone(memory_format=memory_format)
     scale = None if x._scale is None else x._scale.clone()
     return wrap(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
 
@@ -40,7 +40,7 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
     """
     if dtype is not None and dtype not in PRECISION:
         return integral(x, dtype).to(device=device)
-    if rounds_alone(x):
+    if gives_plain_gradient_of(x):
         return decoded(x, dtype or x.dtype).to(device=device)
     if device is not None and torch.device(device) != x.device:
         move = {"device": device, "non_blocking": options.get("non_blocking", False)}
@@ -52,8 +52,8 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
     if dtype == torch.float16:
         wide = tuple(part.double() for part in parts)
         scale = scale_for(magnitude(wide[0].where(wide[0].abs() < _BEYOND, 0.0)), dtype)
-        return wrap(scaled(wide, scale, len(x._parts), dtype), scale, x._gradients)
-    return made(parts, Form(dtype, len(x._parts), x._gradients, False, x.device))
+        return wrap(divide_by_scale(wide, scale, len(x._parts), dtype), scale, x._gradients)
+    return make_result(parts, ResultType(dtype, len(x._parts), x._gradients, False, x.device))
 
 
 @implements(aten._local_scalar_dense.default)
@@ -64,7 +64,7 @@ def local_scalar_dense(x: MCTensor) -> float:
 
 @implements(aten.copy_.default)
 def copy_(x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
-    """Values of any kind of tensor into any other, rounded to what it holds."""
+    """Copy the values of an MCTensor or plain tensor into another, rounded to what that holds."""
     if isinstance(source, Tensor) and source.device != x.device:
         source = source.to(x.device, non_blocking=non_blocking)
     return write_value(x, source)
@@ -89,18 +89,18 @@ def _like(operator: OpOverload) -> Callable:
 
     def new(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         dtype = options.get("dtype") or x.dtype
-        if dtype not in PRECISION or rounds_alone(x) or stored_plain(x._gradients):
+        if dtype not in PRECISION or gives_plain_gradient_of(x) or stores_plain_gradient(x._gradients):
             return operator(x._parts[0], *arguments, **options)
         options["dtype"] = torch.float64 if operator in _RANDOM else dtype
         first = operator(x._parts[0], *arguments, **options)
-        form = Form(dtype, len(x._parts), x._gradients, x._scale is not None and dtype == x.dtype, first.device)
+        form = ResultType(dtype, len(x._parts), x._gradients, x._scale is not None and dtype == x.dtype, first.device)
         if operator in _RANDOM:
-            return made((first,), form)
+            return make_result((first,), form)
         rest = tuple(torch.zeros_like(first) for _ in range(form.components - 1))
         scale = torch.ones((), dtype=torch.float32, device=first.device) if form.scaled else None
         filled = wrap((first, *rest), scale, x._gradients)
         # One component holds them: where a backward pass begins with these, its gradients are plain from there on.
-        filled._begins = operator is aten.ones_like.default
+        filled._seeds_backward = operator is aten.ones_like.default
         return filled
 
     return new

@@ -1,4 +1,4 @@
-"""Operators that move elements: the same move of every component."""
+"""Data movement: operators that copy or rearrange elements, applied to every component."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ....kernels import torch_operators
-from ....subclass._in_backward import rounds
+from ....subclass._in_backward import gives_plain_gradient
 from ..._mctensor import MCTensor, wrap
 from ..._registry import implements
-from ..._result_type import aligned, form_of
-from ..elementwise._comparison import each, rounded
+from ..._result_type import align_components, result_type
+from ..elementwise._comparison import map_components, round_operand
 
 aten = torch_operators("aten")
 
@@ -44,7 +44,7 @@ _FROM_ONE = (
 def _from_one(operator: OpOverload) -> Callable:
     def move(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         arguments = tuple(_index(value) for value in arguments)
-        return each(x, lambda part: operator(part, *arguments, **options))
+        return map_components(x, lambda part: operator(part, *arguments, **options))
 
     return move
 
@@ -59,7 +59,7 @@ for _operator in _FROM_ONE:
     implements(_operator)(_from_one(_operator))
 
 
-# Positions of the arguments that are values; all come to one form.
+# Positions of the arguments that are values; all come to one result type.
 _FROM_SEVERAL = {
     aten.scatter.src: (0, 3),
     aten.masked_scatter.default: (0, 2),
@@ -80,13 +80,13 @@ _FROM_NUMBER = {
 }
 
 
-def moved(operator: OpOverload, arguments: Sequence, positions: Sequence[int], **options: Any) -> Tensor:
-    """An operator of several values, on every component of their common form."""
-    form = form_of(arguments[i] for i in positions)
-    if rounds(form.gradients, form.has_gradient):
-        plain = [rounded(x, form) if i in positions else x for i, x in enumerate(arguments)]
+def apply_to_components(operator: OpOverload, arguments: Sequence, positions: Sequence[int], **options: Any) -> Tensor:
+    """Apply an operator on several values to every component of theirs, brought to one result type."""
+    form = result_type(arguments[i] for i in positions)
+    if gives_plain_gradient(form.gradients, form.has_gradient):
+        plain = [round_operand(x, form) if i in positions else x for i, x in enumerate(arguments)]
         return operator(*plain, **options)
-    parts, scale = aligned([arguments[i] for i in positions], form)
+    parts, scale = align_components([arguments[i] for i in positions], form)
     results = []
     for some in zip(*parts, strict=True):
         here = dict(zip(positions, some))
@@ -96,7 +96,7 @@ def moved(operator: OpOverload, arguments: Sequence, positions: Sequence[int], *
 
 def _from_several(operator: OpOverload, positions: Sequence[int]) -> Callable:
     def move(*arguments: Any, **options: Any) -> Tensor:
-        return moved(operator, arguments, positions, **options)
+        return apply_to_components(operator, arguments, positions, **options)
 
     return move
 
@@ -106,7 +106,7 @@ def _from_number(operator: OpOverload, position: int) -> Callable:
         every = [x, *arguments]
         number = torch.scalar_tensor(every[position], dtype=torch.float64, device=x.device)
         every[position] = number.expand(every[2].shape) if operator is aten.scatter.src else number
-        return moved(operator, every, (0, position), **options)
+        return apply_to_components(operator, every, (0, position), **options)
 
     return move
 
@@ -117,12 +117,12 @@ for _operator, (_target, _position) in _FROM_NUMBER.items():
     implements(_operator)(_from_number(_target, _position))
 
 
-def _joined(operator: OpOverload) -> Callable:
+def _concatenation(operator: OpOverload) -> Callable:
     def join(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
-        form = form_of(tensors)
-        if rounds(form.gradients, form.has_gradient):
-            return operator([rounded(x, form) for x in tensors], *arguments, **options)
-        parts, scale = aligned(tensors, form)
+        form = result_type(tensors)
+        if gives_plain_gradient(form.gradients, form.has_gradient):
+            return operator([round_operand(x, form) for x in tensors], *arguments, **options)
+        parts, scale = align_components(tensors, form)
         joined = tuple(operator(list(some), *arguments, **options) for some in zip(*parts, strict=True))
         return wrap(joined, scale, form.gradients)
 
@@ -130,14 +130,14 @@ def _joined(operator: OpOverload) -> Callable:
 
 
 for _operator in (aten.cat.default, aten.stack.default, aten.block_diag.default):
-    implements(_operator)(_joined(_operator))
+    implements(_operator)(_concatenation(_operator))
 
 
 @implements(aten.constant_pad_nd.default)
 def constant_pad_nd(x: MCTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
     """A frame of one number around the values."""
     if value == 0:
-        return each(x, lambda part: aten.constant_pad_nd.default(part, pad, 0))
+        return map_components(x, lambda part: aten.constant_pad_nd.default(part, pad, 0))
     inside = torch.ones(x.shape, dtype=torch.bool, device=x.device)
     outside = ~aten.constant_pad_nd.default(inside, pad, False)
     return constant_pad_nd(x, pad).masked_fill(outside, value)

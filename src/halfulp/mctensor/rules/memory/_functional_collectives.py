@@ -12,7 +12,7 @@ from torch import distributed as dist
 from ....kernels import torch_operators
 from ..._mctensor import MCTensor, wrap
 from ..._registry import implements
-from ._collectives import bytes_of, received
+from ._collectives import from_message, to_message
 
 
 def _sent(name: str, message: Tensor, *arguments: Any) -> Tensor:
@@ -22,13 +22,13 @@ def _sent(name: str, message: Tensor, *arguments: Any) -> Tensor:
 
 def all_gather(x: MCTensor, size: int, group: Any) -> Tensor:
     """Every rank's value, one after another."""
-    messages = _sent("all_gather_into_tensor", bytes_of([x]), size, group).chunk(size)
-    return torch.cat([received(message, x, x.shape) for message in messages])
+    messages = _sent("all_gather_into_tensor", to_message([x]), size, group).chunk(size)
+    return torch.cat([from_message(message, x, x.shape) for message in messages])
 
 
 def all_to_all(x: MCTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> Tensor:
     """Rows of x to every rank, and rows of every rank in x's place, one after another."""
-    pieces = [bytes_of([piece]) for piece in x.split(list(input_sizes))]
+    pieces = [to_message([piece]) for piece in x.split(list(input_sizes))]
     shapes = [(rows, *x.shape[1:]) for rows in output_sizes]
     # An empty message still holds a scale.
     fixed = 0 if x._scale is None else x._scale.element_size()
@@ -36,12 +36,12 @@ def all_to_all(x: MCTensor, output_sizes: Sequence[int], input_sizes: Sequence[i
     arriving = [rows * row + fixed for rows in output_sizes]
     leaving = [piece.numel() for piece in pieces]
     messages = _sent("all_to_all_single", torch.cat(pieces), arriving, leaving, group).split(arriving)
-    return torch.cat([received(message, x, shape) for message, shape in zip(messages, shapes, strict=True)])
+    return torch.cat([from_message(message, x, shape) for message, shape in zip(messages, shapes, strict=True)])
 
 
 def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
     """One rank's value."""
-    return received(_sent("broadcast", bytes_of([x]), source, group), x, x.shape)
+    return from_message(_sent("broadcast", to_message([x]), source, group), x, x.shape)
 
 
 def wait_tensor(x: MCTensor) -> MCTensor:

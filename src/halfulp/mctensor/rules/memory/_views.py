@@ -10,8 +10,8 @@ from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
 from ....kernels import torch_operators
-from ....subclass._in_backward import rounds_alone, stored_plain
-from ..._mctensor import MCTensor, plain, wrap
+from ....subclass._in_backward import gives_plain_gradient_of, stores_plain_gradient
+from ..._mctensor import MCTensor, to_plain, wrap
 from ..._registry import implements
 
 aten = torch_operators("aten")
@@ -30,8 +30,8 @@ _SEVERAL = (
 
 def _one(operator: OpOverload) -> Callable:
     def view(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
-        if rounds_alone(x):
-            return operator(plain(x), *arguments, **options)
+        if gives_plain_gradient_of(x):
+            return operator(to_plain(x), *arguments, **options)
         return wrap(tuple(operator(part, *arguments, **options) for part in x._parts), x._scale, x._gradients)
 
     return view
@@ -39,8 +39,8 @@ def _one(operator: OpOverload) -> Callable:
 
 def _several(operator: OpOverload) -> Callable:
     def views(x: MCTensor, *arguments: Any, **options: Any) -> list[Tensor]:
-        if rounds_alone(x):
-            return operator(plain(x), *arguments, **options)
+        if gives_plain_gradient_of(x):
+            return operator(to_plain(x), *arguments, **options)
         pieces = zip(*(operator(part, *arguments, **options) for part in x._parts), strict=True)
         return [wrap(parts, x._scale, x._gradients) for parts in pieces]
 
@@ -49,9 +49,9 @@ def _several(operator: OpOverload) -> Callable:
 
 @implements(aten.detach.default)
 def detach(x: MCTensor) -> Tensor:
-    """The same components; a gradient on its way into a leaf becomes what the leaf keeps."""
-    if stored_plain(x._gradients):
-        return plain(x).detach()
+    """Return the same components; a gradient that is being stored in a leaf becomes the kind that the leaf keeps."""
+    if stores_plain_gradient(x._gradients):
+        return to_plain(x).detach()
     return wrap(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ....kernels import torch_operators
-from ..._derivation import beyond_float64, in_float64, in_steps
+from ..._derivation import beyond_float64, in_float64, run_in_steps
 from ..._registry import implements
-from ..._result_type import form_of
+from ..._result_type import result_type
 
 aten = torch_operators("aten")
 
@@ -86,8 +86,8 @@ def attention_backward(
 
 
 def _run(function: Callable, *arguments: Any) -> Any:
-    form = form_of(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
-    return in_float64(function, arguments, {}) if form.is_wide else in_steps(function, form, arguments, {})
+    form = result_type(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
+    return in_float64(function, arguments, {}) if form.fits_float64 else run_in_steps(function, form, arguments, {})
 
 
 def _check_dropout(dropout: float) -> None:

@@ -15,8 +15,8 @@ from ....kernels import torch_operators
 from ....subclass._in_backward import COMPONENTS
 from ..._derivation import beyond_float64
 from ..._mctensor import MCTensor
-from ..._result_type import form_of
-from ..elementwise._powers import as_form
+from ..._result_type import result_type
+from ..elementwise._powers import round_to_type
 
 aten = torch_operators("aten")
 
@@ -58,7 +58,7 @@ def _linear(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
 
 
 def _cubic(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
-    """The same of four neighbours."""
+    """The four neighbours of each new element, and their weights."""
     at = _sources(axis, device)
     first = at.floor().decode().long()
     t = at - first
@@ -69,11 +69,12 @@ def _cubic(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
 
 
 def _weighted(x: Any, values: Any, weight: MCTensor, dim: int) -> Tensor:
-    weight = as_form(weight, form_of((x,))._replace(gradients=COMPONENTS, scaled=False))
+    weight = round_to_type(weight, result_type((x,))._replace(gradients=COMPONENTS, scaled=False))
     return values * weight.reshape([-1 if i == dim else 1 for i in range(x.dim())])
 
 
-def _stretched(x: Any, axis: _Axis, taps: Callable) -> Tensor:
+def _resampled(x: Any, axis: _Axis, taps: Callable) -> Tensor:
+    """Each new element as the weighted sum of its neighbours along one axis."""
     found = None
     for index, weight in taps(axis, x.device):
         term = _weighted(x, x.index_select(axis.dim, index), weight, axis.dim)
@@ -81,8 +82,8 @@ def _stretched(x: Any, axis: _Axis, taps: Callable) -> Tensor:
     return found
 
 
-def _gathered(gradient: Any, axis: _Axis, taps: Callable) -> Tensor:
-    """The derivative of the same: each element's gradient to where it came from."""
+def _scattered(gradient: Any, axis: _Axis, taps: Callable) -> Tensor:
+    """The derivative of `_resampled`: each new element's gradient, weighted, added to its neighbours."""
     pairs = taps(axis, gradient.device)
     shape = [axis.inside if i == axis.dim else size for i, size in enumerate(gradient.shape)]
     values = torch.cat([_weighted(gradient, gradient, weight, axis.dim) for _, weight in pairs], axis.dim)
@@ -94,18 +95,24 @@ def _axes(inside: Sequence[int], outside: Sequence[int], align: bool, factors: S
     return [_Axis(2 + i, before, after, align, factor) for i, (before, after, factor) in enumerate(every)]
 
 
-def _forward(taps: Callable) -> Callable:
-    def interpolate(x: Any, size: Sequence[int], align_corners: bool, *factors: Any, **named: Any) -> Tensor:
-        for axis in _axes(x.shape[2:], size, align_corners, (*factors, *named.values())):
-            x = _stretched(x, axis, taps)
+def _along_axes(step: Callable, taps: Callable) -> Callable:
+    """A rule that takes one axis after another: `_resampled` the result, `_scattered` the gradient.
+
+    Its arguments are torch's: the size after, of the gradient the shape before, whether corners fall together, factors.
+    """
+
+    def interpolate(x: Any, size: Sequence[int], *arguments: Any, **named: Any) -> Tensor:
+        shape, align_corners, *factors = (x.shape, *arguments) if step is _resampled else arguments
+        for axis in _axes(shape[2:], size, align_corners, (*factors, *named.values())):
+            x = step(x, axis, taps)
         return x
 
     return interpolate
 
 
 def _by_factors(taps: Callable) -> Callable:
-    """The form that takes a size or factors."""
-    interpolate = _forward(taps)
+    """The rule of the overload that takes a size or factors."""
+    interpolate = _along_axes(_resampled, taps)
 
     def by_factors(x: Any, size: Sequence[int] | None, align_corners: bool, factors: Sequence[float] | None) -> Tensor:
         factors = None if size is not None else factors
@@ -115,22 +122,11 @@ def _by_factors(taps: Callable) -> Callable:
     return by_factors
 
 
-def _backward(taps: Callable) -> Callable:
-    def derivative(
-        gradient: Any, size: Sequence[int], shape: Sequence[int], align_corners: bool, *factors: Any, **named: Any
-    ) -> Tensor:
-        for axis in _axes(shape[2:], size, align_corners, (*factors, *named.values())):
-            gradient = _gathered(gradient, axis, taps)
-        return gradient
-
-    return derivative
-
-
 FORWARD: dict[OpOverload, Callable] = {
-    aten.upsample_linear1d.default: _forward(_linear),
-    aten.upsample_bilinear2d.default: _forward(_linear),
-    aten.upsample_trilinear3d.default: _forward(_linear),
-    aten.upsample_bicubic2d.default: _forward(_cubic),
+    aten.upsample_linear1d.default: _along_axes(_resampled, _linear),
+    aten.upsample_bilinear2d.default: _along_axes(_resampled, _linear),
+    aten.upsample_trilinear3d.default: _along_axes(_resampled, _linear),
+    aten.upsample_bicubic2d.default: _along_axes(_resampled, _cubic),
 }
 BY_FACTORS: dict[OpOverload, Callable] = {
     aten.upsample_linear1d.vec: _by_factors(_linear),
@@ -139,10 +135,10 @@ BY_FACTORS: dict[OpOverload, Callable] = {
     aten.upsample_bicubic2d.vec: _by_factors(_cubic),
 }
 _BACKWARD: dict[OpOverload, Callable] = {
-    aten.upsample_linear1d_backward.default: _backward(_linear),
-    aten.upsample_bilinear2d_backward.default: _backward(_linear),
-    aten.upsample_trilinear3d_backward.default: _backward(_linear),
-    aten.upsample_bicubic2d_backward.default: _backward(_cubic),
+    aten.upsample_linear1d_backward.default: _along_axes(_scattered, _linear),
+    aten.upsample_bilinear2d_backward.default: _along_axes(_scattered, _linear),
+    aten.upsample_trilinear3d_backward.default: _along_axes(_scattered, _linear),
+    aten.upsample_bicubic2d_backward.default: _along_axes(_scattered, _cubic),
 }
 for _operator, _rule in (FORWARD | _BACKWARD).items():
     beyond_float64(_operator)(_rule)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ....kernels import torch_operators
-from ....subclass._in_backward import whole_results
+from ....subclass._in_backward import unrounded_results
 from ..._mctensor import MCTensor
-from ..._plain_operands import lifted
+from ..._plain_operands import encode_plain_operands
 from ..._registry import implements
-from ..._result_type import evaluate, form_of
+from ..._result_type import evaluate, result_type
 from ..._write import write_value
 
 aten = torch_operators("aten")
@@ -30,9 +30,9 @@ def native_batch_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias, and the mean and the root's inverse that it took."""
-    form = form_of((x, weight, bias, running_mean, running_variance))
-    x, weight, bias, mean, variance = lifted((x, weight, bias, running_mean, running_variance), form)
-    with whole_results():
+    form = result_type((x, weight, bias, running_mean, running_variance))
+    x, weight, bias, mean, variance = encode_plain_operands((x, weight, bias, running_mean, running_variance), form)
+    with unrounded_results():
         if training:
             dims = [i for i in range(x.dim()) if i != 1]
             variance, mean = torch.var_mean(x, dims, correction=0)
@@ -51,7 +51,7 @@ def _update(running: Any, now: Any, momentum: float) -> None:
     """running + momentum (now - running), into it."""
     if running is None:
         return
-    result = evaluate("addcmul", running, now - running, momentum, form=form_of((running, now)))
+    result = evaluate("addcmul", running, now - running, momentum, form=result_type((running, now)))
     if isinstance(running, MCTensor) or isinstance(result, MCTensor):
         write_value(running, result)
     else:

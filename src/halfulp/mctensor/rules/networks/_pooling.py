@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ....kernels import torch_operators
-from ..._derivation import beyond_float64, counted
+from ..._derivation import beyond_float64, fall_back_to_float64
 from ..products._windows import folded, windows
 from ..reductions._index_add import added_at
 
@@ -40,7 +40,7 @@ def max_pool2d_with_indices(
     """The largest value of each window, and where it is in its plane."""
     if ceil_mode:
         given = (x, kernel, stride, padding, dilation, ceil_mode)
-        return counted(aten.max_pool2d_with_indices.default, given, {})
+        return fall_back_to_float64(aten.max_pool2d_with_indices.default, given, {})
     kernel, padding, dilation = (list(v) * (2 // len(v)) for v in (kernel, padding, dilation))
     stride = list(stride) * (2 // len(stride)) if len(stride) else kernel
     height, width = padding
@@ -93,7 +93,7 @@ def _mean(operator: OpOverload, spatial: int) -> Callable:
     ) -> Tensor:
         if ceil_mode:
             given = (x, kernel, stride, padding, ceil_mode, count_include_pad, divisor_override)
-            return counted(operator, given, {})
+            return fall_back_to_float64(operator, given, {})
         setup = _setup(spatial, kernel, stride, padding)
         return _seen(x, setup).flatten(-spatial).sum(-1) / _counts(x, setup, count_include_pad, divisor_override)
 
@@ -104,7 +104,7 @@ def _mean_backward(operator: OpOverload, spatial: int) -> Callable:
     def avg_pool_backward(gradient: Any, x: Any, *rest: Any) -> Tensor:
         kernel, stride, padding, ceil_mode, count_include_pad, divisor = rest
         if ceil_mode:
-            return counted(operator, (gradient, x, *rest), {})
+            return fall_back_to_float64(operator, (gradient, x, *rest), {})
         setup = _setup(spatial, kernel, stride, padding)
         share = gradient / _counts(x, setup, count_include_pad, divisor)
         lead, places = x.shape[:-spatial], gradient.shape[-spatial:]

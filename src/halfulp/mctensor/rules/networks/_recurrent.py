@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ....kernels import torch_operators
-from ..._derivation import in_steps
+from ..._derivation import run_in_steps
 from ..._registry import implements
-from ..._result_type import form_of
+from ..._result_type import result_type
 
 aten = torch_operators("aten")
 _LSTM = 2
@@ -106,8 +106,8 @@ def layer(
 ) -> tuple[Any, ...]:
     """One layer in one direction: outputs, last states, and an empty workspace."""
     _check(mode, batch_sizes)
-    form = form_of((x, w_x, w_h, b_x, b_h, h, c))
-    results = in_steps(_layer, form, (x, _weights(w_x, w_h, b_x, b_h, has_biases), h, c, reverse), {})
+    form = result_type((x, w_x, w_h, b_x, b_h, h, c))
+    results = run_in_steps(_layer, form, (x, _weights(w_x, w_h, b_x, b_h, has_biases), h, c, reverse), {})
     return *results, torch.empty(0, dtype=torch.uint8, device=form.device)
 
 
@@ -140,5 +140,5 @@ def layer_backward(
     """Its gradients."""
     _check(mode, batch_sizes)
     given = (x, _weights(w_x, w_h, b_x, b_h, has_biases), h, c, reverse, to_out, to_h, to_c)
-    form = form_of(value for value in tree_leaves(given) if isinstance(value, Tensor))
-    return in_steps(_layer_backward, form, given, {})
+    form = result_type(value for value in tree_leaves(given) if isinstance(value, Tensor))
+    return run_in_steps(_layer_backward, form, given, {})

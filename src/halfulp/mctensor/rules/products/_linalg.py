@@ -10,24 +10,26 @@ from torch import Tensor
 
 from .... import arithmetic
 from ....kernels import torch_operators
-from ....subclass._in_backward import COMPONENTS, rounds
+from ....subclass._in_backward import COMPONENTS, gives_plain_gradient
 from ..._mctensor import MCTensor
 from ..._registry import implements
-from ..._result_type import Form, evaluate, form_of, kept, made, parts_of, wide_count
+from ..._result_type import ResultType, evaluate, float64_count, make_result, parts_of, result_type, without_rounding
 
 aten = torch_operators("aten")
 
 
-def _solved(function: Callable, operands: tuple, form: Form) -> Any:
-    """One of arithmetic's functions of matrices, as results of that form."""
+def _solved(function: Callable, operands: tuple, form: ResultType) -> Any:
+    """Run one of arithmetic's functions of matrices and return results of a type."""
     parts = [parts_of(x, form.device) for x in operands]
     if form.scaled:
-        results = function(*parts, wide_count(form), torch.float64)
+        results = function(*parts, float64_count(form), torch.float64)
     else:
-        results = function(*parts, 1 if rounds(form.gradients, form.has_gradient) else form.components, form.dtype)
+        results = function(
+            *parts, 1 if gives_plain_gradient(form.gradients, form.has_gradient) else form.components, form.dtype
+        )
     if isinstance(results[0], Tensor):
-        return made(results, form)
-    return tuple(made(result, form) for result in results)
+        return make_result(results, form)
+    return tuple(make_result(result, form) for result in results)
 
 
 def _factors(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
@@ -37,8 +39,8 @@ def _factors(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
     """
     if not a.requires_grad:
         return a.new_empty((0,)), torch.empty((0,), dtype=torch.int32, device=a.device)
-    form, a = form_of((a,)), a.mT if turned and a.is_contiguous() else a
-    return refined_lu(kept(a) if isinstance(a, MCTensor) else a, form.components)
+    form, a = result_type((a,)), a.mT if turned and a.is_contiguous() else a
+    return refined_lu(without_rounding(a) if isinstance(a, MCTensor) else a, form.components)
 
 
 def refined_lu(a: Any, components: int) -> tuple[Tensor, Tensor]:
@@ -79,7 +81,7 @@ def _check_information(information: Tensor, name: str, check_errors: bool) -> No
         aten._linalg_check_errors.default(information, name, is_matrix=information.dim() == 0)
 
 
-def _system(a: Any, b: Any, left: bool, form: Form) -> Tensor:
+def _system(a: Any, b: Any, left: bool, form: ResultType) -> Tensor:
     """x with a x = b, or x a = b."""
     vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     b = b.unsqueeze(-1) if vector else b
@@ -90,7 +92,7 @@ def _system(a: Any, b: Any, left: bool, form: Form) -> Tensor:
 @implements(aten._linalg_solve_ex.default)
 def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> tuple[Tensor, ...]:
     """The solution of a linear system, and which matrices are singular."""
-    form, vector = form_of((a, b)), b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    form, vector = result_type((a, b)), b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     columns = b.unsqueeze(-1) if vector else b
     x, information = _informed(lambda a, b: _system(a, b, left, form), a, columns)
     _check_information(information, "torch.linalg.solve_ex", check_errors)
@@ -102,7 +104,7 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     """A system by the factors P L U of its matrix."""
     if not left:
         return lu_solve(factors, pivots, b.mT, adjoint=not adjoint).mT
-    form = form_of((factors, b))
+    form = result_type((factors, b))
     whole = form._replace(gradients=COMPONENTS)
     plain = factors.decode() if isinstance(factors, MCTensor) else factors
     permutation = torch.lu_unpack(plain, pivots, unpack_data=False)[0].to(b.dtype)
@@ -110,14 +112,14 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     upper = factors.triu()
     if adjoint:
         x = _system(lower.mT, _system(upper.mT, b, True, whole), True, whole)
-        return made(parts_of(permutation @ kept(x), form.device), form)
+        return make_result(parts_of(permutation @ without_rounding(x), form.device), form)
     return _system(upper, _system(lower, permutation.mT @ b, True, whole), True, form)
 
 
 @implements(aten.linalg_inv_ex.default)
 def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
     """The inverse, and which matrices are singular."""
-    found, information = _informed(lambda a: _solved(arithmetic.inverse, (a,), form_of((a,))), a)
+    found, information = _informed(lambda a: _solved(arithmetic.inverse, (a,), result_type((a,))), a)
     _check_information(information, "torch.linalg.inv_ex", check_errors)
     return found, information
 
@@ -125,13 +127,13 @@ def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
 @implements(aten._linalg_det.default)
 def linalg_det(a: MCTensor) -> tuple[Tensor, Tensor, Tensor]:
     """The determinant."""
-    return _solved(arithmetic.det, (a,), form_of((a,))), *_factors(a, turned=True)
+    return _solved(arithmetic.det, (a,), result_type((a,))), *_factors(a, turned=True)
 
 
 @implements(aten._linalg_slogdet.default)
 def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
     """The determinant's sign and the logarithm of its magnitude."""
-    determinant = _solved(arithmetic.det, (a,), form_of((a,)))
+    determinant = _solved(arithmetic.det, (a,), result_type((a,)))
     return determinant.sign(), determinant.abs().log(), *_factors(a, turned=True)
 
 
@@ -145,8 +147,8 @@ def cholesky_ex(a: MCTensor, *, upper: bool = False, check_errors: bool = False)
 
 @implements(aten.cholesky.default)
 def cholesky(a: MCTensor, upper: bool = False) -> Tensor:
-    """The same alone."""
-    lower = _solved(arithmetic.cholesky, (a.mT if upper else a,), form_of((a,)))
+    """The Cholesky factor without the information which matrices have none."""
+    lower = _solved(arithmetic.cholesky, (a.mT if upper else a,), result_type((a,)))
     return lower.mT if upper else lower
 
 
@@ -155,7 +157,7 @@ def linalg_qr(a: MCTensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     """Orthonormal columns and a triangular factor."""
     if mode == "complete" and a.shape[-2] != a.shape[-1]:
         raise NotImplementedError("qr of MCTensors has the modes 'reduced' and 'r': the rest of Q is not unique")
-    q, r = _solved(arithmetic.qr, (a,), form_of((a,)))
+    q, r = _solved(arithmetic.qr, (a,), result_type((a,)))
     return (q.new_empty((0,)) if mode == "r" else q), r
 
 
@@ -167,7 +169,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = No
     """
     vector = b.dim() == a.dim() - 1
     right = b.unsqueeze(-1) if vector else b
-    form = form_of((a, b))
+    form = result_type((a, b))
     x = _solved(arithmetic.lstsq, (a, right), form)
     rest = right - a @ x
     rank = torch.full(a.shape[:-2], a.shape[-1], dtype=torch.int64, device=a.device)
@@ -181,7 +183,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = No
 @implements(aten.linalg_solve_triangular.default)
 def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
     """A triangular system, of which the other triangle is not read."""
-    form = form_of((a, b))
+    form = result_type((a, b))
     triangle = a.triu() if upper else a.tril()
     if unitriangular:
         ones = torch.ones(a.shape[:-1], dtype=torch.float64, device=a.device)
@@ -193,7 +195,7 @@ def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitrian
 def triangular_solve(
     b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The older form of the same."""
+    """torch.triangular_solve, the deprecated operator that also returns its matrix."""
     turned = a.mT if transpose else a
     x = solve_triangular(turned, b, upper=upper != transpose, unitriangular=unitriangular)
     return x, a.clone()

@@ -11,12 +11,12 @@ from torch import Tensor
 from .... import arithmetic
 from ....arithmetic import Parts
 from ....kernels import define_operator, torch_operators
-from ....subclass._in_backward import COMPONENTS, rounds
+from ....subclass._in_backward import COMPONENTS, gives_plain_gradient
 from ..._derivation import beyond_float64
 from ..._mctensor import MCTensor, wrap
 from ..._registry import implements
-from ..._result_type import Form, are_alike, evaluate, form_of, made, parts_of
-from ..._scale import HEADROOM, TOP, magnitude, scale_for, scaled
+from ..._result_type import ResultType, are_alike, evaluate, make_result, parts_of, result_type
+from ..._scale import HEADROOM, TOP, divide_by_scale, magnitude, scale_for
 
 aten = torch_operators("aten")
 
@@ -24,34 +24,34 @@ aten = torch_operators("aten")
 _SINGLE_COMPONENTS = 2
 
 
-def product(a: Any, b: Any, form: Form) -> Tensor:
-    """a @ b, batch dimensions broadcast, as a result of that form."""
+def product(a: Any, b: Any, form: ResultType) -> Tensor:
+    """Return a @ b as a result of a type; batch dimensions are broadcast."""
     if form.scaled or _has_scale(a) or _has_scale(b):
         return _scaled_product(a, b, form)
-    count = 1 if rounds(form.gradients, form.has_gradient) else form.components
+    count = 1 if gives_plain_gradient(form.gradients, form.has_gradient) else form.components
     parts = arithmetic.matmul(parts_of(a, form.device), parts_of(b, form.device), count, form.dtype)
-    return parts[0] if rounds(form.gradients, form.has_gradient) else wrap(parts, None, form.gradients)
+    return parts[0] if gives_plain_gradient(form.gradients, form.has_gradient) else wrap(parts, None, form.gradients)
 
 
 def _has_scale(x: Any) -> bool:
     return isinstance(x, MCTensor) and x._scale is not None
 
 
-def _scaled_product(a: Any, b: Any, form: Form) -> Tensor:
+def _scaled_product(a: Any, b: Any, form: ResultType) -> Tensor:
     """Scales are factors: the payloads' product, times both."""
     payloads = _payload(a, form.device), _payload(b, form.device)
     scales = [x._scale for x in (a, b) if _has_scale(x)]
     if (
         form.scaled
         and form.components <= _SINGLE_COMPONENTS
-        and not rounds(form.gradients, form.has_gradient)
+        and not gives_plain_gradient(form.gradients, form.has_gradient)
         and _are_half(*payloads)
     ):
         flat = [*payloads[0], *payloads[1]]
         call = _half_product if all(type(part) is Tensor for part in flat) else _half_operator
         *parts, scale = call(flat, len(payloads[0]), scales, form.components)
         return wrap(tuple(parts), scale, form.gradients)
-    return made(_wide_product(payloads, scales, 1 if form.is_wide else form.components), form)
+    return make_result(_wide_product(payloads, scales, 1 if form.fits_float64 else form.components), form)
 
 
 def _wide_product(payloads: tuple[Parts, Parts], scales: list[Tensor], count: int) -> Parts:
@@ -81,7 +81,7 @@ def _half_product(flat: list[Tensor], left: int, scales: list[Tensor], component
                 return [*parts, torch.tensor(power, dtype=torch.float32, device="cpu")]
     wide = _wide_product(payloads, scales, 1)
     scale = scale_for(magnitude(wide[0]), torch.float16)
-    return [*scaled(wide, scale, components, torch.float16), scale]
+    return [*divide_by_scale(wide, scale, components, torch.float16), scale]
 
 
 def _half_fake(flat: list[Tensor], left: int, scales: list[Tensor], components: int) -> list[Tensor]:
@@ -102,7 +102,7 @@ def _payload(x: Any, device: torch.device) -> Parts:
 
 def _sum_of(start: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Tensor:
     """beta start + alpha (a @ b)."""
-    form = form_of((start, a, b))
+    form = result_type((start, a, b))
     whole = form._replace(gradients=COMPONENTS)
     result = product(a, b, form if beta == 0 and alpha == 1 else whole)
     if alpha != 1:
@@ -122,13 +122,13 @@ def mm(a: Any, b: Any) -> Tensor:
         raise RuntimeError(f"shapes {tuple(left)} and {tuple(right)} cannot be multiplied")
     if are_alike(a, b):
         return wrap(arithmetic.matmul(a._parts, b._parts, len(a._parts), a._parts[0].dtype), None, a._gradients)
-    return product(a, b, form_of((a, b)))
+    return product(a, b, result_type((a, b)))
 
 
 @implements(aten.mv.default)
 def mv(a: Any, b: Any) -> Tensor:
     """A matrix and a vector."""
-    return product(a, b.unsqueeze(-1), form_of((a, b))).squeeze(-1)
+    return product(a, b.unsqueeze(-1), result_type((a, b))).squeeze(-1)
 
 
 @implements(aten.dot.default, aten.vdot.default)
@@ -136,7 +136,7 @@ def dot(a: Any, b: Any) -> Tensor:
     """Two vectors."""
     if a.shape != b.shape:
         raise RuntimeError(f"dot of vectors of {a.numel()} and {b.numel()} elements")
-    return product(a.unsqueeze(0), b.unsqueeze(-1), form_of((a, b))).reshape(())
+    return product(a.unsqueeze(0), b.unsqueeze(-1), result_type((a, b))).reshape(())
 
 
 @implements(aten.addmm.default, aten.baddbmm.default)

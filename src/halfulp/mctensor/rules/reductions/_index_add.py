@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ....kernels import torch_operators
-from ..._derivation import beyond_exact, beyond_float64
-from ..memory._data_movement import moved
+from ..._derivation import beyond_exact_float64, beyond_float64
+from ..memory._data_movement import apply_to_components
 
 aten = torch_operators("aten")
 
@@ -72,7 +72,7 @@ def _wrapped(index: Tensor, size: int) -> Tensor:
     return torch.where(index < 0, index + size, index).reshape(-1)
 
 
-@beyond_exact(aten.index_add.default)
+@beyond_exact_float64(aten.index_add.default)
 def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -> Tensor:
     """x with alpha times the source's slices added at an index along a dimension."""
     if x.dim() == 0:
@@ -81,7 +81,7 @@ def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -
     return added_at(x.transpose(0, dim), _wrapped(index, x.shape[dim]), source.transpose(0, dim)).transpose(0, dim)
 
 
-@beyond_exact(aten.scatter_add.default)
+@beyond_exact_float64(aten.scatter_add.default)
 def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
     """x with the source's elements added where the index says along a dimension."""
     at, values = _scattered(x, dim, index, source)
@@ -107,7 +107,7 @@ _COMBINE = {
 }
 
 
-@beyond_exact(aten.scatter_reduce.two)
+@beyond_exact_float64(aten.scatter_reduce.two)
 def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
     """Sums, means, products and extremes where the index says along a dimension."""
     if reduce not in _COMBINE:
@@ -120,7 +120,7 @@ def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *,
     return total.reshape(x.shape)
 
 
-@beyond_exact(aten.index_reduce.default)
+@beyond_exact_float64(aten.index_reduce.default)
 def index_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
     """The same of slices along a dimension."""
     if x.dim() == 0:
@@ -129,7 +129,7 @@ def index_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, i
     return scatter_reduce(x, dim, index.reshape(shape).expand(source.shape), source, reduce, include_self=include_self)
 
 
-@beyond_exact(aten.index_put.default, aten._unsafe_index_put.default)
+@beyond_exact_float64(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(x: Any, indices: Sequence, values: Any, accumulate: bool = False) -> Tensor:
     """x with values written, or added, where the indices say."""
     if not isinstance(values, Tensor):
@@ -139,10 +139,12 @@ def index_put(x: Any, indices: Sequence, values: Any, accumulate: bool = False) 
     values = values.expand(at.shape).reshape(-1)
     if accumulate:
         return added_at(x.reshape(-1), at.reshape(-1), values).reshape(x.shape)
-    return moved(aten.index_copy.default, (x.reshape(-1), 0, at.reshape(-1), values), (0, 3)).reshape(x.shape)
+    return apply_to_components(aten.index_copy.default, (x.reshape(-1), 0, at.reshape(-1), values), (0, 3)).reshape(
+        x.shape
+    )
 
 
-@beyond_exact(aten.put.default)
+@beyond_exact_float64(aten.put.default)
 def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
     """x with a source written, or added, at flat indices."""
     flat = _wrapped(index, x.numel())
@@ -160,7 +162,7 @@ def embedding_dense_backward(gradient: Any, indices: Tensor, count: int, padding
     return added_at(rows.new_zeros((count, rows.shape[1])), index, rows)
 
 
-@beyond_exact(aten.unfold_backward.default)
+@beyond_exact_float64(aten.unfold_backward.default)
 def unfold_backward(gradient: Any, sizes: Sequence[int], dim: int, size: int, step: int) -> Tensor:
     """The windows' gradients added where they came from."""
     places = torch.arange(math.prod(sizes), dtype=torch.int64, device=gradient.device)

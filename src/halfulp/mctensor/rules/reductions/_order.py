@@ -10,7 +10,7 @@ from torch import Tensor
 from ....kernels import torch_operators
 from ..._mctensor import MCTensor
 from ..._registry import implements
-from ..elementwise._comparison import each
+from ..elementwise._comparison import map_components
 
 aten = torch_operators("aten")
 
@@ -26,7 +26,7 @@ def permutation(x: MCTensor, dim: int, descending: bool) -> Tensor:
 
 
 def _taken(x: MCTensor, dim: int, order: Tensor) -> Tensor:
-    return each(x, lambda part: part.gather(dim, order))
+    return map_components(x, lambda part: part.gather(dim, order))
 
 
 @implements(aten.sort.default, aten.sort.stable)
@@ -83,7 +83,7 @@ def median(x: MCTensor) -> Tensor:
 
 @implements(aten.nanmedian.dim)
 def nanmedian_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The lower of the middle values of those that are numbers; NaN, which comes last in order, where none is."""
+    """The lower median of the values that are no NaN; NaN, which sorts last, where all are."""
     numbers = (~x._parts[0].isnan()).sum(dim, keepdim=True)
     return _picked(x, dim, keepdim, lambda order: order.gather(dim, ((numbers - 1) // 2).clamp(min=0)))
 
@@ -103,7 +103,7 @@ def _picked(x: MCTensor, dim: int, keepdim: bool, pick: Any) -> tuple[Tensor, Te
 
 
 def _best(x: MCTensor, dim: int, sign: int) -> Tensor:
-    """Where the extreme along a dimension is first, that dimension kept: NaN beats everything."""
+    """Return the first index of the extreme along a dimension, keepdim=True; NaN is more extreme than any number."""
     candidates = None
     for part in x._parts:
         part = part if sign > 0 else torch.where(part.isnan(), part, -part)

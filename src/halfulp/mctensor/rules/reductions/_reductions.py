@@ -12,11 +12,11 @@ from torch import Tensor
 from .... import arithmetic
 from ....arithmetic import MOST, PRECISION, Parts
 from ....kernels import torch_operators
-from ....subclass._in_backward import COMPONENTS, rounds
-from ..._derivation import beyond_float64, either_way
+from ....subclass._in_backward import COMPONENTS, gives_plain_gradient
+from ..._derivation import beyond_float64, float64_or_rule
 from ..._mctensor import MCTensor
 from ..._registry import implements
-from ..._result_type import Form, evaluate, form_of, made, parts_of, wide_count
+from ..._result_type import ResultType, evaluate, float64_count, make_result, parts_of, result_type
 
 aten = torch_operators("aten")
 
@@ -36,19 +36,23 @@ def reduced(function: Callable, x: MCTensor, dim: Any, keepdim: bool, dtype: tor
         raise TypeError(
             f"dtype={dtype} of a reduction: components are float16, bfloat16, float32 or float64; reduce x.decode()"
         )
-    form = form_of((x,), dtype=dtype)
+    form = result_type((x,), dtype=dtype)
     dims = dimensions(x, dim) if x.dim() else []
     parts = parts_of(x, form.device)
     if not dims:
-        return made(tuple(part.clone() for part in parts), form)
-    count = 1 if rounds(form.gradients, form.has_gradient) and parts[0].dtype == form.dtype else _working(form, parts)
-    return made(function(parts, dims, count, keepdim), form)
+        return make_result(tuple(part.clone() for part in parts), form)
+    count = (
+        1
+        if gives_plain_gradient(form.gradients, form.has_gradient) and parts[0].dtype == form.dtype
+        else _working(form, parts)
+    )
+    return make_result(function(parts, dims, count, keepdim), form)
 
 
-def _working(form: Form, parts: Parts) -> int:
+def _working(form: ResultType, parts: Parts) -> int:
     """How many components of the operand's dtype carry the result."""
     if form.scaled:
-        return wide_count(form)
+        return float64_count(form)
     return max(form.components, len(parts))
 
 
@@ -97,11 +101,11 @@ def prod_dim(x: MCTensor, dim: int, keepdim: bool = False, *, dtype: Any = None)
 @implements(aten.cumsum.default)
 def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
     """Sums so far."""
-    form = form_of((x,), dtype=dtype)
+    form = result_type((x,), dtype=dtype)
     parts = parts_of(x, form.device)
     if not x.dim() or not x.numel():
-        return made(tuple(part.clone() for part in parts), form)
-    return made(arithmetic.running(parts, dim, _working(form, parts)), form)
+        return make_result(tuple(part.clone() for part in parts), form)
+    return make_result(arithmetic.running(parts, dim, _working(form, parts)), form)
 
 
 @beyond_float64(aten.cumprod.default)
@@ -123,7 +127,7 @@ def vector_norm(x: MCTensor, ord: Any = 2, dim: Any = None, keepdim: bool = Fals
     An infinite order is one of the elements, with all of its digits: its gradient asks which elements are equal to it.
     """
     if not math.isinf(ord):
-        return either_way(aten.linalg_vector_norm.default, _finite_norm)(x, ord, dim, keepdim, dtype=dtype)
+        return float64_or_rule(aten.linalg_vector_norm.default, _finite_norm)(x, ord, dim, keepdim, dtype=dtype)
     size = (x if dtype is None else x.to(dtype)).abs()
     return (torch.amax if ord > 0 else torch.amin)(size, dimensions(x, dim), keepdim)
 
@@ -142,8 +146,8 @@ def _finite_norm(x: MCTensor, ord: Any = 2, dim: Any = None, keepdim: bool = Fal
     return size.pow(ord).sum(dims, keepdim).pow(root)
 
 
-def _four_float64s(x: Tensor) -> Form:
-    return Form(torch.float64, MOST, COMPONENTS, False, x.device)
+def _four_float64s(x: Tensor) -> ResultType:
+    return ResultType(torch.float64, MOST, COMPONENTS, False, x.device)
 
 
 @implements(aten.norm.Scalar)
