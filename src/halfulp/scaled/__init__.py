@@ -1,6 +1,8 @@
 """Tensors with a scale: ScaledTensor, a narrow payload times a power of two."""
 
 from .. import _needs_torch as _needs_torch
+from . import _pickle as _pickle
+from . import _storage_rules as _storage_rules
 from . import rules as rules
 from ._ddp_payload_hook import payload_hook as payload_hook
 from ._float8 import cast as cast

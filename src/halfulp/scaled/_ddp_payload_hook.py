@@ -9,7 +9,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from . import _powers_of_two as _powers
-from ._operands import check_storage, encoded, measured_scale, narrowed
+from ._dtypes import check_storage
+from ._operands import encoded, measured_scale, narrowed
 from .rules.memory._collectives import wire_scales
 
 

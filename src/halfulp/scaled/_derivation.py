@@ -17,7 +17,7 @@ from ..subclass import collective_rule, functional_form, is_collective, is_writt
 from . import _lost_updates
 from ._encode import lazy_conjugates
 from ._operands import decoded, encoded, logical_of, plain, storage_of
-from ._registry import RULES, rule_of
+from ._registry import LATER_RULES, RULES, class_function, rule_of
 from ._scaled_tensor import ScaledTensor, wrap
 from ._write import check_written_at, write
 
@@ -29,6 +29,7 @@ _PRIMITIVES = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", 
 _NOT_DECOMPOSED = ("_scaled_dot_product", "native_dropout", "bernoulli", "rrelu", "uniform", "normal", "rand")
 
 
+@class_function
 def derived(operator: OpOverload) -> Callable:
     """A rule for an operator that has none."""
     if is_collective(operator):
@@ -36,10 +37,8 @@ def derived(operator: OpOverload) -> Callable:
     name = operator._schema.name.removeprefix("aten::")
     if name in _PRIMITIVES:
         return rule_of(_PRIMITIVES[name])
-    if name == "prims::fma":
-        from .rules.products._fused_add import fma
-
-        return fma
+    if name in LATER_RULES:
+        return LATER_RULES[name]
     if operator._schema.is_mutable:
         return _written_or_refused(operator, name)
     if operator._can_decompose():

@@ -11,21 +11,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import untraced
+from ..subclass import _tangents
 from . import _powers_of_two as _powers
-from ._operands import (
-    LOGICALS,
-    check_home,
-    check_storage,
-    common_storage,
-    decoded,
-    measured_scale,
-    narrowed,
-    plain,
-    widened,
-)
+from ._dtypes import LOGICALS, check_home, check_storage, common_storage
+from ._operands import decoded, measured_scale, narrowed, plain, widened
+from ._registry import class_function
 from ._scaled_tensor import ScaledTensor, wrap
 
 
+@class_function
 def encode(
     x: Tensor,
     dtype: torch.dtype,
@@ -49,16 +43,19 @@ def encode(
     return _Encode.apply(x, dtype, given, rounding, home)
 
 
+@class_function
 def decode(x: ScaledTensor, dtype: torch.dtype | None) -> Tensor:
     """See `ScaledTensor.decode`."""
     return _Decode.apply(x, dtype or x.dtype)
 
 
+@class_function
 def with_scale(x: ScaledTensor, scale: Tensor | float) -> ScaledTensor:
     """See `ScaledTensor.with_scale`."""
     return _Rescale.apply(x, _powers.as_scale(scale, x.device))
 
 
+@class_function
 def cast_(x: ScaledTensor, dtype: torch.dtype) -> ScaledTensor:
     """See `ScaledTensor.cast_`."""
     check_storage(dtype)
@@ -72,6 +69,7 @@ def rescaled(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     return wrap(narrowed(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
+@class_function
 def in_complex_numbers(operator: Any, arguments: tuple, options: dict) -> Any:
     """An operator on values, with plain results: complex numbers carry no scale."""
     with lazy_conjugates():
@@ -90,6 +88,7 @@ def lazy_conjugates() -> AbstractContextManager:
     return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 
+@class_function
 def refuse_sparse(operator: Any, arguments: tuple, options: dict) -> None:
     """Raise, instead of what torch said, where an operator takes or makes tensors that are not dense."""
     takes = any(isinstance(x, Tensor) and x.layout != torch.strided for x in tree_leaves((arguments, options)))
@@ -99,6 +98,7 @@ def refuse_sparse(operator: Any, arguments: tuple, options: dict) -> None:
         ) from None
 
 
+@class_function
 def of_kind(x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype, home: torch.dtype | None = None) -> ScaledTensor:
     """The values in another logical dtype and storage, under a measured scale where the storage is a narrower one."""
     if common_storage((x._payload.dtype, storage)) == storage:
@@ -107,6 +107,15 @@ def of_kind(x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype, home: tor
     level = measured_scale(payload, storage)
     scale, rest = _powers.product(x._scale, level)
     return wrap(narrowed(_powers.times(payload / level, rest), storage), scale, dtype, home)
+
+
+@class_function
+def encoded_like(value: Tensor, like: ScaledTensor) -> ScaledTensor:
+    """A plain tensor in the storage and logical dtype of another."""
+    if not isinstance(value, Tensor) or type(value.data) is not Tensor:
+        raise TypeError(f"x.data of a ScaledTensor takes a ScaledTensor or a plain one, got {type(value).__name__}")
+    made = encode(value.detach(), like._payload.dtype, None, "nearest")
+    return wrap(made._payload, made._scale, like.dtype, like._home)
 
 
 class _Encode(torch.autograd.Function):
@@ -209,6 +218,7 @@ def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor)
         )
 
 
+@class_function
 def representation(x: ScaledTensor) -> str:
     """The values, the scale as a power of two, the storage."""
     payload, scale = x._payload, x._scale
@@ -223,3 +233,13 @@ def representation(x: ScaledTensor) -> str:
     if x.requires_grad:
         words.append("requires_grad=True")
     return f"ScaledTensor({', '.join(words)})"
+
+
+def _tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
+    """A plain gradient in the logical dtype, storage and home that a compiled backward pass was traced for."""
+    dtype, storage, home = context
+    made = encode(x, storage, None, "nearest")
+    return wrap(made._payload, made._scale, dtype, home)
+
+
+_tangents.register(ScaledTensor, _tangent)

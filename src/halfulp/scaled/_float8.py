@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from ..kernels import define_operator, untraced
 from . import _powers_of_two as _powers
-from ._operands import EIGHT_BITS, check_storage, made, narrowed, widened
+from ._dtypes import EIGHT_BITS, check_storage
+from ._operands import made, narrowed, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 

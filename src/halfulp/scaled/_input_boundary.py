@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..kernels import define_operator, untraced
-from ._operands import LOGICALS, encoded
+from ._dtypes import LOGICALS
+from ._operands import encoded
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ._scaled_tensor import ScaledTensor
+from ._registry import class_function
+from ._scaled_tensor import ScaledTensor, wrap
 
 VERSION = 1
 
 
+@class_function
 def reduced(x: ScaledTensor) -> tuple:
     """What pickle stores: history is left out, the gradient too, as for every tensor."""
     if not x.is_leaf:
@@ -41,8 +40,6 @@ def rebuild_scaled_tensor(
     Raises:
         ValueError: the file was written by a version of another layout.
     """
-    from ._scaled_tensor import wrap
-
     if version != VERSION:
         raise ValueError(
             f"this file holds ScaledTensors of layout {version}, and this version of halfulp reads layout {VERSION}: "

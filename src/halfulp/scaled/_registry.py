@@ -9,14 +9,12 @@ from torch._ops import OpOverload
 from ..kernels import present
 from ..subclass import RuleTable
 
+# Functions that need the tensor class and lie above it: the class, and this file below it, call them by their names.
+CLASS_FUNCTIONS: dict[str, Callable] = {}
+# Rules of operators that torch defines after this package is imported, by the operators' names.
+LATER_RULES: dict[str, Callable] = {}
 
-def _derived(operator: OpOverload) -> Callable:
-    from ._derivation import derived  # the derivations need the tensor class, which needs this file
-
-    return derived(operator)
-
-
-_table = RuleTable(_derived)
+_table = RuleTable(lambda operator: CLASS_FUNCTIONS["derived"](operator))
 RULES = _table.rules
 rule_of = _table.of
 _promoted: dict[OpOverload, Callable] = {}
@@ -28,10 +26,14 @@ def promoted_rule_of(operator: OpOverload) -> Callable:
     """An operator's rule for tensors with a home, as a function of the home, the arguments and the options."""
     rule = _promoted.get(operator)
     if rule is None:
-        from ._storage_rules import promoting  # it needs the tensor class, which needs this file
-
-        rule = _promoted[operator] = promoting(operator)
+        rule = _promoted[operator] = CLASS_FUNCTIONS["promoting"](operator)
     return rule
+
+
+def class_function(function: Callable) -> Callable:
+    """Register a function in `CLASS_FUNCTIONS` under its own name, as a decorator."""
+    CLASS_FUNCTIONS[function.__name__] = function
+    return function
 
 
 class ComplexOperand(Exception):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..kernels import resolved, untraced
-from ..subclass import _tangents, graph_key
+from ..subclass import graph_key
 from ..subclass._data_parallel import refuse_fully_shard
 from ..subclass._pickle import register_collate
-from . import _pickle as _saving
 from . import _powers_of_two as _powers
+from ._dtypes import check_home, check_logical, check_storage
 from ._powers_of_two import PowerRounding
-from ._registry import RULES, ComplexOperand, implements, promoted_rule_of, rule_of
+from ._registry import CLASS_FUNCTIONS, RULES, ComplexOperand, implements, promoted_rule_of, rule_of
 
 _make = torch.Tensor._make_wrapper_subclass
 
@@ -69,12 +69,10 @@ class ScaledTensor(torch.Tensor):
         Raises:
             ValueError: the payload's dtype is no storage dtype, the scale no power of two, or another home.
         """
-        from ._operands import check_home, check_storage
-
         if not isinstance(payload, Tensor) or isinstance(payload, ScaledTensor):
             raise TypeError(f"a payload is a plain tensor, got {type(payload).__name__}: use ScaledTensor.encode(x)")
         check_storage(payload.dtype)
-        _check_logical(dtype)
+        check_logical(dtype)
         check_home(home)
         return wrap(resolved(payload.detach(), "a payload"), _powers.as_scale(scale, payload.device), dtype, home)
 
@@ -87,13 +85,9 @@ class ScaledTensor(torch.Tensor):
                 return promoted_rule_of(operator)(home, arguments, options or {})
             return rule_of(operator)(*arguments, **(options or {}))
         except ComplexOperand:
-            from ._encode import in_complex_numbers
-
-            return in_complex_numbers(operator, arguments, options or {})
+            return CLASS_FUNCTIONS["in_complex_numbers"](operator, arguments, options or {})
         except (NotImplementedError, RuntimeError):
-            from ._encode import refuse_sparse
-
-            refuse_sparse(operator, arguments, options or {})
+            CLASS_FUNCTIONS["refuse_sparse"](operator, arguments, options or {})
             raise
 
     @staticmethod
@@ -128,9 +122,7 @@ class ScaledTensor(torch.Tensor):
         >>> ScaledTensor.encode(torch.tensor([1e-6, 3e-6]), torch.float8_e4m3fn).scale.log2()
         tensor(-19.)
         """
-        from . import _encode as _encoding
-
-        return _encoding.encode(x, dtype, scale, rounding, home)
+        return CLASS_FUNCTIONS["encode"](x, dtype, scale, rounding, home)
 
     @staticmethod
     def implements(*operators: Any) -> Callable[[Callable], Callable]:
@@ -168,9 +160,7 @@ class ScaledTensor(torch.Tensor):
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """The same values under another scale; finite payloads beyond the storage's range saturate."""
-        from . import _encode as _encoding
-
-        return _encoding.with_scale(self, scale)
+        return CLASS_FUNCTIONS["with_scale"](self, scale)
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """The value as a plain tensor, rounded once to the logical dtype, or another; gradients flow through it.
@@ -179,15 +169,11 @@ class ScaledTensor(torch.Tensor):
         >>> ScaledTensor(torch.tensor([1.0, 1.5]), 2.0**-3).decode()
         tensor([0.1250, 0.1875])
         """
-        from . import _encode as _encoding
-
-        return _encoding.decode(self, dtype)
+        return CLASS_FUNCTIONS["decode"](self, dtype)
 
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
         """Change the payload's dtype, in place: the values rounded once, the scale as it is."""
-        from . import _encode as _encoding
-
-        return _encoding.cast_(self, dtype)
+        return CLASS_FUNCTIONS["cast_"](self, dtype)
 
     def share_memory_(self) -> ScaledTensor:
         """Move payload and scale to memory that processes share."""
@@ -214,9 +200,7 @@ class ScaledTensor(torch.Tensor):
         raise TypeError("DLPack has no type for a payload with a scale: hand over x.decode()")
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
-        from . import _encode as _encoding
-
-        return _encoding.representation(self)
+        return CLASS_FUNCTIONS["representation"](self)
 
     __str__ = __repr__
 
@@ -240,7 +224,7 @@ class ScaledTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        return _saving.reduced(self)
+        return CLASS_FUNCTIONS["reduced"](self)
 
     @property
     def data(self) -> Tensor:
@@ -259,7 +243,7 @@ class ScaledTensor(torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, ScaledTensor):
-            value = _held(value, self)
+            value = CLASS_FUNCTIONS["encoded_like"](value, self)
         torch._C.TensorBase.data.__set__(self, value)
         self._payload, self._scale = value._payload, value._scale
 
@@ -282,9 +266,7 @@ class ScaledTensor(torch.Tensor):
             return self.detach().decode()
         if expected not in (None, ScaledTensor):
             return None
-        from . import _encode as _encoding
-
-        return _encoding.of_kind(self.detach(), *context)
+        return CLASS_FUNCTIONS["of_kind"](self.detach(), *context)
 
 
 @untraced
@@ -320,30 +302,4 @@ def home_of(arguments: Iterable[Any], options: dict | None) -> torch.dtype | Non
     return home_of(options.values(), None) if options else None
 
 
-def _held(value: Tensor, like: ScaledTensor) -> ScaledTensor:
-    """A plain tensor in the storage and logical dtype of another."""
-    from . import _encode as _encoding
-
-    if not isinstance(value, Tensor) or type(value.data) is not Tensor:
-        raise TypeError(f"x.data of a ScaledTensor takes a ScaledTensor or a plain one, got {type(value).__name__}")
-    made = _encoding.encode(value.detach(), like._payload.dtype, None, "nearest")
-    return wrap(made._payload, made._scale, like.dtype, like._home)
-
-
-def _check_logical(dtype: object) -> None:
-    allowed = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    if dtype not in allowed:
-        raise ValueError(f"dtype={dtype}: a logical dtype is one of {', '.join(map(str, allowed))}")
-
-
-def _tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
-    """A plain gradient in the logical dtype, storage and home that a compiled backward pass was traced for."""
-    from . import _encode as _encoding
-
-    dtype, storage, home = context
-    made = _encoding.encode(x, storage, None, "nearest")
-    return wrap(made._payload, made._scale, dtype, home)
-
-
-_tangents.register(ScaledTensor, _tangent)
 register_collate(ScaledTensor)

@@ -18,9 +18,11 @@ from ..subclass._parameter_holders import check_holders
 from . import _input_boundary as _door
 from . import _rescale_placement as _placement
 from . import _state_dict as _state_dict
-from ._operands import LOGICALS, check_storage
+from ._dtypes import LOGICALS, check_storage
+from ._float8 import linear_fp8
 from ._rescale_placement import Rescale
 from ._scaled_tensor import ScaledTensor
+from ._scalify_function import scalify_function
 from ._storage_rules import WideMode, check_wide, home_for
 from .rules.networks import _product_layers
 
@@ -99,8 +101,6 @@ def scalify(
     if isinstance(model, type):
         raise TypeError(f"scalify takes a module or a function, got the class {model.__name__}: make one of it first")
     if not isinstance(model, nn.Module):
-        from ._scalify_function import scalify_function
-
         if matmul is not None or where is not None or rescale != "auto":
             raise ValueError("matmul, where and rescale are for models: a function has no modules")
         return scalify_function(model, dtype, wide)
@@ -237,12 +237,8 @@ def _eight_bit_forward(module: nn.Module) -> Callable | None:
 
 
 def _linear(module: nn.Module, input: Tensor) -> Tensor:
-    from ._float8 import linear_fp8
-
     return linear_fp8(input, module.weight, module.bias)
 
 
 def _transposed_linear(module: nn.Module, x: Tensor) -> Tensor:
-    from ._float8 import linear_fp8
-
     return linear_fp8(x, module.weight.t(), module.bias)

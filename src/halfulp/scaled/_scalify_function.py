@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ._dtypes import check_storage
 from ._input_boundary import wrapped
-from ._operands import check_storage
 from ._scaled_tensor import ScaledTensor
 from ._storage_rules import WideMode, check_wide, home_for
 

@@ -16,9 +16,10 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import _powers_of_two as _powers
+from ._dtypes import EIGHT_BITS
 from ._float8 import unit_scale
-from ._operands import EIGHT_BITS, narrowed, quick_scale, widened
-from ._registry import FAMILIES, rule_of
+from ._operands import narrowed, quick_scale, widened
+from ._registry import FAMILIES, class_function, rule_of
 from ._scaled_tensor import ScaledTensor, wrap
 
 WideMode = Literal["autocast", "none"]
@@ -151,6 +152,7 @@ def operands_of(operator: OpOverload) -> Operands | None:
     return _BY_NAME[name] if name in _BY_NAME else _BY_FAMILY.get(FAMILIES[operator], widest)
 
 
+@class_function
 def promoting(operator: OpOverload) -> Callable:
     """An operator's rule for operands of which one has a home; the results have it too."""
     prepare = operands_of(operator)

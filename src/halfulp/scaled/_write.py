@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..kernels import torch_operators
 from . import _powers_of_two as _powers
-from ._operands import narrowed, operand, plain, smallest, widened
+from ._dtypes import smallest
+from ._operands import narrowed, operand, plain, widened
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 

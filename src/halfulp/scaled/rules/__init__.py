@@ -20,6 +20,7 @@ from .networks import _attention as _attention
 from .networks import _recurrent as _recurrent
 from .products import _bilinear as _bilinear
 from .products import _convolution as _convolution
+from .products import _fused_add as _fused_add
 from .products import _linear_algebra as _linear_algebra
 from .reductions import _losses as _losses
 from .reductions import _norms as _norms

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 from ...kernels import present, torch_operators
 from .. import _powers_of_two as _powers
+from .._dtypes import EIGHT_BITS
 from .._operands import (
-    EIGHT_BITS,
     STAND_IN,
     decoded,
     encoded,

@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
+from ..._dtypes import smallest
 from ..._operands import (
     decoded,
     first_scaled,
@@ -20,7 +21,6 @@ from ..._operands import (
     never_vanished,
     operand,
     plain,
-    smallest,
     storage_of,
     widened,
 )

@@ -11,7 +11,8 @@ from torch import distributed as dist
 
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
-from ..._operands import EIGHT_BITS, first_scaled, narrowed, operand, widened
+from ..._dtypes import EIGHT_BITS
+from ..._operands import first_scaled, narrowed, operand, widened
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
 from ..._write import write

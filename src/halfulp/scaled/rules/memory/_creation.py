@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
-from ..._operands import EIGHT_BITS, LOGICALS
+from ..._dtypes import EIGHT_BITS, LOGICALS
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ....kernels import torch_operators
-from ..._operands import LOGICALS, decoded
+from ..._dtypes import LOGICALS
+from ..._operands import decoded
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
 from .._families import linear, moving

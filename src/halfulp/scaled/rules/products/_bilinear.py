@@ -13,9 +13,9 @@ from torch._ops import OpOverload
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
 from ..._derivation import on_values
+from ..._dtypes import EIGHT_BITS
 from ..._float8 import eight_bit_product, is_eight_bit_product
 from ..._operands import (
-    EIGHT_BITS,
     first_scaled,
     logical_of,
     made,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._operands import made_to_fit, never_vanished, operand, widened
+from ..._registry import LATER_RULES
 from ..._scaled_tensor import ScaledTensor
 from ..elementwise._aligned import add
 from ._bilinear import is_symbolic, mul
@@ -24,3 +25,6 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
     # A second moment, as in `addcmul`.
     product, before = widened(operand(a, c)), widened(c)
     return never_vanished(held, torch.where((before >= 0) & (product >= 0), torch.maximum(product, before), 0.0))
+
+
+LATER_RULES["prims::fma"] = fma

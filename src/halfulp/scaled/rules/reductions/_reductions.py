@@ -12,7 +12,8 @@ from torch._ops import OpOverload
 
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
-from ..._operands import LOGICALS, decoded, encoded, measured_scale, storage_of, widened
+from ..._dtypes import LOGICALS
+from ..._operands import decoded, encoded, measured_scale, storage_of, widened
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
 from .._families import linear
