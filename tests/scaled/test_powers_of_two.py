@@ -45,7 +45,7 @@ def test_other_ways_of_rounding_are_refused():
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_product_out_of_range_leaves_the_rest_to_the_payload(traced, monkeypatch):
     if traced:
-        monkeypatch.setattr(_powers, "known", lambda scale: None)
+        monkeypatch.setattr(_powers, "concrete_value", lambda scale: None)
     for powers in [(-100, -100), (100, 100), (3, -5), (-126, -126), (127, 127), (-126, 127)]:
         scale, rest = _powers.product(*(torch.tensor(2.0**power) for power in powers))
         assert scale.dtype == torch.float32

@@ -13,7 +13,7 @@ import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
 from halfulp.scaled._registry import FAMILIES
-from halfulp.scaled._storage_rules import FAMILIES_OF, brought_home, home_for, operands_of, repeats_both
+from halfulp.scaled._storage_rules import FAMILIES_OF, home_for, operands_of, repeats_both, round_to_home
 
 HOMES = (torch.float16, torch.bfloat16)
 
@@ -115,12 +115,12 @@ def test_plain_gradients_come_back_with_the_home(seed):
 
 def test_bringing_home_loses_half_an_ulp(seed):
     x = tensor(64).detach().exp() * 1e-9
-    near = brought_home(x)
+    near = round_to_home(x)
     assert ((near.decode() - x.decode()).abs() <= 2.0**-11 * x.decode().abs()).all()
     special = ScaledTensor(torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1.0]), 1.0, home=torch.float16)
-    assert same_bits(brought_home(special).decode(), special.decode())
-    assert brought_home(ScaledTensor(torch.zeros(3), 8.0, home=torch.float16)).tolist() == [0.0] * 3
-    assert brought_home(ScaledTensor(torch.zeros(0, 3), 1.0, home=torch.float16)).shape == (0, 3)
+    assert same_bits(round_to_home(special).decode(), special.decode())
+    assert round_to_home(ScaledTensor(torch.zeros(3), 8.0, home=torch.float16)).tolist() == [0.0] * 3
+    assert round_to_home(ScaledTensor(torch.zeros(0, 3), 1.0, home=torch.float16)).shape == (0, 3)
 
 
 def test_modes_of_autograd_give_the_same(seed):

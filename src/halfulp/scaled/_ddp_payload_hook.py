@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from . import _powers_of_two as _powers
 from ._dtypes import check_storage
-from ._operands import encoded, measured_scale, narrowed
+from ._operands import encode_values, rms_scale, to_storage
 from .rules.memory._collectives import wire_scales
 
 
@@ -38,10 +38,10 @@ def payload_hook(storage: torch.dtype, bucket):  # torch compares annotations, a
         raise ValueError(f"storage={storage}: eight-bit payloads cannot be added on the wire, give torch.float16")
     size = dist.get_world_size(group)
     gradients = bucket.gradients()
-    mine = [encoded(gradient, torch.float32, measured_scale(gradient, storage)) for gradient in gradients]
+    mine = [encode_values(gradient, torch.float32, rms_scale(gradient, storage)) for gradient in gradients]
     scales = wire_scales(mine, functools.partial(_largest, group), size, storage)
     payloads = [_powers.times(x._payload, _powers.ratio(x._scale, scale)) for x, scale in zip(mine, scales)]
-    message = torch.cat([narrowed(payload.reshape(-1), storage) for payload in payloads])
+    message = torch.cat([to_storage(payload.reshape(-1), storage) for payload in payloads])
     finished = dist.all_reduce(message, group=group, async_op=True).get_future()
     counts = [gradient.numel() for gradient in gradients]
 

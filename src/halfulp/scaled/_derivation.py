@@ -16,7 +16,7 @@ from ..kernels import torch_operators
 from ..subclass import collective_rule, functional_form, is_collective, is_written, note_fallback
 from . import _lost_updates
 from ._encode import lazy_conjugates
-from ._operands import decoded, encoded, logical_of, plain, storage_of
+from ._operands import decode_values, encode_values, logical_of, plain, storage_of
 from ._registry import LATER_RULES, RULES, class_function, rule_of
 from ._scaled_tensor import ScaledTensor, wrap
 from ._write import check_written_at, write
@@ -30,7 +30,7 @@ _NOT_DECOMPOSED = ("_scaled_dot_product", "native_dropout", "bernoulli", "rrelu"
 
 
 @class_function
-def derived(operator: OpOverload) -> Callable:
+def derive_rule(operator: OpOverload) -> Callable:
     """A rule for an operator that has none."""
     if is_collective(operator):
         return collective_rule(operator, RULES, write, _refuse_collective)
@@ -48,7 +48,7 @@ def derived(operator: OpOverload) -> Callable:
         return functools.partial(_decomposed, operator, decomposition)
     if operator.is_view:
         return functools.partial(_refuse, operator, "is a view")
-    return functools.partial(counted, operator)
+    return functools.partial(run_fallback, operator)
 
 
 @functools.cache
@@ -69,7 +69,7 @@ def _composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     formula = functools.partial(operator._op_dk, key) if in_native_code else operator.decompose
     run = _in_ordinary_mode if torch.is_inference_mode_enabled() else _call
     results = run(formula, arguments, options)
-    return counted(operator, *arguments, **options) if results is NotImplemented else results
+    return run_fallback(operator, *arguments, **options) if results is NotImplemented else results
 
 
 def _call(formula: Callable, arguments: tuple, options: dict) -> Any:
@@ -99,10 +99,10 @@ def _in_ordinary_mode(formula: Callable, arguments: tuple, options: dict) -> Any
 
 def _decomposed(operator: OpOverload, decomposition: Callable, *arguments: Any, **options: Any) -> Any:
     results = decomposition(*arguments, **options)
-    return counted(operator, *arguments, **options) if results is NotImplemented else results
+    return run_fallback(operator, *arguments, **options) if results is NotImplemented else results
 
 
-def counted(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+def run_fallback(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """An operator on decoded values; its floating results encoded with measured scales. Counted."""
     note_fallback(
         operator,
@@ -110,17 +110,17 @@ def counted(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
         "register one by ScaledTensor.implements",
         "It ran in the logical dtype, and the scales of its results were measured",
     )
-    return on_values(operator, *arguments, **options)
+    return run_on_values(operator, *arguments, **options)
 
 
-def on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+def run_on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """An operator on decoded values; its floating results with measured scales, in the operands' storage."""
     leaves = tree_leaves((arguments, options))
     storage, dtype = storage_of(leaves), logical_of(leaves)
     # Below float32 the values would be rounded to the logical dtype first, and that is not what it stands for.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     arguments, options = tree_map(
-        lambda x: decoded(x, wide) if isinstance(x, ScaledTensor) else x, (arguments, options)
+        lambda x: decode_values(x, wide) if isinstance(x, ScaledTensor) else x, (arguments, options)
     )
     return tree_map(lambda x: _held(x, wide, dtype, storage), operator(*arguments, **options))
 
@@ -128,7 +128,7 @@ def on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
 def _held(x: Any, wide: torch.dtype, dtype: torch.dtype, storage: torch.dtype) -> Any:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
-    return encoded(x, storage, dtype=dtype if x.dtype == wide else x.dtype)
+    return encode_values(x, storage, dtype=dtype if x.dtype == wide else x.dtype)
 
 
 def _written_or_refused(operator: OpOverload, name: str) -> Callable:

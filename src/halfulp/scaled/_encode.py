@@ -14,7 +14,7 @@ from ..kernels import untraced
 from ..subclass import _tangents
 from . import _powers_of_two as _powers
 from ._dtypes import LOGICALS, check_home, check_storage, common_storage
-from ._operands import decoded, measured_scale, narrowed, plain, widened
+from ._operands import decode_values, plain, rms_scale, to_float32, to_storage
 from ._registry import class_function
 from ._scaled_tensor import ScaledTensor, wrap
 
@@ -59,14 +59,14 @@ def with_scale(x: ScaledTensor, scale: Tensor | float) -> ScaledTensor:
 def cast_(x: ScaledTensor, dtype: torch.dtype) -> ScaledTensor:
     """See `ScaledTensor.cast_`."""
     check_storage(dtype)
-    x._payload = narrowed(widened(x), dtype)
+    x._payload = to_storage(to_float32(x), dtype)
     return x
 
 
 def rescaled(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     """The same values under another scale, in the same storage."""
-    payload = _powers.times(widened(x), _powers.ratio(x._scale, scale))
-    return wrap(narrowed(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
+    payload = _powers.times(to_float32(x), _powers.ratio(x._scale, scale))
+    return wrap(to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
 @class_function
@@ -99,14 +99,16 @@ def refuse_sparse(operator: Any, arguments: tuple, options: dict) -> None:
 
 
 @class_function
-def of_kind(x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype, home: torch.dtype | None = None) -> ScaledTensor:
+def with_dtypes(
+    x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype, home: torch.dtype | None = None
+) -> ScaledTensor:
     """The values in another logical dtype and storage, under a measured scale where the storage is a narrower one."""
     if common_storage((x._payload.dtype, storage)) == storage:
-        return wrap(narrowed(widened(x), storage), x._scale, dtype, home)
-    payload = widened(x)
-    level = measured_scale(payload, storage)
+        return wrap(to_storage(to_float32(x), storage), x._scale, dtype, home)
+    payload = to_float32(x)
+    level = rms_scale(payload, storage)
     scale, rest = _powers.product(x._scale, level)
-    return wrap(narrowed(_powers.times(payload / level, rest), storage), scale, dtype, home)
+    return wrap(to_storage(_powers.times(payload / level, rest), storage), scale, dtype, home)
 
 
 @class_function
@@ -129,10 +131,10 @@ class _Encode(torch.autograd.Function):
     ) -> ScaledTensor:
         wide = x if x.dtype == torch.float64 else x.to(torch.float32)
         if scale is None:
-            scale = measured_scale(x, storage, rounding)
+            scale = rms_scale(x, storage, rounding)
         payload = wide / scale.to(wide.dtype)
         _check_fits(wide, payload.to(torch.float32), storage, scale)
-        return wrap(narrowed(payload, storage), scale, x.dtype, home)
+        return wrap(to_storage(payload, storage), scale, x.dtype, home)
 
     @staticmethod
     def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
@@ -156,7 +158,7 @@ class _Decode(torch.autograd.Function):
 
     @staticmethod
     def forward(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
-        value = decoded(x, dtype)
+        value = decode_values(x, dtype)
         return value.clone() if value is x._payload else value
 
     @staticmethod
@@ -201,7 +203,7 @@ class _Rescale(torch.autograd.Function):
 
 def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:
     """Raise if a finite value is out of the payload's range; where values cannot be looked at they saturate."""
-    if not _powers.in_sight(payload) or not payload.numel():
+    if not _powers.is_concrete(payload) or not payload.numel():
         return
     largest = torch.finfo(storage).max
     if bool(((payload.abs() > largest) & x.isfinite()).any()):
@@ -219,13 +221,13 @@ def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor)
 
 
 @class_function
-def representation(x: ScaledTensor) -> str:
+def format_scaled(x: ScaledTensor) -> str:
     """The values, the scale as a power of two, the storage."""
     payload, scale = x._payload, x._scale
     if type(payload) is not Tensor or payload.is_meta:
         return f"ScaledTensor(shape={list(x.shape)}, payload={payload.dtype}, device={x.device})"
     with torch.no_grad():
-        text = repr(decoded(x.detach(), torch.float32))
+        text = repr(decode_values(x.detach(), torch.float32))
     text = text.removeprefix("tensor(").removesuffix(")").replace("\n       ", "\n             ")
     words = [text.split(", dtype=")[0], f"scale=2^{round(math.log2(scale.item()))}", f"payload={payload.dtype}"]
     if x.dtype != torch.float32:

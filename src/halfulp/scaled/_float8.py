@@ -12,7 +12,7 @@ from torch.nn import functional
 from ..kernels import define_operator, untraced
 from . import _powers_of_two as _powers
 from ._dtypes import EIGHT_BITS, check_storage
-from ._operands import made, narrowed, widened
+from ._operands import make_scaled, to_float32, to_storage
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -123,13 +123,13 @@ def _copied(x: Tensor, memory_format: torch.memory_format) -> Tensor:
     return x.view(torch.uint8).clone(memory_format=memory_format).view(x.dtype)
 
 
-def unit_scale(values: Tensor, storage: torch.dtype) -> Tensor:
+def rms_scale_float32(values: Tensor, storage: torch.dtype) -> Tensor:
     """The power of two next to the root mean square of the finite non-zero values, or as the largest one needs.
 
     Without such values the scale of zeros. Two float32 passes; the same for values times a power of two, times it.
     """
     if not values.numel():
-        return torch.full((), _powers.ANY, dtype=torch.float32, device=values.device)
+        return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
     finite = torch.nan_to_num(values, 0.0, 0.0, 0.0)
     amax = finite.abs().amax()
     # Squares are taken near 1, where none that counts leaves float32's range.
@@ -138,15 +138,15 @@ def unit_scale(values: Tensor, storage: torch.dtype) -> Tensor:
     rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
     scale = _powers.round_to_power(level * rms, "nearest")
     least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
-    return torch.where(amax > 0, torch.maximum(scale, least), _powers.ANY)
+    return torch.where(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)
 
 
 def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
     if forward is None:
         return x.clone()
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
-    scale = unit_scale(x.to(torch.float32), forward)
-    return (narrowed(wide / scale, forward).to(wide.dtype) * scale).to(x.dtype)
+    scale = rms_scale_float32(x.to(torch.float32), forward)
+    return (to_storage(wide / scale, forward).to(wide.dtype) * scale).to(x.dtype)
 
 
 _cast = define_operator(
@@ -161,10 +161,10 @@ def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dt
     """The payload brought to a root mean square of about 1 and rounded; the scale takes what it lost."""
     if forward is None:
         return x.clone()
-    payload = widened(x)
-    level = unit_scale(payload, forward)
+    payload = to_float32(x)
+    level = rms_scale_float32(payload, forward)
     scale, rest = _powers.product(x._scale, level)
-    return made(_powers.times(payload / level, rest), scale, forward, x.dtype)
+    return make_scaled(_powers.times(payload / level, rest), scale, forward, x.dtype)
 
 
 def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from ..kernels import define_operator, untraced
 from ._dtypes import LOGICALS
-from ._operands import encoded
+from ._operands import encode_values
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -26,7 +26,7 @@ _enter = define_operator(
 @implements(_enter, family="creation")
 def scaled_like(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTensor:
     """A plain tensor as payload x scale, the scale measured."""
-    made = encoded(x, storage)
+    made = encode_values(x, storage)
     return made.clone() if made._payload is x else made
 
 
@@ -43,7 +43,7 @@ def _backward(context: Any, gradient: Tensor) -> tuple:
 torch.library.register_autograd("halfulp::scaled_like", _backward, setup_context=_remember)
 
 
-def wrapped(arguments: Any, storage: torch.dtype, like: ScaledTensor) -> Any:
+def encode_arguments(arguments: Any, storage: torch.dtype, like: ScaledTensor) -> Any:
     """Plain floating tensors, however nested, as scaled ones; whatever else as it is."""
 
     encode = functools.partial(ScaledTensor.encode, home=like.home)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels import note_and_warn_once
 from . import _powers_of_two as _powers
-from ._operands import decoded
+from ._operands import decode_values
 from ._scaled_tensor import ScaledTensor
 
 # Of so many updates of a tensor one is looked at; of small tensors none, as chance decides there.
@@ -74,7 +74,7 @@ def begin(name: str, x: Any, given: Mapping[str, Any], functional: Callable) -> 
         return None  # a constant such as eps is no update
     if not isinstance(x, ScaledTensor) or x._payload.dtype == torch.float32 or x.numel() < LEAST_ELEMENTS:
         return None
-    if not _powers.in_sight(x._payload) or not _powers.in_sight(x._scale) or x._payload.is_inference():
+    if not _powers.is_concrete(x._payload) or not _powers.is_concrete(x._scale) or x._payload.is_inference():
         return None
     held = _updates_of(x._scale)
     goes_on = held.shrunk and name in _ADDING
@@ -85,7 +85,7 @@ def begin(name: str, x: Any, given: Mapping[str, Any], functional: Callable) -> 
         held.count += not goes_on
         if goes_on or held.count % INTERVAL:
             return None
-        held.start = decoded(x, torch.float64)
+        held.start = decode_values(x, torch.float64)
     target = next(iter(given))
     wide = {key: _wide(value) for key, value in given.items()}
     wide[target] = held.exact if is_next else held.start
@@ -99,7 +99,7 @@ def end(held: Updates, name: str, x: ScaledTensor) -> None:
     if name in _SHRINKING:
         held.version = x._payload._version
         return
-    wanted, kept = held.exact - held.start, decoded(x, torch.float64) - held.start
+    wanted, kept = held.exact - held.start, decode_values(x, torch.float64) - held.start
     held.start = held.exact = None
     asked, got = (wanted * wanted).sum().item(), (wanted * kept).sum().item()
     if not 0.0 < asked < torch.inf:
@@ -133,5 +133,5 @@ def _updates_of(scale: Tensor) -> Updates:
 
 def _wide(x: Any) -> Any:
     if isinstance(x, ScaledTensor):
-        return decoded(x, torch.float64)
+        return decode_values(x, torch.float64)
     return x.to(torch.float64) if isinstance(x, Tensor) and x.is_floating_point() else x

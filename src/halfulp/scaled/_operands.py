@@ -17,17 +17,17 @@ from ._scaled_tensor import ScaledTensor, wrap
 _INFINITE = (torch.float16, torch.float8_e5m2)
 
 
-def selectable(x: ScaledTensor) -> Tensor:
+def selectable_payload(x: ScaledTensor) -> Tensor:
     """The payload for operators that pick or negate elements: as it is where torch has such kernels for it."""
-    return widened(x) if x._payload.dtype in EIGHT_BITS else x._payload
+    return to_float32(x) if x._payload.dtype in EIGHT_BITS else x._payload
 
 
-def widened(x: ScaledTensor) -> Tensor:
+def to_float32(x: ScaledTensor) -> Tensor:
     """The payload in float32, in which rules compute."""
     return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
 
 
-def narrowed(values: Tensor, storage: torch.dtype) -> Tensor:
+def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
     """Values rounded once to a payload type; finite ones beyond its range saturate, infinities stay (or are NaN)."""
     if storage == values.dtype:
         return values
@@ -56,26 +56,26 @@ def _rounded_to_odd(values: Tensor) -> Tensor:
 
 def _fits(values: Tensor, storage: torch.dtype) -> bool:
     """Whether values can be looked at, and all lie in a payload type's range."""
-    if not _powers.in_sight(values) or not values.numel():
+    if not _powers.is_concrete(values) or not values.numel():
         return False
     largest = torch.finfo(storage).max
     low, high = torch.aminmax(values)
     return -largest <= low.item() and high.item() <= largest
 
 
-def made(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+def make_scaled(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
     """float32 payload values and a scale as a tensor of a storage and a logical dtype."""
-    return wrap(narrowed(values, storage), scale, dtype)
+    return wrap(to_storage(values, storage), scale, dtype)
 
 
-def made_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+def make_scaled_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
     """The same under as large a scale as the largest finite value needs in the storage, or as small.
 
     Small is a largest value so low that those below it would lose digits. Where values cannot be looked at the scale
     stays, and they saturate or vanish.
     """
-    if storage in (torch.bfloat16, torch.float32) or not values.numel() or not _powers.in_sight(values):
-        return made(values, scale, storage, dtype)
+    if storage in (torch.bfloat16, torch.float32) or not values.numel() or not _powers.is_concrete(values):
+        return make_scaled(values, scale, storage, dtype)
     limits = torch.finfo(storage)
     lowest = limits.smallest_normal / limits.eps**0.5
     low, high = (bound.item() for bound in torch.aminmax(values))
@@ -86,10 +86,10 @@ def made_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torc
     if 0.0 < amax.item() < lowest:
         power = _powers.round_to_power(amax)
     total, rest = _powers.product(scale, power)
-    return made(_powers.times(values / power, rest), total, storage, dtype)
+    return make_scaled(_powers.times(values / power, rest), total, storage, dtype)
 
 
-def never_vanished(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
+def keep_nonzero(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
     """x, in which what rounding made 0 is the payload's smallest number, with the signs of unrounded values.
 
     Divisors need it: by 0 a quotient would be infinite or NaN, by a number that is somewhat large it is only small.
@@ -97,16 +97,16 @@ def never_vanished(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
     storage = x._payload.dtype
     if storage in (torch.bfloat16, torch.float32):
         return x
-    payload = widened(x)
+    payload = to_float32(x)
     least = torch.full_like(exact, smallest(storage)).copysign(exact)
     return wrap(torch.where((payload == 0) & (exact != 0), least, payload).to(storage), x._scale, x.dtype)
 
 
-def decoded(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
+def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     """payload x scale, computed in float32 (float64 for that dtype) and rounded once to a dtype; its own by default."""
     dtype = dtype or x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    value = _powers.known(x._scale)
+    value = _powers.concrete_value(x._scale)
     if value is not None and type(x._payload) is Tensor and x._payload.dtype != wide:
         scaled = x._payload.to(wide)  # memory of its own: no second pass for the scale 1, no third tensor for others
         scaled = scaled if value == 1.0 else scaled.mul_(value)
@@ -121,17 +121,17 @@ def decoded(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def plain(x: Any) -> Any:
     """A scaled tensor's values in its logical dtype; whatever else as it is."""
-    return decoded(x) if isinstance(x, ScaledTensor) else x
+    return decode_values(x) if isinstance(x, ScaledTensor) else x
 
 
-def measured_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "nearest") -> Tensor:
+def rms_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "nearest") -> Tensor:
     """The power of two next to the root mean square of the finite non-zero values; larger if an element needs it.
 
-    Without such values `ANY`.
+    Without such values `ZERO_SCALE`.
     """
     if not values.numel():
-        return torch.full((), _powers.ANY, dtype=torch.float32, device=values.device)
-    quick = None if storage in EIGHT_BITS else quick_scale(values, rounding)
+        return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
+    quick = None if storage in EIGHT_BITS else quick_rms_scale(values, rounding)
     if quick is not None:
         return torch.full((), quick, dtype=torch.float32, device="cpu")
     finite = torch.nan_to_num(values.detach().to(torch.float64), 0.0, 0.0, 0.0)
@@ -143,12 +143,12 @@ def measured_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding
     return torch.maximum(scale, _powers.round_to_power(lowest.to(torch.float32), "up"))
 
 
-def quick_scale(values: Tensor, rounding: PowerRounding = "nearest") -> float | None:
+def quick_rms_scale(values: Tensor, rounding: PowerRounding = "nearest") -> float | None:
     """The same for ordinary values that can be looked at, in two passes over them instead of eight; else None.
 
     No element of so few is beyond float16's range under it.
     """
-    if not _powers.in_sight(values) or values.dtype == torch.float64 or values.requires_grad:
+    if not _powers.is_concrete(values) or values.dtype == torch.float64 or values.requires_grad:
         return None
     if values.numel() > _FEW:
         return None
@@ -158,14 +158,14 @@ def quick_scale(values: Tensor, rounding: PowerRounding = "nearest") -> float | 
     return _powers.power_of(norm / max(int(values.count_nonzero()), 1) ** 0.5, rounding)
 
 
-def encoded(values: Tensor, storage: torch.dtype, scale: Tensor | None = None, dtype: torch.dtype | None = None):
+def encode_values(values: Tensor, storage: torch.dtype, scale: Tensor | None = None, dtype: torch.dtype | None = None):
     """A plain tensor as payload x scale; the scale is measured unless given."""
     dtype = dtype or values.dtype
-    scale = measured_scale(values, storage) if scale is None else scale
+    scale = rms_scale(values, storage) if scale is None else scale
     wide = values if values.dtype in (torch.float32, torch.float64) else values.to(torch.float32)
-    value = _powers.known(scale)
+    value = _powers.concrete_value(scale)
     payload = wide / (scale.to(wide.dtype) if value is None else value)
-    return made(payload, scale, storage, dtype)
+    return make_scaled(payload, scale, storage, dtype)
 
 
 def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
@@ -180,11 +180,13 @@ def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
         if x.is_complex():
             raise ComplexOperand
         x = x if x.is_floating_point() else x.to(like.dtype)
-        return encoded(x, torch.float32, _scale_beside_stand_ins(x, like._payload.dtype))
+        return encode_values(x, torch.float32, _scale_beside_stand_ins(x, like._payload.dtype))
     if isinstance(x, complex):
         raise ComplexOperand
     value = float(x)
-    scale = _powers.power_of(abs(value)) if value and abs(value) < float("inf") else (1.0 if value else _powers.ANY)
+    scale = (
+        _powers.power_of(abs(value)) if value and abs(value) < float("inf") else (1.0 if value else _powers.ZERO_SCALE)
+    )
     payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)
     return wrap(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
 
@@ -198,23 +200,23 @@ _ORDINARY = (2.0**-40, 2.0**40)
 # Masks add the negatives of such numbers where they mean minus infinity: -1e9, the smallest of the dtype.
 STAND_IN = 2.0**24
 # What is as large may take infinity's place: exp(-128) is 0 in float32.
-ENOUGH = 128.0
+LEAST_STAND_IN = 128.0
 
 
 def _scale_beside_stand_ins(x: Tensor, storage: torch.dtype) -> Tensor:
     """The scale of the other numbers, where there are others or zeros; no smaller than what must stay large allows."""
     if not x.dim() or not x.numel():
-        return measured_scale(x, torch.float32)
-    if _powers.in_sight(x) and not x.requires_grad and x.dtype == torch.float32 and x.amin().item() > -STAND_IN:
-        return measured_scale(x, torch.float32)
-    if _powers.in_sight(x) or x.dtype == torch.float64:
+        return rms_scale(x, torch.float32)
+    if _powers.is_concrete(x) and not x.requires_grad and x.dtype == torch.float32 and x.amin().item() > -STAND_IN:
+        return rms_scale(x, torch.float32)
+    if _powers.is_concrete(x) or x.dtype == torch.float64:
         large = x <= -STAND_IN
-        scale = measured_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
+        scale = rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
         amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()
     else:
         scale, amax = _measured_at_once(x.detach().to(torch.float32), STAND_IN)
     lowest = (amax / torch.finfo(torch.float32).max).to(torch.float32)
-    lowest = torch.where(amax >= STAND_IN, lowest.clamp(min=ENOUGH / torch.finfo(storage).max), lowest)
+    lowest = torch.where(amax >= STAND_IN, lowest.clamp(min=LEAST_STAND_IN / torch.finfo(storage).max), lowest)
     return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
 
 
@@ -238,9 +240,9 @@ def multiplicand(x: Any, like: ScaledTensor) -> ScaledTensor:
     """An operand of a product: of a plain one all finite values decide the scale, as none stands for infinity there."""
     if isinstance(x, ScaledTensor) or not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
         return operand(x, like)
-    if _powers.in_sight(x) or x.dtype == torch.float64:
-        return encoded(x, torch.float32, measured_scale(x, torch.float32))
-    return encoded(x, torch.float32, _measured_at_once(x.detach().to(torch.float32), torch.inf)[0])
+    if _powers.is_concrete(x) or x.dtype == torch.float64:
+        return encode_values(x, torch.float32, rms_scale(x, torch.float32))
+    return encode_values(x, torch.float32, _measured_at_once(x.detach().to(torch.float32), torch.inf)[0])
 
 
 def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:

@@ -12,7 +12,7 @@ VERSION = 1
 
 
 @class_function
-def reduced(x: ScaledTensor) -> tuple:
+def pickled_parts(x: ScaledTensor) -> tuple:
     """What pickle stores: history is left out, the gradient too, as for every tensor."""
     if not x.is_leaf:
         raise RuntimeError("only leaves can be pickled, as for every tensor: save x.detach()")

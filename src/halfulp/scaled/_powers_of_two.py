@@ -15,7 +15,7 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**127
 # Scales from here on belong to numbers that stand for infinity.
 HUGE = 2.0**100
 # The scale of a tensor that holds nothing but zeros: below every other, so that it never decides.
-ANY = SMALLEST
+ZERO_SCALE = SMALLEST
 
 _EXPONENT_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
@@ -70,7 +70,7 @@ def as_scale(scale: Tensor | float, device: torch.device | str | None = None) ->
     if isinstance(scale, Tensor):
         if scale.dim():
             raise ValueError(f"a scale of shape {list(scale.shape)}: allowed is one power of two without dimensions")
-        if known(scale) is None:  # on an accelerator or being traced: its value is not looked at
+        if concrete_value(scale) is None:  # on an accelerator or being traced: its value is not looked at
             return scale.to(torch.float32)
     value = float(scale)
     if not SMALLEST <= value <= LARGEST or math.frexp(value)[0] != 0.5:
@@ -78,12 +78,12 @@ def as_scale(scale: Tensor | float, device: torch.device | str | None = None) ->
     return torch.tensor(value, dtype=torch.float32, device=device)
 
 
-def known(scale: Tensor) -> float | None:
+def concrete_value(scale: Tensor) -> float | None:
     """A scale's value where looking costs nothing: eagerly on the CPU; else None."""
-    return scale.item() if in_sight(scale) else None
+    return scale.item() if is_concrete(scale) else None
 
 
-def in_sight(x: Tensor) -> bool:
+def is_concrete(x: Tensor) -> bool:
     """Whether looking at values costs nothing: eagerly on the CPU."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
 
@@ -95,7 +95,7 @@ def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
         ValueError: there is no scale among the factors.
     """
     scales = [factor for factor in factors if isinstance(factor, Tensor)]
-    values = [known(factor) if isinstance(factor, Tensor) else factor for factor in factors]
+    values = [concrete_value(factor) if isinstance(factor, Tensor) else factor for factor in factors]
     if None not in values:
         value = math.prod(values)
         held = min(max(value, SMALLEST), LARGEST)
@@ -105,50 +105,50 @@ def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
         value = value * scale
     number = math.prod(factor for factor in factors if not isinstance(factor, Tensor))
     value = value if number == 1.0 else value * number
-    held = settled(value.clamp(SMALLEST, LARGEST).to(torch.float32))
+    held = compute_once(value.clamp(SMALLEST, LARGEST).to(torch.float32))
     return held, (value / held).to(torch.float32)
 
 
-def settled(scale: Tensor) -> Tensor:
+def compute_once(scale: Tensor) -> Tensor:
     """A traced scale that compilers compute once: not again, with all that it is computed of, wherever it is read."""
     return torch.as_strided_copy(scale, (), ())
 
 
-def larger(*scales: Tensor) -> Tensor:
+def maximum_scale(*scales: Tensor) -> Tensor:
     """The largest of several scales, as a tensor of its own."""
-    values = [known(scale) for scale in scales]
+    values = [concrete_value(scale) for scale in scales]
     if None not in values:
         return torch.tensor(max(values), dtype=torch.float32, device="cpu")
     result = scales[0]
     for scale in scales[1:]:
         result = torch.maximum(result, scale)
-    return result.clone() if len(scales) == 1 else settled(result)
+    return result.clone() if len(scales) == 1 else compute_once(result)
 
 
-def deciding(*scales: Tensor) -> Tensor:
+def deciding_scale(*scales: Tensor) -> Tensor:
     """The largest of several scales, but for those of numbers that stand for infinity, if there are others.
 
     Under the scale of a 1e38 that some step has written instead of infinity, nothing else would be left.
     """
-    values = [known(scale) for scale in scales]
+    values = [concrete_value(scale) for scale in scales]
     if None not in values:
-        others = [value for value in values if ANY < value < HUGE]
+        others = [value for value in values if ZERO_SCALE < value < HUGE]
         return torch.tensor(max(others or values), dtype=torch.float32, device="cpu")
-    others = [torch.where(scale < HUGE, scale, ANY) for scale in scales]
-    scale = larger(*others)
-    return settled(torch.where(scale == ANY, larger(*scales), scale))
+    others = [torch.where(scale < HUGE, scale, ZERO_SCALE) for scale in scales]
+    scale = maximum_scale(*others)
+    return compute_once(torch.where(scale == ZERO_SCALE, maximum_scale(*scales), scale))
 
 
 def ratio(scale: Tensor, other: Tensor) -> Tensor | float:
     """scale / other as a factor for a payload; a float where that costs nothing."""
-    over, under = known(scale), known(other)
+    over, under = concrete_value(scale), concrete_value(other)
     if over is not None and under is not None:
         return over / under
     # Not below a normal number: an infinite payload under the scale of zeros must not meet a factor of 0.
     return (scale / other).clamp(min=SMALLEST)
 
 
-def towards(scale: Tensor, other: Tensor) -> Tensor | float:
+def ratio_clamped(scale: Tensor, other: Tensor) -> Tensor | float:
     """The factor that brings a payload to another, deciding scale; what stands for infinity stays finite."""
     factor = ratio(scale, other)
     return factor.clamp(max=HUGE) if isinstance(factor, Tensor) else min(factor, HUGE)

@@ -14,7 +14,7 @@ CLASS_FUNCTIONS: dict[str, Callable] = {}
 # Rules of operators that torch defines after this package is imported, by the operators' names.
 LATER_RULES: dict[str, Callable] = {}
 
-_table = RuleTable(lambda operator: CLASS_FUNCTIONS["derived"](operator))
+_table = RuleTable(lambda operator: CLASS_FUNCTIONS["derive_rule"](operator))
 RULES = _table.rules
 rule_of = _table.of
 _promoted: dict[OpOverload, Callable] = {}
@@ -26,7 +26,7 @@ def promoted_rule_of(operator: OpOverload) -> Callable:
     """An operator's rule for tensors with a home, as a function of the home, the arguments and the options."""
     rule = _promoted.get(operator)
     if rule is None:
-        rule = _promoted[operator] = CLASS_FUNCTIONS["promoting"](operator)
+        rule = _promoted[operator] = CLASS_FUNCTIONS["make_promoted_rule"](operator)
     return rule
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels import define_operator, untraced
 from . import _powers_of_two as _powers
-from ._operands import made, widened
+from ._operands import make_scaled, to_float32
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -68,7 +68,7 @@ def rescaled(x: ScaledTensor, by: Statistic = "rms") -> ScaledTensor:
         return x.clone()
     power = power_of_payload(x._payload, by)
     scale, rest = _powers.product(x._scale, power)
-    return made(_powers.times(widened(x) / power, rest), scale, x._payload.dtype, x.dtype)
+    return make_scaled(_powers.times(to_float32(x) / power, rest), scale, x._payload.dtype, x.dtype)
 
 
 def power_of_payload(payload: Tensor, by: Statistic) -> Tensor:

@@ -200,7 +200,7 @@ class ScaledTensor(torch.Tensor):
         raise TypeError("DLPack has no type for a payload with a scale: hand over x.decode()")
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
-        return CLASS_FUNCTIONS["representation"](self)
+        return CLASS_FUNCTIONS["format_scaled"](self)
 
     __str__ = __repr__
 
@@ -224,7 +224,7 @@ class ScaledTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        return CLASS_FUNCTIONS["reduced"](self)
+        return CLASS_FUNCTIONS["pickled_parts"](self)
 
     @property
     def data(self) -> Tensor:
@@ -266,7 +266,7 @@ class ScaledTensor(torch.Tensor):
             return self.detach().decode()
         if expected not in (None, ScaledTensor):
             return None
-        return CLASS_FUNCTIONS["of_kind"](self.detach(), *context)
+        return CLASS_FUNCTIONS["with_dtypes"](self.detach(), *context)
 
 
 @untraced

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from .._messages import a_kind
 from ..subclass import _model_fallbacks, _outer_modules
-from ..subclass import _state_dict as _companions
+from ..subclass import _state_dict as _state_dict_hooks
 from ..subclass._averaged_models import tell_of_narrow_averages
 from ..subclass._module_parameters import Place, Where, check_has_shape, chosen, places, with_marks
 from ..subclass._parameter_holders import check_holders
-from . import _input_boundary as _door
+from . import _input_boundary as _input_boundary
 from . import _rescale_placement as _placement
 from . import _state_dict as _state_dict
 from ._dtypes import LOGICALS, check_storage
@@ -115,9 +115,9 @@ def scalify(
             made[id(place.held)] = _scaled(place, dtype, home_for(dtype, wide))
     for place in found:
         place.put(made[id(place.held)])
-        _companions.install(place.module)
-    _door.install(model)
-    _companions.install_check(model)
+        _state_dict_hooks.install(place.module)
+    _input_boundary.install(model)
+    _state_dict_hooks.install_check(model)
     _model_fallbacks.install(model)
     _outer_modules.watch()
     tell_of_narrow_averages()
@@ -162,12 +162,12 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
             made[id(place.held)] = _plain(place, dtype)
     for place in found:
         place.put(made[id(place.held)])
-    _door.remove(model)
+    _input_boundary.remove(model)
     _placement.remove(model)
     _product_layers.remove(model)
     _set_products(model, None)
     for module in model.modules():
-        _companions.remove(module)
+        _state_dict_hooks.remove(module)
         _model_fallbacks.remove(module)
     wrappers.follow()
     return model

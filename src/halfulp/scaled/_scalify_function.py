@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ._dtypes import check_storage
-from ._input_boundary import wrapped
+from ._input_boundary import encode_arguments
 from ._scaled_tensor import ScaledTensor
 from ._storage_rules import WideMode, check_wide, home_for
 
@@ -54,8 +54,10 @@ def scalify_function(function: Callable, dtype: torch.dtype = torch.float16, wid
     @functools.wraps(function)
     def scaled(*arguments: Any, **options: Any) -> Any:
         stays = any(isinstance(x, ScaledTensor) for x in tree_leaves((arguments, options)))
-        arguments = tuple(x if "mask" in name else wrapped(x, dtype, like) for x, name in zip(arguments, names()))
-        options = {name: x if "mask" in name else wrapped(x, dtype, like) for name, x in options.items()}
+        arguments = tuple(
+            x if "mask" in name else encode_arguments(x, dtype, like) for x, name in zip(arguments, names())
+        )
+        options = {name: x if "mask" in name else encode_arguments(x, dtype, like) for name, x in options.items()}
         results = function(*arguments, **options)
         if stays:
             return results

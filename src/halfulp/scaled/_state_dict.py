@@ -13,7 +13,7 @@ from .._messages import a_kind
 from ..subclass._state_dict import Layout, check_state_dict, check_version, register
 from . import _powers_of_two as _powers
 from ._dtypes import LOGICALS, STORAGES
-from ._operands import decoded, encoded
+from ._operands import decode_values, encode_values
 from ._scaled_tensor import ScaledTensor, wrap
 
 # Layout of the entries below; a file of a later layout is refused. Layout 1 held `weight.payload` and `weight.scale`.
@@ -52,9 +52,9 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     for name, value in state_dict.items():
         base = name.removesuffix(_OLD[0])
         if base != name and base in bases:
-            plain[base] = decoded(_paired(state_dict, base, torch.float32), dtype)
+            plain[base] = decode_values(_paired(state_dict, base, torch.float32), dtype)
         elif isinstance(value, ScaledTensor):
-            plain[name] = decoded(value, dtype)
+            plain[name] = decode_values(value, dtype)
         elif name in new:
             plain[name] = value.to(dtype, copy=True)
         elif name.removesuffix(_OLD[1]) not in bases and name.removesuffix(_SCALE) not in new:
@@ -96,8 +96,8 @@ def _entries(name: str, value: ScaledTensor) -> dict[str, Tensor]:
 def _exact_values(x: ScaledTensor) -> Tensor:
     """payload x scale in float32; in float64 where that is its dtype, or float32 would lose something."""
     if x.dtype == torch.float64:
-        return decoded(x, torch.float64)
-    values = decoded(x, torch.float32)
+        return decode_values(x, torch.float64)
+    values = decode_values(x, torch.float32)
     if values.is_meta:
         return values
     wide = x._payload.double() * x._scale.double()
@@ -122,10 +122,10 @@ def _in_storage(state_dict: Mapping, name: str, parameter: ScaledTensor) -> Scal
     if isinstance(value, ScaledTensor) and value._payload.dtype == storage:
         return value
     try:
-        plain = decoded(value, torch.float32) if isinstance(value, ScaledTensor) else value
+        plain = decode_values(value, torch.float32) if isinstance(value, ScaledTensor) else value
         if plain.dtype not in LOGICALS:
             raise ValueError(f"it is {plain.dtype} in the file, and payloads are encoded from floating tensors")
-        return encoded(plain.detach(), storage, dtype=parameter.dtype)
+        return encode_values(plain.detach(), storage, dtype=parameter.dtype)
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import _powers_of_two as _powers
 from ._dtypes import EIGHT_BITS
-from ._float8 import unit_scale
-from ._operands import narrowed, quick_scale, widened
+from ._float8 import rms_scale_float32
+from ._operands import quick_rms_scale, to_float32, to_storage
 from ._registry import FAMILIES, class_function, rule_of
 from ._scaled_tensor import ScaledTensor, wrap
 
@@ -41,30 +41,32 @@ def check_wide(wide: object) -> None:
         raise ValueError(f"wide={wide!r}: allowed are {', '.join(map(repr, WIDE_MODES))}")
 
 
-def brought_home(x: ScaledTensor) -> ScaledTensor:
+def round_to_home(x: ScaledTensor) -> ScaledTensor:
     """The values in the home storage, under a scale that is measured."""
-    payload = widened(x)
-    level = quick_scale(payload)
-    level = unit_scale(payload, x._home) if level is None else torch.tensor(level, dtype=torch.float32, device="cpu")
+    payload = to_float32(x)
+    level = quick_rms_scale(payload)
+    level = (
+        rms_scale_float32(payload, x._home) if level is None else torch.tensor(level, dtype=torch.float32, device="cpu")
+    )
     scale, rest = _powers.product(x._scale, level)
     payload = _powers.times(_powers.times(payload, _powers.ratio(torch.ones_like(level), level)), rest)
-    return wrap(narrowed(payload, x._home), scale, x.dtype, x._home)
+    return wrap(to_storage(payload, x._home), scale, x.dtype, x._home)
 
 
-def is_wide(x: Any) -> bool:
+def is_above_home(x: Any) -> bool:
     """Whether it is a tensor that products would bring home."""
     return type(x) is ScaledTensor and x._home is not None and x._payload.dtype == torch.float32
 
 
-def widen(x: Any) -> Any:
+def with_float32_payload(x: Any) -> Any:
     """A scaled tensor with a float32 payload; whatever else as it is."""
     if type(x) is not ScaledTensor or x._payload.dtype == torch.float32:
         return x
-    return wrap(widened(x), x._scale, x.dtype, x._home)
+    return wrap(to_float32(x), x._scale, x.dtype, x._home)
 
 
 def _narrow(x: Any) -> Any:
-    return brought_home(x) if is_wide(x) else x
+    return round_to_home(x) if is_above_home(x) else x
 
 
 def _each(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tuple[tuple, dict]:
@@ -74,37 +76,39 @@ def _each(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tupl
     return tuple(map(changed, arguments)), {name: changed(x) for name, x in options.items()}
 
 
-def widening(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+def operands_in_float32(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Every payload in float32."""
-    return _each(widen, arguments, options)
+    return _each(with_float32_payload, arguments, options)
 
 
-def homing(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+def operands_in_home(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Every float32 payload in the home storage."""
     return _each(_narrow, arguments, options)
 
 
-def widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+def operands_in_widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Every payload in float32 where one is; lists are left to their rules, which take the widest."""
-    if any(map(is_wide, arguments)) or any(map(is_wide, options.values())):
-        return tuple(map(widen, arguments)), {name: widen(x) for name, x in options.items()}
+    if any(map(is_above_home, arguments)) or any(map(is_above_home, options.values())):
+        return tuple(map(with_float32_payload, arguments)), {
+            name: with_float32_payload(x) for name, x in options.items()
+        }
     return arguments, options
 
 
-def against_tensor(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+def operands_of_quotient(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Every payload in float32, unless the second operand is a number."""
     second = arguments[1] if len(arguments) > 1 else options.get("other")
     is_number = not isinstance(second, Tensor) or (type(second) is not ScaledTensor and not second.dim())
-    return widest(arguments, options) if is_number else widening(arguments, options)
+    return operands_in_widest(arguments, options) if is_number else operands_in_float32(arguments, options)
 
 
-def adding(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+def operands_of_sum(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Every payload in float32 in a sum with a plain tensor, which for autocast is float32, and in an outer sum."""
     a, b = arguments[0], arguments[1] if len(arguments) > 1 else options.get("other")
     if not isinstance(b, Tensor):
         return arguments, options
     is_plain = any(type(x) is not ScaledTensor and x.dim() for x in (a, b))
-    return (widening if is_plain or repeats_both(a, b) else widest)(arguments, options)
+    return (operands_in_float32 if is_plain or repeats_both(a, b) else operands_in_widest)(arguments, options)
 
 
 def repeats_both(a: Tensor, b: Tensor) -> bool:
@@ -122,22 +126,34 @@ def _is_repeated(x: Tensor, y: Tensor) -> bool:
 
 # What autocast computes in float32; what it computes in 16 bits; what takes the widest; what keeps to its rule.
 FAMILIES_OF: dict[Operands | None, tuple[str, ...]] = {
-    widening: ("unit output", "power law", "reduction", "loss", "linear algebra", "special"),
-    homing: ("bilinear", "attention", "recurrent"),
-    widest: ("alignment", "gated", "indexing", "pass-through", "pooling", "order", "comparison", "complex", "own"),
+    operands_in_float32: ("unit output", "power law", "reduction", "loss", "linear algebra", "special"),
+    operands_in_home: ("bilinear", "attention", "recurrent"),
+    operands_in_widest: (
+        "alignment",
+        "gated",
+        "indexing",
+        "pass-through",
+        "pooling",
+        "order",
+        "comparison",
+        "complex",
+        "own",
+    ),
     # Normalisations compute in float32, and results about 1 lose nothing: they have the storage of what is normalised.
     None: ("norm", "foreach", "collectives", "creation", "random", "writing", "rescaling"),
 }
 _BY_FAMILY = {family: change for change, families in FAMILIES_OF.items() for family in families}
 # Operators that differ from their family.
 _BY_NAME: dict[str, Operands | None] = {
-    **dict.fromkeys(("mul", "addcmul", "lerp", "sign", "sgn"), widest),
-    **dict.fromkeys(("dot", "vdot", "addcdiv", "hypot", "softplus", "log_sigmoid_forward"), widening),
-    **dict.fromkeys(("embedding", "embedding_dense_backward"), homing),
-    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_dense_backward"), homing),
+    **dict.fromkeys(("mul", "addcmul", "lerp", "sign", "sgn"), operands_in_widest),
+    **dict.fromkeys(("dot", "vdot", "addcdiv", "hypot", "softplus", "log_sigmoid_forward"), operands_in_float32),
+    **dict.fromkeys(("embedding", "embedding_dense_backward"), operands_in_home),
+    **dict.fromkeys(
+        ("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_dense_backward"), operands_in_home
+    ),
     # Differences too: where they cancel, what was rounded after one is most of what is left in the next.
-    **dict.fromkeys(("div", "floor_divide", "sub"), against_tensor),
-    "add": adding,
+    **dict.fromkeys(("div", "floor_divide", "sub"), operands_of_quotient),
+    "add": operands_of_sum,
 }
 
 
@@ -149,11 +165,11 @@ def operands_of(operator: OpOverload) -> Operands | None:
     if operator not in FAMILIES or operator._schema.is_mutable:
         return None
     name = operator._schema.name.removeprefix("aten::")
-    return _BY_NAME[name] if name in _BY_NAME else _BY_FAMILY.get(FAMILIES[operator], widest)
+    return _BY_NAME[name] if name in _BY_NAME else _BY_FAMILY.get(FAMILIES[operator], operands_in_widest)
 
 
 @class_function
-def promoting(operator: OpOverload) -> Callable:
+def make_promoted_rule(operator: OpOverload) -> Callable:
     """An operator's rule for operands of which one has a home; the results have it too."""
     prepare = operands_of(operator)
     writes = operator._schema.is_mutable
@@ -165,7 +181,7 @@ def promoting(operator: OpOverload) -> Callable:
         results = rule_of(operator)(*arguments, **options)
         written = {id(x) for x in tree_leaves((arguments, options))} if writes else ()
         results = _marked(results, home, written)
-        return brought_home(results) if accumulates and is_wide(results) and _is_accumulating() else results
+        return round_to_home(results) if accumulates and is_above_home(results) and _is_accumulating() else results
 
     return run
 

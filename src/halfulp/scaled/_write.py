@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels import torch_operators
 from . import _powers_of_two as _powers
 from ._dtypes import smallest
-from ._operands import narrowed, operand, plain, widened
+from ._operands import operand, plain, to_float32, to_storage
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -54,16 +54,16 @@ def write(x: Tensor, value: Any) -> Tensor:
     if covers_memory(x):
         # In the same storage nothing is computed: with such copies torch ends a graph, and new tensors are none of it.
         same = value._payload.dtype == x._payload.dtype
-        payload, scale = value._payload if same else widened(value), value._scale
+        payload, scale = value._payload if same else to_float32(value), value._scale
     else:
         scale = _kept(x._scale, value._scale)
         factor = _powers.ratio(value._scale, scale)
-        payload = _powers.times(widened(value), factor)
+        payload = _powers.times(to_float32(value), factor)
         if isinstance(factor, float) and factor > _powers.LARGEST:  # which `times` does not multiply by
-            payload = widened(value)
+            payload = to_float32(value)
             payload = payload.masked_fill(payload != 0, torch.inf)
         _check_fits(x, payload, value)
-    x._payload.copy_(payload if payload.dtype == x._payload.dtype else narrowed(payload, x._payload.dtype))
+    x._payload.copy_(payload if payload.dtype == x._payload.dtype else to_storage(payload, x._payload.dtype))
     x._scale.copy_(scale)
     return x
 
@@ -78,16 +78,16 @@ def covers_memory(x: ScaledTensor) -> bool:
 
 def _kept(own: Tensor, other: Tensor) -> Tensor:
     """The scale of memory of which a part is written: its own, or the other if it holds only zeros of any scale."""
-    value = _powers.known(own)
+    value = _powers.concrete_value(own)
     if value is None:
-        return torch.where(own == _powers.ANY, other, own)
-    return other if value == _powers.ANY else own
+        return torch.where(own == _powers.ZERO_SCALE, other, own)
+    return other if value == _powers.ZERO_SCALE else own
 
 
 def _check_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
     storage = x._payload.dtype
     largest = torch.finfo(storage).max
-    if not _powers.in_sight(payload):
+    if not _powers.is_concrete(payload):
         if storage not in (torch.float32, torch.bfloat16):
             torch._assert_async(
                 ~_is_too_large(payload, value, largest),
@@ -124,9 +124,11 @@ def check_written_at(name: str, given: Mapping[str, Any], x: Any, result: Any) -
     if source is None or given.get("accumulate") or given.get("reduce") or not isinstance(x, ScaledTensor):
         return
     value = operand(source, x)
-    if not all(map(_powers.in_sight, (value._payload, value._scale, result._scale))) or not _is_anywhere(given, value):
+    if not all(map(_powers.is_concrete, (value._payload, value._scale, result._scale))) or not _is_anywhere(
+        given, value
+    ):
         return
-    largest = widened(value).abs().amax().item() * value._scale.item()
+    largest = to_float32(value).abs().amax().item() * value._scale.item()
     scale = result._scale.item()
     if largest and largest <= scale * (smallest(x._payload.dtype) / 2):
         raise ValueError(
@@ -144,11 +146,11 @@ def _is_anywhere(given: Mapping[str, Any], value: ScaledTensor) -> bool:
 
 
 def _is_too_large(payload: Tensor, value: ScaledTensor, largest: float) -> Tensor:
-    return ((payload.abs() > largest) & widened(value).isfinite()).any()
+    return ((payload.abs() > largest) & to_float32(value).isfinite()).any()
 
 
 def _refuse_vanished(x: ScaledTensor, value: ScaledTensor) -> None:
-    largest = widened(value).abs().amax().item()
+    largest = to_float32(value).abs().amax().item()
     if largest:
         raise ValueError(
             f"a value of magnitude {largest * value._scale.item():g} is 0 in {x._payload.dtype} under the scale "

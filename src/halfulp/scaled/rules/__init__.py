@@ -1,7 +1,15 @@
-"""All families of rules, imported so that they are registered."""
+"""Rules of scaled tensors, by family, and the vocabulary that says a rule in one line."""
 
 from .. import _float8 as _float8
 from .. import _write as _write
+from ._vocabulary import aligned as aligned
+from ._vocabulary import data_movement as data_movement
+from ._vocabulary import decoded as decoded
+from ._vocabulary import gate as gate
+from ._vocabulary import homogeneous as homogeneous
+from ._vocabulary import measured_scale as measured_scale
+from ._vocabulary import overloads as overloads
+from ._vocabulary import unit_scale as unit_scale
 from .elementwise import _aligned as _aligned
 from .elementwise import _comparison as _comparison
 from .elementwise import _gates as _gates

@@ -13,48 +13,48 @@ from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
 from ..._dtypes import smallest
 from ..._operands import (
-    decoded,
+    decode_values,
     first_scaled,
+    keep_nonzero,
     logical_of,
-    made,
-    made_to_fit,
-    never_vanished,
+    make_scaled,
+    make_scaled_to_fit,
     operand,
     plain,
     storage_of,
-    widened,
+    to_float32,
 )
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
-from .._families import aligned, bounded, value_of
-from .._homogeneous import by_degree, held_under, joining, under
-from ..memory._constants import constants_under, together
+from .._constants import align_with_constants, constants_under
+from .._results import align, payloads_under, value_of, values_under
+from .._vocabulary import aligned, homogeneous, unit_scale
 
 aten = torch_operators("aten")
 # What is added to keep a divisor from 0 is no larger.
 _LARGEST_EPS = 1e-3
 
 
-def multiplied(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, float]:
+def scaled_by_number(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, float]:
     """x with the power of two nearest to a number in its scale, and what of the number is left."""
     if factor == 1:
         return x, 1.0
     x = operand(x, like)
     power = _powers.power_of(abs(float(factor))) if factor else 1.0
     scale, rest = _powers.product(x._scale, power)
-    wide = wrap(_powers.times(widened(x), rest), scale, x.dtype)
+    wide = wrap(_powers.times(to_float32(x), rest), scale, x.dtype)
     return wide, float(factor) / power
 
 
 @implements(aten.add.Tensor, aten.add.Scalar, family="alignment")
 def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     """a + alpha b under the larger scale."""
-    moved, factor = multiplied(b, alpha, first_scaled((a, b)))
-    (x, y), scale, *_ = aligned(a, moved)
+    moved, factor = scaled_by_number(b, alpha, first_scaled((a, b)))
+    (x, y), scale, *_ = align(a, moved)
     total, storage = torch.add(x, y, alpha=factor), storage_of((a, b))
-    made_up = made_to_fit(total, scale, storage, logical_of((a, b)))
+    made_up = make_scaled_to_fit(total, scale, storage, logical_of((a, b)))
     # An optimizer's or a normalisation's eps, which is to keep a divisor from 0.
-    return never_vanished(made_up, total) if _vanishes(b, scale, storage) else made_up
+    return keep_nonzero(made_up, total) if _vanishes(b, scale, storage) else made_up
 
 
 def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
@@ -65,21 +65,21 @@ def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
     if storage in (torch.float32, torch.bfloat16):
         return False
     if type(number) is not ScaledTensor and isinstance(number, Tensor) and not number.dim():
-        if not _powers.in_sight(number):
+        if not _powers.is_concrete(number):
             return True
         number = abs(number.item())
     if not isinstance(number, (int, float)) or not number > 0:
         return False
-    held = _powers.known(scale)
+    held = _powers.concrete_value(scale)
     return number < (_LARGEST_EPS if held is None else smallest(storage) * held)
 
 
 @implements(aten.sub.Tensor, aten.sub.Scalar, family="alignment")
 def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     """a - alpha b under the larger scale."""
-    moved, factor = multiplied(b, alpha, first_scaled((a, b)))
-    (x, y), scale, *_ = aligned(a, moved)
-    return made_to_fit(torch.sub(x, y, alpha=factor), scale, storage_of((a, b)), logical_of((a, b)))
+    moved, factor = scaled_by_number(b, alpha, first_scaled((a, b)))
+    (x, y), scale, *_ = align(a, moved)
+    return make_scaled_to_fit(torch.sub(x, y, alpha=factor), scale, storage_of((a, b)), logical_of((a, b)))
 
 
 @implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")
@@ -88,14 +88,14 @@ def rsub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     return sub(b, a, alpha)
 
 
-def chosen(operator: OpOverload, a: Any, b: Any) -> Tensor:
+def pick_of_two(operator: OpOverload, a: Any, b: Any) -> Tensor:
     """op(a, b) where it picks of two: constants have no say in the scale."""
-    (x, y), scale = together([a, b])
-    return under(operator(x, y), [scale], [a, b])
+    (x, y), scale = align_with_constants([a, b])
+    return payloads_under(operator(x, y), [scale], [a, b])
 
 
 def _choice(operator: OpOverload) -> None:
-    implements(operator, family="alignment")(lambda a, b: chosen(operator, a, b))
+    implements(operator, family="alignment")(lambda a, b: pick_of_two(operator, a, b))
 
 
 for _operator in (aten.maximum.default, aten.minimum.default, aten.fmax.default, aten.fmin.default):
@@ -108,35 +108,35 @@ def where(condition: Tensor, a: Any, b: Any) -> Tensor:
     condition = plain(condition)
     if not any(isinstance(x, ScaledTensor) for x in (a, b)):
         return torch.where(condition, a, b)
-    (x, y), scale = together([a, b])
-    return under(torch.where(condition, x, y), [scale], [a, b])
+    (x, y), scale = align_with_constants([a, b])
+    return payloads_under(torch.where(condition, x, y), [scale], [a, b])
 
 
 @implements(aten.hypot.default, family="alignment")
 def hypot(a: Any, b: Any) -> Tensor:
     """The root of a^2 + b^2 under the larger scale."""
-    (x, y), scale, storage, dtype = aligned(a, b)
-    return made_to_fit(torch.hypot(x, y), scale, storage, dtype)
+    (x, y), scale, storage, dtype = align(a, b)
+    return make_scaled_to_fit(torch.hypot(x, y), scale, storage, dtype)
 
 
 @implements(aten.cat.default, family="alignment")
 def cat(tensors: Sequence[Any], dim: int = 0) -> Tensor:
     """Tensors in a row under the largest scale."""
-    return _joined(aten.cat.default, tensors, dim)
+    return _concatenate(aten.cat.default, tensors, dim)
 
 
 @implements(aten.stack.default, family="alignment")
 def stack(tensors: Sequence[Any], dim: int = 0) -> Tensor:
     """Tensors side by side under the largest scale."""
-    return _joined(aten.stack.default, tensors, dim)
+    return _concatenate(aten.stack.default, tensors, dim)
 
 
-def _joined(operator: OpOverload, tensors: Sequence[Any], dim: int) -> Tensor:
+def _concatenate(operator: OpOverload, tensors: Sequence[Any], dim: int) -> Tensor:
     dtype = tensors[0].dtype
     for x in tensors[1:]:
         dtype = torch.promote_types(dtype, x.dtype)
-    payloads, scale = together(list(tensors))
-    return made(operator(payloads, dim), scale, storage_of(tensors), dtype)
+    payloads, scale = align_with_constants(list(tensors))
+    return make_scaled(operator(payloads, dim), scale, storage_of(tensors), dtype)
 
 
 def _within(x: ScaledTensor, low: Any, high: Any) -> ScaledTensor:
@@ -153,14 +153,14 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
     """x between bounds; numbers among them keep x's scale."""
     given = [x, *(bound for bound in (low, high) if bound is not None)]
     if not isinstance(x, ScaledTensor) or any(isinstance(b, Tensor) and b.dim() for b in given[1:]):
-        payloads, scale = together(given)
+        payloads, scale = align_with_constants(given)
     else:
         bounds, scale = constants_under(_within(x, low, high), *given[1:], room=False)
         bounds = [torch.full((), b, dtype=torch.float32, device=x.device) if type(b) is float else b for b in bounds]
-        payloads = [_powers.times(widened(x), _powers.ratio(x._scale, scale)), *bounds]
+        payloads = [_powers.times(to_float32(x), _powers.ratio(x._scale, scale)), *bounds]
     values = payloads.pop(0)
     limits = [None if bound is None else payloads.pop(0) for bound in (low, high)]
-    return under(torch.clamp(values, *limits), [scale], given)
+    return payloads_under(torch.clamp(values, *limits), [scale], given)
 
 
 @implements(aten.clamp_min.default, aten.clamp_min.Tensor, family="alignment")
@@ -184,15 +184,15 @@ def hardtanh(x: ScaledTensor, low: Any = -1, high: Any = 1) -> Tensor:
 def with_constant(operator: Any, x: ScaledTensor, value: Any) -> Tensor:
     """op(payload, payload of a constant) under x's scale."""
     (payload,), scale = constants_under(x, value)
-    own = _powers.times(widened(x), _powers.ratio(x._scale, scale))
-    return under(operator(own, payload), [scale], [x])
+    own = _powers.times(to_float32(x), _powers.ratio(x._scale, scale))
+    return payloads_under(operator(own, payload), [scale], [x])
 
 
 @implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor, family="alignment")
 def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
     """A constant where the mask is true, under x's scale."""
     if not isinstance(x, ScaledTensor):
-        return torch.masked_fill(x, mask, decoded(value, x.dtype))
+        return torch.masked_fill(x, mask, decode_values(value, x.dtype))
     return with_constant(lambda p, c: torch.masked_fill(p, mask, c), x, value)
 
 
@@ -204,18 +204,18 @@ def nan_to_num(x: ScaledTensor, nan: Any = None, posinf: Any = None, neginf: Any
     largest = torch.finfo(x.dtype).max
     defaults, _ = constants_under(wrap(x._payload, scale, x.dtype), largest, -largest, room=False)
     constants = [constants[0], *(d if n is None else c for n, c, d in zip((posinf, neginf), constants[1:], defaults))]
-    payload = _powers.times(widened(x), _powers.ratio(x._scale, scale))
+    payload = _powers.times(to_float32(x), _powers.ratio(x._scale, scale))
     infinity = float("inf")
     for found, number in zip((payload.isnan(), payload == infinity, payload == -infinity), constants):
         payload = torch.where(found, number, payload)
-    return under(payload, [scale], [x])
+    return payloads_under(payload, [scale], [x])
 
 
 @implements(aten.constant_pad_nd.default, family="alignment")
 def constant_pad_nd(x: ScaledTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
     """A constant around x, under x's scale."""
     if not value:
-        return under(aten.constant_pad_nd.default(widened(x), pad), [x._scale], [x])
+        return payloads_under(aten.constant_pad_nd.default(to_float32(x), pad), [x._scale], [x])
 
     def padded(payload: Tensor, constant: Any) -> Tensor:
         if not isinstance(constant, Tensor):
@@ -232,10 +232,10 @@ def constant_pad_nd(x: ScaledTensor, pad: Sequence[int], value: Any = 0) -> Tens
 def fill(x: Any, value: Any) -> Tensor:
     """One number everywhere, under its own power of two."""
     if not isinstance(x, ScaledTensor):
-        return torch.full_like(x, 0).copy_(decoded(value))
+        return torch.full_like(x, 0).copy_(decode_values(value))
     number = operand(value, x)
-    payload = torch.empty_like(x._payload, dtype=torch.float32).copy_(widened(number))
-    return made(payload, number._scale.clone(), x._payload.dtype, x.dtype)
+    payload = torch.empty_like(x._payload, dtype=torch.float32).copy_(to_float32(number))
+    return make_scaled(payload, number._scale.clone(), x._payload.dtype, x.dtype)
 
 
 @implements(aten.zero.default, family="alignment")
@@ -248,11 +248,11 @@ def zero(x: ScaledTensor) -> Tensor:
 def copy(x: Any, source: Any, non_blocking: bool = False) -> Tensor:
     """The source's values in x's shape, storage and dtype, under the source's scale."""
     if not isinstance(x, ScaledTensor):
-        return aten.copy.default(x, decoded(source), non_blocking)
+        return aten.copy.default(x, decode_values(source), non_blocking)
     given = operand(source, x)
-    payload = aten.copy.default(torch.empty_like(x._payload, dtype=torch.float32), widened(given), non_blocking)
+    payload = aten.copy.default(torch.empty_like(x._payload, dtype=torch.float32), to_float32(given), non_blocking)
     scale = given._scale.to(x.device) if given._scale.device != x.device else given._scale.clone()
-    return made(payload, scale, x._payload.dtype, x.dtype)
+    return make_scaled(payload, scale, x._payload.dtype, x.dtype)
 
 
 # A remainder by x is no larger than what is divided, nor than the divisor: the scale of the one it is near.
@@ -266,20 +266,20 @@ def _remainder(operator: OpOverload, x: Any, y: Any, keep: Any) -> Tensor:
     like = first_scaled((x, y))
     a, b = operand(x, like), operand(y, like)
     values = operator(value_of(a), value_of(b))
-    return held_under(values, operand(keep, like)._scale, storage_of((x, y)), logical_of((x, y)))
+    return values_under(values, operand(keep, like)._scale, storage_of((x, y)), logical_of((x, y)))
 
 
-bounded(aten.heaviside.default, family="alignment")
-by_degree(aten.copysign.Tensor, family="alignment", self=1, other=0)
-by_degree(aten.copysign.Scalar, family="alignment", self=1)
+unit_scale(aten.heaviside.default, family="alignment")
+homogeneous(aten.copysign.Tensor, family="alignment", self=1, other=0)
+homogeneous(aten.copysign.Scalar, family="alignment", self=1)
 _PADS = [f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
-by_degree(*(getattr(aten, name).default for name in _PADS), family="alignment", self=1)
-by_degree(*(getattr(aten, f"{name}_backward").default for name in _PADS), family="alignment", grad_output=1, self=0)
-joining(
+homogeneous(*(getattr(aten, name).default for name in _PADS), family="alignment", self=1)
+homogeneous(*(getattr(aten, f"{name}_backward").default for name in _PADS), family="alignment", grad_output=1, self=0)
+aligned(
     *(aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default),
     *(aten.as_strided_scatter.default, aten.masked_scatter.default),
     family="alignment",
 )
-by_degree(aten.slice_backward.default, aten.select_backward.default, family="alignment", grad_output=1)
-by_degree(aten.diagonal_backward.default, aten.masked_scatter_backward.default, family="alignment", grad_output=1)
-by_degree(aten.unfold_backward.default, family="alignment", grad_in=1)
+homogeneous(aten.slice_backward.default, aten.select_backward.default, family="alignment", grad_output=1)
+homogeneous(aten.diagonal_backward.default, aten.masked_scatter_backward.default, family="alignment", grad_output=1)
+homogeneous(aten.unfold_backward.default, family="alignment", grad_in=1)

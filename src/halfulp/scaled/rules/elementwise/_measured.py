@@ -7,13 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from ....kernels import torch_operators
-from ..._operands import encoded, logical_of, storage_of
+from ..._operands import encode_values, logical_of, storage_of
 from ..._registry import implements
-from .._families import measured, on_plain, overloads, value_of
+from .._results import value_of
+from .._vocabulary import decoded, measured_scale, overloads
 
 aten = torch_operators("aten")
 
-measured(
+measured_scale(
     *overloads(aten.lgamma, aten.digamma, aten.polygamma, aten.mvlgamma, aten.xlogy, aten.special_xlog1py),
     *overloads(aten.special_zeta, aten.special_entr, aten.special_log_ndtr, aten.special_erfcx, aten.i0),
     *overloads(aten.logaddexp, aten.logaddexp2, aten.nextafter, aten.ldexp, aten.special_airy_ai),
@@ -29,7 +30,7 @@ measured(
     family="special",
 )
 # Distances, samplers, bags and segments, with their gradients: sums whose terms their arguments choose.
-measured(
+measured_scale(
     *overloads(aten._cdist_forward, aten._cdist_backward, aten._euclidean_dist, aten._pdist_forward),
     *overloads(aten._pdist_backward, aten.renorm, aten.embedding_renorm, aten.linalg_cross),
     *overloads(aten.grid_sampler_2d, aten.grid_sampler_2d_backward, aten.grid_sampler_3d),
@@ -53,8 +54,8 @@ def ctc_loss_backward(
     backward = aten._ctc_loss_backward.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss_backward.default
     loss, alpha = operator(values, targets, lengths, target_lengths, *options)
     found = backward(value_of(gradient), values, targets, lengths, target_lengths, loss, alpha, *options)
-    return encoded(found, storage_of(given), dtype=logical_of(given))
+    return encode_values(found, storage_of(given), dtype=logical_of(given))
 
 
 # Sparse layouts leave scaled tensors: plain values.
-on_plain(aten._sparse_coo_tensor_with_dims_and_tensors.default, family="special")
+decoded(aten._sparse_coo_tensor_with_dims_and_tensors.default, family="special")

@@ -11,11 +11,11 @@ from torch._ops import OpOverload
 
 from ....kernels import present, torch_operators
 from ... import _powers_of_two as _powers
-from ..._operands import made, widened
+from ..._operands import make_scaled, to_float32
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
-from .._families import bounded, one, value_of
-from .._homogeneous import by_degree
+from .._results import scale_one, value_of
+from .._vocabulary import homogeneous, unit_scale
 
 aten = torch_operators("aten")
 
@@ -25,8 +25,8 @@ def fitting(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dt
     if storage not in (torch.float32, torch.bfloat16) and values.numel():
         largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
         needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
-        scale = _powers.larger(scale, needed)
-    return made(_powers.times(values, _powers.ratio(one(values), scale)), scale.clone(), storage, dtype)
+        scale = _powers.maximum_scale(scale, needed)
+    return make_scaled(_powers.times(values, _powers.ratio(scale_one(values), scale)), scale.clone(), storage, dtype)
 
 
 def odd(*operators: OpOverload) -> None:
@@ -42,7 +42,7 @@ def odd(*operators: OpOverload) -> None:
 def _odd(operator: OpOverload) -> Callable:
     def compute(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         values = operator(value_of(x), *arguments, **options)
-        own = _powers.known(x._scale)
+        own = _powers.concrete_value(x._scale)
         least = None if own is None else torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
         scale = torch.clamp(x._scale, max=1.0) if least is None else least
         return fitting(values, scale, x._payload.dtype, x.dtype)
@@ -62,7 +62,7 @@ def growing(*operators: OpOverload) -> None:
 def _growing(operator: OpOverload) -> Callable:
     def compute(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         values = operator(value_of(x), *arguments, **options)
-        return fitting(values, one(values), x._payload.dtype, x.dtype)
+        return fitting(values, scale_one(values), x._payload.dtype, x.dtype)
 
     return compute
 
@@ -74,14 +74,15 @@ odd(
     *(aten.tan.default, aten.erfinv.default, aten.frac.default, aten.special_bessel_j1.default),
     *(aten.special_i1e.default, aten.special_i1.default, aten.special_modified_bessel_i1.default),
 )
-bounded(
+unit_scale(
     *(aten.sigmoid.default, aten._softmax.default, aten._log_softmax.default, aten.cos.default),
     *(aten.log.default, aten.log2.default, aten.log10.default, aten.acos.default, aten.acosh.default),
     *(aten.erfc.default, aten.sinc.default, aten.logit.default, aten.atan2.default, aten.angle.default),
     *(aten.special_ndtri.default, aten.special_i0e.default, aten.special_bessel_j0.default),
     *(aten.special_spherical_bessel_j0.default, aten.igamma.default, aten.igammac.default, aten.frexp.Tensor),
+    family="unit output",
 )
-by_degree(
+homogeneous(
     *(aten.tanh_backward.default, aten.sigmoid_backward.default, aten.logit_backward.default),
     family="unit output",
     grad_output=1,
@@ -91,5 +92,5 @@ by_degree(
 @implements(aten.sign.default, aten.sgn.default, family="unit output")
 def sign(x: ScaledTensor) -> Tensor:
     """-1, 0 or 1, of the payload, under the scale 1."""
-    values = torch.sign(widened(x))
-    return made(values, one(values), x._payload.dtype, x.dtype)
+    values = torch.sign(to_float32(x))
+    return make_scaled(values, scale_one(values), x._payload.dtype, x.dtype)

@@ -12,11 +12,11 @@ from torch import distributed as dist
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
 from ..._dtypes import EIGHT_BITS
-from ..._operands import first_scaled, narrowed, operand, widened
+from ..._operands import first_scaled, operand, to_float32, to_storage
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
 from ..._write import write
-from ..products._bilinear import root_of_count
+from .._results import sqrt_of_count
 
 
 def wire_storage(x: ScaledTensor) -> torch.dtype:
@@ -44,18 +44,18 @@ def wire_scales(
     tops = [terms / torch.finfo(storage or wire_storage(x)).max for x in tensors]
     tops = torch.tensor(tops, dtype=torch.float32, device=scales.device)
     needed = _powers.round_to_power(amaxes * tops, "up")
-    return list(torch.maximum(scales * root_of_count(terms), needed).clamp(max=_powers.LARGEST).unbind())
+    return list(torch.maximum(scales * sqrt_of_count(terms), needed).clamp(max=_powers.LARGEST).unbind())
 
 
 def _amax(x: ScaledTensor) -> Tensor:
     if not x.numel():
         return x._scale.new_zeros(())
-    return torch.nan_to_num(widened(x), 0.0, 0.0, 0.0).abs().amax() * x._scale
+    return torch.nan_to_num(to_float32(x), 0.0, 0.0, 0.0).abs().amax() * x._scale
 
 
 def on_the_wire(x: ScaledTensor, scale: Tensor) -> Tensor:
     """The payload under an agreed scale."""
-    return narrowed(_powers.times(widened(x), _powers.ratio(x._scale, scale)), wire_storage(x)).contiguous()
+    return to_storage(_powers.times(to_float32(x), _powers.ratio(x._scale, scale)), wire_storage(x)).contiguous()
 
 
 def _sent(collective: Callable, *arguments: Any, group: Any, **options: Any) -> Any:

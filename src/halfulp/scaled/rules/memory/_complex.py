@@ -12,11 +12,12 @@ from torch import Tensor
 from ....kernels import torch_operators
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
-from .._families import on_plain, value_of
+from .._results import value_of
+from .._vocabulary import decoded
 
 aten = torch_operators("aten")
 
-on_plain(aten._fft_r2c.default, aten.complex.default, aten.polar.default, family="complex")
+decoded(aten._fft_r2c.default, aten.complex.default, aten.polar.default, family="complex")
 
 
 @implements(aten.view_as_complex.default, family="complex")

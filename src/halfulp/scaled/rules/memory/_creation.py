@@ -25,7 +25,7 @@ def constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype 
     storage = storage or x._payload.dtype
     finite = value == value and abs(value) != float("inf")
     # An infinity has the scale of zeros: it decides nothing.
-    power = _powers.power_of(abs(value)) if value and finite else (1.0 if value != value else _powers.ANY)
+    power = _powers.power_of(abs(value)) if value and finite else (1.0 if value != value else _powers.ZERO_SCALE)
     mantissa = value / power if finite else value
     if power == _powers.LARGEST:  # the next number above float32's largest would be infinity
         mantissa = math.copysign(min(abs(mantissa), 2 - torch.finfo(storage).eps), mantissa)
@@ -85,4 +85,4 @@ def new_empty_strided(x: ScaledTensor, size: Any, stride: Any, **options: Any) -
     if plain.dtype not in LOGICALS:
         return plain.zero_()
     payload = x._payload.new_empty_strided(size, stride, **(options | {"dtype": x._payload.dtype})).zero_()
-    return wrap(payload, torch.full((), _powers.ANY, dtype=torch.float32, device=plain.device), plain.dtype)
+    return wrap(payload, torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=plain.device), plain.dtype)

@@ -10,14 +10,14 @@ from torch._ops import OpOverload
 
 from ....kernels import torch_operators
 from ..._dtypes import LOGICALS
-from ..._operands import decoded
+from ..._operands import decode_values
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
-from .._families import linear, moving
+from .._vocabulary import data_movement, homogeneous
 
 aten = torch_operators("aten")
 
-moving(
+data_movement(
     *(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default, aten.transpose.int),
     *(aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default),
     *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default, aten.detach.default),
@@ -25,16 +25,18 @@ moving(
     *(aten.as_strided.default, aten.clone.default, aten.flip.default, aten.roll.default, aten.repeat.default),
     *(aten.index_select.default, aten.gather.default, aten.index.Tensor, aten._unsafe_index.Tensor),
     *(aten.embedding.default, aten.take.default, aten.tril.default, aten.triu.default, aten.masked_select.default),
+    family="pass-through",
 )
-moving(
+data_movement(
     *(aten.view_copy.default, aten._reshape_copy.default, aten._reshape_alias_copy.default, aten.t_copy.default),
     *(aten.transpose_copy.int, aten.permute_copy.default, aten.expand_copy.default, aten.slice_copy.Tensor),
     *(aten.select_copy.int, aten.unsqueeze_copy.default, aten.squeeze_copy.default, aten.squeeze_copy.dim),
     *(aten.squeeze_copy.dims, aten.alias_copy.default, aten.detach_copy.default, aten.lift_fresh_copy.default),
     *(aten.split_copy.Tensor, aten.split_with_sizes_copy.default, aten.unbind_copy.int, aten.diagonal_copy.default),
     *(aten.unfold_copy.default, aten.as_strided_copy.default, aten.narrow_copy.default),
+    family="pass-through",
 )
-linear(aten.relu.default, aten.abs.default, aten.neg.default)
+homogeneous(aten.relu.default, aten.abs.default, aten.neg.default, family="pass-through")
 
 
 @implements(aten._to_copy.default, family="pass-through")
@@ -43,7 +45,7 @@ def to_copy(
 ) -> Tensor:
     """Another logical dtype or device: payload and scale as they are. Integers and truth values take the value."""
     if dtype is not None and dtype not in LOGICALS:
-        return aten._to_copy.default(decoded(x), dtype=dtype, device=device, memory_format=memory_format)
+        return aten._to_copy.default(decode_values(x), dtype=dtype, device=device, memory_format=memory_format)
     payload = aten._to_copy.default(x._payload, device=device, memory_format=memory_format)
     scale = aten._to_copy.default(x._scale, device=device)
     return wrap(payload, scale, dtype or x.dtype)
@@ -52,7 +54,7 @@ def to_copy(
 @implements(aten._local_scalar_dense.default, family="pass-through")
 def local_scalar_dense(x: ScaledTensor) -> float:
     """The value as a Python number."""
-    return aten._local_scalar_dense.default(decoded(x, torch.float64))
+    return aten._local_scalar_dense.default(decode_values(x, torch.float64))
 
 
 def _on_payloads(operator: OpOverload) -> None:

@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from ....kernels import torch_operators
 from ....subclass import group_size
-from ..._operands import made
+from ..._operands import make_scaled
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
 from ._collectives import on_the_wire, wire_scales, wire_storage
@@ -36,7 +36,7 @@ def _reduced(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> Sca
     size = group_size(arguments[-1]) if adds else 1
     scale = _agreed(x, arguments[-1], size)
     values = _sent(name, on_the_wire(x, scale), "sum" if adds else reduction, *arguments).to(torch.float32)
-    return made(values / size if reduction == "avg" else values, scale, wire_storage(x), x.dtype)
+    return make_scaled(values / size if reduction == "avg" else values, scale, wire_storage(x), x.dtype)
 
 
 def all_reduce(x: ScaledTensor, reduction: str, group: Any) -> ScaledTensor:

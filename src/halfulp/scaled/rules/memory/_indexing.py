@@ -10,14 +10,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ....kernels import torch_operators
-from ..._operands import decoded, first_scaled, operand
+from ..._operands import decode_values, first_scaled, operand
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
 from ..._write import check_written_at, write
-from .._families import value_of
-from .._homogeneous import by_degree, measured_like, under
-from ..elementwise._aligned import multiplied
-from ._constants import is_constant, together
+from .._constants import align_with_constants, is_constant
+from .._results import measured_like, payloads_under, value_of
+from .._vocabulary import homogeneous
+from ..elementwise._aligned import scaled_by_number
 
 aten = torch_operators("aten")
 
@@ -27,8 +27,8 @@ def written(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Te
     like = first_scaled((x, source))
     if is_constant(source) and not isinstance(x, ScaledTensor):
         x = operand(x, like)
-    (base, values), scale = together([operand(x, like) if is_constant(x) else x, source])
-    return under(compute(base, values), [scale], [x, source])
+    (base, values), scale = align_with_constants([operand(x, like) if is_constant(x) else x, source])
+    return payloads_under(compute(base, values), [scale], [x, source])
 
 
 @implements(aten.index_put.default, aten._unsafe_index_put.default, family="indexing")
@@ -104,7 +104,7 @@ def scatter_value_with(x: Any, dim: int, index: Tensor, value: Any, *, reduce: s
 @implements(aten.index_add.default, family="indexing")
 def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -> Tensor:
     """A source, alpha times, added at indices of a dimension."""
-    moved, factor = multiplied(source, alpha, first_scaled((x, source)))
+    moved, factor = scaled_by_number(source, alpha, first_scaled((x, source)))
     moved = operand(moved, first_scaled((x, source)))
     return written(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
 
@@ -120,9 +120,9 @@ def index_copy(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
 def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
     """A constant at indices of a dimension, under x's scale."""
     if not isinstance(x, ScaledTensor):
-        return aten.index_fill.int_Tensor(x, dim, index, decoded(value, x.dtype))
+        return aten.index_fill.int_Tensor(x, dim, index, decode_values(value, x.dtype))
     if isinstance(value, ScaledTensor):
-        value = decoded(value, torch.float32)
+        value = decode_values(value, torch.float32)
     constant = value if isinstance(value, Tensor) else _constant(value, x)
     return written(x, constant, lambda p, v: aten.index_fill.int_Tensor(p, dim, index, v))
 
@@ -133,7 +133,7 @@ def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
     return written(x, source, lambda p, v: aten.put.default(p, index, v, accumulate))
 
 
-by_degree(aten.embedding_dense_backward.default, family="indexing", grad_output=1)
+homogeneous(aten.embedding_dense_backward.default, family="indexing", grad_output=1)
 
 
 def _constant(value: Any, x: Tensor) -> Tensor:

@@ -10,19 +10,19 @@ from torch._ops import OpOverload
 
 from ....kernels import torch_operators
 from ..._dtypes import LOGICALS
-from ..._operands import encoded, made, widened
+from ..._operands import encode_values, make_scaled, to_float32
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
 from ..._write import write
-from .._families import bounded, linear, measured
-from .._homogeneous import measured_like
+from .._results import measured_like
+from .._vocabulary import homogeneous, measured_scale, unit_scale
 
 aten = torch_operators("aten")
 
-linear(aten.native_dropout.default)
-bounded(aten.bernoulli.default, aten.bernoulli.Tensor, aten.bernoulli.p, family="random")
-bounded(aten.multinomial.default, family="random")
-measured(
+homogeneous(aten.native_dropout.default, family="pass-through")
+unit_scale(aten.bernoulli.default, aten.bernoulli.Tensor, aten.bernoulli.p, family="random")
+unit_scale(aten.multinomial.default, family="random")
+measured_scale(
     *(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor, aten.poisson.default),
     *(aten.binomial.default, aten._standard_gamma.default, aten._standard_gamma_grad.default),
     *(aten._sample_dirichlet.default, aten._dirichlet_grad.default),
@@ -33,8 +33,8 @@ measured(
 @implements(aten.native_dropout_backward.default, family="random")
 def native_dropout_backward(gradient: ScaledTensor, mask: Tensor, factor: float) -> Tensor:
     """The gradient where the mask is true, times a factor about 1."""
-    values = aten.native_dropout_backward.default(widened(gradient), mask, factor)
-    return made(values, gradient._scale.clone(), gradient._payload.dtype, gradient.dtype)
+    values = aten.native_dropout_backward.default(to_float32(gradient), mask, factor)
+    return make_scaled(values, gradient._scale.clone(), gradient._payload.dtype, gradient.dtype)
 
 
 def _drawn(operator: OpOverload) -> None:
@@ -74,7 +74,7 @@ def _like(operator: OpOverload) -> None:
             return operator(torch.empty_like(x._payload, dtype=dtype), *arguments, **options)
         options["dtype"] = torch.float32
         values = operator(torch.empty_like(x._payload, dtype=torch.float32), *arguments, **options)
-        return encoded(values, x._payload.dtype, dtype=dtype)
+        return encode_values(values, x._payload.dtype, dtype=dtype)
 
     implements(operator, family="random")(like)
 

@@ -11,11 +11,12 @@ from torch._ops import OpOverload
 
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
-from ..._operands import first_scaled, logical_of, narrowed, operand, widened
+from ..._operands import first_scaled, logical_of, operand, to_float32, to_storage
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
-from .._families import measured, result, value_of
-from ..products._bilinear import over, product_storage, root_of_count
+from .._results import make_result, sqrt_of_count, value_of
+from .._vocabulary import measured_scale
+from ..products._bilinear import product_over, product_storage
 
 aten = torch_operators("aten")
 
@@ -45,7 +46,7 @@ def _attention(operator: OpOverload) -> None:
         output, *others = call_by_name(
             operator, given | _payloads(query, key, value, kernel) | _bias_values(given, kernel)
         )
-        return result(output.to(torch.float32), value._scale.clone(), 1.0, storage, dtype), *others
+        return make_result(output.to(torch.float32), value._scale.clone(), 1.0, storage, dtype), *others
 
     implements(operator, family="attention")(attend)
 
@@ -65,20 +66,20 @@ def _attention_backward(operator: OpOverload) -> None:
         gradient, query, key, value, output, storage = _operands(tensors, given)
         kernel = _kernel_dtype(operator, storage, query.dtype)
         bias = _bias_values(given, kernel)
-        to_value = over(output._scale, scale=value._scale)
+        to_value = product_over(output._scale, scale=value._scale)
         payloads = _payloads(query, key, value, kernel) | {
-            of_output: narrowed(widened(gradient), kernel),
-            "out": narrowed(_powers.times(widened(output), to_value), kernel),
+            of_output: to_storage(to_float32(gradient), kernel),
+            "out": to_storage(_powers.times(to_float32(output), to_value), kernel),
             "logsumexp": value_of(given["logsumexp"]),
         }
         results = call_by_name(operator, given | payloads | bias)
         sg, sq, sk, sv = (x._scale for x in (gradient, query, key, value))
-        spread = root_of_count(key.shape[-2])
+        sum_scale = sqrt_of_count(key.shape[-2])
         parts = [
-            ((sg, sv, sk, 1.0 / spread), (spread,), query.dtype),
-            ((sg, sv, sq, 1.0 / spread), (spread, 1.0 / over(sq, sk)), key.dtype),
+            ((sg, sv, sk, 1.0 / sum_scale), (sum_scale,), query.dtype),
+            ((sg, sv, sq, 1.0 / sum_scale), (sum_scale, 1.0 / product_over(sq, sk)), key.dtype),
             ((sg,), (), value.dtype),
-            ((sg, sv, 1.0 / spread), (spread,), next((given[name].dtype for name in bias), None)),
+            ((sg, sv, 1.0 / sum_scale), (sum_scale,), next((given[name].dtype for name in bias), None)),
         ]
         return tuple(_gradient(y, *part, storage) for y, part in zip(results, parts))
 
@@ -111,9 +112,9 @@ def _kernel_dtype(operator: OpOverload, storage: torch.dtype, dtype: torch.dtype
 
 
 def _payloads(query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kernel: torch.dtype) -> dict[str, Tensor]:
-    query_payload = _powers.times(widened(query), over(query._scale, key._scale))
-    payloads = (query_payload, widened(key), widened(value))
-    return {name: narrowed(payload, kernel) for name, payload in zip(_INPUTS, payloads)}
+    query_payload = _powers.times(to_float32(query), product_over(query._scale, key._scale))
+    payloads = (query_payload, to_float32(key), to_float32(value))
+    return {name: to_storage(payload, kernel) for name, payload in zip(_INPUTS, payloads)}
 
 
 def _bias_values(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
@@ -129,7 +130,7 @@ def _gradient(y: Any, scales: tuple, factors: tuple, dtype: torch.dtype | None, 
     values = y.to(torch.float32)
     for factor in factors:
         values = _powers.times(values, factor)
-    return result(values, scale, rest, storage, dtype or y.dtype)
+    return make_result(values, scale, rest, storage, dtype or y.dtype)
 
 
 for _operator in (
@@ -151,7 +152,9 @@ for _operator in (
     _attention_backward(_operator)
 
 # What torch.nn's inference takes in one step: on values.
-measured(*(aten._native_multi_head_attention.default, aten._transformer_encoder_layer_fwd.default), family="attention")
+measured_scale(
+    *(aten._native_multi_head_attention.default, aten._transformer_encoder_layer_fwd.default), family="attention"
+)
 
 
 @implements(aten._fused_sdp_choice.default, family="attention")

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from ....kernels import define_operator, untraced
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
-from ..._storage_rules import brought_home, is_wide, widen
+from ..._storage_rules import is_above_home, round_to_home, with_float32_payload
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, *_RECURRENT)
@@ -31,7 +31,7 @@ torch.library.register_autograd("halfulp::bring_home", lambda context, gradient:
 @implements(_bring_home, family="rescaling")
 def bring_home(x: ScaledTensor) -> ScaledTensor:
     """The values in the home storage, under a measured scale; what is no wider, as it is."""
-    return brought_home(x) if is_wide(x) else x.clone()
+    return round_to_home(x) if is_above_home(x) else x.clone()
 
 
 class _BringHome(torch.autograd.Function):
@@ -41,7 +41,7 @@ class _BringHome(torch.autograd.Function):
 
     @staticmethod
     def forward(x: ScaledTensor) -> ScaledTensor:
-        return brought_home(x)
+        return round_to_home(x)
 
     @staticmethod
     def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
@@ -86,10 +86,10 @@ def _has_home(parameter: Tensor) -> bool:
 @untraced
 def _bring_inputs_home(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
     """A forward pre-hook. Compilers choose themselves what to keep, and the products' rules do the same there."""
-    if torch.compiler.is_compiling() or not any(map(is_wide, (*arguments, *options.values()))):
+    if torch.compiler.is_compiling() or not any(map(is_above_home, (*arguments, *options.values()))):
         return None
     for x in (*arguments, *options.values()):
-        if is_wide(x) and x.grad_fn is not None:
+        if is_above_home(x) and x.grad_fn is not None:
             _narrow_last_factors(x.grad_fn)
     entered = _entering()
     return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
@@ -114,8 +114,8 @@ def _narrow_last_factors(node: Any) -> None:
     makers = [maker for maker, _ in node.next_functions]
     for maker, saved in zip(makers, (node._raw_saved_self, node._raw_saved_other)):
         is_kept = maker is None or maker.name() in _MOVES or hasattr(maker, "_raw_saved_result")
-        if not is_kept and not isinstance(maker, _LEAF) and saved.unpack_hook is None and is_wide(saved.data):
-            saved.register_hooks(brought_home, widen)
+        if not is_kept and not isinstance(maker, _LEAF) and saved.unpack_hook is None and is_above_home(saved.data):
+            saved.register_hooks(round_to_home, with_float32_payload)
 
 
 _LEAF = torch._C._functions.AccumulateGrad
@@ -126,7 +126,7 @@ def _bring_results_home(module: nn.Module, arguments: tuple, results: Any) -> An
     """A forward hook: where torch has no fused kernel, a recurrent layer ends in pointwise operators."""
     if torch.compiler.is_compiling():
         return tree_map(lambda x: _bring_home(x) if isinstance(x, ScaledTensor) else x, results)
-    return tree_map(lambda x: _BringHome.apply(x) if is_wide(x) else x, results)
+    return tree_map(lambda x: _BringHome.apply(x) if is_above_home(x) else x, results)
 
 
 def _entering() -> Callable[[Any], Any]:
@@ -134,7 +134,7 @@ def _entering() -> Callable[[Any], Any]:
     found: dict[int, Tensor] = {}
 
     def entered(x: Any) -> Any:
-        if not is_wide(x):
+        if not is_above_home(x):
             return x
         if id(x) not in found:
             found[id(x)] = _BringHome.apply(x)

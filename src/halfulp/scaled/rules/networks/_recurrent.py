@@ -11,11 +11,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
-from ..._float8 import unit_scale
-from ..._operands import logical_of, made, operand, storage_of, widened
+from ..._float8 import rms_scale_float32
+from ..._operands import logical_of, make_scaled, operand, storage_of, to_float32
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
-from .._families import moving, value_of
+from .._results import value_of
+from .._vocabulary import data_movement
 from ._attention import arguments_by_name, call_by_name
 
 aten = torch_operators("aten")
@@ -45,8 +46,8 @@ def _layer_backward(operator: OpOverload) -> None:
         names = [name for name, x in given.items() if name.startswith("grad_") and isinstance(x, Tensor)]
         like = next(x for x in leaves if isinstance(x, ScaledTensor))
         gradients = [operand(given[name], like) for name in names]
-        scale = _powers.larger(*(x._scale for x in gradients))
-        payloads = [_powers.times(widened(x), _powers.ratio(x._scale, scale)) for x in gradients]
+        scale = _powers.maximum_scale(*(x._scale for x in gradients))
+        payloads = [_powers.times(to_float32(x), _powers.ratio(x._scale, scale)) for x in gradients]
         given = tree_map(value_of, given) | dict(zip(names, payloads))
         return tree_map(lambda y: _measured(y, scale, storage, dtype), call_by_name(operator, given))
 
@@ -57,9 +58,9 @@ def _measured(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -
     """float32 values, of which a scale was left out, under a measured one."""
     if not isinstance(y, Tensor) or not y.is_floating_point():
         return y
-    level = unit_scale(y, storage)
+    level = rms_scale_float32(y, storage)
     scale, rest = _powers.product(scale, level)
-    return made(_powers.times(y / level, rest), scale, storage, dtype)
+    return make_scaled(_powers.times(y / level, rest), scale, storage, dtype)
 
 
 _layer(aten.mkldnn_rnn_layer.default, 3)
@@ -70,7 +71,7 @@ _layer_backward(aten.mkldnn_rnn_layer_backward.default)
 _layer_backward(aten._cudnn_rnn_backward.default)
 _layer_backward(aten._thnn_fused_lstm_cell_backward_impl.default)
 _layer_backward(aten._thnn_fused_gru_cell_backward.default)
-moving(aten._pack_padded_sequence_backward.default)
+data_movement(aten._pack_padded_sequence_backward.default, family="pass-through")
 
 
 @implements(aten._pack_padded_sequence.default, family="pass-through")

@@ -12,40 +12,26 @@ from torch._ops import OpOverload
 
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
-from ..._derivation import on_values
+from ..._derivation import run_on_values
 from ..._dtypes import EIGHT_BITS
 from ..._float8 import eight_bit_product, is_eight_bit_product
 from ..._operands import (
     first_scaled,
+    keep_nonzero,
     logical_of,
-    made,
-    made_to_fit,
+    make_scaled,
+    make_scaled_to_fit,
     multiplicand,
-    never_vanished,
     operand,
     storage_of,
-    widened,
+    to_float32,
 )
 from ..._powers_of_two import power_of
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
-from .._families import aligned, result, value_of
+from .._results import align, make_result, sqrt_of_count, value_of
 
 aten = torch_operators("aten")
-
-
-def root_of_count(count: int) -> float:
-    """The power of two below the square root of a number of terms.
-
-    Any power of two would give the same values: of a symbolic size the one of the size that is traced is taken, so
-    that other sizes run in the same graph.
-    """
-    if isinstance(count, torch.SymInt):
-        count = count.node.hint if count.node.has_hint() else 1
-    power = 1
-    while count >= 4 * power * power:
-        power *= 2
-    return float(power)
 
 
 def product_storage(operands: tuple) -> torch.dtype:
@@ -54,21 +40,21 @@ def product_storage(operands: tuple) -> torch.dtype:
     return torch.float16 if storage in EIGHT_BITS else storage
 
 
-def inverse(scale: Tensor) -> Tensor | float:
+def reciprocal_of_scale(scale: Tensor) -> Tensor | float:
     """1 / scale as a factor; that of zeros of any scale is 1, or what is divided by them would decide alignments."""
-    value = _powers.known(scale)
+    value = _powers.concrete_value(scale)
     if value is not None:
-        return 1.0 if value == _powers.ANY else 1.0 / value
-    return torch.where(scale == _powers.ANY, torch.ones_like(scale), scale).double().reciprocal()
+        return 1.0 if value == _powers.ZERO_SCALE else 1.0 / value
+    return torch.where(scale == _powers.ZERO_SCALE, torch.ones_like(scale), scale).double().reciprocal()
 
 
-def over(*factors: Tensor | float, scale: Tensor | None = None) -> Tensor | float:
+def product_over(*factors: Tensor | float, scale: Tensor | None = None) -> Tensor | float:
     """The product of some scales, divided by another: what payloads take to come under it.
 
     It stays a normal float32 number, as an infinity under the scale of zeros must not meet a factor of 0.
     """
-    values = [_powers.known(factor) if isinstance(factor, Tensor) else factor for factor in factors]
-    held = 1.0 if scale is None else _powers.known(scale)
+    values = [_powers.concrete_value(factor) if isinstance(factor, Tensor) else factor for factor in factors]
+    held = 1.0 if scale is None else _powers.concrete_value(scale)
     if held is not None and None not in values:
         return min(max(math.prod(values) / held, _powers.SMALLEST), _powers.LARGEST)
     total = factors[0].double() if scale is None else scale.double().reciprocal() * factors[0]
@@ -92,13 +78,13 @@ def split_number(value: Any) -> tuple[Any, float]:
     value = float(value)
     if not math.isfinite(value):
         return value, 1.0
-    power = power_of(abs(value)) if value else _powers.ANY
+    power = power_of(abs(value)) if value else _powers.ZERO_SCALE
     return value / power, power
 
 
-def zeros_scale(x: ScaledTensor) -> Tensor:
+def zero_scale_like(x: ScaledTensor) -> Tensor:
     """The scale of zeros, which decides nothing."""
-    return torch.full_like(x._scale, _powers.ANY)
+    return torch.full_like(x._scale, _powers.ZERO_SCALE)
 
 
 def _is_complex(x: Any) -> bool:
@@ -112,24 +98,24 @@ _WITH_FACTOR = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.badd
 def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torch.dtype | None = None) -> Tensor:
     """op(pa, pb) / c under the scale sa sb c, with c the power of two below sqrt(terms)."""
     if _is_complex(a) or _is_complex(b):
-        return on_values(operator, a, b)
+        return run_on_values(operator, a, b)
     like = first_scaled((a, b))
-    x, y = (factor_of_product(t, like) for t in (a, b))
-    spread = root_of_count(terms)
-    scale, rest = _powers.product(x._scale, y._scale, spread)
+    x, y = (product_operand(t, like) for t in (a, b))
+    sum_scale = sqrt_of_count(terms)
+    scale, rest = _powers.product(x._scale, y._scale, sum_scale)
     if operator is aten.mm.default and is_eight_bit_product(x._payload, y._payload):
-        values = eight_bit_product(x._payload, y._payload, 1.0 / spread)
+        values = eight_bit_product(x._payload, y._payload, 1.0 / sum_scale)
     else:
-        left, right = _for_product(x, y) if operator in _WITH_FACTOR else (widened(x), widened(y))
-        factor = 1.0 / spread
+        left, right = _for_product(x, y) if operator in _WITH_FACTOR else (to_float32(x), to_float32(y))
+        factor = 1.0 / sum_scale
         if isinstance(rest, Tensor) and _is_transposed(left):
             # A weight's gradient, which nothing follows; what is transposed a pass has just made, and takes the factor.
             left, factor, rest = (left.mT * (rest * factor)).mT, 1.0, 1.0
         values = _divided_product(operator, left, right, factor)
-    return result(values, scale, rest, product_storage((a, b)), dtype or logical_of((a, b)))
+    return make_result(values, scale, rest, product_storage((a, b)), dtype or logical_of((a, b)))
 
 
-def factor_of_product(x: Any, like: ScaledTensor) -> ScaledTensor:
+def product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     """An operand of a product of matrices: a plain one is rounded to bfloat16 where the other is, to multiply as such.
 
     Of the narrow types it alone has float32's range, so that nothing but digits is lost.
@@ -148,7 +134,7 @@ def _for_product(*tensors: ScaledTensor) -> list[Tensor]:
     payloads = [x._payload for x in tensors]
     if all(payload.dtype == torch.bfloat16 for payload in payloads):
         return payloads
-    return [widened(x) for x in tensors]
+    return [to_float32(x) for x in tensors]
 
 
 def _is_transposed(matrix: Tensor) -> bool:
@@ -185,48 +171,48 @@ def product_as(a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
 def mul(a: Any, b: Any) -> Tensor:
     """pa pb under the scale sa sb; a number is split at the power of two next to it in log2."""
     if _is_complex(a) or _is_complex(b):
-        return on_values(aten.mul.Tensor, a, b)
+        return run_on_values(aten.mul.Tensor, a, b)
     if not isinstance(a, Tensor):
         a, b = b, a
     dtype = logical_of((a, b))
     if not isinstance(b, Tensor):
         mantissa, power = split_number(b)
-        scale, rest = (zeros_scale(a), 1.0) if power == _powers.ANY else _powers.product(a._scale, power)
+        scale, rest = (zero_scale_like(a), 1.0) if power == _powers.ZERO_SCALE else _powers.product(a._scale, power)
         if type(mantissa) is float and mantissa == 1.0 and type(rest) is float and rest == 1.0:
             return wrap(a._payload.clone(), scale, dtype)
-        return result(widened(a) * mantissa, scale, rest, a._payload.dtype, dtype)
+        return make_result(to_float32(a) * mantissa, scale, rest, a._payload.dtype, dtype)
     like = first_scaled((a, b))
     x, y = operand(a, like), operand(b, like)
     scale, rest = _powers.product(x._scale, y._scale)
     # Compilers take addcmul_(g, g) of a second moment apart: squares need twice the range of what is squared.
-    is_square = a is b and not _powers.in_sight(x._payload)
+    is_square = a is b and not _powers.is_concrete(x._payload)
     storage = torch.float32 if is_square else storage_of((a, b))
-    return result(widened(x) * widened(y), scale, rest, storage, dtype)
+    return make_result(to_float32(x) * to_float32(y), scale, rest, storage, dtype)
 
 
 @implements(aten.div.Tensor, aten.div.Scalar, family="bilinear")
 def div(a: Any, b: Any) -> Tensor:
     """pa / pb under the scale sa / sb."""
     if _is_complex(a) or _is_complex(b):
-        return on_values(aten.div.Tensor, a, b)
+        return run_on_values(aten.div.Tensor, a, b)
     dtype = logical_of((a, b))
     if not isinstance(b, Tensor):
         mantissa, power = (0.0, 1.0) if not is_symbolic(b) and b == 0 else split_number(b)
         scale, rest = _powers.product(a._scale, 1.0 / power)
-        return result(widened(a) / mantissa, scale, rest, a._payload.dtype, dtype)
+        return make_result(to_float32(a) / mantissa, scale, rest, a._payload.dtype, dtype)
     like = first_scaled((a, b))
     x, y = operand(a, like), operand(b, like)
-    scale, rest = _powers.product(x._scale, inverse(y._scale))
+    scale, rest = _powers.product(x._scale, reciprocal_of_scale(y._scale))
     rest = _powers_of_zeros(y._scale, rest)
-    return result(widened(x) / widened(y), scale, rest, storage_of((a, b)), dtype)
+    return make_result(to_float32(x) / to_float32(y), scale, rest, storage_of((a, b)), dtype)
 
 
 def _powers_of_zeros(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
     """What `inverse` left out of the scale of a divisor as small as the smallest scale."""
-    value = _powers.known(divisor)
+    value = _powers.concrete_value(divisor)
     if value is not None:
-        return rest / _powers.ANY if value == _powers.ANY else rest
-    return torch.where(divisor == _powers.ANY, 1.0 / _powers.ANY, 1.0) * rest
+        return rest / _powers.ZERO_SCALE if value == _powers.ZERO_SCALE else rest
+    return torch.where(divisor == _powers.ZERO_SCALE, 1.0 / _powers.ZERO_SCALE, 1.0) * rest
 
 
 @implements(aten.div.Tensor_mode, aten.div.Scalar_mode, family="bilinear")
@@ -234,13 +220,13 @@ def div_rounded(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
     """The quotient of values, rounded to integers: it depends on the ratio alone, and is 0 or at least 1."""
     if rounding_mode is None:
         return div(a, b)
-    (x, y), _, storage, dtype = aligned(a, b)
+    (x, y), _, storage, dtype = align(a, b)
     like = first_scaled((a, b))
     bottom = operand(b, like)._scale
-    scale, _ = _powers.product(operand(a, like)._scale, inverse(bottom))
-    scale = _powers.larger(scale, torch.ones_like(scale))
+    scale, _ = _powers.product(operand(a, like)._scale, reciprocal_of_scale(bottom))
+    scale = _powers.maximum_scale(scale, torch.ones_like(scale))
     quotient = aten.div.Tensor_mode(x, y, rounding_mode=rounding_mode)
-    return made(_powers.times(quotient, over(1.0, scale=scale)), scale, storage, dtype)
+    return make_scaled(_powers.times(quotient, product_over(1.0, scale=scale)), scale, storage, dtype)
 
 
 @implements(aten.floor_divide.default, aten.floor_divide.Scalar, family="bilinear")
@@ -249,13 +235,13 @@ def floor_divide(a: Any, b: Any) -> Tensor:
     return div_rounded(a, b, rounding_mode="floor")
 
 
-def joined(
+def add_scaled_product(
     base: Any,
     a: Any,
     b: Any,
     compute: Callable,
     *,
-    spread: float = 1.0,
+    sum_scale: float = 1.0,
     beta: Any = 1,
     alpha: Any = 1,
     quotient: bool = False,
@@ -273,28 +259,28 @@ def joined(
     """
     like = first_scaled((base, a, b))
     storage, dtype = product_storage((base, a, b)), logical_of((base, a, b))
-    as_factor = factor_of_product if separate else operand
+    as_factor = product_operand if separate else operand
     base, x, y = operand(base, like), as_factor(a, like), as_factor(b, like)
-    factors = (x._scale, inverse(y._scale) if quotient else y._scale)
+    factors = (x._scale, reciprocal_of_scale(y._scale) if quotient else y._scale)
     own, _ = _powers.product(base._scale, split_number(beta)[1])
-    own = zeros_scale(base) if not is_symbolic(beta) and beta == 0 else own
-    other, _ = _powers.product(*factors, split_number(alpha)[1], spread)
-    scale = _powers.larger(own, other)
-    of_base, of_product = over(base._scale, scale=scale), over(*factors, scale=scale)
+    own = zero_scale_like(base) if not is_symbolic(beta) and beta == 0 else own
+    other, _ = _powers.product(*factors, split_number(alpha)[1], sum_scale)
+    scale = _powers.maximum_scale(own, other)
+    of_base, of_product = product_over(base._scale, scale=scale), product_over(*factors, scale=scale)
     if quotient:
         of_product = _powers_of_zeros(y._scale, of_product)
-    start, left, right = _for_product(base, x, y) if separate else (widened(base), widened(x), widened(y))
+    start, left, right = _for_product(base, x, y) if separate else (to_float32(base), to_float32(x), to_float32(y))
     if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
         y = compute(start, left, right, _in_range(beta * of_base), _in_range(alpha * of_product))
-        return result(y, scale, 1.0, storage, dtype)
+        return make_result(y, scale, 1.0, storage, dtype)
     if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
         # Factors after the product become one pass with what follows; before it they would be one over a matrix.
-        return made_to_fit(
+        return make_scaled_to_fit(
             separate(left, right) * (alpha * of_product) + start * (beta * of_base), scale, storage, dtype
         )
     # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
     left, right = (left * of_product, right) if quotient else (left, right * of_product)
-    return made_to_fit(compute(start * of_base, left, right, beta, alpha), scale, storage, dtype)
+    return make_scaled_to_fit(compute(start * of_base, left, right, beta, alpha), scale, storage, dtype)
 
 
 def _in_range(number: Any) -> Any:
@@ -308,8 +294,8 @@ def _added_product(operator: OpOverload, terms: Callable[[Any, Any], int], separ
         return operator(base, a, b, beta=beta, alpha=alpha)
 
     def added(base: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        spread = root_of_count(terms(a, b))
-        return joined(base, a, b, compute, spread=spread, beta=beta, alpha=alpha, separate=separate)
+        sum_scale = sqrt_of_count(terms(a, b))
+        return add_scaled_product(base, a, b, compute, sum_scale=sum_scale, beta=beta, alpha=alpha, separate=separate)
 
     return implements(operator, family="bilinear")(added)
 
@@ -332,21 +318,21 @@ def added_product_as(base: Any, a: Any, b: Any, out_dtype: torch.dtype, *, beta:
 def addcmul(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
     """base + value a b."""
     compute = lambda z, x, y, one, v: aten.addcmul.default(_times(z, one), x, y, value=v)  # noqa: E731
-    total = joined(base, a, b, compute, alpha=value)
+    total = add_scaled_product(base, a, b, compute, alpha=value)
     if not (isinstance(base, ScaledTensor) and isinstance(a, ScaledTensor) and a is b):
         return total
     if is_symbolic(value) or not value > 0:
         return total
     # A second moment: squares need twice the range of what is squared, and an optimizer divides by their roots.
-    before = widened(base)
-    return never_vanished(total, torch.where(before >= 0, torch.maximum(widened(a).abs(), before), 0.0))
+    before = to_float32(base)
+    return keep_nonzero(total, torch.where(before >= 0, torch.maximum(to_float32(a).abs(), before), 0.0))
 
 
 @implements(aten.addcdiv.default, family="bilinear")
 def addcdiv(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
     """base + value a / b."""
     compute = lambda z, x, y, one, v: aten.addcdiv.default(_times(z, one), x, y, value=v)  # noqa: E731
-    return joined(base, a, b, compute, alpha=value, quotient=True)
+    return add_scaled_product(base, a, b, compute, alpha=value, quotient=True)
 
 
 def _times(payload: Tensor, factor: float) -> Tensor:
@@ -358,9 +344,9 @@ def lerp(a: Any, b: Any, weight: Any) -> Tensor:
     """a + weight (b - a) on payloads under the larger scale: weights are values."""
     if not isinstance(a, ScaledTensor) and not isinstance(b, ScaledTensor):
         a, b = operand(a, weight), operand(b, weight)
-    (x, y), scale, storage, dtype = aligned(a, b)
+    (x, y), scale, storage, dtype = align(a, b)
     operator = aten.lerp.Tensor if isinstance(weight, Tensor) else aten.lerp.Scalar
-    return made_to_fit(operator(x, y, value_of(weight)), scale, storage, dtype)
+    return make_scaled_to_fit(operator(x, y, value_of(weight)), scale, storage, dtype)
 
 
 @implements(aten._grouped_mm.default, family="bilinear")
@@ -371,10 +357,10 @@ def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: to
     like = first_scaled((a, b))
     x, y = operand(a, like), operand(b, like)
     terms = a.shape[-1] // offs.shape[0] if a.dim() == b.dim() == 2 else a.shape[-1]
-    spread = root_of_count(terms)
-    scale, rest = _powers.product(x._scale, y._scale, spread)
-    values = aten._grouped_mm.default(widened(x), widened(y), offs) * (1.0 / spread)
-    return result(values, scale, rest, product_storage((a, b)), out_dtype or logical_of((a, b)))
+    sum_scale = sqrt_of_count(terms)
+    scale, rest = _powers.product(x._scale, y._scale, sum_scale)
+    values = aten._grouped_mm.default(to_float32(x), to_float32(y), offs) * (1.0 / sum_scale)
+    return make_result(values, scale, rest, product_storage((a, b)), out_dtype or logical_of((a, b)))
 
 
 @implements(aten._trilinear.default, family="bilinear")
@@ -382,7 +368,7 @@ def trilinear(a: Any, b: Any, c: Any, expand1: Any, expand2: Any, expand3: Any, 
     """A sum of products of three."""
     like = first_scaled((a, b, c))
     tensors, places = [operand(x, like) for x in (a, b, c)], (expand1, expand2, expand3)
-    payloads = [widened(x) for x in tensors]
+    payloads = [to_float32(x) for x in tensors]
     dims = payloads[0].dim() + len(expand1)
     terms = 1
     for dim in sumdim:
@@ -390,7 +376,7 @@ def trilinear(a: Any, b: Any, c: Any, expand1: Any, expand2: Any, expand3: Any, 
             if dim % dims not in expanded:
                 terms = terms * payload.shape[[d for d in range(dims) if d not in expanded].index(dim % dims)]
                 break
-    spread = root_of_count(terms)
-    scale, rest = _powers.product(*(x._scale for x in tensors), spread)
-    values = aten._trilinear.default(*payloads, expand1, expand2, expand3, sumdim, unroll_dim) * (1.0 / spread)
-    return result(values, scale, rest, product_storage((a, b, c)), logical_of((a, b, c)))
+    sum_scale = sqrt_of_count(terms)
+    scale, rest = _powers.product(*(x._scale for x in tensors), sum_scale)
+    values = aten._trilinear.default(*payloads, expand1, expand2, expand3, sumdim, unroll_dim) * (1.0 / sum_scale)
+    return make_result(values, scale, rest, product_storage((a, b, c)), logical_of((a, b, c)))

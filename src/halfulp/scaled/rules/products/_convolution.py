@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
-from ..._operands import first_scaled, logical_of, made_to_fit, multiplicand, operand, widened
+from ..._operands import first_scaled, logical_of, make_scaled_to_fit, multiplicand, operand, to_float32
 from ..._registry import implements
-from .._families import result
-from ._bilinear import over, product_storage, root_of_count
+from .._results import make_result, sqrt_of_count
+from ._bilinear import product_over, product_storage
 
 aten = torch_operators("aten")
 
@@ -29,16 +29,16 @@ def convolution(
     given = (x, weight) if bias is None else (x, weight, bias)
     like = first_scaled(given)
     x, weight = multiplicand(x, like), multiplicand(weight, like)
-    spread = root_of_count(_terms(weight, transposed, groups=rest[-1], of_output=True))
-    scale, _ = _powers.product(x._scale, weight._scale, spread)
+    sum_scale = sqrt_of_count(_terms(weight, transposed, groups=rest[-1], of_output=True))
+    scale, _ = _powers.product(x._scale, weight._scale, sum_scale)
     start = None
     if bias is not None:
         bias = operand(bias, like)
-        scale = _powers.larger(scale, bias._scale)
-        start = _powers.times(widened(bias), over(bias._scale, scale=scale))
-    kernel = _powers.times(widened(weight), over(x._scale, weight._scale, scale=scale))
-    values = aten.convolution.default(widened(x), kernel, start, stride, padding, dilation, transposed, *rest)
-    return made_to_fit(values, scale, product_storage(given), logical_of(given))
+        scale = _powers.maximum_scale(scale, bias._scale)
+        start = _powers.times(to_float32(bias), product_over(bias._scale, scale=scale))
+    kernel = _powers.times(to_float32(weight), product_over(x._scale, weight._scale, scale=scale))
+    values = aten.convolution.default(to_float32(x), kernel, start, stride, padding, dilation, transposed, *rest)
+    return make_scaled_to_fit(values, scale, product_storage(given), logical_of(given))
 
 
 @implements(aten.convolution_backward.default, family="bilinear")
@@ -47,7 +47,7 @@ def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tupl
     given = (gradient, x, weight)
     like = first_scaled(given)
     gradient, x, weight = (multiplicand(tensor, like) for tensor in given)
-    payloads = [widened(tensor) for tensor in (gradient, x, weight)]
+    payloads = [to_float32(tensor) for tensor in (gradient, x, weight)]
     *_, transposed, _, groups, wanted = rest
     values = aten.convolution_backward.default(*payloads, *rest)
     places = gradient.shape[0] * math.prod(gradient.shape[2:])
@@ -72,9 +72,9 @@ def _terms(weight: Tensor, transposed: bool, groups: int, of_output: bool) -> in
 
 
 def _brought_back(values: Tensor, scales: tuple, count: int, storage: torch.dtype, dtype: torch.dtype) -> Tensor:
-    spread = root_of_count(count)
-    scale, rest = _powers.product(*scales, spread)
-    return result(values * (1.0 / spread), scale, rest, storage, dtype)
+    sum_scale = sqrt_of_count(count)
+    scale, rest = _powers.product(*scales, sum_scale)
+    return make_result(values * (1.0 / sum_scale), scale, rest, storage, dtype)
 
 
 @implements(aten.conv_tbc.default, family="bilinear")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._operands import made_to_fit, never_vanished, operand, widened
+from ..._operands import keep_nonzero, make_scaled_to_fit, operand, to_float32
 from ..._registry import LATER_RULES
 from ..._scaled_tensor import ScaledTensor
 from ..elementwise._aligned import add
@@ -19,12 +19,12 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
     total = add(c, mul(a, b)) if isinstance(b, Tensor) else add(c, a, alpha=b)
     if not isinstance(c, ScaledTensor):
         return total
-    held = made_to_fit(widened(total), total._scale, c._payload.dtype, total.dtype)
+    held = make_scaled_to_fit(to_float32(total), total._scale, c._payload.dtype, total.dtype)
     if isinstance(b, Tensor) or is_symbolic(b) or not b > 0:
         return held
     # A second moment, as in `addcmul`.
-    product, before = widened(operand(a, c)), widened(c)
-    return never_vanished(held, torch.where((before >= 0) & (product >= 0), torch.maximum(product, before), 0.0))
+    product, before = to_float32(operand(a, c)), to_float32(c)
+    return keep_nonzero(held, torch.where((before >= 0) & (product >= 0), torch.maximum(product, before), 0.0))
 
 
 LATER_RULES["prims::fma"] = fma

@@ -11,12 +11,12 @@ from torch._ops import OpOverload
 
 from ....kernels import torch_operators
 from ..._registry import implements
-from .._families import measured, overloads, value_of
-from .._homogeneous import measured_like
+from .._results import measured_like, value_of
+from .._vocabulary import measured_scale, overloads
 
 aten = torch_operators("aten")
 
-measured(
+measured_scale(
     *overloads(aten.linalg_inv_ex, aten.linalg_solve_triangular, aten.triangular_solve),
     *overloads(aten.linalg_cholesky_ex, aten.cholesky, aten.cholesky_solve, aten.cholesky_inverse),
     *overloads(aten.linalg_lu, aten.linalg_lu_factor_ex, aten.linalg_lu_solve, aten.lu_unpack, aten._lu_with_info),

@@ -10,12 +10,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ....kernels import present, torch_operators
-from ..._operands import first_scaled, operand, widened
+from ..._operands import first_scaled, operand, to_float32
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
-from .._families import aligned, measured, value_of
-from .._homogeneous import by_degree, under
-from ..products._bilinear import root_of_count
+from .._results import align, payloads_under, sqrt_of_count, value_of
+from .._vocabulary import homogeneous, measured_scale
 from ._reductions import squared
 
 aten = torch_operators("aten")
@@ -23,16 +22,16 @@ MEAN, SUM = 1, 2
 
 
 def _spread(count: int, reduction: int) -> float:
-    return root_of_count(count) if reduction == SUM else 1.0
+    return sqrt_of_count(count) if reduction == SUM else 1.0
 
 
 def _share(count: int, reduction: int) -> float:
     """The power of two near what a mean divides gradients by."""
-    return 1.0 / root_of_count(count * count) if reduction == MEAN else 1.0
+    return 1.0 / sqrt_of_count(count * count) if reduction == MEAN else 1.0
 
 
-by_degree(aten._log_softmax_backward_data.default, family="loss", grad_output=1)
-by_degree(aten._softmax_backward_data.default, family="loss", grad_output=1)
+homogeneous(aten._log_softmax_backward_data.default, family="loss", grad_output=1)
+homogeneous(aten._softmax_backward_data.default, family="loss", grad_output=1)
 
 
 @implements(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, family="loss")
@@ -40,9 +39,9 @@ def nll_loss_forward(x: Any, target: Tensor, weight: Any, reduction: int, ignore
     """The chosen log-probabilities under x's scale; the total weight plain in float32, as counts leave narrow types."""
     operator = aten.nll_loss_forward.default if x.dim() < 3 else aten.nll_loss2d_forward.default
     p = operand(x, first_scaled((x, weight)))
-    y, total = operator(widened(p), target, value_of(weight), reduction, ignore_index)
+    y, total = operator(to_float32(p), target, value_of(weight), reduction, ignore_index)
     holders = [x] if isinstance(x, ScaledTensor) else [x, weight]
-    return under(y, [p._scale], holders, _spread(target.numel(), reduction)), total
+    return payloads_under(y, [p._scale], holders, _spread(target.numel(), reduction)), total
 
 
 def _nll_backward(operator: OpOverload) -> None:
@@ -51,9 +50,9 @@ def _nll_backward(operator: OpOverload) -> None:
     ) -> Tensor:
         like = first_scaled((gradient, x, weight, total))
         g = operand(gradient, like)
-        shape_of = widened(x) if isinstance(x, ScaledTensor) else x.to(torch.float32)
-        y = operator(widened(g), shape_of, target, value_of(weight), reduction, ignore_index, value_of(total))
-        return under(y, [g._scale], [_holder(gradient, like)], _share(target.numel(), reduction))
+        shape_of = to_float32(x) if isinstance(x, ScaledTensor) else x.to(torch.float32)
+        y = operator(to_float32(g), shape_of, target, value_of(weight), reduction, ignore_index, value_of(total))
+        return payloads_under(y, [g._scale], [_holder(gradient, like)], _share(target.numel(), reduction))
 
     implements(operator, family="loss")(backward)
 
@@ -69,7 +68,7 @@ def _holder(gradient: Any, like: ScaledTensor) -> ScaledTensor:
 @implements(aten.mse_loss.default, family="loss")
 def mse_loss(x: Any, target: Any, reduction: int = MEAN) -> Tensor:
     """(px - pt)^2, which stands for so many s^2."""
-    (a, b), scale, *_ = aligned(x, target)
+    (a, b), scale, *_ = align(x, target)
     y = aten.mse_loss.default(a, b, reduction)
     return squared(y, scale, [x, target])
 
@@ -79,9 +78,9 @@ def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Ten
     """2 pg (px - pt) under gs s / n."""
     like = first_scaled((gradient, x, target))
     g = operand(gradient, like)
-    (a, b), scale, *_ = aligned(*(operand(t, like) for t in (x, target)))
-    y = aten.mse_loss_backward.default(widened(g), a, b, reduction)
-    return under(y, [g._scale, scale], [_holder(gradient, like)], _share(a.numel(), reduction))
+    (a, b), scale, *_ = align(*(operand(t, like) for t in (x, target)))
+    y = aten.mse_loss_backward.default(to_float32(g), a, b, reduction)
+    return payloads_under(y, [g._scale, scale], [_holder(gradient, like)], _share(a.numel(), reduction))
 
 
 def _backward_on_values(*operators: OpOverload) -> None:
@@ -98,9 +97,9 @@ def _of_values(operator: OpOverload) -> Callable:
         like = first_scaled((gradient, *arguments, *options.values()))
         g = operand(gradient, like)
         rest = [value_of(x) for x in arguments]
-        y = operator(widened(g), *rest, **{name: value_of(x) for name, x in options.items()})
+        y = operator(to_float32(g), *rest, **{name: value_of(x) for name, x in options.items()})
         reduction = arguments[at - 1] if len(arguments) >= at else options.get("reduction", MEAN)
-        return under(y, [g._scale], [_holder(gradient, like)], _share(arguments[0].numel(), reduction))
+        return payloads_under(y, [g._scale], [_holder(gradient, like)], _share(arguments[0].numel(), reduction))
 
     return backward
 
@@ -112,7 +111,7 @@ _backward_on_values(
 )
 
 
-measured(
+measured_scale(
     *(aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default),
     *(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default),
     *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default),

@@ -12,13 +12,20 @@ from torch import Tensor
 
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
-from ..._operands import decoded, first_scaled, logical_of, made, made_to_fit, operand, storage_of, widened
+from ..._operands import (
+    decode_values,
+    first_scaled,
+    logical_of,
+    make_scaled,
+    make_scaled_to_fit,
+    operand,
+    storage_of,
+    to_float32,
+)
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
 from ..._write import write
-from .._families import one, power, value_of
-from .._homogeneous import under
-from ..products._bilinear import root_of_count
+from .._results import payloads_under, power_of_scale, scale_one, sqrt_of_count, value_of
 
 aten = torch_operators("aten")
 
@@ -31,27 +38,27 @@ class Normalised:
     """A tensor as a normalisation takes it: payloads where the scale is known, else values, which gives the same."""
 
     def __init__(self, x: ScaledTensor, eps: float) -> None:
-        scale = _powers.known(x._scale)
+        scale = _powers.concrete_value(x._scale)
         self.x, self.limit = x, deviation_scale(x, eps)
         self.exact = scale is not None and eps / scale**2 < _LARGEST_EPS
-        self.data = widened(x) if self.exact else decoded(x, torch.float32)
+        self.data = to_float32(x) if self.exact else decode_values(x, torch.float32)
         self.eps = eps / scale**2 if self.exact else eps
 
     def mean(self, mean: Tensor) -> ScaledTensor:
         """A mean of the data under x's scale."""
         own = self.x._scale.clone()
-        return wrap(mean if self.exact else _powers.times(mean, _powers.ratio(one(own), own)), own, torch.float32)
+        return wrap(mean if self.exact else _powers.times(mean, _powers.ratio(scale_one(own), own)), own, torch.float32)
 
     def deviation(self, deviation: Tensor) -> ScaledTensor:
         """A reciprocal standard deviation of the data, under the reciprocal of x's scale or eps' root if smaller."""
-        held = one(deviation) if not self.exact else reciprocal(self.x._scale)
+        held = scale_one(deviation) if not self.exact else reciprocal(self.x._scale)
         payload = _powers.times(deviation, _powers.ratio(held, self.limit))
         return wrap(payload, self.limit.clone(), torch.float32)
 
 
 def reciprocal(scale: Tensor) -> Tensor:
     """1 / s, which is a scale for every scale but the largest; that has the smallest."""
-    return power(scale, -1)[0]
+    return power_of_scale(scale, -1)[0]
 
 
 def deviation_scale(x: ScaledTensor, eps: float) -> Tensor:
@@ -65,7 +72,7 @@ def deviation_scale(x: ScaledTensor, eps: float) -> Tensor:
 
 def _normalised(y: Tensor, *operands: Any) -> ScaledTensor:
     given = [x for x in operands if isinstance(x, Tensor)]
-    return made_to_fit(y, one(y), storage_of(given), logical_of(given))
+    return make_scaled_to_fit(y, scale_one(y), storage_of(given), logical_of(given))
 
 
 def _values(*tensors: Any) -> list[Any]:
@@ -111,7 +118,7 @@ def _statistics(x: ScaledTensor, mean: Any, deviation: Any) -> list[Tensor]:
     for saved, scale in ((mean, x._scale), (deviation, reciprocal(x._scale))):
         if saved is not None:
             saved = operand(saved, x)
-            found.append(_powers.times(widened(saved), _powers.ratio(saved._scale, scale)))
+            found.append(_powers.times(to_float32(saved), _powers.ratio(saved._scale, scale)))
     return found
 
 
@@ -120,9 +127,9 @@ def _gradients(g: ScaledTensor, x: ScaledTensor, results: Any, rows: int, deviat
     to_x, *others = results
     if to_x is not None:
         to_x = _powers.times(to_x, _powers.ratio(reciprocal(x._scale), deviation))
-        to_x = under(to_x, [g._scale, deviation], [holder])
-    spread = root_of_count(rows)
-    return to_x, *(y if y is None else under(y, [g._scale], [holder], spread) for y in others)
+        to_x = payloads_under(to_x, [g._scale, deviation], [holder])
+    sum_scale = sqrt_of_count(rows)
+    return to_x, *(y if y is None else payloads_under(y, [g._scale], [holder], sum_scale) for y in others)
 
 
 def _scale_of(deviation: Any, x: ScaledTensor) -> Tensor:
@@ -141,7 +148,7 @@ def layer_norm_backward(
     like = first_scaled((gradient, x, weight))
     g, p = operand(gradient, like), operand(x, like)
     saved = _statistics(p, mean, deviation)
-    arguments = (widened(g), widened(p), shape, *saved, *_values(weight, bias), mask)
+    arguments = (to_float32(g), to_float32(p), shape, *saved, *_values(weight, bias), mask)
     results = _asked(aten.native_layer_norm_backward.default(*arguments), mask)
     return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), _holder(gradient, like))
 
@@ -165,7 +172,7 @@ def group_norm_backward(
     like = first_scaled((gradient, x, weight))
     g, p = operand(gradient, like), operand(x, like)
     saved = _statistics(p, mean, deviation)
-    arguments = (widened(g), widened(p), *saved, value_of(weight), n, c, hw, group, mask)
+    arguments = (to_float32(g), to_float32(p), *saved, value_of(weight), n, c, hw, group, mask)
     results = _asked(aten.native_group_norm_backward.default(*arguments), mask)
     return _gradients(g, p, results, n * hw, _scale_of(deviation, p), _holder(gradient, like))
 
@@ -177,13 +184,13 @@ def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight:
     g, p = operand(gradient, like), operand(x, like)
     (inverse,) = _statistics(p, None, deviation)
     dims = list(range(-len(shape), 0))
-    xhat = widened(p) * inverse
-    weighted = widened(g) if weight is None else widened(g) * value_of(weight)
+    xhat = to_float32(p) * inverse
+    weighted = to_float32(g) if weight is None else to_float32(g) * value_of(weight)
     to_x = inverse * (weighted - xhat * (weighted * xhat).mean(dims, keepdim=True))
     outer = list(range(x.dim() - len(shape)))
     to_weight = None
     if mask[1] and weight is not None:
-        to_weight = widened(g) * xhat
+        to_weight = to_float32(g) * xhat
         to_weight = to_weight.sum(outer) if outer else to_weight
     results = (to_x if mask[0] else None, to_weight)
     return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), _holder(gradient, like))
@@ -197,7 +204,7 @@ def _batch_statistics(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
     y, mean, deviation, average, variance = aten._native_batch_norm_legit_functional.default(
         given.data, *_values(weight, bias), zeros, zeros.clone(), True, 1.0, given.eps
     )
-    scale = given.x._scale.clone() if given.exact else one(y)
+    scale = given.x._scale.clone() if given.exact else scale_one(y)
     square, rest = _powers.product(scale, scale)
     batch = (wrap(average, scale, torch.float32), wrap(_powers.times(variance, rest), square, torch.float32))
     return _normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation), batch
@@ -206,10 +213,10 @@ def _batch_statistics(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
 def _moved(running: Any, batch: ScaledTensor, momentum: float) -> Any:
     """A moving average one step on: of a plain tensor plain, of a scaled one scaled."""
     if not isinstance(running, ScaledTensor):
-        return running * (1 - momentum) + decoded(batch, running.dtype) * momentum
-    wide = wrap(widened(running), running._scale, running.dtype)
+        return running * (1 - momentum) + decode_values(batch, running.dtype) * momentum
+    wide = wrap(to_float32(running), running._scale, running.dtype)
     mean = batch * momentum + wide * (1 - momentum)
-    return made(widened(mean), mean._scale, running._payload.dtype, running.dtype)
+    return make_scaled(to_float32(mean), mean._scale, running._payload.dtype, running.dtype)
 
 
 def _evaluated(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, eps: float) -> tuple:
@@ -318,12 +325,12 @@ def batch_norm_backward(
     rows, holder = x.numel() // max(x.shape[1], 1), _holder(gradient, like)
     if train:
         statistics = (None, None, *_statistics(p, saved, deviation), True, 0.0, mask)
-        results = aten.native_batch_norm_backward.default(widened(g), widened(p), value_of(weight), *statistics)
+        results = aten.native_batch_norm_backward.default(to_float32(g), to_float32(p), value_of(weight), *statistics)
         return _gradients(g, p, _asked(results, mask), rows, _scale_of(deviation, p), holder)
     statistics = (*_values(x, weight, mean, variance), None, None, False, eps, mask)
-    to_x, *others = _asked(aten.native_batch_norm_backward.default(widened(g), *statistics), mask)
+    to_x, *others = _asked(aten.native_batch_norm_backward.default(to_float32(g), *statistics), mask)
     scale = deviation_scale(p, eps)
-    to_x = to_x if to_x is None else _powers.times(to_x, _powers.ratio(one(to_x), reciprocal(p._scale)))
+    to_x = to_x if to_x is None else _powers.times(to_x, _powers.ratio(scale_one(to_x), reciprocal(p._scale)))
     return _gradients(g, p, (to_x, *others), rows, scale, holder)
 
 

@@ -7,19 +7,21 @@ from torch import Tensor
 
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
-from ..._operands import made
+from ..._operands import make_scaled
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
-from .._families import linear, measured, on_plain, one, overloads, value_of
+from .._results import scale_one, value_of
+from .._vocabulary import decoded, homogeneous, measured_scale, overloads
 
 aten = torch_operators("aten")
 
-linear(
+homogeneous(
     *overloads(aten.sort, aten.topk, aten._unique2, aten._unique, aten.unique_dim, aten.unique_consecutive),
     *overloads(aten.unique_dim_consecutive),
+    family="pass-through",
 )
-on_plain(*overloads(aten.argsort, aten.searchsorted, aten.bucketize), family="comparison")
-measured(
+decoded(*overloads(aten.argsort, aten.searchsorted, aten.bucketize), family="comparison")
+measured_scale(
     *overloads(aten.histc, aten.histogram, aten._histogramdd_bin_edges, aten._histogramdd_from_bin_cts),
     *overloads(aten._histogramdd_from_bin_tensors, aten.bincount),
     aten.round.decimals,
@@ -30,8 +32,10 @@ measured(
 def _rounded(operator: torch._ops.OpOverload) -> None:
     def rounded(x: ScaledTensor) -> Tensor:
         values = operator(value_of(x))
-        scale = _powers.larger(x._scale, one(values))
-        return made(_powers.times(values, _powers.ratio(one(values), scale)), scale, x._payload.dtype, x.dtype)
+        scale = _powers.maximum_scale(x._scale, scale_one(values))
+        return make_scaled(
+            _powers.times(values, _powers.ratio(scale_one(values), scale)), scale, x._payload.dtype, x.dtype
+        )
 
     implements(operator, family="order")(rounded)
 

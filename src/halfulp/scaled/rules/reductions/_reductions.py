@@ -13,12 +13,11 @@ from torch._ops import OpOverload
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
 from ..._dtypes import LOGICALS
-from ..._operands import decoded, encoded, measured_scale, storage_of, widened
+from ..._operands import decode_values, encode_values, rms_scale, storage_of, to_float32
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
-from .._families import linear
-from .._homogeneous import by_degree, held_under, keeping, measured_like, under
-from ..products._bilinear import root_of_count
+from .._results import measured_like, payloads_under, sqrt_of_count, values_under
+from .._vocabulary import gate, homogeneous
 
 aten = torch_operators("aten")
 
@@ -31,9 +30,9 @@ def terms_of(x: Tensor, dims: Sequence[int] | int | None) -> int:
     return math.prod(x.shape[dim] for dim in dims) if x.dim() else 1
 
 
-def spread_of(x: Tensor, dims: Sequence[int] | int | None = None, *_: Any, **__: Any) -> float:
+def sum_scale_of(x: Tensor, dims: Sequence[int] | int | None = None, *_: Any, **__: Any) -> float:
     """The power of two below the root of the number of terms."""
-    return root_of_count(terms_of(x, dims))
+    return sqrt_of_count(terms_of(x, dims))
 
 
 def with_dtype(*operators: OpOverload) -> Callable[[Callable], Callable]:
@@ -56,10 +55,10 @@ def _with_dtype(operator: OpOverload, rule: Callable) -> Callable:
         if dtype is None or dtype == x.dtype != torch.float64:
             return rule(x, *arguments, **options)
         if dtype == torch.float64:
-            values = operator(decoded(x, dtype), *arguments, dtype=dtype, **options)
-            return encoded(values, x._payload.dtype)
+            values = operator(decode_values(x, dtype), *arguments, dtype=dtype, **options)
+            return encode_values(values, x._payload.dtype)
         if dtype not in LOGICALS:
-            return operator(decoded(x), *arguments, dtype=dtype, **options)
+            return operator(decode_values(x), *arguments, dtype=dtype, **options)
         return aten._to_copy.default(rule(x, *arguments, **options), dtype=dtype)
 
     return computed
@@ -68,74 +67,75 @@ def _with_dtype(operator: OpOverload, rule: Callable) -> Callable:
 @with_dtype(aten.sum.default, aten.sum.dim_IntList)
 def sum_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """sum(p) / c under the scale s c, with c the power of two below the root of the number of terms."""
-    return under(aten.sum.dim_IntList(widened(x), dims, keepdim), [x._scale], [x], spread_of(x, dims))
+    return payloads_under(aten.sum.dim_IntList(to_float32(x), dims, keepdim), [x._scale], [x], sum_scale_of(x, dims))
 
 
 @with_dtype(aten.nansum.default)
 def nansum(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """The sum of what is a number."""
-    return under(aten.nansum.default(widened(x), dims, keepdim), [x._scale], [x], spread_of(x, dims))
+    return payloads_under(aten.nansum.default(to_float32(x), dims, keepdim), [x._scale], [x], sum_scale_of(x, dims))
 
 
 @with_dtype(aten.mean.default, aten.mean.dim)
 def mean_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """mean(p) under the scale s."""
-    return under(aten.mean.dim(widened(x), dims, keepdim), [x._scale], [x])
+    return payloads_under(aten.mean.dim(to_float32(x), dims, keepdim), [x._scale], [x])
 
 
 @with_dtype(aten.cumsum.default)
 def cumsum(x: ScaledTensor, dim: int) -> Tensor:
     """Running sums, divided by the power of two below the root of the longest."""
-    return under(aten.cumsum.default(widened(x), dim), [x._scale], [x], spread_of(x, dim))
+    return payloads_under(aten.cumsum.default(to_float32(x), dim), [x._scale], [x], sum_scale_of(x, dim))
 
 
-by_degree(aten.trace.default, family="reduction", self=1)
-by_degree(aten.std.correction, family="reduction", self=1)
+homogeneous(aten.trace.default, family="reduction", self=1)
+homogeneous(aten.std.correction, family="reduction", self=1)
 
 
 @implements(aten.var.correction, family="reduction")
 def var(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
     """The variance: as its square under the scale s^2 leaves narrow payloads soon, under a measured one."""
-    return squared(aten.var.correction(widened(x), *arguments, **options), x._scale, [x])
+    return squared(aten.var.correction(to_float32(x), *arguments, **options), x._scale, [x])
 
 
 @implements(aten.var_mean.correction, family="reduction")
 def var_mean(x: ScaledTensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """The variance, and the mean under s."""
-    variance, mean = aten.var_mean.correction(widened(x), *arguments, **options)
-    return squared(variance, x._scale, [x]), under(mean, [x._scale], [x])
+    variance, mean = aten.var_mean.correction(to_float32(x), *arguments, **options)
+    return squared(variance, x._scale, [x]), payloads_under(mean, [x._scale], [x])
 
 
 def squared(y: Tensor, scale: Tensor, holders: list[Any]) -> Tensor:
     """Payloads that stand for y s^2; a narrow one under the power of two that is next to its root mean square."""
     storage = storage_of(holders)
     if storage == torch.float32:
-        return under(y, [scale, scale], holders)
-    power = measured_scale(y, storage)
-    return under(_powers.times(y, 1.0 / power), [scale, scale, power], holders)
+        return payloads_under(y, [scale, scale], holders)
+    power = rms_scale(y, storage)
+    return payloads_under(_powers.times(y, 1.0 / power), [scale, scale, power], holders)
 
 
-by_degree(aten.std_mean.correction, family="reduction", self=1)
-linear(
+homogeneous(aten.std_mean.correction, family="reduction", self=1)
+homogeneous(
     *(aten.amax.default, aten.amin.default, aten.aminmax.default, aten.max.default, aten.max.dim),
     *(aten.min.default, aten.min.dim, aten.median.default, aten.median.dim, aten.nanmedian.default),
     *(aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default, aten.cummax.default, aten.cummin.default),
     *(aten.argmax.default, aten.argmin.default, aten.all.default, aten.all.dim, aten.all.dims),
     *(aten.any.default, aten.any.dim, aten.any.dims, aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
+    family="pass-through",
 )
-keeping(aten.logsumexp.default, aten.logcumsumexp.default, family="reduction", least=True)
+gate(aten.logsumexp.default, aten.logcumsumexp.default, family="reduction", at_least_one=True)
 
 
 @with_dtype(aten.prod.default, aten.prod.dim_int)
 def prod(x: ScaledTensor, *where: Any) -> Tensor:
     """The product of values, in float64, where n powers of two do not leave the range; its scale measured."""
-    return measured_like(torch.prod(decoded(x, torch.float64), *where), [x])
+    return measured_like(torch.prod(decode_values(x, torch.float64), *where), [x])
 
 
 @with_dtype(aten.cumprod.default)
 def cumprod(x: ScaledTensor, dim: int) -> Tensor:
     """Running products of values, in float64; their scale measured."""
-    return measured_like(aten.cumprod.default(decoded(x, torch.float64), dim), [x])
+    return measured_like(aten.cumprod.default(decode_values(x, torch.float64), dim), [x])
 
 
 @with_dtype(aten.linalg_vector_norm.default)
@@ -144,11 +144,13 @@ def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False)
     order = 2.0 if order is None else float(order)
     count = terms_of(x, dims)
     if order not in (0.0, 1.0, 2.0, math.inf, -math.inf):  # powers of payloads depend on how values are split
-        values = aten.linalg_vector_norm.default(decoded(x, torch.float32), order, dims, keepdim)
-        return held_under(values, x._scale, x._payload.dtype, x.dtype)
-    values = aten.linalg_vector_norm.default(widened(x), order, dims, keepdim)
-    spread = {0.0: root_of_count(count), 1.0: root_of_count(count * count), 2.0: root_of_count(count)}.get(order, 1.0)
-    return under(values, [x._scale] if order else [], [x], spread)
+        values = aten.linalg_vector_norm.default(decode_values(x, torch.float32), order, dims, keepdim)
+        return values_under(values, x._scale, x._payload.dtype, x.dtype)
+    values = aten.linalg_vector_norm.default(to_float32(x), order, dims, keepdim)
+    sum_scale = {0.0: sqrt_of_count(count), 1.0: sqrt_of_count(count * count), 2.0: sqrt_of_count(count)}.get(
+        order, 1.0
+    )
+    return payloads_under(values, [x._scale] if order else [], [x], sum_scale)
 
 
 @with_dtype(aten.norm.Scalar, aten.norm.ScalarOpt_dtype)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
-from ..._operands import first_scaled, logical_of, operand, storage_of, widened
+from ..._operands import first_scaled, logical_of, operand, storage_of, to_float32
 from ..._registry import implements
-from .._families import power, result
+from .._results import make_result, power_of_scale
 
 aten = torch_operators("aten")
 
@@ -22,12 +22,12 @@ def weight_norm_backward(gradient: Any, v: Any, g: Any, norms: Any, dim: int) ->
     like = first_scaled(given)
     to_w, x, size, length = (operand(y, like) for y in given)
     # The norms under v's scale, so that v / |v| has none.
-    n = _powers.times(widened(length), _powers.ratio(length._scale, x._scale))
+    n = _powers.times(to_float32(length), _powers.ratio(length._scale, x._scale))
     dims = [i for i in range(v.dim()) if i != dim % v.dim()]
-    unit = widened(x) / n
-    along = (widened(to_w) * unit).sum(dims, keepdim=True)
-    to_v = widened(size) / n * (widened(to_w) - unit * along)
+    unit = to_float32(x) / n
+    along = (to_float32(to_w) * unit).sum(dims, keepdim=True)
+    to_v = to_float32(size) / n * (to_float32(to_w) - unit * along)
     storage, dtype = storage_of(given), logical_of(given)
-    inverse, _ = power(x._scale, -1)
+    inverse, _ = power_of_scale(x._scale, -1)
     scale, rest = _powers.product(to_w._scale, size._scale, inverse)
-    return result(to_v, scale, rest, storage, dtype), result(along, to_w._scale.clone(), 1.0, storage, dtype)
+    return make_result(to_v, scale, rest, storage, dtype), make_result(along, to_w._scale.clone(), 1.0, storage, dtype)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import _powers_of_two as _powers
-from ..._operands import ENOUGH, first_scaled, operand, storage_of, widened
-from ..._scaled_tensor import ScaledTensor
+from .. import _powers_of_two as _powers
+from .._operands import LEAST_STAND_IN, first_scaled, operand, storage_of, to_float32
+from .._scaled_tensor import ScaledTensor
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # Constants from here on stand for infinity: under a scale that holds them, other numbers would leave the payload.
@@ -24,7 +24,7 @@ def is_constant(x: Any) -> bool:
     return not isinstance(x, ScaledTensor) and (not isinstance(x, Tensor) or x.dim() == 0)
 
 
-def together(operands: list[Any]) -> tuple[list[Any], Tensor]:
+def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     """float32 payloads under one scale: the largest, in which constants have no say.
 
     It is at least what a constant needs. One that stands for infinity saturates, at 128 or more. Infinities stay; among
@@ -36,18 +36,18 @@ def together(operands: list[Any]) -> tuple[list[Any], Tensor]:
     filled = {i for i, x in tensors.items() if is_filled(x)}
     if len(filled) < len(tensors):
         constants |= {i: tensors.pop(i) for i in filled}
-    scale = _powers.deciding(*(x._scale for x in tensors.values()))
+    scale = _powers.deciding_scale(*(x._scale for x in tensors.values()))
     if constants:
         scale = with_room(scale, storage, *constants.values())
-    payloads = {i: _powers.times(widened(x), _powers.towards(x._scale, scale)) for i, x in tensors.items()}
+    payloads = {i: _powers.times(to_float32(x), _powers.ratio_clamped(x._scale, scale)) for i, x in tensors.items()}
     payloads |= {i: constant_payload(x, scale, storage) for i, x in constants.items()}
     return [payloads[i] for i in range(len(operands))], scale
 
 
 def is_filled(x: ScaledTensor) -> bool:
     """Whether it is a large number in every place, as torch.full_like(x, -1e9) is; where values can be looked at."""
-    scale, payload = _powers.known(x._scale), widened(x)
-    if scale is None or scale < _LARGE / 2**16 or not _powers.in_sight(payload) or not payload.numel():
+    scale, payload = _powers.concrete_value(x._scale), to_float32(x)
+    if scale is None or scale < _LARGE / 2**16 or not _powers.is_concrete(payload) or not payload.numel():
         return False
     low, high = (bound.item() for bound in torch.aminmax(payload.abs()))
     return low * scale >= _LARGE and high == low
@@ -55,31 +55,31 @@ def is_filled(x: ScaledTensor) -> bool:
 
 def with_room(scale: Tensor, storage: torch.dtype, *constants: ScaledTensor) -> Tensor:
     """A scale, or as much larger as constants need; among zeros of any scale the largest of theirs."""
-    value = _powers.known(scale)
-    roomy = _powers.larger(scale, *(_least_scale(c, storage) for c in constants))
-    return roomy if value not in (None, _powers.ANY) else _adopted(scale, roomy, storage, constants)
+    value = _powers.concrete_value(scale)
+    roomy = _powers.maximum_scale(scale, *(_least_scale(c, storage) for c in constants))
+    return roomy if value not in (None, _powers.ZERO_SCALE) else _adopted(scale, roomy, storage, constants)
 
 
 def _adopted(scale: Tensor, otherwise: Tensor, storage: torch.dtype, constants: tuple[ScaledTensor, ...]) -> Tensor:
     """The largest scale of constants for zeros of any scale; at least 1 for a large one, and what it needs."""
-    own = _powers.larger(*(c._scale for c in constants))
-    roomy = _powers.larger(*(_least_scale(c, storage) for c in constants)).clamp(min=1.0)
-    return torch.where(scale == _powers.ANY, torch.where(own < _LARGE, own, roomy), otherwise)
+    own = _powers.maximum_scale(*(c._scale for c in constants))
+    roomy = _powers.maximum_scale(*(_least_scale(c, storage) for c in constants)).clamp(min=1.0)
+    return torch.where(scale == _powers.ZERO_SCALE, torch.where(own < _LARGE, own, roomy), otherwise)
 
 
 def _least_scale(constant: ScaledTensor, storage: torch.dtype) -> Tensor:
     largest = torch.finfo(storage).max
-    value = torch.nan_to_num(widened(constant).abs() * constant._scale, 0.0, 0.0).amax()
-    return _powers.round_to_power(torch.where(value >= _stand_in(storage), ENOUGH, value) / largest, "up")
+    value = torch.nan_to_num(to_float32(constant).abs() * constant._scale, 0.0, 0.0).amax()
+    return _powers.round_to_power(torch.where(value >= _stand_in(storage), LEAST_STAND_IN, value) / largest, "up")
 
 
 def constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.dtype) -> Tensor:
     """A constant as a payload under a scale; one that stands for infinity saturates."""
-    payload = widened(constant)
+    payload = to_float32(constant)
     moved = _powers.times(payload, _powers.ratio(constant._scale, scale)).clamp(-FLOAT32_MAX, FLOAT32_MAX)
     largest = torch.finfo(storage).max
     stands_in = (moved.abs() > largest) & (payload.abs() * constant._scale >= _stand_in(storage))
-    enough = _powers.larger(torch.full_like(scale, largest), ENOUGH / scale)
+    enough = _powers.maximum_scale(torch.full_like(scale, largest), LEAST_STAND_IN / scale)
     return torch.where(payload.isinf(), payload, torch.where(stands_in, moved.sign() * enough, moved))
 
 
@@ -91,11 +91,11 @@ def constants_under(x: ScaledTensor, *constants: Any, room: bool = True) -> tupl
         constants: numbers, or tensors without dimensions.
         room: False where they are bounds, which results need not reach: only zeros of any scale take theirs.
     """
-    storage, own = x._payload.dtype, _powers.known(x._scale)
+    storage, own = x._payload.dtype, _powers.concrete_value(x._scale)
     if own is not None and all(isinstance(c, (int, float)) for c in constants):
         numbers = [float(c) for c in constants]
         needed = [_room_of(c, storage) for c in numbers] if room else []
-        if own == _powers.ANY:
+        if own == _powers.ZERO_SCALE:
             powers = {c: _powers.power_of(abs(c)) for c in numbers if c and math.isfinite(c)}
             needed = [p if p < _LARGE else max(1.0, _room_of(c, storage)) for c, p in powers.items()]
         own = max([own, *needed])
@@ -108,8 +108,8 @@ def constants_under(x: ScaledTensor, *constants: Any, room: bool = True) -> tupl
 def _room_of(constant: float, storage: torch.dtype) -> float:
     size = abs(constant)
     if not 0 < size < math.inf:
-        return _powers.ANY
-    return _powers.power_of((ENOUGH if size >= _stand_in(storage) else size) / torch.finfo(storage).max, "up")
+        return _powers.ZERO_SCALE
+    return _powers.power_of((LEAST_STAND_IN if size >= _stand_in(storage) else size) / torch.finfo(storage).max, "up")
 
 
 def _under_number(constant: float, scale: float, storage: torch.dtype) -> float:
@@ -117,7 +117,7 @@ def _under_number(constant: float, scale: float, storage: torch.dtype) -> float:
         return constant
     payload, largest = constant / scale, torch.finfo(storage).max
     if abs(payload) > largest and abs(constant) >= _stand_in(storage):
-        return math.copysign(min(max(largest, ENOUGH / scale), FLOAT32_MAX), constant)
+        return math.copysign(min(max(largest, LEAST_STAND_IN / scale), FLOAT32_MAX), constant)
     return min(max(payload, -FLOAT32_MAX), FLOAT32_MAX)
 
 

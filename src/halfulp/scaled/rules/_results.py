@@ -1,0 +1,148 @@
+"""From float32 payloads or values, and scales, to the results of rules; operands under one scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from .. import _powers_of_two as _powers
+from .._operands import (
+    STAND_IN,
+    decode_values,
+    encode_values,
+    first_scaled,
+    logical_of,
+    make_scaled_to_fit,
+    operand,
+    storage_of,
+    to_float32,
+)
+from .._scaled_tensor import ScaledTensor
+
+# A scale beyond this, or below its inverse, is no longer that of a tensor's values.
+_FAR = 2.0**60
+
+
+def is_floating(x: Any) -> bool:
+    """Whether it is a tensor of floats, with a scale or plain."""
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def value_of(x: Any) -> Any:
+    """A scaled tensor's values in float32, a plain floating tensor in float32; whatever else as it is."""
+    if isinstance(x, ScaledTensor):
+        return decode_values(x, torch.float32)
+    if isinstance(x, Tensor) and x.is_floating_point():
+        return x.to(torch.float32)
+    return torch.float32 if isinstance(x, torch.dtype) and x.is_floating_point else x
+
+
+def scale_one(like: Tensor) -> Tensor:
+    """The scale 1."""
+    return torch.ones((), dtype=torch.float32, device=like.device)
+
+
+def power_of_scale(scale: Tensor, degree: int) -> tuple[Tensor, Tensor | float]:
+    """scale^degree as a scale, and what its range cannot hold."""
+    value = _powers.concrete_value(scale)
+    if value is not None:
+        return _powers.product(torch.tensor(1.0, dtype=torch.float32, device="cpu"), value**degree)
+    return _powers.product(torch.ones_like(scale), scale.double() ** degree)
+
+
+def make_result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtype, dtype: torch.dtype) -> Any:
+    """A float32 payload as a scaled tensor; whatever is no float as it is."""
+    if not isinstance(y, Tensor) or not y.is_floating_point():
+        return y
+    y = _powers.times(y, rest)
+    value = _powers.concrete_value(scale)
+    if value is not None and not 1 / _FAR <= value <= _FAR and y.numel():
+        y, scale = _centred(y, scale)
+    return make_scaled_to_fit(y, scale, storage, dtype)
+
+
+def _centred(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """A payload brought back to about 1, as iterations that multiply scales leave float32's range for nothing."""
+    amax = torch.nan_to_num(y.abs(), 0.0, 0.0, 0.0).amax()
+    power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
+    total, rest = _powers.product(scale, power)
+    return _powers.times(y / power, rest), total
+
+
+def payloads_under(results: Any, factors: list[Tensor], holders: list[Any], sum_scale: float = 1.0) -> Any:
+    """Floating results, payloads under the product of scales, each under a scale of its own."""
+    storage, dtype = storage_of(holders), logical_of(holders)
+    if not factors:
+        factors = [scale_one(first_scaled(holders))]
+    if len(factors) == 1 and sum_scale == 1.0:
+        scale, rest = factors[0], 1.0
+    else:
+        scale, rest = _powers.product(*factors, sum_scale)
+
+    def held(y: Any) -> Any:
+        if not isinstance(y, Tensor) or not y.is_floating_point():
+            return y
+        return make_result(y if sum_scale == 1.0 else y * (1.0 / sum_scale), scale.clone(), rest, storage, dtype)
+
+    return tree_map(held, results)
+
+
+def values_under(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
+    """float32 values as a scaled tensor of a given scale; what is no float as it is."""
+    if not is_floating(y):
+        return y
+    return make_result(y, scale.clone(), _powers.ratio(scale_one(y), scale), storage, dtype)
+
+
+def measured_like(y: Any, holders: list[Any]) -> Any:
+    """Floating values with a measured scale, in the storage and dtype of holders."""
+    return encode_values(y, storage_of(holders), dtype=logical_of(holders)) if is_floating(y) else y
+
+
+def align(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtype]:
+    """float32 payloads of several operands under their largest scale; the scale, the storage, the logical dtype.
+
+    Numbers that stand for infinity do not decide the scale, and stay about as much larger than the rest as float32 can
+    hold.
+    """
+    like = first_scaled(operands)
+    tensors = [operand(x, like) for x in operands]
+    scale = _powers.deciding_scale(*(x._scale for x in tensors))
+    storage = storage_of(operands)
+    payloads = [_powers.times(to_float32(x), _powers.ratio_clamped(x._scale, scale)) for x in tensors]
+    payloads = [_saturated(p, given, storage) for p, given in zip(payloads, operands)]
+    return payloads, scale, storage, logical_of(operands)
+
+
+def _saturated(payload: Tensor, given: Any, storage: torch.dtype) -> Tensor:
+    """The payload of an operand in which numbers that stand for infinity leave no room for larger ones in a result."""
+    if isinstance(given, ScaledTensor):
+        scale = _powers.concrete_value(given._scale)
+        if scale is None or scale < _powers.HUGE:
+            return payload
+    elif not isinstance(given, Tensor) or not given.dim():
+        return payload
+    largest = torch.finfo(storage).max
+    if storage in (torch.float32, torch.bfloat16) or (
+        _powers.is_concrete(payload) and not (payload.abs() > largest).any()
+    ):
+        return payload
+    stands_in = (value_of(given) <= -STAND_IN) & (payload.abs() > largest) & payload.isfinite()
+    return torch.where(stands_in, payload.sign() * largest, payload)
+
+
+def sqrt_of_count(count: int) -> float:
+    """The power of two below the square root of a number of terms.
+
+    Any power of two would give the same values: of a symbolic size the one of the size that is traced is taken, so
+    that other sizes run in the same graph.
+    """
+    if isinstance(count, torch.SymInt):
+        count = count.node.hint if count.node.has_hint() else 1
+    power = 1
+    while count >= 4 * power * power:
+        power *= 2
+    return float(power)
