@@ -194,21 +194,22 @@ def _rule_of_plain_results(operator: OpOverload) -> Callable:
     return compute
 
 
-def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False, of: str = "self") -> None:
+def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False, of: str | None = None) -> None:
     """Register operators f(x) = x g(x) with a gate g about 1: op(p s) under the scale s, computed on values.
 
     Args:
         operators: the overloads.
         family: the heading in tables.
         at_least_one: results do not vanish where arguments do, so that their scale is at least 1: softplus.
-        of: the name of the argument whose scale stays.
+        of: the name of the argument whose scale stays; the first by default.
     """
     for operator in present(operators):
         implements(operator, family=family)(_gate_rule(operator, of, at_least_one))
 
 
-def _gate_rule(operator: OpOverload, of: str, at_least_one: bool) -> Callable:
-    position = [argument.name for argument in operator._schema.arguments].index(of)
+def _gate_rule(operator: OpOverload, of: str | None, at_least_one: bool) -> Callable:
+    names = [argument.name for argument in operator._schema.arguments]
+    position = 0 if of is None else names.index(of)
 
     def rule(*arguments: Any, **options: Any) -> Any:
         flat = tree_leaves((arguments, options))

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
-from ....kernels import define_operator, untraced
-from ..._registry import implements
-from ..._scaled_tensor import ScaledTensor
-from ..._storage_rules import is_above_home, round_to_home, with_float32_payload
+from ...kernels import define_operator, untraced
+from .._registry import implements
+from .._scaled_tensor import ScaledTensor
+from .._storage_rules import is_above_home, round_to_home, with_float32_payload
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, *_RECURRENT)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from . import _powers_of_two as _powers
-from ._dtypes import check_storage
-from ._operands import encode_values, rms_scale, to_storage
-from .rules.memory._collectives import wire_scales
+from .. import _powers_of_two as _powers
+from .._dtypes import check_storage
+from .._operands import encode_values, rms_scale, to_storage
+from ..rules.memory._collectives import wire_scales
 
 
 def payload_hook(storage: torch.dtype, bucket):  # torch compares annotations, and knows no strings

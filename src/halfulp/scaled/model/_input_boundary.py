@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..kernels import define_operator, untraced
-from ._dtypes import LOGICALS
-from ._operands import encode_values
-from ._registry import implements
-from ._scaled_tensor import ScaledTensor
+from ...kernels import define_operator, untraced
+from .._dtypes import LOGICALS
+from .._operands import encode_values
+from .._registry import implements
+from .._scaled_tensor import ScaledTensor
 
 # `like` is what makes a scaled tensor of the result, also for compilers: operators of plain tensors give plain ones.
 _enter = define_operator(

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..kernels import untraced
-from ..subclass._module_parameters import matcher
+from ...kernels import untraced
+from ...subclass._module_parameters import matcher
+from .._scaled_tensor import ScaledTensor
 from ._rescale import Side, check_side, rescale, root_mean_square
-from ._scaled_tensor import ScaledTensor
 
 Rescale = Literal["auto", "norms"] | Iterable[str] | Mapping[str, Side] | None
 

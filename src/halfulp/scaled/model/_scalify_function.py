@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ._dtypes import check_storage
+from .._dtypes import check_storage
+from .._scaled_tensor import ScaledTensor
+from .._storage_rules import WideMode, check_wide, home_for
 from ._input_boundary import encode_arguments
-from ._scaled_tensor import ScaledTensor
-from ._storage_rules import WideMode, check_wide, home_for
 
 
 def scalify_function(function: Callable, dtype: torch.dtype = torch.float16, wide: WideMode = "autocast") -> Callable:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..kernels import define_operator, untraced
-from . import _powers_of_two as _powers
-from ._operands import make_scaled, to_float32
-from ._registry import implements
-from ._scaled_tensor import ScaledTensor
+from ...kernels import define_operator, untraced
+from .. import _powers_of_two as _powers
+from .._operands import make_scaled, to_float32
+from .._registry import implements
+from .._scaled_tensor import ScaledTensor
 
 Statistic = Literal["rms", "max", "mean"]
 Side = Literal["forward", "gradient", "both"]

@@ -9,22 +9,22 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._messages import a_kind
-from ..subclass import _model_fallbacks, _outer_modules
-from ..subclass import _state_dict as _state_dict_hooks
-from ..subclass._averaged_models import tell_of_narrow_averages
-from ..subclass._module_parameters import Place, Where, check_has_shape, chosen, places, with_marks
-from ..subclass._parameter_holders import check_holders
+from ..._messages import a_kind
+from ...subclass import _model_fallbacks, _outer_modules
+from ...subclass import _state_dict as _state_dict_hooks
+from ...subclass._averaged_models import tell_of_narrow_averages
+from ...subclass._module_parameters import Place, Where, check_has_shape, chosen, places, with_marks
+from ...subclass._parameter_holders import check_holders
+from .._dtypes import LOGICALS, check_storage
+from .._float8 import linear_fp8
+from .._scaled_tensor import ScaledTensor
+from .._storage_rules import WideMode, check_wide, home_for
+from ..rescaling import _rescale_placement as _placement
+from ..rescaling._rescale_placement import Rescale
 from . import _input_boundary as _input_boundary
-from . import _rescale_placement as _placement
+from . import _product_layers
 from . import _state_dict as _state_dict
-from ._dtypes import LOGICALS, check_storage
-from ._float8 import linear_fp8
-from ._rescale_placement import Rescale
-from ._scaled_tensor import ScaledTensor
 from ._scalify_function import scalify_function
-from ._storage_rules import WideMode, check_wide, home_for
-from .rules.networks import _product_layers
 
 # A module, or a function.
 Given = TypeVar("Given", bound=Callable)
