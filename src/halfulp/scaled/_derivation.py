@@ -17,7 +17,7 @@ from ..subclass import collective_rule, functional_form, is_collective, is_writt
 from . import _lost_updates
 from ._encode import lazy_conjugates
 from ._operands import decode_values, encode_values, logical_of, plain, storage_of
-from ._registry import LATER_RULES, RULES, class_function, rule_of
+from ._registry import LATER_RULES, RULES, derives, rule_of
 from ._scaled_tensor import ScaledTensor, wrap
 from ._write import check_written_at, write
 
@@ -29,7 +29,7 @@ _PRIMITIVES = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", 
 _NOT_DECOMPOSED = ("_scaled_dot_product", "native_dropout", "bernoulli", "rrelu", "uniform", "normal", "rand")
 
 
-@class_function
+@derives
 def derive_rule(operator: OpOverload) -> Callable:
     """A rule for an operator that has none."""
     if is_collective(operator):

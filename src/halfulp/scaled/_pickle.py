@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..subclass._pickle import check_layout, saved_marks, with_saved_marks
 from ._registry import class_function
 from ._scaled_tensor import ScaledTensor, wrap
 
@@ -13,10 +14,8 @@ VERSION = 1
 
 @class_function
 def pickled_parts(x: ScaledTensor) -> tuple:
-    """What pickle stores: history is left out, the gradient too, as for every tensor."""
-    if not x.is_leaf:
-        raise RuntimeError("only leaves can be pickled, as for every tensor: save x.detach()")
-    marks = (x.requires_grad, getattr(x, "_is_param", False))
+    """Return what pickle stores of a tensor: no history and no gradient, as for every tensor."""
+    marks = saved_marks(x)
     payload = x._payload.detach()
     # torch.load knows no storages of eight-bit floats.
     stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
@@ -35,21 +34,13 @@ def rebuild_scaled_tensor(
     is_parameter: bool,
     home: torch.dtype | None = None,
 ) -> ScaledTensor:
-    """The tensor that `reduced` took apart.
+    """Return the tensor of which `pickled_parts` stored the parts; files of torch.save hold this function's name.
 
     Raises:
         ValueError: the file was written by a version of another layout.
     """
-    if version != VERSION:
-        raise ValueError(
-            f"this file holds ScaledTensors of layout {version}, and this version of halfulp reads layout {VERSION}: "
-            "load it with the version that wrote it and save x.payload and x.scale, which are plain tensors"
-        )
-    made = wrap(stored.view(storage), scale, dtype, home)
-    made.requires_grad_(requires_grad)
-    if is_parameter:
-        made._is_param = True
-    return made
+    check_layout(version, VERSION, "ScaledTensor", "x.payload and x.scale")
+    return with_saved_marks(wrap(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
 
 
 torch.serialization.add_safe_globals([rebuild_scaled_tensor])

@@ -14,9 +14,10 @@ CLASS_FUNCTIONS: dict[str, Callable] = {}
 # Rules of operators that torch defines after this package is imported, by the operators' names.
 LATER_RULES: dict[str, Callable] = {}
 
-_table = RuleTable(lambda operator: CLASS_FUNCTIONS["derive_rule"](operator))
+_table = RuleTable()
 RULES = _table.rules
 rule_of = _table.of
+derives = _table.derives
 _promoted: dict[OpOverload, Callable] = {}
 # The family of every registered operator, for the tables of the docs.
 FAMILIES: dict[OpOverload, str] = {}
