@@ -76,12 +76,12 @@ def _trial(proposal: Proposal | None, true: Tensor, format: Format) -> Trial:
 
 def tried(kind: str, name: str) -> Trial:
     """One gradient, a product's or a loss's, in the format of a name; drawn by `random` and torch."""
-    policy, format, anchor = UnderflowBound(share=SHARE), get(name), Site("global", None, 0)
-    site = Site("product", anchor, 0)
+    policy, format, global_site = UnderflowBound(share=SHARE), get(name), Site("global", None, 0)
+    site = Site("product", global_site, 0)
     if kind == "loss":
         true = gradient_of_a_loss().double()
-        return _trial(policy.at_the_loss(site, true.float(), format, anchor), true, format)
+        return _trial(policy.at_the_loss(site, true.float(), format, global_site), true, format)
     k = random.choice([16, 64, 256])
     gradient, weight = numbers(512, k), numbers(k, 128)
-    proposal = policy.proposed(site, Factor(weight, "left").operands(gradient), format, anchor)
+    proposal = policy.proposed(site, Factor(weight, "left").operands(gradient), format, global_site)
     return _trial(proposal, gradient.double() @ weight.double(), format)

@@ -52,7 +52,7 @@ def contenders(case: str, compiled: bool, **sizes: int) -> list[Contender]:
         other.zero_grad()
         scaler.scale(loss_of(ours)).backward()
         controller.backward.measurements.read([])
-        controller.backward.renew()
+        controller.backward.end_iteration()
         controller.losses.clear()
 
     step()
@@ -61,7 +61,7 @@ def contenders(case: str, compiled: bool, **sizes: int) -> list[Contender]:
     scaler.set_exponents({key: draw.randint(-12, 24) for key in keys})
     if not compiled:
         # Gradients that are measured in a narrow format set this: from then on exponents follow the loss.
-        controller.sites.refer(0)
+        controller.sites.set_reference(0)
         for _ in range(KNOWN):
             step()
         before = forwards_without_region(scaler)

@@ -174,7 +174,7 @@ def spiked(name: str, where: str, lasting: int, iterations: int, make) -> dict:
         run.settle(iterations)
         before, run.skipped = run.exponents(), 0
         run.step(SPIKE)
-        culprits |= {site for site, _ in run.scaler.last_step.culprits} if run.ours else set()
+        culprits |= {site for site, _ in run.scaler.last_step.overflow_sources} if run.ours else set()
         first.append(run.lowered(before))
         for _ in range(lasting - 1):
             run.step(SPIKE)

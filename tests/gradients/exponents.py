@@ -47,7 +47,7 @@ def mean_square(y):
 
 def scramble(scaler, low=-12, high=24):
     """A random exponent for every site, no two alike as long as there are enough, and a random size to follow."""
-    scaler._controller.sites.refer(random.randint(-12, 12))
+    scaler._controller.sites.set_reference(random.randint(-12, 12))
     every, numbers = list(scaler._controller.sites), []
     while len(numbers) < len(every):
         numbers += random.sample(range(low, high + 1), high + 1 - low)
@@ -99,7 +99,7 @@ def scrambled(seed, scaler, backward, *models):
     backward()  # sites exist from here on
     clear(*models)
     scramble(scaler)
-    scaler._controller.backward.renew()
+    scaler._controller.backward.end_iteration()
     torch.manual_seed(seed)
     backward()
     found = {key: gradient / scaler.get_scale() for key, gradient in gradients(*models).items()}

@@ -290,7 +290,7 @@ def test_an_overflow_of_the_format_is_seen_and_blamed(seed):
         scaler.update()
         assert scaler.last_step.applied is not overflows
         if overflows:
-            assert [key for key, _ in scaler.last_step.culprits] == ["2"]
+            assert [key for key, _ in scaler.last_step.overflow_sources] == ["2"]
 
 
 def test_stochastic_rounding_is_right_on_average_and_drawn_anew(seed):

@@ -59,13 +59,13 @@ def test_the_comparison_sees_an_edge_that_is_missing(seed, monkeypatch):
     opened = scaler._controller.sites.open
     lost = []
 
-    def crossing(source, target):
+    def edge_hook(source, target):
         if opened("2") in (source, target) and not lost:
             lost.append(source)
             return lambda gradient: None
-        return type(backward).crossing(backward, source, target)
+        return type(backward).edge_hook(backward, source, target)
 
-    monkeypatch.setattr(backward, "crossing", crossing)
+    monkeypatch.setattr(backward, "edge_hook", edge_hook)
 
     def run():
         lost.clear()
@@ -95,7 +95,7 @@ def against_grad_scaler(case, seed, dtype, cache):
     scaler = hu.AdaptiveGradScaler(case.model, float32_outputs=False)
     run(scaler)
     equalise(scaler, 10)
-    scaler._controller.backward.renew()
+    scaler._controller.backward.end_iteration()
     assert_same(run(scaler), wanted)
 
 
@@ -120,7 +120,7 @@ def test_float16_parameters_with_float32_gradients(seed):
     scaler = hu.AdaptiveGradScaler(model)
     scaler.scale(mean_square(model(x).float())).backward()
     equalise(scaler, 10)
-    scaler._controller.backward.renew()
+    scaler._controller.backward.end_iteration()
     clear(model)
     scaler.scale(mean_square(model(x).float())).backward()
     assert_same(gradients(model), wanted)
@@ -149,7 +149,7 @@ def test_float16_gradients_that_need_the_exponents_survive(seed):
     scaler = hu.AdaptiveGradScaler(model)
     scaler.scale(model(x).float().sum() * 2.0**-26).backward()
     equalise(scaler, 26)
-    scaler._controller.backward.renew()
+    scaler._controller.backward.end_iteration()
     clear(model)
     scaler.scale(model(x).float().sum() * 2.0**-26).backward()
     for key, gradient in gradients(model).items():

@@ -63,7 +63,7 @@ def test_an_overflow_of_a_parameters_gradient_lowers_its_site_alone(measured, se
     run.model[4].boost = 2.0**14
     applied = [run.step()]
     skipped = run.scaler.last_step
-    assert skipped.culprits == (("4", before["4"]),)
+    assert skipped.overflow_sources == (("4", before["4"]),)
     assert f"overflowed at 4 at 2^{before['4']}" in str(skipped)
     after = sites(run.scaler)
     assert after == {**before, "4": before["4"] - 8}
@@ -133,7 +133,7 @@ def test_a_spike_beside_a_wide_stream_lowers_the_branch_alone(measured, seed):
     blamed = []
     for _ in range(2):
         assert not step()
-        blamed.append([key for key, _ in run.scaler.last_step.culprits])
+        blamed.append([key for key, _ in run.scaler.last_step.overflow_sources])
         after = {key: e for key, e in sites(run.scaler).items() if e != before[key]}
         assert set(after) <= {"branches.1", "branches.0"}
     assert blamed[-1] == ["branches.1"]
@@ -241,7 +241,7 @@ def test_a_loss_that_is_not_finite_lowers_nothing(value, measured, seed):
         run.factor = value
         assert not run.step()
         assert "the loss is not finite" in str(run.scaler.last_step)
-        assert run.scaler.last_step.culprits == ()
+        assert run.scaler.last_step.overflow_sources == ()
     assert sites(run.scaler) == before
     run.factor = 1.0
     assert run.step()
@@ -271,12 +271,12 @@ def test_an_overflow_shows_in_every_format(format, seed):
     scaler.scale(mean_square(model(x))).backward()
     scaler.step(opt)
     assert not scaler.last_step.applied
-    ((culprit, exponent),) = scaler.last_step.culprits
-    assert culprit in ("global", "4")
+    ((source, exponent),) = scaler.last_step.overflow_sources
+    assert source in ("global", "4")
     assert exponent == 40
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
     scaler.update()
-    assert sites(scaler)[culprit] == 32
+    assert sites(scaler)[source] == 32
     for _ in range(8):
         clear(model)
         scaler.scale(mean_square(model(x))).backward()
@@ -309,10 +309,10 @@ def test_an_overflow_passed_on_to_the_first_product_blames_nobody_else(seed):
     with torch.no_grad():
         run.model[2].weight.mul_(2.0**14)
     assert not run.step()
-    assert run.scaler.last_step.culprits == ()
+    assert run.scaler.last_step.overflow_sources == ()
     assert sites(run.scaler) == before
     run.step()
-    assert "0" not in dict(run.scaler.last_step.culprits)
+    assert "0" not in dict(run.scaler.last_step.overflow_sources)
 
 
 class Overflowing(torch.autograd.Function):

@@ -350,9 +350,9 @@ def test_published_policies_train_and_react(policy, format, power, seed):
     if not (isinstance(policy, ElementWise) and policy.rescue_share):  # for which all may be large enough
         assert max(sites(scaler)[key] for key in SITES) > 0
     assert all(p.isfinite().all() for p in model.parameters())
-    anchor = sites(scaler)["global"]
+    global_site = sites(scaler)["global"]
     if policy.accumulated_bound:
-        assert all(exponent <= anchor + 10 for exponent in sites(scaler).values())
+        assert all(exponent <= global_site + 10 for exponent in sites(scaler).values())
 
 
 def test_the_rule_at_the_loss_rescues_what_underflows_altogether(seed):

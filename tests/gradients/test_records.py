@@ -93,7 +93,7 @@ def test_the_last_step_says_what_happened(seed):
     trained(scaler, model, 1, overflows={0})
     step = scaler.last_step
     assert not step.applied
-    assert step.culprits == (("2", before),)
+    assert step.overflow_sources == (("2", before),)
     assert str(step).startswith("skipped: gradients overflowed at 2 at 2^")
     with pytest.raises(dataclasses.FrozenInstanceError):
         step.applied = True

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.gradients.eager import _attach
-from halfulp.gradients.eager import _site_boundaries as _borders
+from halfulp.gradients.eager import _attach, _site_boundaries
 from halfulp.gradients.eager._forward import Forward
 from halfulp.gradients.replay import _replay
 from halfulp.gradients.replay._graph_walk import Matcher, Surroundings, walk
@@ -24,7 +23,7 @@ def unmeasured(scaler, run, model):
     """One backward pass of an iteration that is not measured."""
     clear(model)
     backward = scaler._controller.backward
-    backward.renew()
+    backward.end_iteration()
     backward.measuring = False
     scaler.scale(run()).backward()
 
@@ -100,7 +99,7 @@ def test_regions_see_measured_iterations_only_once_the_graph_is_known(seed, monk
         exact(scaler, lambda model: mean_square(model(x)), model, seed)
     assert not seen
     clear(model)
-    scaler._controller.backward.renew()
+    scaler._controller.backward.end_iteration()
     scaler._controller.backward.measuring = True
     scaler.scale(mean_square(model(x))).backward()
     assert len(seen) == 1
@@ -189,7 +188,7 @@ def test_derivatives_of_derivatives_have_one_scale(seed):
     wanted = gradients(model)
     for _ in range(4):
         clear(model)
-        scaler._controller.backward.renew()
+        scaler._controller.backward.end_iteration()
         scaler._controller.backward.measuring = False
         mean_square(penalty(scaler.scale) / scaler.get_scale()).backward()
         assert_same(gradients(model), wanted)
@@ -249,7 +248,7 @@ def assert_rounds_as_a_region(scaler, run, model):
     assert len(begins) > before
     assert not scaler._controller.backward.second_order
     for forward in scaler_forwards(model):
-        forward._replays._row = 0
+        forward._replays._known_in_row = 0
     unmeasured(scaler, run, model)
     assert_same(found, gradients(model))
 
@@ -279,7 +278,7 @@ def test_parts_that_change_places_keep_their_sites(seed):
     for first in (0, 1, 0):
         model.first = first
         for forward in scaler_forwards(model):
-            forward._replays._row = 4
+            forward._replays._known_in_row = 4
         assert_rounds_as_a_region(scaler, run, model)
 
 
@@ -388,7 +387,7 @@ def test_a_tensor_that_outlives_forward_passes_gets_no_hooks_of_theirs(seed, mon
     monkeypatch.setattr(_replay.Replay, "_entering", lambda *given: (made.append(1), entering(*given))[1])
     for _ in range(6):
         clear(model)
-        scaler._controller.backward.renew()
+        scaler._controller.backward.end_iteration()
         scaler._controller.backward.measuring = False
         y, same = model(x, memory)
         assert same is memory
@@ -403,8 +402,8 @@ def numbered(number):
 
 
 def test_nodes_of_forward_passes_are_known_by_numbers_that_several_threads_count(seed, monkeypatch):
-    monkeypatch.setattr(_borders, "_KEPT", 12)
-    draw, unmarked, added = random.Random(seed), _borders.Unmarked(), []
+    monkeypatch.setattr(_site_boundaries, "_KEPT", 12)
+    draw, unmarked, added = random.Random(seed), _site_boundaries.Unmarked(), []
     for _ in range(200):
         begin = draw.randint(0, 1000)
         added.append((begin, begin + draw.choice([0, 1, 3, 20])))

@@ -130,7 +130,7 @@ def test_clipping_sees_true_gradients(seed):
     scaler, opt = hu.AdaptiveGradScaler(model), torch.optim.SGD(model.parameters(), lr=0.1)
     scaler.scale(mean_square(model(x))).backward()
     scramble(scaler)
-    scaler._controller.backward.renew()
+    scaler._controller.backward.end_iteration()
     clear(model)
     scaler.scale(mean_square(model(x))).backward()
     scaler.unscale_(opt)
@@ -364,7 +364,7 @@ def test_distributed_data_parallel_is_looked_through(seed, tmp_path):
             scaler.scale(mean_square(wrapped(x))).backward()
             assert all(torch.equal(p.grad / scaler.get_scale(), g) for p, g in zip(model.parameters(), wanted))
             scramble(scaler)
-            scaler._controller.backward.renew()
+            scaler._controller.backward.end_iteration()
         assert {site.key for site in scaler._controller.sites} == {"global", "0", "2", "4"}
     finally:
         torch.distributed.destroy_process_group()

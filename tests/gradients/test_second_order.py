@@ -25,8 +25,8 @@ def test_a_gradient_penalty_is_grad_scalers_and_said_once(seed):
     opt = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler.scale(mean_square(model(x))).backward()
     scramble(scaler)
-    scaler._controller.sites.anchor.exponent = 12
-    scaler._controller.backward.renew()
+    scaler._controller.sites.global_site.exponent = 12
+    scaler._controller.backward.end_iteration()
     clear(model)
     with pytest.warns(UserWarning, match="create_graph=True") as said:
         penalised(model, x, scaler)

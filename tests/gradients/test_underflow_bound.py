@@ -21,8 +21,8 @@ def test_a_product_and_a_loss_keep_the_bound(format, trial, seed):
 
 
 def test_the_largest_demand_holds_and_then_the_smallest_limit(seed):
-    policy, anchor = UnderflowBound(), Site("global", None, 0)
-    site = Site("matmul", anchor, 3)
+    policy, global_site = UnderflowBound(), Site("global", None, 0)
+    site = Site("matmul", global_site, 3)
     for proposals, wanted in (([(5, 20), (9, 30)], 9), ([(5, 7), (9, 30)], 7), ([(2, 1)], 1), ([], None)):
         site.proposals = [Proposal(*one) for one in proposals]
         assert policy.exponent(site) == wanted

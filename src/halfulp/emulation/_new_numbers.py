@@ -50,14 +50,14 @@ class Results(NamedTuple):
         fresh: positions of returned tensors (or lists of tensors) in new memory that are to be rounded.
         written: position and name of each argument that is written.
         kept: how many returned statistics stay in float32.
-        lifted: whether it hands out memory that Python's caller may own, which must not be written.
+        aliases_caller: whether it hands out memory that Python's caller may own, which must not be written.
     """
 
     name: str
     fresh: tuple[int, ...]
     written: tuple[tuple[int, str], ...]
     kept: int
-    lifted: bool
+    aliases_caller: bool
 
 
 @cache
@@ -65,7 +65,7 @@ def results_of(operator: torch._ops.OpOverload) -> Results:
     """Read an operator's schema, with what is known beyond it.
 
     >>> results_of(torch.ops.aten.addmm.default)
-    Results(name='aten.addmm', fresh=(0,), written=(), kept=0, lifted=False)
+    Results(name='aten.addmm', fresh=(0,), written=(), kept=0, aliases_caller=False)
     >>> results_of(torch.ops.aten.relu_.default).written
     ((0, 'self'),)
     >>> results_of(torch.ops.aten.transpose.int).fresh
@@ -88,13 +88,13 @@ def results_of(operator: torch._ops.OpOverload) -> Results:
         for i, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    lifted = known and base == "lift_fresh"
+    aliases_caller = known and base == "lift_fresh"
     return Results(
         name,
-        (0,) if lifted else tuple(i for i in fresh if i not in kept),
+        (0,) if aliases_caller else tuple(i for i in fresh if i not in kept),
         written or (_RUNNING.get(base, ()) if known else ()),
         len([i for i in kept if i in fresh]),
-        lifted,
+        aliases_caller,
     )
 
 

@@ -74,7 +74,7 @@ class _Mode(TorchDispatchMode):
         """Round what an operator gave; the output to hand on."""
         unit, name = self.unit, results.name
         count = 0
-        if results.lifted:
+        if results.aliases_caller:
             out = unit.rounded(out, name)
             count = int(out.is_floating_point() or out.is_complex())
         elif type(out) is Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..formats import fp16
 from ._last_step import LastStep as LastStep
-from ._measurement import Measured, by_site, copied, recovered
+from ._measurement import Measurement, by_site, recovered, to_host
 from ._overflow import (
-    Culprit,
+    OverflowSource,
     all_finite,
     downstream,
     explains,
@@ -21,10 +21,10 @@ from ._overflow import (
     forget_if_old,
     is_blind,
     is_wide,
-    measured_culprits,
+    measured_overflow_sources,
     short_of_overflow,
     suspects,
-    unmeasured_culprits,
+    unmeasured_overflow_sources,
 )
 from ._schedule import is_measured
 from ._site import GLOBAL, Reading, Site
@@ -59,30 +59,30 @@ class Controller:
         self.policy = backward.policy
         self.interval = interval
         self.floor, self.ceiling = floor, ceiling
-        self.start = self.sites.anchor.exponent
+        self.start = self.sites.global_site.exponent
         self.iteration = 0
         # The iteration from which `is_measured` counts, and how many steps in a row were skipped before it.
         self._restarted = 0
-        self._row = 0
+        self._skips_in_row = 0
         # The iteration from which exponents follow what losses send into the model.
         self.following = backward.following
         self.since = 0
         self.losses: list[Tensor] = []
-        self._measured: list[Measured] = []
+        self._measured: list[Measurement] = []
         # The binades of what this iteration's losses sent into the model, as far as they were measured.
-        self._culprits: list[Culprit] = []
+        self._overflow_sources: list[OverflowSource] = []
         self._skipped = False
         backward.processes.after_join(self.catch_up)
         # Whether exponents are to blame for that: not for a loss that is no number.
         self._overflowed = False
-        self._again = False
+        self._measure_next = False
 
     def read(self, flags: list[Tensor]) -> bool:
         """Whether any flag is set; measurements of the iteration come along in the same copy."""
-        borders = self.following.taken(flags[0].device) if self.backward.measuring else []
-        values, measured = self.backward.measurements.read([*flags, *borders])
+        binades = self.following.taken(flags[0].device) if self.backward.measuring else []
+        values, measured = self.backward.measurements.read([*flags, *binades])
         self._measured += measured
-        self.following.read += [int(border) for border in values[len(flags) :] if math.isfinite(border)]
+        self.following.read += [int(binade) for binade in values[len(flags) :] if math.isfinite(binade)]
         found = any(value != 0 for value in values[: len(flags)])
         # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
         return not self._agreed("step", int(not found))[0]
@@ -93,9 +93,9 @@ class Controller:
         ``untouched``: nobody could clip the parameters' gradients meanwhile, which spreads what is not finite.
         """
         self._skipped = True
-        finite = all(copied([all_finite(loss) for loss in self.losses]))
+        finite = all(to_host([all_finite(loss) for loss in self.losses]))
         found, by_reader = self._found(untouched) if finite and self.policy.per_site else (None, {})
-        if self.backward.processes.joining:
+        if self.backward.processes.in_join:
             # Nobody can be asked: it may be another's.
             finite, unknown = True, False
         else:
@@ -103,45 +103,45 @@ class Controller:
         if not finite:
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
         self._overflowed = True
-        anchor = self.sites.anchor
+        global_site = self.sites.global_site
         if not self.policy.per_site:
-            self._culprits = [Culprit(anchor, spreads=False)]
-            words = f"gradients overflowed at the scale of all, 2^{anchor.exponent}"
-            return LastStep(False, words, (("global", anchor.exponent),))
+            self._overflow_sources = [OverflowSource(global_site, spreads=False)]
+            words = f"gradients overflowed at the scale of all, 2^{global_site.exponent}"
+            return LastStep(False, words, (("global", global_site.exponent),))
         if found is None and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
         if found is None and not self.backward.measuring:
             self._doubt(by_reader)
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
-        found = found or [Culprit(anchor, spreads=False)]
-        self._culprits += [one for one in found if one not in self._culprits]
+        found = found or [OverflowSource(global_site, spreads=False)]
+        self._overflow_sources += [one for one in found if one not in self._overflow_sources]
         blamed = tuple((one.site.key, one.site.exponent) for one in found)
         words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
         return LastStep(False, f"gradients overflowed at {words}", blamed)
 
-    def _found(self, untouched: bool) -> tuple[list[Culprit] | None, dict[Site, bool]]:
+    def _found(self, untouched: bool) -> tuple[list[OverflowSource] | None, dict[Site, bool]]:
         """Who is to blame as far as this process knows, and which sites' parameters have finite gradients, if asked."""
         backward = self.backward
-        found = measured_culprits(self._measured)
+        found = measured_overflow_sources(self._measured)
         if found or not untouched or backward.processes:
             return found or None, {}
         finite = finite_sites(backward.readers())
-        return unmeasured_culprits(finite, backward.reached(), backward.edges(), backward.measuring), finite
+        return unmeasured_overflow_sources(finite, backward.reached(), backward.edges(), backward.measuring), finite
 
     def update(self) -> None:
         """Set the exponents of the next iteration."""
-        before = self.sites.anchor.exponent
+        before = self.sites.global_site.exponent
         if self.policy.per_site:
             self._update_sites()
         else:
-            self._update_anchor()
-        if self.backward.processes.joining and self.policy.measures:
+            self._update_global_site()
+        if self.backward.processes.in_join and self.policy.measures:
             self._keep_together(before)
         elif self.backward.measuring or self._skipped:
-            anchor = self.sites.anchor
-            exponent, calm = self._agreed("update", anchor.exponent, int(not self._again))
-            anchor.exponent, self._again = exponent, not calm
+            global_site = self.sites.global_site
+            exponent, calm = self._agreed("update", global_site.exponent, int(not self._measure_next))
+            global_site.exponent, self._measure_next = exponent, not calm
         self._renew()
 
     def _agreed(self, occasion: str, *values: int) -> list[int]:
@@ -150,16 +150,16 @@ class Controller:
 
     def _keep_together(self, before: int) -> None:
         """The global exponent where nobody can be asked: of what all know alone, which is whether steps are skipped."""
-        falls = self._skipped and (self._row > 1 or not self.policy.per_site)
-        self._set(self.sites.anchor, before - _FALL // 2 if falls else before)
-        self._again = False
+        falls = self._skipped and (self._skips_in_row > 1 or not self.policy.per_site)
+        self._set(self.sites.global_site, before - _FALL // 2 if falls else before)
+        self._measure_next = False
 
     def catch_up(self) -> None:
         """Take over the numbers of the process that went furthest, after some had no inputs left."""
-        anchor = self.sites.anchor
-        numbers = [self.iteration, self.since, self._restarted, self._row, anchor.exponent]
+        global_site = self.sites.global_site
+        numbers = [self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent]
         numbers = self.backward.processes.furthest(numbers, self.device())
-        self.iteration, self.since, self._restarted, self._row, anchor.exponent = numbers
+        self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent = numbers
         self.backward.measuring = is_measured(self.iteration, self._restarted, self.interval)
 
     def device(self) -> torch.device:
@@ -168,7 +168,7 @@ class Controller:
 
     def restart(self, exponent: int) -> None:
         """Set the global exponent by hand, and end the iteration."""
-        self._set(self.sites.anchor, exponent)
+        self._set(self.sites.global_site, exponent)
         self._renew()
 
     def assign(self, exponents: Mapping[str, int]) -> None:
@@ -178,7 +178,7 @@ class Controller:
             raise ValueError(
                 f"no sites {', '.join(unknown)}; the sites are {', '.join(site.key for site in self.sites)}"
             )
-        self.sites.refer(None)
+        self.sites.set_reference(None)
         for site in self.sites:
             self._set(site, exponents.get(site.key, 0))
             site.forget_overflow()
@@ -197,12 +197,12 @@ class Controller:
             self.backward.measuring,
             self.backward.roundings,
             self._restarted,
-            self._row,
+            self._skips_in_row,
         ]
 
     def adopt(self, exponent: int, since: int) -> None:
         """Start from another scaler's scale, and its count of steps without an overflow."""
-        self.sites.refer(None)
+        self.sites.set_reference(None)
         for site in self.sites:
             self._set(site, exponent)
         self.sites.start = self.start = exponent
@@ -214,10 +214,10 @@ class Controller:
         for key, values in given.items():
             self._set(self.sites[key], values["exponent"])
         self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress[:4]
-        self._restarted, self._row = progress[4:6]
+        self._restarted, self._skips_in_row = progress[4:6]
         # States of before exponents followed losses hold them as they are.
         reference = given[GLOBAL].get("reference") or progress[6:] or (None, 0)
-        self.sites.anchor.border, self.following.resumes = reference
+        self.sites.global_site.loss_binade, self.following.resumes = reference
         self.following.decide(self.iteration)
         self.sites.note_lowest()
 
@@ -227,26 +227,26 @@ class Controller:
         """Overflowed sites fall; the others follow the policy where they were measured."""
         if self._skipped and not self._overflowed:
             return
-        self._row = self._row + 1 if self._skipped else 0
+        self._skips_in_row = self._skips_in_row + 1 if self._skipped else 0
         if not (self._skipped or self.backward.measuring):
             return
         narrow = any(one.reading.format for one in self._measured)
-        if self.sites.anchor.border is None:
-            self.following.refer(narrow, self.floor, self.ceiling)
+        if self.sites.global_site.loss_binade is None:
+            self.following.update_reference(narrow, self.floor, self.ceiling)
         readings = by_site(self._measured)
         fallen = self._fall(readings)
         if self.backward.measuring and not self._skipped:
             self._settle_doubts(readings)
-        lost = recovered(self.backward.edges(), readings, self.following.lifted)
+        lost = recovered(self.backward.edges(), readings, self.following.measured_lift)
         for site, kinds in readings.items():
             if site not in fallen and all(reading.finite for reading in kinds.values()):
                 self._follow(site, kinds, site in lost)
-        self._again = bool(lost) or self._rise(readings)
-        anchor = self.sites.anchor
-        if not self._culprits and self.backward.measuring and not anchor.history:
+        self._measure_next = bool(lost) or self._rise(readings)
+        global_site = self.sites.global_site
+        if not self._overflow_sources and self.backward.measuring and not global_site.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
-            self._set(anchor, self._allowed(anchor, min(self.start, anchor.exponent + 1)))
-        self.following.refer(narrow, self.floor, self.ceiling)
+            self._set(global_site, self._allowed(global_site, min(self.start, global_site.exponent + 1)))
+        self.following.update_reference(narrow, self.floor, self.ceiling)
         self.sites.note_lowest()
 
     def _doubt(self, finite: Mapping[Site, bool]) -> None:
@@ -264,21 +264,21 @@ class Controller:
 
     def _fall(self, readings: dict[Site, dict[str, Reading]]) -> dict[Site, None]:
         """Lower the sites that overflowed, and those that saw infinities only; which these were."""
-        culprits = [one.site for one in self._culprits]
-        for site in culprits:
+        sources = [one.site for one in self._overflow_sources]
+        for site in sources:
             site.overflows += 1
             self._note(site)
-        if self._row > _ROW or any(site.strikes > _STRIKES for site in culprits):
+        if self._skips_in_row > _ROW or any(site.strikes > _STRIKES for site in sources):
             return self._fall_together()
-        if culprits and self.backward.measuring:
+        if sources and self.backward.measuring:
             # It was seen who overflowed: nobody else is suspected.
             self._acquit()
         # What follows an activation's overflow gets the same room for one step, a measured one.
-        spreading = [one.site for one in self._culprits if one.spreads]
+        spreading = [one.site for one in self._overflow_sources if one.spreads]
         blind = [site for site in downstream(spreading, self.backward.reached()) if is_blind(site, readings)]
-        fallen = dict.fromkeys([*culprits, *blind])
+        fallen = dict.fromkeys([*sources, *blind])
         for site in fallen:
-            if site not in culprits:
+            if site not in sources:
                 # What comes again and again would show in one site after the other.
                 self._note(site, doubted=True)
             self._lower(site)
@@ -291,7 +291,7 @@ class Controller:
         """
         if self.following.several:
             self.following.resumes = self.iteration + _MEMORY * self.interval
-        reached = dict.fromkeys([*self.backward.reached(), self.sites.anchor])
+        reached = dict.fromkeys([*self.backward.reached(), self.sites.global_site])
         highest = max(site.exponent for site in reached)
         for site in self.sites:
             if site.exponent > highest - _FALL:
@@ -332,13 +332,13 @@ class Controller:
         """Set the exponent of a site that was measured and did not overflow; ``lost``: all arrives as zero there."""
         site.remember(kinds)
         exponent = (Amax() if lost else self.policy).exponent(site)
-        if site.overflowed is not None and self._told(site, kinds, lost):
+        if site.overflowed is not None and self._supersedes_overflow(site, kinds, lost):
             site.forget_overflow()
         if exponent is not None:
             halves = lost or self.policy.wants_operands
             self._set(site, self._halved(site, exponent) if halves else self._allowed(site, exponent))
 
-    def _told(self, site: Site, kinds: dict[str, Reading], lost: bool) -> bool:
+    def _supersedes_overflow(self, site: Site, kinds: dict[str, Reading], lost: bool) -> bool:
         """Whether a measurement says more of how far a site may go than its overflow does."""
         if site.exponent <= self.floor:
             # It cannot fall further, and is finite there.
@@ -349,7 +349,7 @@ class Controller:
     def _rise(self, readings: dict[Site, dict[str, Reading]]) -> bool:
         """Raise all where everything is stored as zero, and what the loss gave is not known, as in compiled graphs."""
         narrow = [reading for kinds in readings.values() for reading in kinds.values() if reading.format]
-        if not narrow or self.sites.anchor in readings or any(reading.amax != 0 for reading in narrow):
+        if not narrow or self.sites.global_site in readings or any(reading.amax != 0 for reading in narrow):
             return False
         for site in readings:
             self._set(site, self._halved(site, 2 * site.exponent - self.policy.lowered(site)))
@@ -372,45 +372,45 @@ class Controller:
 
     # one scale for all ----------------------------------------------------------------------------------------
 
-    def _update_anchor(self) -> None:
+    def _update_global_site(self) -> None:
         """One scale for all."""
-        anchor = self.sites.anchor
+        global_site = self.sites.global_site
         readings = by_site(self._measured)
         for site, kinds in readings.items():
             site.remember(kinds)
-        for one in self._culprits:
+        for one in self._overflow_sources:
             one.site.overflows += 1
             self._note(one.site)
         self.since += 1
-        wanted = self.policy.global_exponent(anchor.exponent, self._skipped, self.since, self.iteration + 1)
+        wanted = self.policy.global_exponent(global_site.exponent, self._skipped, self.since, self.iteration + 1)
         if wanted is None:
             if not self._skipped and not self.backward.measuring:
                 return
             found = measured_scale(self.policy, self.sites, readings, self.iteration)
-            wanted = self.policy.lowered(anchor) if self._skipped else found
-        if wanted is not None and (wanted != anchor.exponent or self._skipped):
+            wanted = self.policy.lowered(global_site) if self._skipped else found
+        if wanted is not None and (wanted != global_site.exponent or self._skipped):
             self.since = 0
-            self._set(anchor, wanted)
+            self._set(global_site, wanted)
 
     def _set(self, site: Site, exponent: int) -> None:
         site.exponent = max(self.floor, min(self.ceiling, exponent))
 
     def _renew(self) -> None:
         self.iteration += 1
-        self.backward.renew()
+        self.backward.end_iteration()
         if self._skipped:
             # An overflow left sites without a measurement, and what comes may overflow, too.
             self._restarted = self.iteration
-        self.backward.measuring = self._again or is_measured(self.iteration, self._restarted, self.interval)
+        self.backward.measuring = self._measure_next or is_measured(self.iteration, self._restarted, self.interval)
         followed = self.following.on
         self.following.decide(self.iteration)
         if self.following.on and not followed:
             # Exponents of meanwhile are meant for losses of meanwhile.
-            self.sites.refer(None)
+            self.sites.set_reference(None)
         for site in self.sites:
             site.proposals.clear()
         self._measured.clear()
         self.following.read.clear()
-        self._culprits.clear()
+        self._overflow_sources.clear()
         self.losses.clear()
-        self._skipped = self._overflowed = self._again = False
+        self._skipped = self._overflowed = self._measure_next = False

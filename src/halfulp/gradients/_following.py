@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from ._measurement import plain
+from ._measurement import local_values
 from ._site import Site, Sites
-from .eager._strides import restored, shifted
+from .eager._strides import times_power_of_two, with_strides_of
 
 # 2^127 and 2^-126 are float32's last normal powers of two.
 _BIAS, _MOST = 127, 126
@@ -35,18 +35,18 @@ class Following:
     Attributes:
         wanted: Whether exponents follow losses at all; else the lift is 0.
         on: Whether they do so now.
-        borders: floor(log2 max |g(output)|) of this iteration's passes, as numbers or tensors; NaN where that is 0 or
+        binades: floor(log2 max |g(output)|) of this iteration's passes, as numbers or tensors; NaN where that is 0 or
             not finite.
-        read: The finite borders of this iteration, once they are on the host.
+        read: The finite binades of this iteration, once they are on the host.
         resumes: The iteration from which exponents follow losses.
         several: Whether a pass of this iteration reached more than one output, of which the first may mislead.
     """
 
     def __init__(self, sites: Sites, wanted: bool) -> None:
         self._sites = sites
-        self._anchor = sites.anchor
+        self._global_site = sites.global_site
         self.wanted = self.on = wanted
-        self.borders: list[float | Tensor] = []
+        self.binades: list[float | Tensor] = []
         self.read: list[int] = []
         self.resumes = 0
         self.several = False
@@ -55,10 +55,10 @@ class Following:
         self._factors: dict[tuple, Tensor] = {}
 
     def begin(self, measuring: bool) -> None:
-        """A backward pass begins, whose lift is not known yet; ``measuring``: borders are read at its end."""
-        self._lift = None if measuring or self._anchor.border is not None else 0
+        """A backward pass begins, whose lift is not known yet; ``measuring``: binades are read at its end."""
+        self._lift = None if measuring or self._global_site.loss_binade is not None else 0
         if self._lift is None:
-            below = (site.exponent - self._anchor.exponent for site in self._sites)
+            below = (site.exponent - self._global_site.exponent for site in self._sites)
             self._room = _MOST - max(map(abs, below))
         self._entered = 0
         self._factors.clear()
@@ -68,9 +68,9 @@ class Following:
         self.wanted = self.on = False
 
     def taken(self, device: torch.device) -> list[Tensor]:
-        """This iteration's borders, as numbers on a device."""
-        borders, self.borders = self.borders, []
-        return [torch.as_tensor(border, dtype=torch.float32, device=device) for border in borders]
+        """This iteration's binades, as numbers on a device."""
+        binades, self.binades = self.binades, []
+        return [torch.as_tensor(binade, dtype=torch.float32, device=device) for binade in binades]
 
     def decide(self, iteration: int) -> None:
         """An iteration begins: follow losses in it, or let exponents be what they are."""
@@ -78,12 +78,12 @@ class Following:
         self.several = False
 
     @property
-    def lifted(self) -> int:
-        """The lift of the iteration whose borders were read."""
-        border = self._anchor.border
-        return border - max(self.read) if self.read and border is not None and self.on else 0
+    def measured_lift(self) -> int:
+        """The lift of the iteration whose binades were read."""
+        binade = self._global_site.loss_binade
+        return binade - max(self.read) if self.read and binade is not None and self.on else 0
 
-    def refer(self, narrow: bool, floor: int, ceiling: int) -> None:
+    def update_reference(self, narrow: bool, floor: int, ceiling: int) -> None:
         """Let exponents be meant for losses as large as this iteration's largest, as far as they stay within bounds.
 
         Args:
@@ -91,16 +91,16 @@ class Following:
             floor: the least exponent.
             ceiling: the greatest one.
         """
-        known = self._anchor.border
+        known = self._global_site.loss_binade
         if not (self.read and self.wanted and (narrow or known is not None)):
             return
         largest = max(self.read)
         if known is None:
-            self._sites.refer(largest)
+            self._sites.set_reference(largest)
         elif self.on or largest > known:
-            own = [site.exponent for site in self._sites if not site.follows_anchor]
+            own = [site.exponent for site in self._sites if not site.follows_global]
             most, least = max(0, min(own) - floor), min(0, max(own) - ceiling)
-            self._sites.refer(known + max(least, min(most, largest - known)))
+            self._sites.set_reference(known + max(least, min(most, largest - known)))
 
     def moved(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
         """A gradient at ``target``'s exponent at ``source``'s, in memory as it was."""
@@ -108,7 +108,7 @@ class Following:
 
     def sign(self, source: Site, target: Site) -> int:
         """How often the lift counts from ``target`` to ``source``: 1 into the sites that follow, -1 out of them."""
-        return target.follows_anchor - source.follows_anchor if self.wanted else 0
+        return target.follows_global - source.follows_global if self.wanted else 0
 
     def moved_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
         """A gradient times 2^(exponent + sign lift), in memory as it was."""
@@ -116,16 +116,16 @@ class Following:
             self._entered += 1
             self.several = self.several or self._entered > 1
         if not sign or not self.on:
-            return shifted(gradient, exponent)
+            return times_power_of_two(gradient, exponent)
         if self._lift is None:
             # Before an output was reached there is nothing to follow: what is a parameter's alone, say.
             self._lift = self._found(gradient) if sign > 0 else 0
         if isinstance(self._lift, int):
-            return shifted(gradient, exponent + sign * self._lift)
+            return times_power_of_two(gradient, exponent + sign * self._lift)
         factor = self._factor(exponent, sign, gradient.device)
         # A number in memory takes the gradient's dtype first, which float16 may not hold.
         wide = gradient.float() if gradient.dtype == torch.float16 else gradient
-        return restored((wide * factor).to(gradient.dtype), gradient)
+        return with_strides_of((wide * factor).to(gradient.dtype), gradient)
 
     def raised(self, exponent: int, sign: int) -> int | None:
         """exponent + sign lift, where the host knows it."""
@@ -135,25 +135,25 @@ class Following:
 
     def _found(self, gradient: Tensor) -> int | Tensor:
         """The lift for what enters the model at the global exponent."""
-        values = plain(gradient)
+        values = local_values(gradient)
         if not values.numel():
             return 0
         low, high = torch.aminmax(values)
         largest = torch.maximum(-low, high).float()
-        reference = self._anchor.border
+        reference = self._global_site.loss_binade
         if on_host(largest):
             size = float(largest)
             known = 0 < size < math.inf
-            border = math.frexp(size)[1] - 1 - self._anchor.exponent if known else math.nan
-            self.borders.append(border)
+            binade = math.frexp(size)[1] - 1 - self._global_site.exponent if known else math.nan
+            self.binades.append(binade)
             follows = known and reference is not None
-            return max(-self._room, min(self._room, reference - border)) if follows else 0
+            return max(-self._room, min(self._room, reference - binade)) if follows else 0
         known = torch.isfinite(largest) & (largest > 0)
-        border = torch.frexp(largest).exponent - 1 - self._anchor.exponent
-        self.borders.append(torch.where(known, border.float(), math.nan))
+        binade = torch.frexp(largest).exponent - 1 - self._global_site.exponent
+        self.binades.append(torch.where(known, binade.float(), math.nan))
         if reference is None:
             return 0
-        return torch.where(known, reference - border, 0).clamp(-self._room, self._room).int()
+        return torch.where(known, reference - binade, 0).clamp(-self._room, self._room).int()
 
     def _factor(self, exponent: int, sign: int, device: torch.device) -> Tensor:
         """2^(exponent + sign lift), exactly: by its bits."""

@@ -12,12 +12,12 @@ class LastStep:
     Attributes:
         applied: Whether the optimizer stepped.
         reason: Why it did not, in words; empty where it did.
-        culprits: The sites that overflowed, each with the exponent that it had.
+        overflow_sources: The sites that overflowed, each with the exponent that it had.
     """
 
     applied: bool
     reason: str = ""
-    culprits: tuple[tuple[str, int], ...] = ()
+    overflow_sources: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         return "applied" if self.applied else f"skipped: {self.reason}"

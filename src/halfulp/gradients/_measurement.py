@@ -40,20 +40,20 @@ class Measurements:
             stored = format or narrow(gradient.dtype)
             self._rows.append((site, kind, stored, gradient.numel(), _statistics(gradient, stored)))
 
-    def read(self, flags: list[Tensor]) -> tuple[list[float], list[Measured]]:
+    def read(self, flags: list[Tensor]) -> tuple[list[float], list[Measurement]]:
         """The values of ``flags``, numbers on any device, and what was measured, in order, by one copy per device."""
         rows, self._rows = self._rows, []
         lines = [torch.stack([flag.float()] * 3) for flag in flags]
-        values = copied([*lines, *(row[-1] for row in rows)])
+        values = to_host([*lines, *(row[-1] for row in rows)])
         found = [
-            Measured(site, kind, _reading(numbers, site.exponent, count, stored))
+            Measurement(site, kind, _reading(numbers, site.exponent, count, stored))
             for (site, kind, stored, count, _), numbers in zip(rows, values[len(flags) :])
         ]
         return [numbers[0] for numbers in values[: len(flags)]], found
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class Measurement:
     """One gradient tensor that was measured at a site."""
 
     site: Site
@@ -61,12 +61,12 @@ class Measured:
     reading: Reading
 
 
-def by_site(measured: list[Measured]) -> dict[Site, dict[str, Reading]]:
+def by_site(measured: list[Measurement]) -> dict[Site, dict[str, Reading]]:
     """The readings of each site by kind; several tensors of a kind count as one."""
     found: dict[Site, dict[str, Reading]] = {}
     for one in measured:
         kinds = found.setdefault(one.site, {})
-        kinds[one.kind] = kinds[one.kind].joined(one.reading) if one.kind in kinds else one.reading
+        kinds[one.kind] = kinds[one.kind].combined(one.reading) if one.kind in kinds else one.reading
     return found
 
 
@@ -80,8 +80,8 @@ def recovered(edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str,
         arrived = readings.get(source, {}).get("received")
         passed = readings.get(target, {}).get("passed")
         if arrived is not None and arrived.amax == 0 and passed is not None and passed.finite and passed.amax:
-            lifted = lift * (target.follows_anchor - source.follows_anchor)
-            readings[source]["received"] = dataclasses.replace(arrived, amax=math.ldexp(passed.amax, lifted))
+            power = lift * (target.follows_global - source.follows_global)
+            readings[source]["received"] = dataclasses.replace(arrived, amax=math.ldexp(passed.amax, power))
             found.add(source)
     return found
 
@@ -89,7 +89,7 @@ def recovered(edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str,
 @torch.no_grad()
 def _statistics(gradient: Tensor, stored: Format | None) -> Tensor:
     """[amax, zeros, subnormals] in float32, on the gradient's device; of a wide gradient amax alone."""
-    gradient = plain(gradient)
+    gradient = local_values(gradient)
     if stored is None:
         low, high = torch.aminmax(gradient)
         amax = torch.maximum(-low, high).float()
@@ -100,7 +100,7 @@ def _statistics(gradient: Tensor, stored: Format | None) -> Tensor:
     return torch.stack([size.amax().float(), zero.float(), (below - zero).float()])
 
 
-def plain(gradient: Tensor) -> Tensor:
+def local_values(gradient: Tensor) -> Tensor:
     """The elements that this process holds, dense."""
     gradient = gradient.detach()
     if gradient.layout is not torch.strided:
@@ -109,7 +109,7 @@ def plain(gradient: Tensor) -> Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def copied(rows: list[Tensor]) -> list[Any]:
+def to_host(rows: list[Tensor]) -> list[Any]:
     """Small tensors of one shape as Python lists or numbers, in order, by one copy per device."""
     values: list[Any] = [None] * len(rows)
     for device in dict.fromkeys(row.device for row in rows):

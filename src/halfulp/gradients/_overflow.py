@@ -9,33 +9,33 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ._measurement import Measured, by_site, copied
+from ._measurement import Measurement, by_site, to_host
 from ._site import Reading, Site
 
 
 @dataclasses.dataclass(frozen=True)
-class Culprit:
+class OverflowSource:
     """A site that overflowed, and whether what overflowed spreads to those after it in backward."""
 
     site: Site
     spreads: bool
 
 
-def measured_culprits(measured: list[Measured]) -> list[Culprit]:
+def measured_overflow_sources(measured: list[Measurement]) -> list[OverflowSource]:
     """The sites where gradients stopped being finite, from a measured backward pass.
 
     What overflowed in an activation's gradient spreads to all that comes later in backward, so of these only the first
     counts, and none of the parameters that read it; a parameter's gradient spreads nowhere.
     """
-    found: list[Culprit] = []
+    found: list[OverflowSource] = []
     flow = next((one for one in measured if one.kind != "weight" and not one.reading.finite), None)
     if flow is not None:
-        found.append(Culprit(flow.site, spreads=True))
+        found.append(OverflowSource(flow.site, spreads=True))
     for site, kinds in by_site(measured).items():
         others = [reading.finite for kind, reading in kinds.items() if kind != "weight"]
         alone = all(others) and (others or flow is None)
         if "weight" in kinds and not kinds["weight"].finite and alone:
-            found.append(Culprit(site, spreads=False))
+            found.append(OverflowSource(site, spreads=False))
     return found
 
 
@@ -65,14 +65,14 @@ def finite_sites(readers: Iterable[tuple[Tensor, Site]]) -> dict[Site, bool]:
     """Whether the gradients of the parameters that each site reads are finite."""
     read = [(parameter, site) for parameter, site in readers if parameter.grad is not None]
     finite: dict[Site, bool] = {}
-    for (_, site), flag in zip(read, copied([all_finite(parameter.grad) for parameter, _ in read])):
+    for (_, site), flag in zip(read, to_host([all_finite(parameter.grad) for parameter, _ in read])):
         finite[site] = finite.get(site, True) and flag
     return finite
 
 
-def unmeasured_culprits(
+def unmeasured_overflow_sources(
     finite: Mapping[Site, bool], order: list[Site], edges: Iterable[tuple[Site, Site]], guess: bool
-) -> list[Culprit] | None:
+) -> list[OverflowSource] | None:
     """The same from the parameters' gradients alone: which of them are finite; None where they do not tell.
 
     It was a parameter's own gradient where the site passed finite ones on, as a site that it passes gradients to shows.
@@ -96,13 +96,13 @@ def unmeasured_culprits(
     if guess and len(later) > 1 and later == bad:
         last = bad[-1]
         above = [target for source, target in edges if source is last and target in order]
-        return [Culprit(max([last, *above], key=lambda site: site.exponent), spreads=True)]
-    return [Culprit(site, spreads=False) for site in bad]
+        return [OverflowSource(max([last, *above], key=lambda site: site.exponent), spreads=True)]
+    return [OverflowSource(site, spreads=False) for site in bad]
 
 
-def downstream(culprits: list[Site], order: list[Site]) -> list[Site]:
-    """The sites that come after the first culprit in backward, and see what it lets through."""
-    places = [order.index(site) for site in culprits if site in order]
+def downstream(sources: list[Site], order: list[Site]) -> list[Site]:
+    """The sites that come after the first source in backward, and see what it lets through."""
+    places = [order.index(site) for site in sources if site in order]
     return order[: max(places)] if places else []
 
 

@@ -37,7 +37,7 @@ class Processes:
         return bool(self._groups)
 
     @property
-    def joining(self) -> bool:
+    def in_join(self) -> bool:
         """Whether processes may have run out of inputs, in ``join()``."""
         return any(join.active for join in self._joins)
 
@@ -66,7 +66,7 @@ class Processes:
 
     def agreed(self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]) -> list[int]:
         """`least`; the values as they are where gradients are not shared, or nobody can be asked."""
-        return values if self.joining or not self else self.least(occasion, iteration, values, device())
+        return values if self.in_join or not self else self.least(occasion, iteration, values, device())
 
     def least(self, occasion: str, iteration: int, values: list[int], device: torch.device) -> list[int]:
         """The least of all processes' values, one by one: at most two integers.
@@ -105,7 +105,7 @@ class Processes:
             mine = max(every, key=lambda one: int(one[0]))
         return mine.tolist()
 
-    def let_go(self) -> None:
+    def restore(self) -> None:
         """Take back what was put on wrappers."""
         for join in self._joins:
             join.restore()

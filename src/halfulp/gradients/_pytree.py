@@ -13,23 +13,23 @@ from torch import Tensor
 _NO_TENSORS = (int, float, bool, str, type(None), torch.dtype, slice)
 
 
-def carriers_in(value: Any) -> Iterator[Tensor]:
+def differentiable_in(value: Any) -> Iterator[Tensor]:
     """The tensors in nested arguments that gradients flow to."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from carriers_in(item)
+            yield from differentiable_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from carriers_in(item)
+            yield from differentiable_in(item)
     elif type(value) not in _NO_TENSORS and dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from carriers_in(getattr(value, field.name, None))
+            yield from differentiable_in(getattr(value, field.name, None))
 
 
-def once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def memoized(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The change, made once for each tensor, so that one tensor stays one."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -41,22 +41,22 @@ def once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return changed
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor], carriers: bool = True) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool = True) -> Any:
     """The same nesting with every (gradient-carrying) tensor changed; the same object where none changes."""
     if type(value) in _NO_TENSORS:
         return value
     if isinstance(value, Tensor):
-        return change(value) if value.requires_grad or not carriers else value
+        return change(value) if value.requires_grad or not differentiable else value
     if isinstance(value, dict):
-        found = {key: mapped(item, change, carriers) for key, item in value.items()}
+        found = {key: map_tensors(item, change, differentiable) for key, item in value.items()}
         return value if all(found[key] is item for key, item in value.items()) else _like_dict(value, found)
     if isinstance(value, list | tuple):
-        items = [mapped(item, change, carriers) for item in reversed(value)][::-1]
+        items = [map_tensors(item, change, differentiable) for item in reversed(value)][::-1]
         if all(a is b for a, b in zip(items, value)):
             return value
         return _like_sequence(value, items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _like_dataclass(value, change, carriers)
+        return _like_dataclass(value, change, differentiable)
     return value
 
 
@@ -77,9 +77,9 @@ def _like_sequence(value: list | tuple, items: list) -> list | tuple:
     return type(value)(items)
 
 
-def _like_dataclass(value: Any, change: Callable[[Tensor], Tensor], carriers: bool) -> Any:
+def _like_dataclass(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool) -> Any:
     found = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    changed = {name: mapped(item, change, carriers) for name, item in found.items()}
+    changed = {name: map_tensors(item, change, differentiable) for name, item in found.items()}
     if all(changed[name] is found[name] for name in found):
         return value
     made = copy.copy(value)

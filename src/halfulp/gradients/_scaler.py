@@ -106,7 +106,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         self._exponent: int | None = None
         self._models = [weakref.ref(one) for one in models]
         self._mode = mode
-        self._told = False
+        self._scale_was_read = False
         self._growth_interval = getattr(policy, "growth_interval", 2000)
         self._controller = controller_of(
             policy,
@@ -157,7 +157,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         backward.end_unless_differentiating()
         if output.grad_fn is not None and not backward.second_order:
             if self._mode == "module":
-                check_units(output.grad_fn, backward.sites.anchor)
+                check_units(output.grad_fn, backward.sites.global_site)
             else:
                 backward.check_exits(output.grad_fn)
         scaled = output * self._tensor(output.device)
@@ -179,7 +179,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         if not self._enabled:
             return
         controller = self._controller
-        by_hand = (controller.losses or self._told) and has_gradients(optimizer)
+        by_hand = (controller.losses or self._scale_was_read) and has_gradients(optimizer)
         if not (controller.backward.passes or by_hand):
             raise ValueError(
                 "there is nothing to unscale, as no backward pass started at scaler.scale(loss) since the last "
@@ -263,7 +263,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         else:
             self._controller.restart(exponent)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._told = False
+        self._scale_was_read = False
         for recorder in self._recorders if measured else ():
             recorder.add(self._controller.iteration, self.last_step, self.sites())
 
@@ -272,19 +272,19 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
 
         It need not fall where a step is skipped, as sites have scales of their own: ask ``last_step.applied``.
         """
-        self._told = True
+        self._scale_was_read = True
         return self._scale_now()
 
     def _scale_now(self) -> float:
-        return 2.0**self._controller.sites.anchor.exponent if self._enabled else 1.0
+        return 2.0**self._controller.sites.global_site.exponent if self._enabled else 1.0
 
     def _tensor(self, device: torch.device) -> Tensor:
         """The global scale where GradScaler keeps it, as it is now."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
-        if self._exponent != self._controller.sites.anchor.exponent:
+        if self._exponent != self._controller.sites.global_site.exponent:
             # A new tensor, as autograd may have saved the old one.
-            self._exponent = self._controller.sites.anchor.exponent
+            self._exponent = self._controller.sites.global_site.exponent
             self._scale = torch.full_like(self._scale, self._scale_now())
         return self._scale.to(device, non_blocking=True)
 
@@ -376,13 +376,13 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
     def _take(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that is this model's."""
         state_dict = sites_by_name(state_dict)
-        anchor = exponent_of("the state's scale", state_dict["scale"])
+        global_site = exponent_of("the state's scale", state_dict["scale"])
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
         if state_dict.get("sites") is None:
-            self._controller.adopt(anchor, int(state_dict["_growth_tracker"]))
+            self._controller.adopt(global_site, int(state_dict["_growth_tracker"]))
         else:
-            self._controller.sites.anchor.exponent = anchor
+            self._controller.sites.global_site.exponent = global_site
             self._controller.resume(state_dict["sites"], state_dict["progress"])
 
     def _places(self) -> set[str]:
@@ -400,5 +400,5 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         for detach in self._detach:
             detach()
         self._detach.clear()
-        self._controller.backward.processes.let_go()
+        self._controller.backward.processes.restore()
         self._enabled = False

@@ -42,7 +42,7 @@ class Reading:
         """Whether every element was finite."""
         return math.isfinite(self.amax)
 
-    def joined(self, other: Reading) -> Reading:
+    def combined(self, other: Reading) -> Reading:
         """Both tensors as one."""
         total = self.elements + other.elements
         mine, theirs = self.elements / total, other.elements / total
@@ -76,12 +76,12 @@ class Site:
         strikes: How many overflows in a row of its own are remembered.
         patience: How many times as long as usual overflows and measurements count: twice as long with every overflow
             that came once the last one was forgotten.
-        border: Of the global site, floor(log2) of the largest gradient that losses send into the model for which sites'
-            exponents are meant, which move with it from pass to pass (`Following`); None where that is not known.
-        anchor: The global site of the scaler; None where it is that.
+        loss_binade: Of the global site, floor(log2) of the largest gradient that losses send into the model for which
+            sites' exponents are meant, which move with it from pass to pass (`Following`); None where it is not known.
+        global_site: The global site of the scaler; None where it is that.
     """
 
-    def __init__(self, key: str, anchor: Site | None, exponent: int) -> None:
+    def __init__(self, key: str, global_site: Site | None, exponent: int) -> None:
         self.key = key
         self.merged: str | None = None
         self.readings: dict[str, Reading] = {}
@@ -96,24 +96,24 @@ class Site:
         self.strikes = 0
         self.patience = 1
         self.stored: Format | None = None
-        self.border: int | None = None
-        self.anchor = anchor
+        self.loss_binade: int | None = None
+        self.global_site = global_site
         self._exponent = exponent
 
     @property
     def exponent(self) -> int:
         """The gradient here is stored as 2^exponent times the true one."""
-        return self.anchor._exponent if self.merged else self._exponent
+        return self.global_site._exponent if self.merged else self._exponent
 
     @property
-    def follows_anchor(self) -> bool:
+    def follows_global(self) -> bool:
         """Whether its exponent is the global one."""
-        return self.anchor is None or self.merged is not None
+        return self.global_site is None or self.merged is not None
 
     @property
     def reference(self) -> int:
         """The power of two in whose units gradients are remembered; 0 where losses are not followed."""
-        return 0 if self.follows_anchor else self.anchor.border or 0
+        return 0 if self.follows_global else self.global_site.loss_binade or 0
 
     def remember(self, readings: dict[str, Reading]) -> None:
         """Take over a measurement; what no narrow format stores limits nothing and is not kept in the history."""
@@ -144,18 +144,18 @@ class Site:
         """Let the exponent rise again to where it overflowed."""
         self.overflowed, self.doubted, self.strikes = None, False, 0
 
-    def refer(self, before: int | None, border: int | None) -> None:
-        """Put what is known of a site in other units (`Sites.refer`)."""
-        if before is None or border is None:
-            factor = (before or 0) - (border or 0)
+    def change_reference(self, before: int | None, binade: int | None) -> None:
+        """Put what is known of a site in other units (`Sites.set_reference`)."""
+        if before is None or binade is None:
+            factor = (before or 0) - (binade or 0)
             for entry in self.history:
                 entry.update((kind, math.ldexp(amax, factor)) for kind, amax in entry.items())
             return
-        self.exponent = self._exponent + before - border
+        self.exponent = self._exponent + before - binade
         if self.overflowed is not None:
-            self.overflowed = max(LOWEST, min(HIGHEST, self.overflowed + before - border))
+            self.overflowed = max(LOWEST, min(HIGHEST, self.overflowed + before - binade))
         for reading in self.readings.values():
-            reading.amax = math.ldexp(reading.amax, border - before)
+            reading.amax = math.ldexp(reading.amax, binade - before)
 
     @exponent.setter
     def exponent(self, value: int) -> None:
@@ -174,8 +174,8 @@ class Sites:
     """
 
     def __init__(self, exponent: int, uniform: bool = False) -> None:
-        self.anchor = Site(GLOBAL, None, exponent)
-        self._sites = {GLOBAL: self.anchor}
+        self.global_site = Site(GLOBAL, None, exponent)
+        self._sites = {GLOBAL: self.global_site}
         self.start = exponent
         # The least exponent of a site that was measured, or overflowed; None where none was.
         self.lowest: int | None = None
@@ -185,7 +185,7 @@ class Sites:
         """The site of that key; made at its first use, at the exponent of the call before, or the lowest one known."""
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = Site(key, self.anchor, self._first_exponent(key))
+            site = self._sites[key] = Site(key, self.global_site, self._first_exponent(key))
             site.merged = UNIFORM if self._uniform else None
         return site
 
@@ -197,21 +197,21 @@ class Sites:
                 return before._exponent
         return self.start if self.lowest is None else self.lowest
 
-    def refer(self, border: int | None) -> None:
-        """Let exponents be meant for losses that send gradients of binade ``border`` into the model.
+    def set_reference(self, binade: int | None) -> None:
+        """Let exponents be meant for losses that send gradients of binade ``binade`` into the model.
 
         What is known of sites is put in these units; None leaves exponents as they are, whatever losses send.
         """
-        before, self.anchor.border = self.anchor.border, border
-        if before == border:
+        before, self.global_site.loss_binade = self.global_site.loss_binade, binade
+        if before == binade:
             return
         for site in self:
-            if not site.follows_anchor:
-                site.refer(before, border)
+            if not site.follows_global:
+                site.change_reference(before, binade)
 
     def note_lowest(self) -> None:
         """Note the exponent at which a site opens that no call went before."""
-        fallen = [site for site in self if site.overflowed is not None and not site.follows_anchor]
+        fallen = [site for site in self if site.overflowed is not None and not site.follows_global]
         measured = [site for site in self if site.format is not None]
         self.lowest = min((site.exponent for site in measured + fallen), default=None)
 

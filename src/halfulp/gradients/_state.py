@@ -43,7 +43,7 @@ def state_of(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ..
         }
         for site in sites
     }
-    found[GLOBAL]["reference"] = [sites.anchor.border, resumes]
+    found[GLOBAL]["reference"] = [sites.global_site.loss_binade, resumes]
     return tuple(found.items())
 
 
@@ -68,10 +68,10 @@ def check_entries(state_dict: object) -> None:
         return
     _check("the state_dict", state_dict, _OURS)
     for key, values in state_dict["sites"].items():
-        _check(f"site {key!r} of the state_dict", values, _ANCHOR if key == GLOBAL else _SITE)
-    anchor = state_dict["sites"][GLOBAL]
-    if "reference" in anchor:  # older states have it in their progress, or not at all
-        _check(f"site {GLOBAL!r} of the state_dict", anchor, _REFERENCE)
+        _check(f"site {key!r} of the state_dict", values, _GLOBAL_SITE if key == GLOBAL else _SITE)
+    global_site = state_dict["sites"][GLOBAL]
+    if "reference" in global_site:  # older states have it in their progress, or not at all
+        _check(f"site {GLOBAL!r} of the state_dict", global_site, _REFERENCE)
     scale, exponent = state_dict["scale"], state_dict["sites"][GLOBAL]["exponent"]
     if scale != 2.0**exponent:
         raise ValueError(
@@ -167,7 +167,7 @@ _REFERENCE: _Wanted = {
         _is_reference,
     )
 }
-_ANCHOR: _Wanted = {**_SITE, "merged": ("None, as it follows no other", lambda given: given is None)}
+_GLOBAL_SITE: _Wanted = {**_SITE, "merged": ("None, as it follows no other", lambda given: given is None)}
 
 
 def check_state(given: dict[str, Any], own: set[str]) -> None:
@@ -213,7 +213,7 @@ def _belongs(key: str, modules: set[str]) -> bool:
 def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
     """Take over every site of a state; ``narrow`` is the format of those that have one."""
     for key, values in given.items():
-        site: Site = sites.anchor if key == GLOBAL else sites.open(key)
+        site: Site = sites.global_site if key == GLOBAL else sites.open(key)
         site.exponent = values["exponent"]
         # That the policy has one scale for all is the policy's to say, which may be another now.
         if site.merged != UNIFORM:

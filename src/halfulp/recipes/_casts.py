@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..gradients._pytree import mapped
+from ..gradients._pytree import map_tensors
 
 _PLAIN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Measured on the CPU, and as torch.autocast has it: with float32 weights these take narrow inputs and compute in
@@ -25,7 +25,7 @@ class _Cast:
         """Both cast; None where nothing changes."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             return None if args[0].dtype == dtype else ((cast(args[0], dtype),), kwargs)
-        return mapped(args, lambda x: cast(x, dtype), False), mapped(kwargs, lambda x: cast(x, dtype), False)
+        return map_tensors(args, lambda x: cast(x, dtype), False), map_tensors(kwargs, lambda x: cast(x, dtype), False)
 
 
 class CastInputs(_Cast):
@@ -52,7 +52,7 @@ class CastOutputs(_Cast):
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """A forward hook."""
-        return mapped(output, lambda x: cast(x, self.dtype), False)
+        return map_tensors(output, lambda x: cast(x, self.dtype), False)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -118,18 +118,18 @@ class Proof:
         ours, theirs = copy_of(self._model), copy_of(self._model)
         scaler = AdaptiveGradScaler(ours, mode=self._mode, init_scale=1.0, float32_outputs=False)
         scaler.load_state_dict(self._state)
-        border = int(torch.randint(LOWEST, -LOWEST, (), generator=self._generator, dtype=torch.int64, device="cpu"))
+        binade = int(torch.randint(LOWEST, -LOWEST, (), generator=self._generator, dtype=torch.int64, device="cpu"))
         for step in range(1, _STEPS + 1):
             scaler.set_exponents({})
             # Of two steps one at least then has exponents that are not what they are meant for.
-            scaler.load_state_dict(self._unmeasured(scaler.state_dict(), merged, step, border + step))
+            scaler.load_state_dict(self._unmeasured(scaler.state_dict(), merged, step, binade + step))
             wanted = one_step(theirs, self._batch, self._loss)
             found = self._unscaled(one_step(ours, self._batch, self._loss, scaler.scale), scaler)
             exact = Exact(self._model, self._batch, self._loss, wanted, step)
             self._compare(wanted, found, exact, f" in step {step} of a copy")
         return forwards_without_region(scaler)
 
-    def _unmeasured(self, state: dict[str, Any], merged: list[str], step: int, border: int) -> dict[str, Any]:
+    def _unmeasured(self, state: dict[str, Any], merged: list[str], step: int, binade: int) -> dict[str, Any]:
         """A state of random exponents for an iteration that measures nothing, the global one an extreme by turns.
 
         They are meant for a loss that sends gradients of this binade into the model, and follow the one that there is.
@@ -138,7 +138,7 @@ class Proof:
         drawn = self._draw([key for key in sites if key not in merged])
         drawn[_GLOBAL] = HIGHEST if step % 2 else LOWEST
         state = self._with(state, drawn, merged)
-        state["sites"][_GLOBAL]["reference"] = [border, 0]
+        state["sites"][_GLOBAL]["reference"] = [binade, 0]
         return {**state, "progress": [_UNMEASURED, 0, False, 0, 0, 0]}
 
     def _judge(self, found: Run, where: str) -> None:

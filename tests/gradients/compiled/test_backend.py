@@ -48,7 +48,7 @@ def _backpropagate(loss: torch.Tensor, model: nn.Module, backward: Backward | No
     """The gradients, in true units, of a loss that a scaler scales."""
     for p in model.parameters():
         p.grad = None
-    exponent = 0 if backward is None else backward.sites.anchor.exponent
+    exponent = 0 if backward is None else backward.sites.global_site.exponent
     loss = loss * 2.0**exponent
     if backward is not None:
         loss.grad_fn.register_prehook(backward.begin)
@@ -174,7 +174,7 @@ def test_edges_are_the_ways_from_the_loss(name, compiled, seed):
     backward = _watched(case.model)
     model = _compiled(case.model, backward) if compiled else case.model
     _backpropagate(case.loss(model(*case.batch)), case.model, backward)
-    edges, reached, todo = set(backward.edges()), set(), [backward.sites.anchor]
+    edges, reached, todo = set(backward.edges()), set(), [backward.sites.global_site]
     while todo:
         site = todo.pop()
         reached.add(site)
@@ -408,7 +408,7 @@ def test_a_gradient_that_its_function_does_not_take_linearly_has_the_global_expo
     backward = _watched(model)
     compiled = _compiled(model, backward)
     for _ in range(3):
-        backward.sites.anchor.exponent = 4
+        backward.sites.global_site.exponent = 4
         found = _backpropagate(compiled(x).square().sum(), model, backward)
         assert all(torch.equal(found[name] * 2.0**4, expected[name]) for name in expected)
         _shuffle(backward)

@@ -29,7 +29,7 @@ def watched(model, run, **options):
     scaler = hu.AdaptiveGradScaler(model, **options)
     scaler.scale(run()).backward()
     scramble(scaler)
-    scaler._controller.backward.renew()
+    scaler._controller.backward.end_iteration()
     clear(model)
     return scaler
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.gradients.eager._backward import Backward
-from halfulp.gradients.eager._strides import copied, shifted
+from halfulp.gradients.eager._strides import copy_with_strides, times_power_of_two
 from halfulp.kernels import same_bits
 
 from ..exponents import WIDTH, assert_same, batch, plainly, scrambled
@@ -46,20 +46,20 @@ def pattern(x):
 def test_a_shifted_gradient_lies_as_it_did(view, dtype, seed):
     x = VIEWS[view](torch.randn(4, 6, 12).to(dtype))
     for exponent in (-3, 5):
-        out = shifted(x, exponent)
+        out = times_power_of_two(x, exponent)
         assert same_bits(out.contiguous(), x.contiguous() * 2.0**exponent)
         assert out.data_ptr() != x.data_ptr() or not x.numel()
         if x.numel() and view != "overlapping":
             assert pattern(out) == pattern(x)
             assert out.data_ptr() % 64 == x.data_ptr() % 64
-    assert shifted(x, 0) is x
+    assert times_power_of_two(x, 0) is x
 
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_an_output_is_a_copy_that_lies_as_it_did(view, seed):
     leaf = torch.randn(4, 6, 12, requires_grad=True)
     x = VIEWS[view](leaf * 1)
-    out, g = copied(x), torch.randn(x.shape)
+    out, g = copy_with_strides(x), torch.randn(x.shape)
     assert same_bits(out.detach().contiguous(), x.detach().contiguous())
     if x.numel() and view != "overlapping":
         assert out.stride() == x.stride() or pattern(out)[:3] == pattern(x)[:3]
@@ -69,9 +69,9 @@ def test_an_output_is_a_copy_that_lies_as_it_did(view, seed):
 
 def test_a_part_of_a_large_tensor_takes_no_more_memory_than_a_few_of_its_own(seed):
     for x in (torch.randn(64, 1024)[:, 7], torch.randn(64, 100, 32)[:, 0], torch.randn(8, 32, 64)[:, ::16, ::16]):
-        memory = shifted(x, 1).untyped_storage().nbytes()
+        memory = times_power_of_two(x, 1).untyped_storage().nbytes()
         assert memory <= 32 * x.numel() * x.element_size()
-        assert pattern(shifted(x, 1)) == pattern(x)
+        assert pattern(times_power_of_two(x, 1)) == pattern(x)
 
 
 class Joined(nn.Module):
@@ -111,20 +111,20 @@ def test_edges_keep_the_strides_of_every_gradient_and_output(kind, mode, seed, m
 
     wanted, loss = plainly(seed, run, model), run().detach()
     scaler = hu.AdaptiveGradScaler(model, mode=mode)
-    crossing, checked = Backward._crossing, []
+    make, checked = Backward._make_edge_hook, []
 
     def watching(self, source, target):
-        cross = crossing(self, source, target)
+        hook = make(self, source, target)
 
         def look(gradients):
-            out = cross(gradients)
+            out = hook(gradients)
             if out is not None:
                 checked.append(pattern(out[0]) == pattern(gradients[0]))
             return out
 
         return look
 
-    monkeypatch.setattr(Backward, "_crossing", watching)
+    monkeypatch.setattr(Backward, "_make_edge_hook", watching)
     assert_same(scrambled(seed, scaler, lambda: scaler.scale(run()).backward(), model), wanted)
     assert same_bits(run().detach(), loss)
     assert all(one == seen[0] for one in seen)

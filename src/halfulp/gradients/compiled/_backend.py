@@ -119,7 +119,7 @@ def check_breaks(inputs: Sequence, backward: Backward) -> None:
 
     def ends(node: Any) -> bool:
         # Marks are where another model ends that is not compiled, whose parameters have sites.
-        return node.name() == _GRAPH or backward.sites.anchor in node.metadata
+        return node.name() == _GRAPH or backward.sites.global_site in node.metadata
 
     behind = reached([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
     broken = {name for node in behind if hasattr(node, "variable") for name in _owners(node.variable, backward)}

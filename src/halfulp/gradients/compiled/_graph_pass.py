@@ -63,7 +63,7 @@ def path_of(stack: Sequence[tuple]) -> str:
 
 
 @dataclasses.dataclass
-class Crossing:
+class Edge:
     """A gradient that moves from one site to another for some of its readers, as a rounded copy where there is one."""
 
     node: Node
@@ -139,10 +139,10 @@ class Placement:
         self._collect(module.graph.nodes)
         self._products = {add: product for add in self.gradients if (product := self._added(add))}
         self._sums = {product: add for add, product in self._products.items()}
-        self._wishes: dict[Node, str | None] = {}
+        self._preferred: dict[Node, str | None] = {}
         self._leads: dict[Node, bool] = {}
         for node in reversed(self.gradients):
-            self._wish(node)
+            self._set_preferred(node)
         self.sites: dict[Node, str] = {}
         for node in self.gradients:
             self.sites[node] = self._site(node)
@@ -250,7 +250,7 @@ class Placement:
             case "shape" | "widening":
                 return None
             case _:
-                return self._wishes[reader]
+                return self._preferred[reader]
 
     def _works_at(self, product: Node) -> str:
         """Where a product's gradients are: at the global exponent where it makes parameters' alone and all are wide.
@@ -270,16 +270,16 @@ class Placement:
         path = self._path(node) if self._plan.apart else None
         return max((one for one in self._plan.apart if path and path.startswith(f"{one}/")), key=len, default="")
 
-    def _wished(self, reader: Node, body: str) -> str | None:
+    def _wanted_by(self, reader: Node, body: str) -> str | None:
         """The site at which a reader wants a gradient of a body: the global one where it enters another body."""
-        wish = self._needed(reader)
-        enters = wish is not None and self._plan.apart and reader.op != "output" and self._body(reader)
-        return GLOBAL if enters and body != enters else wish
+        site = self._needed(reader)
+        enters = site is not None and self._plan.apart and reader.op != "output" and self._body(reader)
+        return GLOBAL if enters and body != enters else site
 
-    def _wish(self, node: Node) -> None:
+    def _set_preferred(self, node: Node) -> None:
         body = self._body(node) if self._plan.apart else ""
-        wishes = [wish for reader in node.users if (wish := self._wished(reader, body)) is not None]
-        self._wishes[node] = max(wishes, key=self._plan.rank) if wishes else None
+        wanted = [site for reader in node.users if (site := self._wanted_by(reader, body)) is not None]
+        self._preferred[node] = max(wanted, key=self._plan.rank) if wanted else None
         self._leads[node] = any(self._goes_on(node, reader) for reader in node.users)
 
     def _goes_on(self, node: Node, reader: Node) -> bool:
@@ -308,13 +308,13 @@ class Placement:
         inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
         if role in ("part", "widening"):
             return inputs[0]
-        if self._plan.rounds and len(inputs) > 1 and self._wishes[node] is None:
+        if self._plan.rounds and len(inputs) > 1 and self._preferred[node] is None:
             # A parameter's gradients add up as where they are accumulated: each rounded, at the global exponent.
             return GLOBAL
         if self._is_narrow(node):
             # What is made for parameters, such as a bias, is made of what a product reads.
-            inputs += [wish for x in node.all_input_nodes if (wish := self._wishes.get(x))]
-        return self._wishes[node] or max(inputs, key=self._plan.rank)
+            inputs += [site for x in node.all_input_nodes if (site := self._preferred.get(x))]
+        return self._preferred[node] or max(inputs, key=self._plan.rank)
 
     def _is_narrow(self, node: Node) -> bool:
         """Whether a narrow format stores a gradient."""
@@ -340,14 +340,14 @@ class Placement:
         known = {*self._calls.values(), *self._pinned.values()} - {GLOBAL}
         return [GLOBAL, *sorted(known, key=self._plan.rank)]
 
-    def crossings(self) -> list[Crossing]:
+    def edges(self) -> list[Edge]:
         """Every gradient that moves, once for each site that it moves to."""
-        found: dict[tuple[Node, str], Crossing] = {}
+        found: dict[tuple[Node, str], Edge] = {}
         for node, source in self.sites.items():
             for reader in node.users:
                 target = self._read_at(reader, node)
                 if target != source:
-                    found.setdefault((node, target), Crossing(node, source, target, [])).readers.append(reader)
+                    found.setdefault((node, target), Edge(node, source, target, [])).readers.append(reader)
         return list(found.values())
 
     def stored(self, gradient: Node) -> Node:

@@ -39,7 +39,7 @@ def planned(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
         backward.sites.open(key)
     for parameter in parameters.values():
         site = walk.read_at.get(parameter, GLOBAL)
-        backward.reads(parameter, backward.sites.anchor if site == GLOBAL else backward.sites.open(site))
+        backward.note_read(parameter, backward.sites.global_site if site == GLOBAL else backward.sites.open(site))
     return Plan(
         walk.keys,
         tuple(node in parameters for node in placeholders),
@@ -111,14 +111,14 @@ class _Walk:
         return [GLOBAL if is_apart else self._sites.get(x, GLOBAL) for x in given]
 
     def _visit(self, node: Node, path: str) -> None:
-        carriers = [x for x in node.all_input_nodes if self._carries(x)]
+        differentiable = [x for x in node.all_input_nodes if self._carries(x)]
         kind = self._kind(node)
         if kind == "shape":
             # Only the first argument has a gradient.
-            carriers = [x for x in carriers if x is node.args[0]]
-        if not carriers or not self._records or kind == "fact":
+            differentiable = [x for x in differentiable if x is node.args[0]]
+        if not differentiable or not self._records or kind == "fact":
             return
-        site = self._site(node, kind, carriers)
+        site = self._site(node, kind, differentiable)
         self.keys[path] = site
         if getattr(node.target, "__name__", "") == _CUSTOM:
             # What its backward does is named so, whichever of them it is.
@@ -126,13 +126,13 @@ class _Walk:
         whole = self._call_of(node, _WHOLE)
         if whole is not None:
             self.wholes[path] = whole
-        if not isinstance(node.target, FunctionType) and self._repeats(node, carriers):
+        if not isinstance(node.target, FunctionType) and self._repeats(node, differentiable):
             self.repeating.append(path)
         if kind in ("product", "cell"):
             self.products.append(path)
-        elif all(x in self._parameters for x in carriers):
+        elif all(x in self._parameters for x in differentiable):
             self.opening.append(path)
-        for x in carriers:
+        for x in differentiable:
             if x in self._parameters:
                 self.read_at[self._parameters[x]] = site
         self._sites[node] = self._picked(node, site)
@@ -153,12 +153,12 @@ class _Walk:
         is_known = node in self._sites and any(x.is_floating_point() or x.is_complex() for x in tensors)
         return is_known or any(x.requires_grad for x in tensors)
 
-    def _repeats(self, node: Node, carriers: list[Node]) -> bool:
+    def _repeats(self, node: Node, differentiable: list[Node]) -> bool:
         """Whether a function is given one of these tensors more than once."""
         given = pytree.tree_leaves((node.args, node.kwargs))
-        return any(sum(x is y for y in given) > 1 for x in carriers)
+        return any(sum(x is y for y in given) > 1 for x in differentiable)
 
-    def _site(self, node: Node, kind: Kind, carriers: list[Node]) -> str:
+    def _site(self, node: Node, kind: Kind, differentiable: list[Node]) -> str:
         whole = self._call_of(node, _WHOLE)
         if whole is not None:
             return self._opened_whole(whole, node)
@@ -167,15 +167,15 @@ class _Walk:
             return GLOBAL
         match kind:
             case "product":
-                return self._opened(node, carriers)
+                return self._opened(node, differentiable)
             case "cell":
                 states = [x for x in pytree.tree_leaves(node.args[1:2]) if isinstance(x, Node) and self._carries(x)]
                 site = self._of(states[0]) if states and states[0] not in self._parameters else GLOBAL
-                return self._opened(node, carriers) if site == GLOBAL else site
+                return self._opened(node, differentiable) if site == GLOBAL else site
             case "in-place" if node.args and node.args[0] in self._sites:
                 return self._of(node.args[0])
-        sites = [self._of(x) for x in carriers if x not in self._parameters]
-        return max(sites, key=lambda key: self._ranks.get(key, -1)) if sites else self._opened(node, carriers)
+        sites = [self._of(x) for x in differentiable if x not in self._parameters]
+        return max(sites, key=lambda key: self._ranks.get(key, -1)) if sites else self._opened(node, differentiable)
 
     def _of(self, node: Node) -> str:
         """The site of a node's gradient; the latest of several results'."""
@@ -190,9 +190,9 @@ class _Walk:
             return several[node.args[1]]
         return GLOBAL if isinstance(value, Tensor) and value.dim() == 0 and not value._is_view() else site
 
-    def _opened(self, node: Node, carriers: Iterable[Node]) -> str:
+    def _opened(self, node: Node, differentiable: Iterable[Node]) -> str:
         """The site of this call of a product, or of what reads parameters alone."""
-        owner = next((self._owners[self._parameters[x]] for x in carriers if x in self._parameters), None)
+        owner = next((self._owners[self._parameters[x]] for x in differentiable if x in self._parameters), None)
         return self._numbered(owner or ".".join([*self._place(node), name_of(node.target)]))
 
     def _opened_whole(self, call: str, node: Node) -> str:

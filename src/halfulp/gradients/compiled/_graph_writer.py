@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .._site import GLOBAL
-from ._graph_pass import Crossing, Placement, Plan, Product
+from ._graph_pass import Edge, Placement, Plan, Product
 from ._graph_roles import HALF, base_of, narrows
 from ._runtime_operators import (
     ITEM,
@@ -27,17 +27,17 @@ from ._runtime_operators import (
 def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
     """Write into a backward graph what gives its gradients sites, rounds and measures them."""
     placement = Placement(module, plan)
-    crossings = placement.crossings()
-    writer = Writer(module, scaler, placement.keys(), crossings)
+    edges = placement.edges()
+    writer = Writer(module, scaler, placement.keys(), edges)
     if plan.watches:
         dtypes = placement.dtypes()
-        for crossing in crossings:
-            if crossing.source == GLOBAL and crossing.target in dtypes:
-                writer.watch_loss(crossing, dtypes[crossing.target])
-    for crossing in crossings:
-        if plan.rounds and crossing.source != GLOBAL:
-            crossing.rounded = writer.copy_rounded(crossing)
-    moved = {writer.move(crossing): crossing for crossing in crossings}
+        for edge in edges:
+            if edge.source == GLOBAL and edge.target in dtypes:
+                writer.watch_loss(edge, dtypes[edge.target])
+    for edge in edges:
+        if plan.rounds and edge.source != GLOBAL:
+            edge.rounded = writer.copy_rounded(edge)
+    moved = {writer.move(edge): edge for edge in edges}
     products = placement.products(moved)
     watching = {product.node: writer.watch(product) for product in _telling(products)} if plan.watches else {}
     entering = {product.node: list(placement.entering(product, moved)) for product in products} if plan.rounds else {}
@@ -62,13 +62,13 @@ Entering = dict[Node, list[tuple[Node, list[Node]]]]
 
 
 def _round(
-    writer: Writer, moved: dict[Node, Crossing], entering: Entering, watching: dict[Node, Node | None]
+    writer: Writer, moved: dict[Node, Edge], entering: Entering, watching: dict[Node, Node | None]
 ) -> dict[Node, Node]:
     """Round whatever comes to a site, for all its readers, and what enters a product, for those there alone.
 
     What shows the policy a product's factors reads what the product does.
     """
-    final = {node: writer.round(node) for node, crossing in moved.items() if crossing.target != GLOBAL}
+    final = {node: writer.round(node) for node, edge in moved.items() if edge.target != GLOBAL}
     for product, pairs in entering.items():
         watch = watching.get(product)
         for node, readers in pairs:
@@ -82,7 +82,7 @@ def _round(
 def _limiting(
     placement: Placement,
     products: Iterable[Product],
-    moved: dict[Node, Crossing],
+    moved: dict[Node, Edge],
     entering: Entering,
     rounds: bool,
 ) -> dict[str, list[tuple[Node, str, bool]]]:
@@ -105,12 +105,12 @@ def _limiting(
             product.gradients() if not rounds else ((x, "received", False) for x, _ in entering[product.node])
         ):
             add(product.key, *gradient)
-    for node, crossing in moved.items():
-        if crossing.target != GLOBAL and narrow(node):
-            add(crossing.target, node, "received")
-        left = placement.stored(crossing.node)
-        if crossing.source != GLOBAL and narrow(left):
-            add(crossing.source, crossing.rounded or left, placement.kind(left))
+    for node, edge in moved.items():
+        if edge.target != GLOBAL and narrow(node):
+            add(edge.target, node, "received")
+        left = placement.stored(edge.node)
+        if edge.source != GLOBAL and narrow(left):
+            add(edge.source, edge.rounded or left, placement.kind(left))
     for node, key in placement.sites.items():
         if key != GLOBAL and narrows(node):
             # It was wide when it came to the site.
@@ -121,10 +121,10 @@ def _limiting(
 class Writer:
     """Writes nodes into a backward graph, with their values in meta."""
 
-    def __init__(self, module: GraphModule, scaler: str, keys: list[str], crossings: list[Crossing]) -> None:
+    def __init__(self, module: GraphModule, scaler: str, keys: list[str], edges: list[Edge]) -> None:
         self._module = module
         self._scaler = scaler
-        pairs = dict.fromkeys((crossing.source, crossing.target) for crossing in crossings)
+        pairs = dict.fromkeys((edge.source, edge.target) for edge in edges)
         self._places = {pair: i for i, pair in enumerate(pairs)}
         index = {key: str(i) for i, key in enumerate(keys)}
         self._edges = ITEM.join([PART.join(keys), *(PART.join(index[key] for key in pair) for pair in pairs)])
@@ -137,28 +137,28 @@ class Writer:
         node.meta["val"] = target(*values)
         return node
 
-    def move(self, crossing: Crossing) -> Node:
+    def move(self, edge: Edge) -> Node:
         """The node times the factor of its edge, in float32 where it is half as wide; its readers take that."""
-        node = crossing.node
+        node = edge.node
         dtype = node.meta["val"].dtype
         half = dtype in HALF
         cast = torch.ops.prims.convert_element_type.default
         vector = self._vector(node)
-        with self._module.graph.inserting_before(min(crossing.readers)):
-            factor = self.write(torch.ops.aten.select.int, vector, 0, self._places[crossing.source, crossing.target])
-            moves = crossing.rounded or node
+        with self._module.graph.inserting_before(min(edge.readers)):
+            factor = self.write(torch.ops.aten.select.int, vector, 0, self._places[edge.source, edge.target])
+            moves = edge.rounded or node
             wide = self.write(cast, moves, torch.float32) if half else moves
             times = torch.ops.aten.mul.Tensor if node.meta["val"].dim() else moved_number
             moved = self.write(times, wide, factor)
             moved = self.write(cast, moved, dtype) if half else moved
-        for reader in crossing.readers:
+        for reader in edge.readers:
             reader.replace_input_with(node, moved)
         return moved
 
-    def copy_rounded(self, crossing: Crossing) -> Node:
-        """What moves, rounded to the scaler's format, for this crossing alone."""
-        with self._module.graph.inserting_before(min(crossing.readers)):
-            return self.write(rounded, crossing.node, self._scaler)
+    def copy_rounded(self, edge: Edge) -> Node:
+        """What moves, rounded to the scaler's format, for this edge alone."""
+        with self._module.graph.inserting_before(min(edge.readers)):
+            return self.write(rounded, edge.node, self._scaler)
 
     def round(self, node: Node, readers: Collection[Node] | None = None) -> Node:
         """The node rounded to the scaler's format; its readers take that, or those that are given."""
@@ -184,10 +184,10 @@ class Writer:
         with self._module.graph.inserting_before(product.node):
             return self.write(watched, gradient, other, self._scaler, product.key, form, groups)
 
-    def watch_loss(self, crossing: Crossing, stored: torch.dtype) -> None:
+    def watch_loss(self, edge: Edge, stored: torch.dtype) -> None:
         """What shows the policy a gradient at the global exponent, before it takes a site's."""
-        with self._module.graph.inserting_before(min(crossing.readers)):
-            self.write(watched_loss, crossing.node, self._scaler, crossing.target, stored)
+        with self._module.graph.inserting_before(min(edge.readers)):
+            self.write(watched_loss, edge.node, self._scaler, edge.target, stored)
 
     def _vector(self, like: Node) -> Node:
         """The factors of all edges, on the device of a node."""

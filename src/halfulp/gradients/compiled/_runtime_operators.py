@@ -8,7 +8,7 @@ from torch import Tensor
 from ...kernels import define_operator
 from .._measurement import narrow
 from ..eager._backward import ALIVE, Backward
-from ..eager._strides import shifted
+from ..eager._strides import times_power_of_two
 from ..policies._operand_statistics import Factor, Form
 
 # Separates what a string argument of an operator lists; a site's key has neither.
@@ -23,10 +23,10 @@ class Factors:
     def __init__(self, backward: Backward, edges: str, device: torch.device) -> None:
         keys, *pairs = edges.split(ITEM)
         sites = [backward.sites.open(key) for key in keys.split(PART)]
-        self.sites = dict.fromkeys(site for site in sites if site is not backward.sites.anchor)
+        self.sites = dict.fromkeys(site for site in sites if site is not backward.sites.global_site)
         self._edges = [tuple(sites[int(i)] for i in pair.split(PART)) for pair in pairs]
         for source, target in self._edges:
-            backward.crossing(target, source)
+            backward.edge_hook(target, source)
         self._device = device
         self._exponents: list[int] = []
         self._values = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -64,8 +64,10 @@ def _observe(gradients: list[Tensor], scaler: str, site: str, kinds: str) -> Non
     where = backward.sites.open(site)
     backward.order.setdefault(where)
     for kind, gradient in zip(kinds.split(PART), gradients):
-        exponent = where.exponent - backward.sites.anchor.exponent if kind.endswith(SHARED) else 0
-        backward.measurements.add(where, kind.removesuffix(SHARED), shifted(gradient, exponent), backward.format)
+        exponent = where.exponent - backward.sites.global_site.exponent if kind.endswith(SHARED) else 0
+        backward.measurements.add(
+            where, kind.removesuffix(SHARED), times_power_of_two(gradient, exponent), backward.format
+        )
 
 
 def _round(gradient: Tensor, scaler: str) -> Tensor:

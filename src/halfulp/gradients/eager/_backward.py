@@ -32,7 +32,7 @@ _handles = itertools.count()
 class Widening(torch.autograd.Function):
     """The edge of a float16 parameter, whose gradient leaves in float32, as its sum is (`check_leaf`).
 
-    A hook may not change a gradient's dtype; ``arrive`` is set on the node.
+    A hook may not change a gradient's dtype; ``hook`` is set on the node.
     """
 
     @staticmethod
@@ -44,7 +44,7 @@ class Widening(torch.autograd.Function):
     @untraced
     def backward(ctx, gradient: Tensor) -> Tensor:
         """What the edge's hook makes of it."""
-        changed = ctx.arrive((gradient,))
+        changed = ctx.hook((gradient,))
         return gradient if changed is None else changed[0]
 
 
@@ -94,8 +94,8 @@ class Backward:
         self._left: dict[Site, None] = {}
         self.forwards = 0
         self._seen = False
-        self._crossings: dict[tuple[Site, Site], Hook] = {}
-        self._arrivals: dict[tuple[Site, Format | None], Hook] = {}
+        self._edge_hooks: dict[tuple[Site, Site], Hook] = {}
+        self._weight_edge_hooks: dict[tuple[Site, Format | None], Hook] = {}
         self._readers: dict[int, Site] = {}
         self._unlisted: dict[int, Tensor] = {}
         self._lookups = self._listed = 0
@@ -137,10 +137,10 @@ class Backward:
         Raises:
             ValueError: it is none.
         """
-        if check_exits(node, self.sites.anchor, self.unmarked):
-            self.rest()
+        if check_exits(node, self.sites.global_site, self.unmarked):
+            self.use_one_scale()
 
-    def rest(self) -> None:
+    def use_one_scale(self) -> None:
         """Let one global scale hold until the next update, and regions, which tell more, see all that comes then."""
         self.second_order, self._replays = True, False
         # A backward pass that runs had its gradients moved by edges, and goes on so.
@@ -172,24 +172,24 @@ class Backward:
                 stacklevel=3,
             )
 
-    def renew(self) -> None:
+    def end_iteration(self) -> None:
         """Forget the iteration that ends here."""
         self.end()
         self.passes = self.forwards = 0
         self.second_order = self.replayed = False
         self.measurements.clear()
-        self.following.borders.clear()
+        self.following.binades.clear()
         self.order.clear()
         for key in self._unlisted:
             self._readers.pop(key, None)
         self._unlisted.clear()
         self._left.clear()
 
-    def crossing(self, source: Site, target: Site) -> Hook:
+    def edge_hook(self, source: Site, target: Site) -> Hook:
         """The hook of an edge: it takes a gradient at ``target``'s exponent to ``source``'s."""
-        if (source, target) not in self._crossings:
-            self._crossings[source, target] = self._crossing(source, target)
-        return self._crossings[source, target]
+        if (source, target) not in self._edge_hooks:
+            self._edge_hooks[source, target] = self._make_edge_hook(source, target)
+        return self._edge_hooks[source, target]
 
     def reached(self) -> list[Site]:
         """The sites of this iteration in forward's order, with those that ran before the last update and not since."""
@@ -197,23 +197,23 @@ class Backward:
 
     def edges(self) -> Iterable[tuple[Site, Site]]:
         """Pairs of a site and one that passes gradients to it."""
-        return self._crossings.keys()
+        return self._edge_hooks.keys()
 
-    def _crossing(self, source: Site, target: Site) -> Hook:
+    def _make_edge_hook(self, source: Site, target: Site) -> Hook:
         @untraced
-        def cross(gradients: tuple) -> tuple | None:
+        def move_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
-            if self.shut() or gradient is None:
+            if self.is_shut() or gradient is None:
                 return None
             self._left[source] = None
-            if target is self.sites.anchor and self.measuring and self.policy.wants_operands:
+            if target is self.sites.global_site and self.measuring and self.policy.wants_operands:
                 self.propose_at_loss(source, gradient, source.stored)
             changed = self._passed(gradient, target)
             changed = self.following.moved(changed, source, target)
             changed = self._received(changed, source)
             return None if changed is gradient else (changed,)
 
-        return cross
+        return move_gradient
 
     @untraced
     def round_all(self, gradients: tuple) -> tuple | None:
@@ -252,18 +252,18 @@ class Backward:
         stored = self.format or stored
         if stored is None:
             return
-        proposal = self.policy.proposed(site, factor.operands(gradient), stored, self.sites.anchor)
+        proposal = self.policy.proposed(site, factor.operands(gradient), stored, self.sites.global_site)
         if proposal is not None:
             site.proposals.append(proposal)
 
     def propose_at_loss(self, site: Site, gradient: Tensor, stored: Format | None) -> None:
         """Ask how far a wide gradient at the global exponent should be scaled before the format rounds it."""
         stored = self.format or stored
-        proposal = None if stored is None else self.policy.at_the_loss(site, gradient, stored, self.sites.anchor)
+        proposal = None if stored is None else self.policy.at_the_loss(site, gradient, stored, self.sites.global_site)
         if proposal is not None:
             site.proposals.append(proposal)
 
-    def reads(
+    def note_read(
         self, parameter: Tensor, site: Site, sharded: Callable[[], bool] = lambda: False, listed: bool = True
     ) -> None:
         """Note that a parameter is read at a site, from where its gradient leaves for the global exponent.
@@ -306,28 +306,28 @@ class Backward:
             else:
                 del self._readers[key]
 
-    def arrival(self, site: Site, made_in: torch.dtype) -> Hook:
+    def weight_edge_hook(self, site: Site, made_in: torch.dtype) -> Hook:
         """The hook of a parameter's edge: the gradient that a reader made, in a dtype, leaves its site."""
         key = site, narrow(made_in)
-        if key not in self._arrivals:
-            self._arrivals[key] = self._arrival(site, self.format or key[1])
-        return self._arrivals[key]
+        if key not in self._weight_edge_hooks:
+            self._weight_edge_hooks[key] = self._make_weight_edge_hook(site, self.format or key[1])
+        return self._weight_edge_hooks[key]
 
-    def _arrival(self, site: Site, stored: Format | None) -> Hook:
+    def _make_weight_edge_hook(self, site: Site, stored: Format | None) -> Hook:
         @untraced
-        def arrive(gradients: tuple) -> tuple | None:
+        def move_weight_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
-            if self.shut() or gradient is None:
+            if self.is_shut() or gradient is None:
                 return None
             changed = self.rounded(gradient)
             if self.measuring:
                 self.measurements.add(site, "weight", changed, stored)
             # A float16 parameter sums its gradients in float32 (`check_leaf`), where leaving is exact.
             changed = changed.float() if changed.dtype == torch.float16 else changed
-            changed = self.following.moved(changed, self.sites.anchor, site)
+            changed = self.following.moved(changed, self.sites.global_site, site)
             return None if changed is gradient else (changed,)
 
-        return arrive
+        return move_weight_gradient
 
     # the pieces -----------------------------------------------------------------------------------------------
 
@@ -340,7 +340,7 @@ class Backward:
 
     def _storage(self, site: Site) -> Format | None:
         """The narrow format of a site's gradients; outside of products, at the global exponent, there is none."""
-        return None if site is self.sites.anchor else self.format or site.stored
+        return None if site is self.sites.global_site else self.format or site.stored
 
     def _received(self, gradient: Tensor, source: Site) -> Tensor:
         stored = self._storage(source)
@@ -352,7 +352,7 @@ class Backward:
             self.measurements.add(source, "received", gradient, stored)
         return gradient
 
-    def shut(self) -> bool:
+    def is_shut(self) -> bool:
         """Whether edges do nothing; what is differentiated once more shuts them for the whole iteration."""
         if not self.active:
             if torch.is_grad_enabled() and not self.second_order:

@@ -19,7 +19,7 @@ _local = threading.local()
 # Not None while something that torch.compile was given runs.
 _dynamo = torch._C._dynamo.eval_frame.get_eval_frame_callback
 # Whose users have been warned.
-_told: weakref.WeakSet = weakref.WeakSet()
+_warned: weakref.WeakSet = weakref.WeakSet()
 
 
 def current() -> Any:
@@ -49,8 +49,8 @@ def by_itself() -> bool:
 
 def _warn() -> None:
     region = current()
-    if region is not None and region._backward not in _told:
-        _told.add(region._backward)
+    if region is not None and region._backward not in _warned:
+        _warned.add(region._backward)
         given_up = "It runs uncompiled, as the whole does where torch.compile has given that up (said once)"
         warnings.warn(f"{COMPILED}. {given_up}", stacklevel=4)
 

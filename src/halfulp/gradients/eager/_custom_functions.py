@@ -14,7 +14,7 @@ from torch.utils import checkpoint
 from ._backward import Widening
 from ._current_region import current
 from ._region import Region
-from ._strides import Copied
+from ._strides import CopyWithStrides
 
 _lock = threading.Lock()
 _watching = 0
@@ -42,12 +42,12 @@ def watched() -> Iterator[None]:
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     apply = super(_SingleLevelFunction, cls).apply
     region = current()
-    if region is None or region.replaying or not torch.is_grad_enabled() or cls in (Widening, Copied):
+    if region is None or region.replaying or not torch.is_grad_enabled() or cls in (Widening, CopyWithStrides):
         return apply(*args, **kwargs)
     if cls is checkpoint.CheckpointFunction:
         args = (_replayed(args[0], region), *args[1:])
     # A Function may do with gradients what it likes: it sees those of the global exponent, as under any loss scale.
-    return region.through_anchor(lambda moved: apply(*moved, **kwargs), args)
+    return region.at_global_exponent(lambda moved: apply(*moved, **kwargs), args)
 
 
 def _replayed(run: Callable[..., Any], region: Region) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._pytree import mapped
+from .._pytree import map_tensors
 from ..compiled._runtime_operators import marked
 from ._backward import Backward
 
@@ -55,7 +55,7 @@ class Forward(abc.ABC):
     def _marked(self, out: Any) -> Any:
         """Outputs in a graph that is compiled, for the scaler's backend to know them by."""
         wide = self._widens()
-        return mapped(out, lambda x: marked(x, self._backward.handle, wide))
+        return map_tensors(out, lambda x: marked(x, self._backward.handle, wide))
 
     @abc.abstractmethod
     def _with_edges(self, args: tuple, kwargs: dict) -> Any:

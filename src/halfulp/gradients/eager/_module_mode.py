@@ -1,4 +1,4 @@
-"""The module-level front end: every module with parameters and no parts is one site, seen at its borders."""
+"""The module-level front end: every module with parameters and no parts is one site, seen at its boundaries."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._measurement import narrow
-from .._pytree import carriers_in, mapped, once
+from .._pytree import differentiable_in, map_tensors, memoized
 from .._site import Site
 from ._backward import Backward
 from ._forward import Forward, traced
-from ._region import Names, hook_arrival, view_of
+from ._region import Names, hook_weight_edge, view_of
 from ._site_boundaries import mark
-from ._strides import copied
+from ._strides import copy_with_strides
 
 # Modules whose forward reads their parts' parameters and does not call the parts.
 WHOLE = (nn.MultiheadAttention,)
 
 
 class ModuleForward(Forward):
-    """Edges at a module's borders: inside, gradients are at its site, outside at the global exponent."""
+    """Edges at a module's boundaries: inside, gradients are at its site, outside at the global exponent."""
 
     def __init__(self, module: nn.Module, backward: Backward, site: Site, names: Names) -> None:
         super().__init__(module, backward)
@@ -40,36 +40,36 @@ class ModuleForward(Forward):
             return self.inner(*args, **kwargs)
         # While a thread is inside, the module's parameters are views.
         with self._lock:
-            return self.inner(*args, **kwargs) if self._inside else self._between_borders(args, kwargs)
+            return self.inner(*args, **kwargs) if self._inside else self._between_boundaries(args, kwargs)
 
-    def _between_borders(self, args: tuple, kwargs: dict) -> Any:
+    def _between_boundaries(self, args: tuple, kwargs: dict) -> Any:
         self._backward.join()
         self._backward.order.setdefault(self._site)
-        args, kwargs = mapped((args, kwargs), once(self._entering))
-        given = list(carriers_in((args, kwargs)))
+        args, kwargs = map_tensors((args, kwargs), memoized(self._entering))
+        given = list(differentiable_in((args, kwargs)))
         versions = [x._version for x in given]
-        with self._parameters_apart() as arrivals:
+        with self._parameters_apart() as weight_edges:
             out = self.inner(*args, **kwargs)
         if versions != [x._version for x in given]:
             raise NotImplementedError(
                 f"module {self._site.key!r} writes into its argument, whose gradient then goes round the exponents: "
                 "let it work on a clone, or take mode='function'"
             )
-        first, anchor = next(carriers_in(out), None), self._backward.sites.anchor
+        first, global_site = next(differentiable_in(out), None), self._backward.sites.global_site
         if first is not None:
             self._site.stored = narrow(first.dtype)
-            for view in arrivals:
-                hook_arrival(view, self._backward.arrival(self._site, first.dtype))
-                mark(view.grad_fn, self._site, anchor, anchor)
-        return mapped(out, once(self._leaving))
+            for view in weight_edges:
+                hook_weight_edge(view, self._backward.weight_edge_hook(self._site, first.dtype))
+                mark(view.grad_fn, self._site, global_site, global_site)
+        return map_tensors(out, memoized(self._leaving))
 
     @contextlib.contextmanager
     def _parameters_apart(self) -> Iterator[list[Tensor]]:
         """Let the module read views of its parameters, each with a node of its own; gives the views."""
         holders = list(self._module().modules())
-        parameters = {id(x): x for holder in holders for x in carriers_in(holder._parameters)}
+        parameters = {id(x): x for holder in holders for x in differentiable_in(holder._parameters)}
         for x in parameters.values():
-            self._backward.reads(x, self._site, listed=self._names.of(x) is not None)
+            self._backward.note_read(x, self._site, listed=self._names.of(x) is not None)
         views = {key: view_of(x, sparse=True) for key, x in parameters.items()}
         kept = [(holder, dict(holder._parameters), holder.__dict__.get("_flat_weights")) for holder in holders]
         self._inside = True
@@ -88,7 +88,7 @@ class ModuleForward(Forward):
                     holder.__dict__["_flat_weights"] = listed
 
     def _entering(self, x: Tensor) -> Tensor:
-        return self._edge(x.view_as(x), self._backward.sites.anchor, self._site)
+        return self._edge(x.view_as(x), self._backward.sites.global_site, self._site)
 
     def _leaving(self, x: Tensor) -> Tensor:
         if x.is_leaf:
@@ -96,12 +96,12 @@ class ModuleForward(Forward):
         # A reader may write into it, and a write into a view would go round the hook.
         if self._backward.format is not None:
             x.grad_fn.register_prehook(self._backward.round_all)
-        return self._edge(copied(x), self._site, self._backward.sites.anchor)
+        return self._edge(copy_with_strides(x), self._site, self._backward.sites.global_site)
 
     def _edge(self, out: Tensor, source: Site, target: Site) -> Tensor:
         """A tensor, with a node of its own, whose gradient goes from ``target``'s exponent to ``source``'s."""
-        out.grad_fn.register_prehook(self._backward.crossing(source, target))
-        mark(out.grad_fn, target, source, self._backward.sites.anchor)
+        out.grad_fn.register_prehook(self._backward.edge_hook(source, target))
+        mark(out.grad_fn, target, source, self._backward.sites.global_site)
         return out
 
 
@@ -116,7 +116,7 @@ def modules_of(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def attach_modules(model: nn.Module, backward: Backward, prefix: str, names: Names) -> Callable[[], None]:
-    """Give every module that is a site edges at its borders; returns what takes them away."""
+    """Give every module that is a site edges at its boundaries; returns what takes them away."""
     watched: dict[nn.Module, ModuleForward] = {}
     for key, module in modules_of(model, prefix):
         if module not in watched:

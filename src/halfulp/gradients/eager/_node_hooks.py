@@ -26,7 +26,7 @@ def multiplier(backward: Backward, kind: str, moves: tuple[tuple[int, int, int],
 
     @untraced
     def multiply(gradients: tuple, given: tuple) -> tuple | None:
-        if backward.shut():
+        if backward.is_shut():
             return None
         found = list(gradients)
         for slot, exponent, sign in moves:
@@ -45,7 +45,7 @@ def _of_any(backward: Backward, moves: tuple[tuple[int, int, int], ...], otherwi
 
     @untraced
     def multiply(gradients: tuple, given: tuple) -> tuple | None:
-        if backward.shut():
+        if backward.is_shut():
             return None
         if gradients[0] is given[0]:
             # The gradient of what is added to a product is the product's own.
@@ -70,7 +70,7 @@ def _of_three(backward: Backward, moves: tuple[tuple[int, int, int], ...], other
 
     @untraced
     def multiply(gradients: tuple, given: tuple) -> tuple | None:
-        if backward.shut():
+        if backward.is_shut():
             return None
         a, b, c = gradients
         if a is given[0]:

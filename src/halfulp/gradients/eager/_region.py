@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from .._measurement import narrow
-from .._pytree import carriers_in, mapped, once
+from .._pytree import differentiable_in, map_tensors, memoized
 from .._site import Site
 from ..policies._operand_statistics import Factor, factors_of, is_parameter
 from ..replay._learned_graph import Names, Recording
@@ -21,7 +21,7 @@ from ._backward import Backward, Widening
 from ._current_region import by_itself, current, put, unwatched
 from ._products import kind_of, name_of
 from ._site_boundaries import LEAF, is_exit, mark
-from ._strides import copied
+from ._strides import copy_with_strides
 
 _TAG = "_halfulp_site"
 
@@ -44,7 +44,7 @@ class Region(TorchFunctionMode):
         super().__init__()
         self.path: list[str] = []
         self._backward = backward
-        self._anchor = backward.sites.anchor
+        self._global_site = backward.sites.global_site
         self._names = names
         self._calls: Counter[str] = Counter()
         # What later forward passes know of this one; None where they need not.
@@ -71,29 +71,29 @@ class Region(TorchFunctionMode):
             return torch.compiler.disable(self.__torch_function__)(function, types, args, kwargs)
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
-        carriers = list(carriers_in((args, kwargs)))
-        if not carriers:
+        differentiable = list(differentiable_in((args, kwargs)))
+        if not differentiable:
             return function(*args, **kwargs)
         kind = kind_of(function)
         if kind == "fact":
             return function(*args, **kwargs)
         if kind == "property":
-            return self._property(function, args, carriers)
+            return self._property(function, args, differentiable)
         if kind == "in-place":
-            return self._write(function, args, kwargs, carriers)
+            return self._write(function, args, kwargs, differentiable)
         if kind == "shape":
             return self._shaped(function, args, kwargs)
         if kind == "apart":
             return self._apart(function, args, kwargs)
-        return self._call(function, args, kwargs, self._site(kind, function, args, carriers), kind)
+        return self._call(function, args, kwargs, self._site(kind, function, args, differentiable), kind)
 
     def _call(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
         """Run a function with all its gradients at one site."""
-        arrivals: list[Tensor] = []
+        weight_edges: list[Tensor] = []
         # Edges run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
-        kwargs = self._moved(kwargs, site, arrivals, function)
-        out = self._run(site, function, self._moved(args, site, arrivals, function), kwargs)
-        self._arrive(arrivals, out, site)
+        kwargs = self._moved(kwargs, site, weight_edges, function)
+        out = self._run(site, function, self._moved(args, site, weight_edges, function), kwargs)
+        self._hook_weight_edges(weight_edges, out, site)
         made = self._made(out, site, kind)
         if kind == "product" and self._backward.measuring and self._backward.policy.wants_operands:
             self._watch_operands(factors_of(function, args, kwargs), out, site)
@@ -108,22 +108,22 @@ class Region(TorchFunctionMode):
         if self.recording is not None:
             self.recording.failed = True
 
-    def _property(self, function: Callable, args: tuple, carriers: list[Tensor]) -> Any:
+    def _property(self, function: Callable, args: tuple, differentiable: list[Tensor]) -> Any:
         """A property; some, such as ``x.mT``, carry their tensor's gradient."""
         out = function(*args)
         if not isinstance(out, Tensor) or not out.requires_grad or out.is_leaf:
             return out
-        return self._call(function, args, {}, self._common(function, carriers), "plain")
+        return self._call(function, args, {}, self._common(function, differentiable), "plain")
 
     def _shaped(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """The first argument in the shape of another, whose gradient it is not."""
-        first = list(carriers_in(args[:1]))
+        first = list(differentiable_in(args[:1]))
         if not first:
             return function(*args, **kwargs)
-        arrivals: list[Tensor] = []
+        weight_edges: list[Tensor] = []
         site = self._common(function, first)
-        out = self._run(site, function, (*self._moved(args[:1], site, arrivals), *args[1:]), kwargs)
-        self._arrive(arrivals, out, site)
+        out = self._run(site, function, (*self._moved(args[:1], site, weight_edges), *args[1:]), kwargs)
+        self._hook_weight_edges(weight_edges, out, site)
         return self._made(out, site, "plain")
 
     def _apart(self, function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -143,15 +143,15 @@ class Region(TorchFunctionMode):
         Raises:
             ValueError: it was made of what left a model of the scaler by another way than its output.
         """
-        for x in carriers_in(arguments):
+        for x in differentiable_in(arguments):
             if self._tag(x) is None:
                 self._outside(x.grad_fn)
 
     def _outside(self, node: Any) -> None:
         """Note that a node of before the region is at the global exponent."""
-        if node is not None and not is_exit(node, self._anchor):
+        if node is not None and not is_exit(node, self._global_site):
             self._backward.check_exits(node)
-            mark(node, self._anchor, self._anchor, self._anchor)
+            mark(node, self._global_site, self._global_site, self._global_site)
 
     # sites ----------------------------------------------------------------------------------------------------
 
@@ -162,13 +162,13 @@ class Region(TorchFunctionMode):
             site = self._tag(tensor._base)
         if site is None:
             self._check_known(tensor)
-            return self._anchor
+            return self._global_site
         return site
 
     def _tag(self, tensor: Tensor) -> Site | None:
         """The site that a region of this scaler gave a tensor."""
         site = getattr(tensor, _TAG, None)
-        return site if site is None or site is self._anchor or site.anchor is self._anchor else None
+        return site if site is None or site is self._global_site or site.global_site is self._global_site else None
 
     def _check_known(self, tensor: Tensor) -> None:
         """What was made in here without being seen has gradients in unknown units."""
@@ -176,7 +176,7 @@ class Region(TorchFunctionMode):
         if self._backward.second_order:
             # Made by a derivative within the model: all gradients have the global exponent until the next update.
             return
-        if node is not None and self.begun <= node._sequence_nr() < LEAF and not is_exit(node, self._anchor):
+        if node is not None and self.begun <= node._sequence_nr() < LEAF and not is_exit(node, self._global_site):
             raise NotImplementedError(
                 f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
                 f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
@@ -184,17 +184,17 @@ class Region(TorchFunctionMode):
             )
         self._outside(node)
 
-    def _site(self, kind: str, function: Callable, args: tuple, carriers: list[Tensor]) -> Site:
+    def _site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
         """Where the gradients of a function's inputs and results are."""
         if kind == "product":
-            return self._open(function, carriers)
+            return self._open(function, differentiable)
         if kind == "cell":
-            return self._state_site(function, args, carriers)
-        return self._common(function, carriers)
+            return self._state_site(function, args, differentiable)
+        return self._common(function, differentiable)
 
-    def _open(self, function: Callable, carriers: list[Tensor]) -> Site:
+    def _open(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """The site of this call of a product."""
-        parameter = next((x for x in carriers if is_parameter(x)), None)
+        parameter = next((x for x in differentiable if is_parameter(x)), None)
         module = None if parameter is None else self._names.of(parameter)
         place = self.path[-1:] if self.path else []
         return self._numbered(module or ".".join([*place, name_of(function)]))
@@ -209,56 +209,58 @@ class Region(TorchFunctionMode):
         self._backward.order.setdefault(site)
         return site
 
-    def _common(self, function: Callable, carriers: list[Tensor]) -> Site:
+    def _common(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """The latest site of a function's inputs; a site of its own where parameters are all it reads."""
-        sites = [self.site_of(x) for x in carriers if not is_parameter(x)]
+        sites = [self.site_of(x) for x in differentiable if not is_parameter(x)]
         if not sites:
-            return self._open(function, carriers)
+            return self._open(function, differentiable)
         return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self._rank.get(site, -1))
 
-    def _state_site(self, function: Callable, args: tuple, carriers: list[Tensor]) -> Site:
+    def _state_site(self, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
         """The site of a recurrent cell's state; at the first step, which has none, a new one."""
-        state = next(carriers_in(args[1]), None) if len(args) > 1 else None
-        if state is None or is_parameter(state) or self.site_of(state) is self._anchor:
-            return self._open(function, carriers)
+        state = next(differentiable_in(args[1]), None) if len(args) > 1 else None
+        if state is None or is_parameter(state) or self.site_of(state) is self._global_site:
+            return self._open(function, differentiable)
         return self.site_of(state)
 
     # edges ----------------------------------------------------------------------------------------------------
 
-    def _moved(self, value: Any, site: Site, arrivals: list[Tensor], function: Callable | None = None) -> Any:
-        """Arguments whose gradients all arrive at ``site``; parameters' views are added to ``arrivals``.
+    def _moved(self, value: Any, site: Site, weight_edges: list[Tensor], function: Callable | None = None) -> Any:
+        """Arguments whose gradients all arrive at ``site``; parameters' views are added to ``weight_edges``.
 
         A composite function may ask whether two arguments are one tensor, so that they must stay one.
         """
 
         def moved(x: Tensor) -> Tensor:
-            return self._read(x, site, arrivals, function) if is_parameter(x) else self.edge(x, self.site_of(x), site)
+            return (
+                self._read(x, site, weight_edges, function) if is_parameter(x) else self.edge(x, self.site_of(x), site)
+            )
 
-        return mapped(value, once(moved) if isinstance(function, FunctionType) else moved)
+        return map_tensors(value, memoized(moved) if isinstance(function, FunctionType) else moved)
 
-    def _read(self, parameter: Tensor, site: Site, arrivals: list[Tensor], function: Callable | None) -> Tensor:
+    def _read(self, parameter: Tensor, site: Site, weight_edges: list[Tensor], function: Callable | None) -> Tensor:
         """A parameter as a reader at ``site`` may take it."""
         listed = self._names.of(parameter) is not None
-        self._backward.reads(parameter, site, self._names.sharded, listed)
+        self._backward.note_read(parameter, site, self._names.sharded, listed)
         if not listed or parameter.dtype == torch.float16 or type(parameter) is not nn.Parameter:
             self._fail_recording()
-        if site is self._anchor:
+        if site is self._global_site:
             return parameter
-        arrivals.append(view_of(parameter, function is not None and name_of(function).startswith("embedding")))
+        weight_edges.append(view_of(parameter, function is not None and name_of(function).startswith("embedding")))
         if self.recording is not None:
-            self.recording.edges.add(arrivals[-1].grad_fn)
-        return arrivals[-1]
+            self.recording.edges.add(weight_edges[-1].grad_fn)
+        return weight_edges[-1]
 
-    def _arrive(self, arrivals: list[Tensor], out: Any, site: Site) -> None:
+    def _hook_weight_edges(self, weight_edges: list[Tensor], out: Any, site: Site) -> None:
         """Let parameters' gradients leave ``site``, made in the dtype of what they were read for."""
-        if not arrivals:
+        if not weight_edges:
             return
         if isinstance(out, list | tuple):
             out = next((x for x in out if isinstance(x, Tensor)), None)
         dtype = out.dtype if isinstance(out, Tensor) else torch.float32
-        for view in arrivals:
-            hook_arrival(view, self._backward.arrival(site, dtype))
-            mark(view.grad_fn, site, self._anchor, self._anchor)
+        for view in weight_edges:
+            hook_weight_edge(view, self._backward.weight_edge_hook(site, dtype))
+            mark(view.grad_fn, site, self._global_site, self._global_site)
 
     def edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
         """The tensor as a reader at ``target`` may take it; ``leaving``: one that may then write into it.
@@ -268,17 +270,17 @@ class Region(TorchFunctionMode):
         if source is target:
             return tensor
         viewed = tensor.layout is torch.strided and not leaving
-        out = tensor.view_as(tensor) if viewed else copied(tensor)
-        out.grad_fn.register_prehook(self._backward.crossing(source, target))
+        out = tensor.view_as(tensor) if viewed else copy_with_strides(tensor)
+        out.grad_fn.register_prehook(self._backward.edge_hook(source, target))
         if self.recording is not None:
             self.recording.edges.add(out.grad_fn)
-        mark(out.grad_fn, target, source, self._anchor)
+        mark(out.grad_fn, target, source, self._global_site)
         setattr(out, _TAG, target)
         return out
 
     # results --------------------------------------------------------------------------------------------------
 
-    def _write(self, function: Callable, args: tuple, kwargs: dict, carriers: list[Tensor]) -> Any:
+    def _write(self, function: Callable, args: tuple, kwargs: dict, differentiable: list[Tensor]) -> Any:
         """A function that changes its first argument, whose site stays as it is.
 
         Raises:
@@ -289,13 +291,13 @@ class Region(TorchFunctionMode):
                 f"{name_of(function)} in {'.'.join(self.path) or 'the model'} writes into several tensors whose "
                 f"gradients may have exponents of their own: write into each, or take {name_of(function).rstrip('_')}"
             )
-        written = args[0] if args and isinstance(args[0], Tensor) else carriers[0]
-        site = self.site_of(written) if written.requires_grad else self._common(function, carriers)
-        arrivals: list[Tensor] = []
-        kwargs = self._moved(kwargs, site, arrivals)
-        given = (written, *self._moved(args[1:], site, arrivals)) if args else ()
+        written = args[0] if args and isinstance(args[0], Tensor) else differentiable[0]
+        site = self.site_of(written) if written.requires_grad else self._common(function, differentiable)
+        weight_edges: list[Tensor] = []
+        kwargs = self._moved(kwargs, site, weight_edges)
+        given = (written, *self._moved(args[1:], site, weight_edges)) if args else ()
         out = self._run(site, function, given, kwargs)
-        self._arrive(arrivals, written, site)
+        self._hook_weight_edges(weight_edges, written, site)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
                 self._tagged(x, getattr(x, _TAG, site))
@@ -304,7 +306,7 @@ class Region(TorchFunctionMode):
     def _made(self, out: Any, site: Site, kind: str) -> Any:
         """The results of a function, whose gradients are at ``site``."""
         nodes: set = set()
-        return mapped(out, lambda x: self._result(x, site, kind, nodes))
+        return map_tensors(out, lambda x: self._result(x, site, kind, nodes))
 
     def _result(self, out: Tensor, site: Site, kind: str, nodes: set) -> Tensor:
         if out.is_leaf:
@@ -313,14 +315,14 @@ class Region(TorchFunctionMode):
             site.stored = narrow(out.dtype)
         if kind == "cell" and self._backward.format is not None:
             # A cell reads its own results, too, as it does the new state: a copy's gradient is what others send.
-            out = copied(out)
+            out = copy_with_strides(out)
         if kind in ("product", "cell") and self._backward.format is not None and out.grad_fn not in nodes:
             nodes.add(out.grad_fn)
             out.grad_fn.register_prehook(self._backward.round_all)
-        if out.dim() == 0 and site is not self._anchor and not out._is_view():
+        if out.dim() == 0 and site is not self._global_site and not out._is_view():
             # Numbers are losses: they may leave the model by other ways than its output.
-            out = self.edge(out, site, self._anchor, leaving=True)
-            site = self._anchor
+            out = self.edge(out, site, self._global_site, leaving=True)
+            site = self._global_site
             if self.recording is not None:
                 self.recording.number(out)
         return self._tagged(out, site)
@@ -333,23 +335,23 @@ class Region(TorchFunctionMode):
     def _tagged(self, out: Tensor, site: Site) -> Tensor:
         """The tensor with its site; what is at the global exponent may leave by any way."""
         setattr(out, _TAG, site)
-        if site is self._anchor:
+        if site is self._global_site:
             mark(out.grad_fn, site, site, site)
         return out
 
     @unwatched
-    def through_anchor(self, call: Callable[[tuple], Any], args: tuple) -> Any:
+    def at_global_exponent(self, call: Callable[[tuple], Any], args: tuple) -> Any:
         """Results of a call whose gradients, in and out, are at the global exponent."""
         self._fail_recording()
-        moved = self._moved(args, self._anchor, [])
-        versions = [x._version for x in carriers_in(moved)]
+        moved = self._moved(args, self._global_site, [])
+        versions = [x._version for x in differentiable_in(moved)]
         out = call(moved)
-        if versions != [x._version for x in carriers_in(moved)]:
+        if versions != [x._version for x in differentiable_in(moved)]:
             raise NotImplementedError(
                 f"a custom Function in {'.'.join(self.path[-1:]) or 'the model'} writes into its argument, whose "
                 "gradient then goes round the exponents: let it work on a clone, or take mode='module'"
             )
-        return self._made(out, self._anchor, "plain")
+        return self._made(out, self._global_site, "plain")
 
     def note_replay(self) -> None:
         """A part runs again during backward, and a backward pass of its own follows."""
@@ -364,7 +366,7 @@ class Region(TorchFunctionMode):
     @unwatched
     def leave(self, output: Any, wide: bool) -> Any:
         """A model's output at the global exponent; ``wide``: in float32 where it is float16."""
-        return mapped(output, once(lambda x: self._left(x, wide)))
+        return map_tensors(output, memoized(lambda x: self._left(x, wide)))
 
     def _left(self, out: Tensor, wide: bool) -> Tensor:
         if out.is_leaf:
@@ -373,9 +375,9 @@ class Region(TorchFunctionMode):
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
             widened = out.float()
-            widened.grad_fn.register_prehook(self._backward.crossing(site, self._anchor))
-            return untagged(self._tagged(widened, self._anchor))
-        return untagged(self._tagged(self.edge(out, site, self._anchor, leaving=True), self._anchor))
+            widened.grad_fn.register_prehook(self._backward.edge_hook(site, self._global_site))
+            return untagged(self._tagged(widened, self._global_site))
+        return untagged(self._tagged(self.edge(out, site, self._global_site, leaving=True), self._global_site))
 
 
 def view_of(parameter: Tensor, sparse: bool) -> Tensor:
@@ -385,10 +387,10 @@ def view_of(parameter: Tensor, sparse: bool) -> Tensor:
     return torch.ops.aten.alias.default(parameter) if sparse else parameter.view_as(parameter)
 
 
-def hook_arrival(view: Tensor, hook: Callable) -> None:
+def hook_weight_edge(view: Tensor, hook: Callable) -> None:
     """Let the gradient of a parameter's view go through a hook."""
     if isinstance(view.grad_fn, Widening._backward_cls):
-        view.grad_fn.arrive = hook
+        view.grad_fn.hook = hook
     else:
         view.grad_fn.register_prehook(hook)
 

@@ -1,4 +1,4 @@
-"""Borders between exponents, marked on autograd's nodes, and what goes round them, to gradients in wrong units."""
+"""Boundaries between sites, marked on autograd's nodes, and what goes round them, to gradients in wrong units."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LEAF = 2**62
 _KEPT = 4096
 
 
-def mark(node: Any, above: Site, below: Site, anchor: Site) -> None:
+def mark(node: Any, above: Site, below: Site, global_site: Site) -> None:
     """Note of a node at whose exponent its gradient arrives, and at whose it goes on; the global site tells whose."""
-    node.metadata[anchor] = above, below
+    node.metadata[global_site] = above, below
 
 
-def is_exit(node: Any, anchor: Site) -> bool:
+def is_exit(node: Any, global_site: Site) -> bool:
     """Whether its gradient arrives at the global exponent, so that the node's tensor may leave by any way."""
-    return node.metadata.get(anchor, (None, None))[0] is anchor
+    return node.metadata.get(global_site, (None, None))[0] is global_site
 
 
 def reached(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
@@ -58,13 +58,13 @@ class Unmarked:
         self.count += 1
         self._latest.append((begin, end))
         if len(self._begins) < 2 * _KEPT:
-            self._join(begin, end)
+            self._insert(begin, end)
             return
         self._begins, self._ends = [], []
         for one in self._latest:
-            self._join(*one)
+            self._insert(*one)
 
-    def _join(self, begin: int, end: int) -> None:
+    def _insert(self, begin: int, end: int) -> None:
         """Add numbers to those that are known, which other threads may have counted, too."""
         first, last = bisect.bisect_right(self._ends, begin), bisect.bisect_left(self._begins, end)
         if first < last:
@@ -78,7 +78,7 @@ class Unmarked:
         return place >= 0 and number < self._ends[place]
 
 
-def check_exits(node: Any, anchor: Site, unmarked: Unmarked) -> bool:
+def check_exits(node: Any, global_site: Site, unmarked: Unmarked) -> bool:
     """Follow what is read outside back to the forward passes it came from, which it must reach through their outputs.
 
     From any other tensor of a model every path leads over an edge, as only edges lead out of a site, and all of them
@@ -91,11 +91,11 @@ def check_exits(node: Any, anchor: Site, unmarked: Unmarked) -> bool:
         ValueError: it reaches into one by another way.
     """
     escaped = False
-    for behind in reached([node], lambda one: anchor in one.metadata):
-        site, _ = behind.metadata.get(anchor, (None, None))
+    for behind in reached([node], lambda one: global_site in one.metadata):
+        site, _ = behind.metadata.get(global_site, (None, None))
         if site is None:
             escaped |= unmarked.has(behind)
-        elif site is not anchor:
+        elif site is not global_site:
             raise ValueError(
                 f"a tensor from inside the model, at {site.key!r}, is read outside, by the loss or on its way into "
                 "another forward pass, and is not part of the model's output, such as one kept in an attribute, or in "
@@ -106,21 +106,21 @@ def check_exits(node: Any, anchor: Site, unmarked: Unmarked) -> bool:
     return escaped
 
 
-def check_units(node: Any, anchor: Site) -> None:
-    """Follow a loss back to its leaves: both must be at the global exponent, and between borders nothing changes it.
+def check_units(node: Any, global_site: Site) -> None:
+    """Follow a loss back to its leaves: both must be at the global exponent, and between boundaries nothing changes it.
 
     Raises:
-        ValueError: a node is reached at two exponents, or a border or a leaf at one that is not its own.
+        ValueError: a node is reached at two exponents, or a boundary or a leaf at one that is not its own.
     """
     found: dict[Any, Site] = {}
-    pending = [(node, anchor)]
+    pending = [(node, global_site)]
     while pending:
         node, site = pending.pop()
-        above, below = node.metadata.get(anchor, (site, site))
-        wanted = anchor if node._sequence_nr() >= LEAF else found.get(node, above)
+        above, below = node.metadata.get(global_site, (site, site))
+        wanted = global_site if node._sequence_nr() >= LEAF else found.get(node, above)
         if wanted is not site:
             name = "a leaf" if node._sequence_nr() >= LEAF else f"made by {node.name()}"
-            raise ValueError(_words(name, wanted if site is anchor else site))
+            raise ValueError(_words(name, wanted if site is global_site else site))
         if node not in found:
             found[node] = above
             pending += [(following, below) for following, _ in node.next_functions if following is not None]

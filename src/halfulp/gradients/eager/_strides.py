@@ -16,17 +16,17 @@ _ALIGNMENT = 64
 _SPREAD = 4
 
 
-def shifted(gradient: Tensor, exponent: int) -> Tensor:
+def times_power_of_two(gradient: Tensor, exponent: int) -> Tensor:
     """The gradient times 2^exponent, in memory as it was.
 
-    >>> shifted(torch.ones(1), -2)
+    >>> times_power_of_two(torch.ones(1), -2)
     tensor([0.2500])
     """
     if not exponent:
         return gradient
     # Two tensors without dimensions would give the wider type.
     plain = type(gradient) is Tensor and gradient.layout is torch.strided and gradient.dim()
-    return restored(gradient * (power_of_two(exponent) if plain else 2.0**exponent), gradient)
+    return with_strides_of(gradient * (power_of_two(exponent) if plain else 2.0**exponent), gradient)
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def power_of_two(exponent: int) -> Tensor:
     return torch.tensor(2.0**exponent, dtype=torch.float64, device="cpu")
 
 
-def restored(values: Tensor, like: Tensor) -> Tensor:
+def with_strides_of(values: Tensor, like: Tensor) -> Tensor:
     """Values that were made of a tensor, element by element, in memory as that tensor is.
 
     torch makes the result of a part of a larger tensor, or of an expanded one, contiguous; a sum over it, or a product,
@@ -84,13 +84,13 @@ def _together(size: list[int], stride: list[int], unit: int) -> list[int]:
     return found
 
 
-class Copied(torch.autograd.Function):
+class CopyWithStrides(torch.autograd.Function):
     """A copy in memory as the tensor is, where ``clone`` would make it contiguous."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor) -> Tensor:
         """The same numbers."""
-        return restored(tensor.clone(), tensor)
+        return with_strides_of(tensor.clone(), tensor)
 
     @staticmethod
     @untraced
@@ -99,9 +99,9 @@ class Copied(torch.autograd.Function):
         return gradient
 
 
-def copied(tensor: Tensor) -> Tensor:
+def copy_with_strides(tensor: Tensor) -> Tensor:
     """A copy that autograd records, with a node of its own, in memory as the tensor is."""
     out = tensor.clone()
     if out.stride() == tensor.stride() or tensor.layout is not torch.strided or type(tensor) is not Tensor:
         return out
-    return Copied.apply(tensor)
+    return CopyWithStrides.apply(tensor)

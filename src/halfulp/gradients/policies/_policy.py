@@ -28,7 +28,7 @@ class Policy(abc.ABC):
         name: What ``AdaptiveGradScaler(policy=...)`` calls it.
         per_site: Whether sites have exponents of their own; else all follow the global one.
         measures: Whether it reads what was measured; else, in the tensors' own dtypes, no edge is put in at all.
-        wants_operands: Whether it reads the operands of every product in measured iterations (`Published`).
+        wants_operands: Whether it reads the operands of every product in measured iterations.
     """
 
     name: ClassVar[str]
@@ -142,14 +142,6 @@ def _sizes(site: Site, measurements: int) -> dict[str, list[float]]:
             if size > 0:
                 found.setdefault(kind, []).append(math.ldexp(size, site.reference))
     return found
-
-
-def peaks(site: Site, measurements: int) -> dict[str, float]:
-    """The largest true gradient of each kind that a narrow format stored, over the last measurements; none where 0."""
-    recent = list(site.history)[-measurements:]
-    kinds = {kind for entry in recent for kind in entry}
-    found = {kind: math.ldexp(max(entry.get(kind, 0.0) for entry in recent), site.reference) for kind in kinds}
-    return {kind: peak for kind, peak in found.items() if peak > 0}
 
 
 def lowest(policy: Policy, sites: Iterable[Site]) -> int | None:

@@ -61,16 +61,16 @@ def measured_scale(
 
     That may have been outside the model, where nothing is measured: in the gradient of a float16 loss, say.
     """
-    anchor = sites.anchor
+    global_site = sites.global_site
     wanted = lowest(policy, sites)
     if wanted is None and readings:
         # Every gradient is stored as zero.
-        wanted = 2 * anchor.exponent - policy.lowered(anchor)
-    if wanted is None or anchor.overflowed is None:
+        wanted = 2 * global_site.exponent - policy.lowered(global_site)
+    if wanted is None or global_site.overflowed is None:
         return wanted
-    if any(explains(kinds, anchor.overflowed) for kinds in readings.values()):
-        anchor.forget_overflow()
-    return short_of_overflow(anchor, wanted, iteration, None)
+    if any(explains(kinds, global_site.overflowed) for kinds in readings.values()):
+        global_site.forget_overflow()
+    return short_of_overflow(global_site, wanted, iteration, None)
 
 
 @dataclasses.dataclass(frozen=True)

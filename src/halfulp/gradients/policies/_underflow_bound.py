@@ -36,7 +36,7 @@ class Proposal(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Published(Policy):
+class OperandStatisticsPolicy(Policy):
     """What the estimators of Zhao et al. (arXiv 1910.12385, IJCAI-20) have in common.
 
     Each gives alpha, by which a product's gradient should be multiplied so that what the product passes on stays in
@@ -58,14 +58,14 @@ class Published(Policy):
     def log2_alpha(self, operands: Operands, format: Format) -> list[float]:
         """The base-2 logarithms of alpha, by each rule of the policy; NaN where an operand is not finite."""
 
-    def proposed(self, site: Site, operands: Operands, format: Format, anchor: Site) -> Proposal | None:
+    def proposed(self, site: Site, operands: Operands, format: Format, global_site: Site) -> Proposal | None:
         """What a product's operands ask of its site's exponent; the gradient is stored at the present one."""
         # Zeros alone say nothing of how far to go.
         if not bool(operands.gradient.any()):
             return None
-        return self._proposal(site.exponent, self.log2_alpha(operands, format), site, anchor)
+        return self._proposal(site.exponent, self.log2_alpha(operands, format), site, global_site)
 
-    def _proposal(self, exponent: int, alphas: list[float], site: Site, anchor: Site) -> Proposal | None:
+    def _proposal(self, exponent: int, alphas: list[float], site: Site, global_site: Site) -> Proposal | None:
         """The bounds of several rules as one, of a gradient that is stored at an exponent."""
         if any(map(math.isnan, alphas)):
             return None
@@ -73,7 +73,7 @@ class Published(Policy):
             math.inf,
             self.scale_bound or math.inf,
             self.accumulated_bound or math.inf,
-            accumulated=2.0 ** (site.exponent - anchor.exponent),
+            accumulated=2.0 ** (site.exponent - global_site.exponent),
         )
         lower = max([0.0, *(alpha.lower for alpha in alphas)])
         upper = min(min(alpha.upper for alpha in alphas), cap + (site.exponent - exponent))
@@ -81,7 +81,7 @@ class Published(Policy):
         least = exponent - power_of_two(-lower)
         return Proposal(least, HIGHEST if upper == math.inf else exponent + power_of_two(upper))
 
-    def at_the_loss(self, site: Site, gradient: Tensor, format: Format, anchor: Site) -> Proposal | None:
+    def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
         """The same of a wide gradient that is about to be rounded at a site; none without a rule for it."""
         return None
 
@@ -93,7 +93,7 @@ class Published(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class UnderflowBound(Published):
+class UnderflowBound(OperandStatisticsPolicy):
     """At most a share of what a product passes on may underflow, if its operands are Gaussian and independent.
 
     See `_estimators.underflow_bound` for the equations. At the loss, where a wide gradient is rounded
@@ -124,7 +124,7 @@ class UnderflowBound(Published):
             found.append(observed(sampled(operands.gradient, operands.weight), **limits))
         return found
 
-    def at_the_loss(self, site: Site, gradient: Tensor, format: Format, anchor: Site) -> Proposal | None:
+    def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
         """What keeps a gradient at the global exponent from underflow, be it Gaussian, lognormal, or as it is."""
         low, high = bounds(format)
         limits = {"share": self.share, "u_min": low, "u_max": high}
@@ -132,11 +132,11 @@ class UnderflowBound(Published):
         if not (moments.finite and moments.nonzero):
             return None
         alphas = [lognormal(LogMoments.of(gradient), **limits), underflow_bound(moments, **limits)]
-        return self._proposal(anchor.exponent, [*alphas, observed(gradient, **limits)], site, anchor)
+        return self._proposal(global_site.exponent, [*alphas, observed(gradient, **limits)], site, global_site)
 
 
 @dataclasses.dataclass(frozen=True)
-class ElementWise(Published):
+class ElementWise(OperandStatisticsPolicy):
     """No single product of two elements may underflow, unless a sum could then overflow.
 
     Args:
@@ -155,7 +155,7 @@ class ElementWise(Published):
 
 
 @dataclasses.dataclass(frozen=True)
-class AbsRange(Published):
+class AbsRange(OperandStatisticsPolicy):
     """The product of the smallest operands may not underflow, unless a sum of the largest could then overflow."""
 
     name = "abs-range"

@@ -1,4 +1,4 @@
-"""Learned: the sites of the nodes in a forward pass's graph, as a region saw it, for passes without a region."""
+"""LearnedGraph: the sites of the nodes in a forward pass's graph, as a region saw it, for passes without a region."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Recording:
         """Note a number, which may be kept anywhere: see `learn`."""
         self._numbers.append(weakref.ref(tensor))
 
-    def learn(self, outputs: list[Tensor], around: Surroundings, backward: Backward) -> Learned | None:
+    def learn(self, outputs: list[Tensor], around: Surroundings, backward: Backward) -> LearnedGraph | None:
         """What is known of the graph now; None where a region is needed, as a number is kept besides the outputs."""
         kept = {id(x) for x in outputs}
         if self.failed or any(one() is not None and id(one()) not in kept for one in self._numbers):
@@ -70,10 +70,10 @@ class Recording:
         shape, nodes = walk(((x.grad_fn, x.output_nr) for x in outputs), around, self.edges)
         if any(kind is not None and kind.__name__ in _REFUSED for kind in shape.kinds) or self._sums_in_16_bits(nodes):
             return None
-        anchor = backward.sites.anchor
+        global_site = backward.sites.global_site
         ends = [not links or kind is None for kind, links in zip(shape.kinds, shape.links)]
-        sites = [anchor if end else self._site_of(node) for node, end in zip(nodes, ends)]
-        return None if None in sites else Learned(shape, nodes, sites, list(self.opened), backward)
+        sites = [global_site if end else self._site_of(node) for node, end in zip(nodes, ends)]
+        return None if None in sites else LearnedGraph(shape, nodes, sites, list(self.opened), backward)
 
     def _sums_in_16_bits(self, nodes: list[Any]) -> bool:
         """Whether several nodes read one edge, whose gradients in 16 bits a region sums before it moves them.
@@ -92,7 +92,7 @@ class Recording:
         return site if number < end else None
 
 
-class Learned:
+class LearnedGraph:
     """The sites of a graph's nodes, and the hooks that take gradients from one to the next.
 
     A gradient that a node passes on is multiplied by 2^(difference of exponents) on its way, in a hook of that node:
@@ -112,8 +112,8 @@ class Learned:
         self.order = dict.fromkeys(order)
         self._backward = backward
         self._matcher = Matcher(shape)
-        self._sites = _settled(shape, sites, backward.sites.anchor)
-        self._every = list(dict.fromkeys([backward.sites.anchor, *self._sites]))
+        self._sites = _settled(shape, sites, backward.sites.global_site)
+        self._all_sites = list(dict.fromkeys([backward.sites.global_site, *self._sites]))
         self._leaves = [i for i, kind in enumerate(shape.kinds) if is_leaf(kind)]
         self._readers = _readers(shape, sites)
         # Other leaves, as inputs whose gradient is wanted, are new in each pass.
@@ -126,7 +126,7 @@ class Learned:
         """The nodes of a graph of this shape; None of another one."""
         return self._matcher.nodes(roots, around)
 
-    def is_like(self, other: Learned) -> bool:
+    def is_like(self, other: LearnedGraph) -> bool:
         """Whether another graph differs in its parameters at most."""
         return self.shape == other.shape and self.places == other.places
 
@@ -146,11 +146,11 @@ class Learned:
         """Note at which sites parameters are read."""
         for place in self.places:
             parameter = nodes[place].variable
-            self._backward.reads(parameter, self._readers[place], listed=names.of(parameter) is not None)
+            self._backward.note_read(parameter, self._readers[place], listed=names.of(parameter) is not None)
 
     def attach(self, nodes: list[Any]) -> list[Site]:
         """Let the nodes' gradients have the exponents of now; returns the sites at which the outputs' are wanted."""
-        exponents = [(site.exponent, site.follows_anchor) for site in self._every]
+        exponents = [(site.exponent, site.follows_global) for site in self._all_sites]
         if exponents != self._exponents:
             self._exponents = exponents
             self._hooks = list(self._made())
@@ -177,7 +177,9 @@ class Learned:
         return source.exponent - target.exponent, self._backward.following.sign(source, target)
 
 
-def approximate(shape: Shape, nodes: list[Any], backward: Backward, like: Iterable[Learned]) -> Learned | None:
+def approximate(
+    shape: Shape, nodes: list[Any], backward: Backward, like: Iterable[LearnedGraph]
+) -> LearnedGraph | None:
     """Sites for a graph that no region saw: of parameters' readers, and the latest of what each other node reads.
 
     Any sites give right gradients; products without parameters get no site of their own by this. None where the graph
@@ -187,15 +189,15 @@ def approximate(shape: Shape, nodes: list[Any], backward: Backward, like: Iterab
     known = {kind for one in like for kind in one.shape.kinds}
     if not known.issuperset(shape.kinds):
         return None
-    anchor = backward.sites.anchor
+    global_site = backward.sites.global_site
     order = list(dict.fromkeys(site for one in like for site in one.order))
-    rank = {anchor: -1} | {site: i for i, site in enumerate(order)}
-    sites = [anchor] * len(nodes)
+    rank = {global_site: -1} | {site: i for i, site in enumerate(order)}
+    sites = [global_site] * len(nodes)
     inner = [i for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)) if links and kind is not None]
     for i in sorted(inner, key=lambda i: nodes[i]._sequence_nr()):
         read = [_read(nodes[link[0]], sites[link[0]], backward) for link in shape.links[i] if link is not None]
-        sites[i] = max(read, key=lambda site: rank.get(site, -1), default=anchor)
-    return Learned(shape, nodes, sites, [site for site in order if site in sites], backward)
+        sites[i] = max(read, key=lambda site: rank.get(site, -1), default=global_site)
+    return LearnedGraph(shape, nodes, sites, [site for site in order if site in sites], backward)
 
 
 def _read(node: Any, site: Site, backward: Backward) -> Site:
@@ -208,11 +210,11 @@ def _readers(shape: Shape, sites: list[Site]) -> dict[int, Site]:
     return {link[0]: site for site, links in zip(sites, shape.links) for link in links if link is not None}
 
 
-def _settled(shape: Shape, sites: list[Site], anchor: Site) -> list[Site]:
+def _settled(shape: Shape, sites: list[Site], global_site: Site) -> list[Site]:
     """The sites, but with what merely turns a leaf's gradient at the leaf's, so that the node before moves it, too."""
     found = list(sites)
     for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)):
         ends = [link is not None and is_leaf(shape.kinds[link[0]]) for link in links]
         if kind is not None and kind.__name__ in _VIEWS and ends == [True]:
-            found[i] = anchor
+            found[i] = global_site
     return found

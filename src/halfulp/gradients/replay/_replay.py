@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ...kernels import untraced
-from .._pytree import carriers_in, mapped, once
+from .._pytree import differentiable_in, map_tensors, memoized
 from .._site import Site
 from ..eager._backward import Backward
 from ..eager._current_region import current, put, unwatched
 from ..eager._site_boundaries import is_exit, mark
-from ..eager._strides import copied
+from ..eager._strides import copy_with_strides
 from ._graph_walk import Surroundings, walk
-from ._learned_graph import Learned, Names, Recording, approximate
+from ._learned_graph import LearnedGraph, Names, Recording, approximate
 
 # So many graphs are kept; a model that has more of them is always watched by regions.
 _GRAPHS = 16
@@ -40,13 +40,13 @@ class Replays:
         self._backward = backward
         self._names = names
         # Graphs of one shape, by the parameters that they read, together; the latest shape first.
-        self._known: list[dict[tuple[int, ...], Learned]] = []
-        self._latest: Learned | None = None
-        self._row = self._surprises = self._recordings = 0
+        self._known: list[dict[tuple[int, ...], LearnedGraph]] = []
+        self._latest: LearnedGraph | None = None
+        self._known_in_row = self._surprises = self._recordings = 0
 
     def ready(self) -> bool:
         """Whether the next forward pass needs no region."""
-        return self._row >= 2**self._surprises and self._backward.may_replay()
+        return self._known_in_row >= 2**self._surprises and self._backward.may_replay()
 
     def recording(self) -> Recording | None:
         """What a region is to note; None where no forward pass will go without one."""
@@ -61,12 +61,12 @@ class Replays:
         around = Surroundings(begun, nodes_of(arguments))
         learned = recording.learn(outputs_in(output), around, self._backward)
         if learned is None or not self._keep(learned):
-            self._row, self._recordings = 0, _RECORDINGS
+            self._known_in_row, self._recordings = 0, _RECORDINGS
             return
         if self.ready():
             self._recordings = 0
 
-    def _keep(self, learned: Learned) -> bool:
+    def _keep(self, learned: LearnedGraph) -> bool:
         """Add what was learned; False where too much is known already."""
         like = next((group for group in self._known if _first(group).is_like(learned)), None)
         known = like is not None and learned.parameters in like
@@ -74,11 +74,11 @@ class Replays:
             return False
         if like is None:
             self._known.append(like := {})
-        self._row = self._row + 1 if known else 0
+        self._known_in_row = self._known_in_row + 1 if known else 0
         like[learned.parameters] = self._latest = learned
         return True
 
-    def find(self, roots: list[tuple[Any, int]], around: Surroundings) -> tuple[Learned | None, list[Any]]:
+    def find(self, roots: list[tuple[Any, int]], around: Surroundings) -> tuple[LearnedGraph | None, list[Any]]:
         """The sites of a graph, and its nodes; no sites where all its gradients are to be at the global exponent."""
         for number, group in enumerate(self._known):
             nodes = _first(group).match(roots, around)
@@ -89,7 +89,7 @@ class Replays:
                     learned.note_reads(nodes, self._names)
                     self._latest = learned
                 return learned, nodes
-        self._row = 0
+        self._known_in_row = 0
         self._surprises += 1
         if self._surprises >= _SURPRISES:
             self._recordings = _RECORDINGS
@@ -101,7 +101,7 @@ class Replays:
         return learned, nodes
 
 
-def _first(group: dict[tuple[int, ...], Learned]) -> Learned:
+def _first(group: dict[tuple[int, ...], LearnedGraph]) -> LearnedGraph:
     return next(iter(group.values()))
 
 
@@ -121,7 +121,7 @@ class Replay:
     def __init__(self, backward: Backward, replays: Replays) -> None:
         self._backward = backward
         self._replays = replays
-        self._anchor = backward.sites.anchor
+        self._global_site = backward.sites.global_site
 
     def __enter__(self) -> Replay:
         self._outer = current()
@@ -153,36 +153,36 @@ class Replay:
         for node in nodes if learned is None else learned.before(nodes):
             if learned is not None or around.has(node):
                 self._outside(node)
-        sites = [self._anchor] * len(outputs) if learned is None else learned.attach(nodes)
+        sites = [self._global_site] * len(outputs) if learned is None else learned.attach(nodes)
         order = {} if learned is None else learned.order
         self._backward.order.update(order)
         by_tensor = {id(x): site for x, site in zip(outputs, sites)}
         wide = wide()
-        return mapped(output, once(lambda x: x if x.is_leaf else self._left(x, by_tensor[id(x)], order, wide)))
+        return map_tensors(output, memoized(lambda x: x if x.is_leaf else self._left(x, by_tensor[id(x)], order, wide)))
 
     def _outside(self, node: Any) -> None:
         """Note that a node of before is at the global exponent."""
-        if not is_exit(node, self._anchor):
+        if not is_exit(node, self._global_site):
             try:
                 self._backward.check_exits(node)
             except ValueError:
                 # A region knows the sites of tensors that another one made, by whatever way they come.
-                self._backward.rest()
-            mark(node, self._anchor, self._anchor, self._anchor)
+                self._backward.use_one_scale()
+            mark(node, self._global_site, self._global_site, self._global_site)
 
     def _left(self, out: Tensor, site: Site, order: dict[Site, None], wide: bool) -> Tensor:
-        move = site.exponent - self._anchor.exponent, self._backward.following.sign(site, self._anchor)
+        move = site.exponent - self._global_site.exponent, self._backward.following.sign(site, self._global_site)
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
             out = out.float()
         elif any(move):
             # A reader may write into it.
-            out = copied(out)
-        elif is_exit(out.grad_fn, self._anchor):
+            out = copy_with_strides(out)
+        elif is_exit(out.grad_fn, self._global_site):
             # It was there before, and may outlive this pass by many, each of which would add a hook.
             return out
         out.grad_fn.register_prehook(self._entering(move, order))
-        mark(out.grad_fn, self._anchor, self._anchor, self._anchor)
+        mark(out.grad_fn, self._global_site, self._global_site, self._global_site)
         return out
 
     def _entering(self, move: tuple[int, int], order: dict[Site, None]) -> Callable:
@@ -190,7 +190,7 @@ class Replay:
 
         @untraced
         def enter(gradients: tuple) -> tuple | None:
-            if backward.shut():
+            if backward.is_shut():
                 return None
             backward.note_left(order)
             gradient = gradients[0]
@@ -208,9 +208,9 @@ def forwards_without_region(scaler: Any) -> int:
 
 def nodes_of(arguments: Any) -> frozenset[Any]:
     """The nodes of the tensors that a forward pass is called with."""
-    return frozenset(x.grad_fn for x in carriers_in(arguments) if x.grad_fn is not None)
+    return frozenset(x.grad_fn for x in differentiable_in(arguments) if x.grad_fn is not None)
 
 
 def outputs_in(output: Any) -> list[Tensor]:
     """The tensors of an output that a forward pass made, each once."""
-    return list({id(x): x for x in carriers_in(output) if not x.is_leaf}.values())
+    return list({id(x): x for x in differentiable_in(output) if not x.is_leaf}.values())

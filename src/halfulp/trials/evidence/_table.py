@@ -53,9 +53,9 @@ def cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     if row.diverged:
         verdict = f"diverged ({row.diverged} of {row.seeds})"
     reference = row.verdict == "reference"
-    published = kind_of(row.task).published
+    paper_gaps = kind_of(row.task).paper_gaps
     scaled = {"skipped": _skipped(row), "underflow": _underflow(row)} if rounds_gradients(evidence, row.task) else {}
-    in_paper = {"gap in the paper": number(published.get(row.recipe), 2, sign=True)} if published else {}
+    in_paper = {"gap in the paper": number(paper_gaps.get(row.recipe), 2, sign=True)} if paper_gaps else {}
     return {
         "recipe": row.recipe,
         loss: with_spread(row.loss, row.loss_spread),
@@ -130,8 +130,8 @@ def notes(evidence: FinishedTrials, task: str) -> list[str]:
         "movement took place, large updates counting most; stochastic rounding makes up for what it cancels.",
         f"Step time is CPU time on one thread against fp32's {number(rows[0].step_ms, 2)} ms.",
     ]
-    if kind_of(task).published_in:
-        said.append(kind_of(task).published_in)
+    if kind_of(task).paper_note:
+        said.append(kind_of(task).paper_note)
     if any(row.verdict is None for row in rows):
         said.append("A verdict needs 3 seeds: --seeds 3 --resume trains only what is missing.")
     if any(row.verdict == "unclear" for row in rows):

@@ -74,7 +74,7 @@ def _line(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, rea
         "colour": f"var(--c{style.colour})",
         "loss": words[loss_name(evidence, row.task)],
         "gap": words["gap to fp32"],
-        "published": words.get("gap in the paper", DASH),
+        "paper_gap": words.get("gap in the paper", DASH),
         "verdict": words["verdict"],
         "accuracy": words["accuracy"],
         "own": words["own arithmetic"],

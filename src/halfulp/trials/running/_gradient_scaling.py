@@ -56,7 +56,7 @@ class Rounded(Scaling):
         super().__init__(optimizer)
         self._model = model
         self._scaler = scaler(recipe, model)
-        self._every = INTERVAL * max(1, steps // (INTERVAL * SAMPLES))
+        self._sample_interval = INTERVAL * max(1, steps // (INTERVAL * SAMPLES))
         self._skipped = 0
         self._lost: dict[str, list[tuple[float, float]]] = {}
         self._copy: nn.Module | None = None
@@ -64,7 +64,7 @@ class Rounded(Scaling):
     def before(self, step: int) -> None:
         """At a sampled step, keep the model and the random state that it starts from."""
         self._copy = None
-        if step % self._every == 0:
+        if step % self._sample_interval == 0:
             self._copy, self._random = copy.deepcopy(self._model), torch.get_rng_state()
 
     def backward(self, loss: Tensor) -> None:

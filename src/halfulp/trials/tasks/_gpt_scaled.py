@@ -34,13 +34,13 @@ class ScaledGPT(Text):
     title: ClassVar[str] = "GPT with fused attention on the help pages of Python"
     hyper: ClassVar[dict[str, Any]] = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
     steps: ClassVar[int] = 500
-    published: ClassVar[dict[str, float]] = {
+    paper_gaps: ClassVar[dict[str, float]] = {
         "scaled-fp16-master": 0.0,
         "scaled-fp16": 0.05,
         "scaled-fp8": 0.05,
         "scaled-fp8-state16": 0.06,
     }
-    published_in: ClassVar[str] = (
+    paper_note: ClassVar[str] = (
         "The paper's gaps are those of its table 3 (arXiv 2407.17353): training loss, 168 million parameters."
     )
 

@@ -40,8 +40,8 @@ class Task(abc.ABC):
         batch: Examples per step.
         judged_by: ``"train_loss"`` or ``"validation_loss"``; both are measured, this one decides.
         target: What one target is called when accuracy is shown: "image", "character".
-        published: The gaps to float32 that a paper reports, by recipe, for the table's last column.
-        published_in: What paper, and of what they are gaps; a sentence for reports.
+        paper_gaps: The gaps to float32 that a paper reports, by recipe, for the table's last column.
+        paper_note: What paper, and of what they are gaps; a sentence for reports.
     """
 
     name: ClassVar[str]
@@ -52,8 +52,8 @@ class Task(abc.ABC):
     batch: ClassVar[int]
     judged_by: ClassVar[str] = "validation_loss"
     target: ClassVar[str] = "example"
-    published: ClassVar[dict[str, float]] = {}
-    published_in: ClassVar[str] = ""
+    paper_gaps: ClassVar[dict[str, float]] = {}
+    paper_note: ClassVar[str] = ""
 
     @abc.abstractmethod
     def load(self) -> Data:
