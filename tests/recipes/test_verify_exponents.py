@@ -5,7 +5,7 @@ from torch import nn
 
 from halfulp.gradients.replay import _learned_graph as _learned
 from halfulp.recipes import verify
-from halfulp.recipes._verify_exponents import verify_exponents
+from halfulp.recipes.verification._verify_exponents import verify_exponents
 
 
 class _LostWhenLarge(torch.autograd.Function):
@@ -86,9 +86,11 @@ def test_a_graph_that_changes_is_proved_and_said_not_to_be_known(seed):
 
 
 def test_a_wrong_hook_of_a_known_graph_fails(seed, monkeypatch):
-    move = _learned.Learned._move
+    move = _learned.LearnedGraph._move
     for wrong in (lambda exponent, sign: (exponent + 1, sign), lambda exponent, sign: (exponent, 0)):
-        monkeypatch.setattr(_learned.Learned, "_move", lambda self, *sites, wrong=wrong: wrong(*move(self, *sites)))
+        monkeypatch.setattr(
+            _learned.LearnedGraph, "_move", lambda self, *sites, wrong=wrong: wrong(*move(self, *sites))
+        )
         found = verify(_network(), torch.randn(4, 6), "fp16-adaptive", seed=seed)
         assert not found.passed
         assert {name.partition(" in ")[2] for name in found.wrong} <= {"step 3 of a copy", "step 4 of a copy"}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..formats import fp16
-from ._last_step import LastStep as LastStep
 from ._measurement import Measurement, by_site, recovered, to_host
 from ._overflow import (
     OverflowSource,
@@ -28,10 +27,11 @@ from ._overflow import (
 )
 from ._schedule import is_measured
 from ._site import GLOBAL, Reading, Site
-from ._state import load_sites
+from .checkpoint._state import load_sites
 from .eager._backward import Backward
 from .policies._policy import Amax
 from .policies._single_scale import measured_scale
+from .reports._last_step import LastStep
 
 # For so many intervals an overflow is remembered, times the site's patience.
 _MEMORY = 4

@@ -15,18 +15,18 @@ from ..formats import Format
 from ..kernels import uncompiled
 from ..rounding import Rounding
 from ._amp_scaling import has_gradients, stepped, stepped_with, takes_scaler
-from ._controller import LastStep
-from ._pickle import reduced, resume
-from ._recorder import Recorder
-from ._reports import SiteReports
 from ._scaler_options import controller_of, device_of, models_of
 from ._site import HIGHEST, exponent_of
-from ._state import check_entries, check_places, check_state, sites_by_name, state_of
 from ._unscale import unscaled_by_kind
+from .checkpoint._pickle import reduced, resume
+from .checkpoint._state import check_entries, check_places, check_state, sites_by_name, state_of
 from .eager._attach import attach, unwrapped
 from .eager._site_boundaries import check_units
 from .policies._growth import GrowthSettings
 from .policies._policy import Policy, get_policy
+from .reports._last_step import LastStep
+from .reports._recorder import Recorder
+from .reports._reports import SiteReports
 
 
 class AdaptiveGradScaler(SiteReports, GrowthSettings):

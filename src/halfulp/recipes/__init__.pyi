@@ -11,5 +11,5 @@ from ._plan import Explanation as Explanation
 from ._plan import assign as assign
 from ._plan import explain as explain
 from ._recipe import Recipe as Recipe
-from ._verify import Verification as Verification
-from ._verify import verify as verify
+from .verification._verify import Verification as Verification
+from .verification._verify import verify as verify

@@ -17,8 +17,8 @@ from ...kernels import untraced
 from ...rounding import Nearest, Rounding, quantize
 from .._following import Following
 from .._measurement import Measurements, narrow
-from .._processes import Processes
 from .._site import Site, Sites
+from ..distributed._processes import Processes
 from ..policies._operand_statistics import Factor
 from ..policies._policy import Policy
 from ._site_boundaries import Unmarked, check_exits

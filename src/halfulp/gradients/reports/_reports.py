@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ._controller import Controller
+from .._controller import Controller
 from ._recorder import Recorder
 from ._site_table import SiteTable
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import same_bits
+from ...kernels import same_bits
 
 # Two results agree if their bits do or, behind a sum in another order, their leading 20 bits.
 NEAR = 1e-6

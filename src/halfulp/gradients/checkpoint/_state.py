@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..formats import Format
-from ._site import GLOBAL, HIGHEST, LOWEST, MOST_PATIENCE, UNIFORM, Site, Sites, exponent_of
+from ...formats import Format
+from .._site import GLOBAL, HIGHEST, LOWEST, MOST_PATIENCE, UNIFORM, Site, Sites, exponent_of
 
 # By the name of an entry: what it is, in words and as a question.
 _AN_EXPONENT = f"an integer from {LOWEST} to {HIGHEST}"

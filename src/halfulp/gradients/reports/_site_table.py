@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..formats import get
-from ._site import Reading, Site, Sites
+from ...formats import get
+from .._site import Reading, Site, Sites
 
 _KINDS = ("received", "passed", "weight")
 

@@ -11,8 +11,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ..subclass import shard_groups, sharded_modules
-from ._join import Joining
+from ...subclass import shard_groups, sharded_modules
+from ._join import WatchedJoin
 
 # One for each occasion at which processes meet; they are part of the message.
 OCCASIONS = ("step", "skipped step", "update")
@@ -31,7 +31,7 @@ class Processes:
     def __init__(self) -> None:
         self._groups: list[Any] = []
         self._models: list[weakref.ref[nn.Module]] = []
-        self._joins: list[Joining] = []
+        self._joins: list[WatchedJoin] = []
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -127,7 +127,7 @@ class Processes:
                 "it, so that they would not end together: make the scaler of the wrapper, AdaptiveGradScaler(ddp)"
             )
         self._add(wrapper.process_group)
-        self._joins.append(Joining(wrapper, lambda: self.catch_up()))
+        self._joins.append(WatchedJoin(wrapper, lambda: self.catch_up()))
 
     def _add(self, group: Any) -> None:
         if dist.get_world_size(group) > 1 and not any(group is known for known in self._groups):

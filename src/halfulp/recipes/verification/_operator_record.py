@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..kernels import same_bits
-from ..scaled import ScaledTensor
+from ...kernels import same_bits
+from ...scaled import ScaledTensor
 from ._agreement import agrees, relative
 
 

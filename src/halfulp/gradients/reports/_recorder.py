@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ._controller import LastStep
+from ._last_step import LastStep
 from ._site_table import SiteTable
 
 _COLUMNS = (

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..gradients import AdaptiveGradScaler
-from ..gradients.replay._replay import forwards_without_region
+from ...gradients import AdaptiveGradScaler
+from ...gradients.replay._replay import forwards_without_region
 from ._agreement import agrees
 from ._copies import copy_of, untouched
 from ._training_step import LossOf, Run, difference, in_float64, one_step, pairs, reference

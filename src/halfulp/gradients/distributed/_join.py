@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
 
-class Joining:
+class WatchedJoin:
     """A wrapper's ``join_hook``, which also tells a scaler when a ``join()`` begins and ends.
 
     Args:
@@ -59,9 +59,9 @@ def plain_join_hook(wrapper: nn.parallel.DistributedDataParallel) -> Callable[..
 
 
 class _Hook(JoinHook):
-    def __init__(self, own: JoinHook, joining: Joining) -> None:
+    def __init__(self, own: JoinHook, watched: WatchedJoin) -> None:
         self._own = own
-        self._joining = joining
+        self._watched = watched
 
     def main_hook(self) -> None:
         """What the wrapper sends, for a process without inputs; the scaler sends nothing."""
@@ -70,4 +70,4 @@ class _Hook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """The model of the last process for all, and its scaler's numbers."""
         self._own.post_hook(is_last_joiner)
-        self._joining.end()
+        self._watched.end()

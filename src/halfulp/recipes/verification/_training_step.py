@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .._messages import a_kind
-from ..kernels import same_bits
-from ..scaled import ScaledTensor
+from ..._messages import a_kind
+from ...kernels import same_bits
+from ...scaled import ScaledTensor
 from ._agreement import relative
 from ._copies import copy_of, same_randomness
 from ._perturbation import Jitter

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._messages import a_kind
-from ..gradients import AdaptiveGradScaler
-from ..mctensor import MCTensor
-from ..scaled import ScaledTensor, scalify
-from ..subclass import fallbacks
-from . import _catalog
+from ..._messages import a_kind
+from ...gradients import AdaptiveGradScaler
+from ...mctensor import MCTensor
+from ...scaled import ScaledTensor, scalify
+from ...subclass import fallbacks
+from .. import _catalog
+from .._recipe import Recipe
 from ._agreement import agrees
 from ._copies import copy_of, untouched
 from ._operator_record import Difference, OperatorCheck
-from ._recipe import Recipe
 from ._training_step import LossOf, Run, default_loss, difference, in_float64, one_step, pairs, reference
 from ._verify_exponents import verify_exponents
 

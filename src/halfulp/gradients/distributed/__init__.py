@@ -1,0 +1,1 @@
+"""What processes that share gradients agree on: DistributedDataParallel, its join(), and FSDP2."""
