@@ -236,7 +236,7 @@ def test_overlapping_elements_are_seen(x, overlaps):
 # Where a pointer is taken without `address`: hot loops that have looked at the tensor, and comparisons of pointers.
 LOOKED_AT = {
     "optim/_outside_writes.py": {"agreement_of"},
-    "subclass/_parameter_holders.py": {"_check_outside_memory", "_tied", "check_overlaps", "find", "overlap"},
+    "subclass/models/_parameter_holders.py": {"_check_outside_memory", "_tied", "check_overlaps", "find", "overlap"},
     "kernels/_plain_memory.py": {"address", "has_own_memory"},
     "arithmetic/expansions/_pointwise.py": {"fill"},
     "optim/_narrowing.py": {"narrow", "take_float32"},

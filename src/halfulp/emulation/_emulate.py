@@ -14,7 +14,7 @@ from ..formats import Format
 from ..gradients.eager._forward import NotScriptedError
 from ..kernels import checksum
 from ..rounding import Nearest, Rounding
-from ..subclass._parameter_holders import EMULATED
+from ..subclass.models._parameter_holders import EMULATED
 from ._region import Region, refuse_recording, region, untraceable
 from ._report import describe
 from ._rounder import CONTAINERS, Unit

@@ -1,4 +1,4 @@
-"""Operators that torch takes apart or differentiates above __torch_dispatch__: components for plain operands before.
+"""Composite operators, decomposed or differentiated above __torch_dispatch__: plain operands are encoded before.
 
 `torch.einsum("ij,jk,kl", a, b, c)` multiplies a and b first; where these are plain, no rule of an MCTensor c sees it.
 Such an operator has a kernel under a dispatch key that MCTensors carry and no other tensor does: every other operator

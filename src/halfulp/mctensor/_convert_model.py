@@ -1,4 +1,4 @@
-"""A model's parameters as multi-component tensors, and back."""
+"""Converting a model's parameters to MCTensors (`multicomponent`), and back (`single_component`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from .._messages import a_kind
-from ..subclass import _model_fallbacks, _outer_modules
-from ..subclass import _state_dict as _companions
-from ..subclass._data_parallel import Wrappers
 from ..subclass._in_backward import COMPONENTS, FIRST, check_gradients
-from ..subclass._module_parameters import Place, Where, check_has_shape, check_module, chosen, places, with_marks
-from ..subclass._parameter_holders import check_holders
+from ..subclass.models import _model_fallbacks, _outer_modules
+from ..subclass.models import _state_dict as _shared_state_dict
+from ..subclass.models._data_parallel import Wrappers
+from ..subclass.models._module_parameters import (
+    ParameterRef,
+    Where,
+    check_has_shape,
+    check_module,
+    matching_parameters,
+    module_parameters,
+    with_attributes,
+)
+from ..subclass.models._parameter_holders import check_holders
 from . import _state_dict as _state_dict
 from ._encode import check_count, check_dtype
 from ._mctensor import MCTensor
@@ -73,19 +81,19 @@ def multicomponent(
     check_gradients(gradients)
     if dtype is not None:
         check_dtype(dtype)
-    found = chosen(places(model, constants=True), where)
-    for place in found:
-        _check(place)
+    found = matching_parameters(module_parameters(model, constants=True), where)
+    for ref in found:
+        _check(ref)
     wrappers = _check_holders(found, "multicomponent")
     made: dict[int, Tensor] = {}
-    for place in found:
-        if id(place.held) not in made:
-            made[id(place.held)] = _to_multicomponent(place, components, dtype, gradients)
-    for place in found:
-        place.module.__dict__.setdefault(_BEFORE, {}).setdefault(place.key, place.held.dtype)
-        place.put(made[id(place.held)])
-        _companions.install(place.module)
-    _companions.install_check(model)
+    for ref in found:
+        if id(ref.value) not in made:
+            made[id(ref.value)] = _to_multicomponent(ref, components, dtype, gradients)
+    for ref in found:
+        ref.module.__dict__.setdefault(_BEFORE, {}).setdefault(ref.key, ref.value.dtype)
+        ref.put(made[id(ref.value)])
+        _shared_state_dict.install(ref.module)
+    _shared_state_dict.install_check(model)
     _model_fallbacks.install(model)
     _outer_modules.watch()
     wrappers.follow()
@@ -95,7 +103,7 @@ def multicomponent(
 
 
 def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Make the parameters plain tensors again, each value rounded once: the way back from `multicomponent`, in place.
+    """Make the parameters plain tensors again, each value rounded once: the way back from `multicomponent`, in ref.
 
     Args:
         model: any module; parameters that are no MCTensors stay as they are.
@@ -117,66 +125,66 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     """
     if dtype is not None:
         check_dtype(dtype)
-    found = [place for place in places(model, constants=True) if isinstance(place.held, MCTensor)]
+    found = [ref for ref in module_parameters(model, constants=True) if isinstance(ref.value, MCTensor)]
     wrappers = _check_holders(found, "single_component")
     made: dict[int, Tensor] = {}
-    for place in found:
-        if id(place.held) not in made:
-            before = place.module.__dict__.get(_BEFORE, {}).get(place.key, place.held.dtype)
-            made[id(place.held)] = _to_single_component(place, dtype if dtype and place.is_parameter else before)
-    for place in found:
-        place.put(made[id(place.held)])
+    for ref in found:
+        if id(ref.value) not in made:
+            before = ref.module.__dict__.get(_BEFORE, {}).get(ref.key, ref.value.dtype)
+            made[id(ref.value)] = _to_single_component(ref, dtype if dtype and ref.is_parameter else before)
+    for ref in found:
+        ref.put(made[id(ref.value)])
     for module in model.modules():
         module.__dict__.pop(_BEFORE, None)
-        _companions.remove(module)
+        _shared_state_dict.remove(module)
         _model_fallbacks.remove(module)
     wrappers.follow()
     return model
 
 
-def _check_holders(found: list[Place], what: str) -> Wrappers:
-    named = [(place.name, place.held) for place in found if place.is_parameter]
+def _check_holders(found: list[ParameterRef], what: str) -> Wrappers:
+    named = [(ref.name, ref.value) for ref in found if ref.is_parameter]
     return check_holders(named, what, replaced=True, known=2)
 
 
-def _check(place: Place) -> None:
-    check_has_shape(place)
-    if not isinstance(place.held, MCTensor) and hasattr(place.held, "decode"):
+def _check(ref: ParameterRef) -> None:
+    check_has_shape(ref)
+    if not isinstance(ref.value, MCTensor) and hasattr(ref.value, "decode"):
         raise ValueError(
-            f"parameter {place.name!r} is {a_kind(place.held)}: make it plain first, by "
+            f"parameter {ref.name!r} is {a_kind(ref.value)}: make it plain first, by "
             "halfulp.scaled.unscalify(model), or leave it out by where="
         )
     try:
-        check_dtype(place.held.dtype)
+        check_dtype(ref.value.dtype)
     except ValueError as error:
-        raise ValueError(f"parameter {place.name!r}: {error}; or leave it out by where=") from None
+        raise ValueError(f"parameter {ref.name!r}: {error}; or leave it out by where=") from None
 
 
-def _to_multicomponent(place: Place, components: int, dtype: torch.dtype | None, gradients: str) -> Tensor:
-    old = place.held
-    kind = dtype if dtype and place.is_parameter else old.dtype
+def _to_multicomponent(ref: ParameterRef, components: int, dtype: torch.dtype | None, gradients: str) -> Tensor:
+    old = ref.value
+    kind = dtype if dtype and ref.is_parameter else old.dtype
     try:
         value = MCTensor.encode(old.detach(), components, kind, gradients=gradients)
-        if not place.is_parameter:
+        if not ref.is_parameter:
             return value
         new = nn.Parameter(value, old.requires_grad)
         if old.grad is not None:
             grad = MCTensor.encode(old.grad.detach(), components, kind, gradients=gradients)
             new.grad = grad if gradients == COMPONENTS else grad.decode(kind)
     except ValueError as error:
-        raise ValueError(f"parameter {place.name!r}: {error}") from None
-    return with_marks(new, old, _OWN)
+        raise ValueError(f"parameter {ref.name!r}: {error}") from None
+    return with_attributes(new, old, _OWN)
 
 
-def _to_single_component(place: Place, dtype: torch.dtype) -> Tensor:
-    old = place.held
+def _to_single_component(ref: ParameterRef, dtype: torch.dtype) -> Tensor:
+    old = ref.value
     value = old.detach().decode(dtype)
     if not value.is_meta and bool((value.isinf() & old.detach().decode().isfinite()).any()):
-        raise ValueError(f"parameter {place.name!r} has values beyond {dtype}: give a wider dtype=")
-    if not place.is_parameter:
+        raise ValueError(f"parameter {ref.name!r} has values beyond {dtype}: give a wider dtype=")
+    if not ref.is_parameter:
         return value
     new = nn.Parameter(value, old.requires_grad)
     if old.grad is not None:
         grad = old.grad.detach()
         new.grad = grad.decode(dtype) if isinstance(grad, MCTensor) else grad.to(dtype)
-    return with_marks(new, old, _OWN)
+    return with_attributes(new, old, _OWN)

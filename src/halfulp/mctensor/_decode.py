@@ -1,4 +1,4 @@
-"""The operator behind MCTensor.decode: one name that autograd and compilers know."""
+"""The operator halfulp::decode behind MCTensor.decode, with its derivative; compilers keep it in their graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ decode = define_operator(
 
 @implements(decode)
 def decode_components(x: MCTensor, dtype: torch.dtype) -> Tensor:
-    """The value rounded once."""
+    """Return the value as a plain tensor of a dtype, rounded once."""
     return decoded(x, dtype)
 
 

@@ -1,4 +1,4 @@
-"""From numbers, strings and tensors to components, with every digit that fits."""
+"""Encoding numbers, strings and tensors as components, with every digit that fits."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _from_python(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
 
 
 def _flatten(x: Any, flat: list) -> tuple[int, ...]:
-    """Append all leaves; the shape of the nesting."""
+    """Append all leaves of nested lists to `flat`; return the shape of the nesting."""
     if not isinstance(x, (list, tuple)):
         flat.append(x)
         return ()
@@ -190,7 +190,7 @@ def _flatten(x: Any, flat: list) -> tuple[int, ...]:
 
 
 def _exact(value: Any) -> Fraction | float:
-    """A number's exact value; infinities and NaN as floats."""
+    """Return a number's exact value; infinities and NaN as floats."""
     if isinstance(value, (str, bytes)):
         return _from_text(value)
     if hasattr(value, "_mpf_"):
@@ -233,7 +233,7 @@ def _from_text(text: str | bytes) -> Fraction | float:
 
 
 def _terms(value: Fraction | float) -> list[float]:
-    """A number as four float64, each the nearest to what is left."""
+    """Return a number as four float64, each the nearest to what is left."""
     if isinstance(value, float):
         return [value] + [0.0] * (MOST - 1)
     terms = []
@@ -250,7 +250,7 @@ def _terms(value: Fraction | float) -> list[float]:
 
 
 def number_terms(text: str) -> tuple[float, ...]:
-    """A number in decimal as four float64."""
+    """Return a decimal string as four float64."""
     return tuple(_terms(Fraction(text)))
 
 

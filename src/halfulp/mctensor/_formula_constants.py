@@ -75,7 +75,7 @@ _LARGEST, _SMALL = 2**26, 64
 
 @contextmanager
 def formula(operator: OpOverload, given: Iterable) -> Iterator[None]:
-    """A block that runs torch's formula of an operator with these arguments."""
+    """A context in which torch's formula of an operator runs with these arguments."""
     before = getattr(_here, "given", None)
     if before is None:  # else the numbers are those of a formula that this one is a step of
         _here.given = {abs(x) for x in tree_leaves(given) if isinstance(x, float)} | _defaults(operator)
@@ -87,7 +87,7 @@ def formula(operator: OpOverload, given: Iterable) -> Iterator[None]:
 
 @functools.cache
 def _defaults(operator: OpOverload) -> frozenset[float]:
-    """The numbers that an operator takes where none are given."""
+    """Return the default values of an operator's floating-point arguments."""
     values = (a.default_value for a in operator._schema.arguments if a.has_default_value())
     return frozenset(abs(value) for value in values if isinstance(value, float))
 
@@ -115,7 +115,7 @@ def _terms_in_backward(value: float) -> tuple[float, ...] | None:
 
 
 def _derived(value: float, saved: float, inverts: bool) -> tuple[float, ...] | None:
-    """Of a number that a node was given: less one or two, one minus it, or its inverse, where no float64 holds it."""
+    """Return p - 1, p - 2, 1 - p or 1 / p of a node's argument p, where the value approximates that."""
     if saved in (math.inf, -math.inf) or saved != saved:
         return None
     exact = Fraction(saved)
@@ -126,7 +126,7 @@ def _derived(value: float, saved: float, inverts: bool) -> tuple[float, ...] | N
 
 
 def _logarithm(value: float, base: float) -> tuple[float, ...] | None:
-    """The logarithm of the number that is raised to powers."""
+    """Return the logarithm of the base of a power."""
     if not isinstance(base, (int, float)) or not base > 0 or not math.isclose(value, math.log(base), rel_tol=2.0**-48):
         return None
     number = torch.tensor(base, dtype=torch.float64, device="cpu")
@@ -145,7 +145,7 @@ def _recovered(value: float) -> tuple[float, ...] | None:
 
 
 def _ratio(value: float) -> Fraction | None:
-    """The quotient of a number up to 64 and one up to 2^26, either way, that rounds to a float64.
+    """Return the quotient of an integer up to 64 and one up to 2^26, or its inverse, that rounds to a float64.
 
     Another float64 is mistaken for one with a chance of about 2^-20.
     """
@@ -160,7 +160,7 @@ def _ratio(value: float) -> Fraction | None:
 
 @functools.cache
 def _table() -> dict[float, Fraction]:
-    """By float64: the nearest and its neighbours, one of which torch writes for log 10."""
+    """The constants by the nearest float64 and its two neighbours, one of which torch has for log 10."""
     table = {}
     for text in (*IRRATIONAL.values(), *_SELU):
         table |= {value: Fraction(text) for value in _near(float(text))}

@@ -12,10 +12,10 @@ from torch import Tensor
 from ..arithmetic import Parts, merge
 from ..kernels import untraced
 from ..subclass import _tangents
-from ..subclass._data_parallel import refuse_fully_shard
 from ..subclass._graph_key import graph_key
 from ..subclass._in_backward import FIRST, check_gradients
 from ..subclass._pickle import check_layout, register_collate, saved_marks, with_saved_marks
+from ..subclass.models._data_parallel import refuse_fully_shard
 from . import _encode as _numbers
 from . import _repr as _text
 from ._registry import RULES, implements, rule_of

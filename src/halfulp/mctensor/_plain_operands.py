@@ -1,4 +1,4 @@
-"""Plain operands as MCTensors, before an operator that works in several steps: no step is then of plain tensors alone.
+"""Encoding plain operands as MCTensors before an operator of several steps, so that no step has plain tensors alone.
 
 Where an operator has one step, its rule reads a plain operand exactly. In several steps, `running_variance + eps` say,
 torch would compute in the plain operand's own type before an MCTensor is met.

@@ -20,14 +20,14 @@ def held_digits(parts: Parts) -> int:
 
 
 def exact_values(parts: Parts, scale: Tensor | None) -> list[Fraction | float]:
-    """Every element's exact value, flattened; infinities and NaN as floats."""
+    """Return every element's exact value, flattened; infinities and NaN as floats."""
     factor = Fraction(1) if scale is None else Fraction(float(scale))
     columns = [part.detach().double().reshape(-1).tolist() for part in parts]
     return [_value(row, factor) for row in zip(*columns, strict=True)]
 
 
 def strings(parts: Parts, scale: Tensor | None, digits: int | None = None) -> str | list:
-    """Nested lists of decimal strings."""
+    """Return the values as nested lists of decimal strings."""
     if digits is not None and digits < 1:
         raise ValueError(f"digits={digits}: allowed are 1 and more")
     flat = [decimal(value, digits or held_digits(parts)) for value in exact_values(parts, scale)]
@@ -52,7 +52,7 @@ def representation(x: Tensor, parts: Parts, scale: Tensor | None, gradients: str
 
 
 def decimal(value: Fraction | float, digits: int) -> str:
-    """A number in decimal, rounded to so many significant digits.
+    """Return a number in decimal, rounded to so many significant digits.
 
     >>> decimal(Fraction(1, 3), 5), decimal(Fraction(-12345678, 1), 3)
     ('0.33333', '-1.23e+7')
@@ -86,7 +86,7 @@ def _body(parts: Parts, scale: Tensor | None) -> str:
 
 
 def _summarized(x: Tensor) -> Tensor:
-    """The elements that are printed: along each long dimension the first and the last ones."""
+    """Return the elements that are printed: along each long dimension the first and the last ones."""
     for dim, size in enumerate(x.shape):
         if size > 2 * _EDGE:
             x = torch.cat([x.narrow(dim, 0, _EDGE), x.narrow(dim, size - _EDGE, _EDGE)], dim)

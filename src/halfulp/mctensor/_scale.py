@@ -1,4 +1,4 @@
-"""Scales: choosing a power of two, taking it into the components and out again."""
+"""Scales of components: choosing a power of two, multiplying and dividing by it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import PRECISION
-from ..subclass._state_dict import Layout, check_state_dict, check_version, register
+from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
 from ._mctensor import MCTensor, decoded, wrap
 
 # Layout of the entries below; a file of a later layout is refused. In layout 1 `weight` was without `weight.scale`.
@@ -55,14 +55,14 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
 
 
 def _entries(name: str, value: MCTensor) -> dict[str, Tensor]:
-    """The leading component under the name itself, with its scale, so that every loader takes a good value."""
+    """Return the entries of a parameter: under its own name the leading component times the scale, for any loader."""
     entries = {name: _leading(value)}
     entries |= {f"{name}.component_{i}": part for i, part in enumerate(value._parts) if i}
     return entries if value._scale is None else entries | {f"{name}.{_SCALE}": value._scale}
 
 
 def _leading(x: MCTensor) -> Tensor:
-    """The leading component; times a scale in float32, or in float64 where float32 would lose something."""
+    """Return the leading component; times a scale in float32, or in float64 where float32 would lose something."""
     first = x._parts[0]
     if x._scale is None:
         return first
@@ -112,7 +112,7 @@ def _in_own_memory(part: Tensor) -> Tensor:
 
 
 def _from_entries(state_dict: Mapping, name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
-    """All entries of one parameter as a tensor; the dtype is that of a component that stands alone beside its scale."""
+    """Return all entries of one parameter as an MCTensor; dtype: of a single component stored beside its scale."""
     beside = {_SUFFIX.search(e)[1]: v for e, v in state_dict.items() if _SUFFIX.sub("", e) == name != e}
     first = state_dict.get(name)
     if first is None:
@@ -150,7 +150,7 @@ def _unscaled(name: str, first: Tensor, scale: Tensor, dtype: torch.dtype | None
 
 
 register(
-    Layout(
+    StateDictLayout(
         MCTensor,
         key="halfulp_components",
         version=VERSION,

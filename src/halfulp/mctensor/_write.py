@@ -83,7 +83,7 @@ def write_value(x: Tensor, value: Any) -> Tensor:
 
 
 def integral(x: MCTensor, dtype: torch.dtype) -> Tensor:
-    """The value as integers, cut toward zero, or as truth."""
+    """Return the value as integers, truncated toward zero, or as booleans."""
     if dtype == torch.bool:
         return x._parts[0] != 0
     if dtype.is_complex:
@@ -155,7 +155,7 @@ def _covers_memory(x: MCTensor) -> bool:
 
 
 def _memory(x: MCTensor) -> Parts:
-    """All elements of the memory that x's components are views of."""
+    """Return all elements of the memory that x's components are views of."""
     if _covers_memory(x) and x.is_contiguous():
         return x._parts
     count = x._parts[0].untyped_storage().nbytes() // x.dtype.itemsize

@@ -12,7 +12,7 @@ import torch
 from .._messages import a_kind, differences, listed
 from ..formats import Format
 from ..mctensor import MCTensor
-from ..subclass._module_parameters import check_module
+from ..subclass.models._module_parameters import check_module
 from ._float32_weights import TOGETHER, read_weights, together
 from ._group_options import check_number
 from ._local_tensors import local, placed_like

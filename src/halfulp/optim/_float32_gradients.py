@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from ..subclass._module_parameters import check_module
+from ..subclass.models._module_parameters import check_module
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 _NARROW = (torch.bfloat16, torch.float16)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from .._messages import a_kind
-from ..subclass._parameter_holders import EMULATED
+from ..subclass.models._parameter_holders import EMULATED
 from .states._state import State, as_state
 from .weight_updates._weight_update import weight_update
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..subclass._averaged_models import tell_of_narrow_averages
-from ..subclass._data_parallel import Wrappers, data_parallel_modules, replace_data, sharded_modules
-from ..subclass._parameter_holders import check_holders, check_overlaps, living_modules
+from ..subclass.models._averaged_models import warn_of_narrow_averages
+from ..subclass.models._data_parallel import Wrappers, data_parallel_modules, replace_data, sharded_modules
+from ..subclass.models._parameter_holders import check_holders, check_overlaps, living_modules
 from ._local_tensors import local, memory
 from ._narrowing import is_kept, take_float32
 from ._outside_writes import agree, settle
@@ -40,7 +40,7 @@ def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
     So are the low bits of parameters that were narrowed before there was an optimizer (`halfulp.convert`).
     """
     narrowed = {id(group["params"][position]) for group, position in _to_narrow(groups)}
-    tell_of_narrow_averages()
+    warn_of_narrow_averages()
     for group in groups:
         for position, parameter in enumerate(group["params"]):
             if id(parameter) in narrowed:

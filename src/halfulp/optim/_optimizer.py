@@ -11,7 +11,7 @@ from ..formats import Format
 from ..kernels import plain
 from ..mctensor import MCTensor
 from ..scaled import ScaledTensor
-from ..subclass import _gathered_states as _whole_states
+from ..subclass.models import _gathered_states as _whole_states
 from ._checkpoint import CheckpointMixin
 from ._group_options import SWITCHES, check_group, check_numbers, check_parameters, refuse_torch_switches
 from ._local_tensors import index_map_of, local, memory, own_parts

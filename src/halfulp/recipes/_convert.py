@@ -13,8 +13,8 @@ from ..mctensor import multicomponent
 from ..mctensor._convert_model import single_component
 from ..optim._narrowing import keep_float32, narrow, widen
 from ..scaled import scalify, unscalify
-from ..subclass._data_parallel import Wrappers, replace_data
-from ..subclass._parameter_holders import check_holders, holding_optimizers
+from ..subclass.models._data_parallel import Wrappers, replace_data
+from ..subclass.models._parameter_holders import check_holders, holding_optimizers
 from . import _casts, _catalog
 from ._plan import assign, check, check_range, islands, kept_parameters
 from ._recipe import Recipe

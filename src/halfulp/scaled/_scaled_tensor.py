@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..kernels import resolved, untraced
 from ..subclass import graph_key
-from ..subclass._data_parallel import refuse_fully_shard
 from ..subclass._pickle import register_collate
+from ..subclass.models._data_parallel import refuse_fully_shard
 from . import _powers_of_two as _powers
 from ._dtypes import check_home, check_logical, check_storage
 from ._powers_of_two import PowerRounding

@@ -3,8 +3,6 @@
 from ._collectives import collective_rule as collective_rule
 from ._collectives import group_size as group_size
 from ._collectives import is_collective as is_collective
-from ._data_parallel import shard_groups as shard_groups
-from ._data_parallel import sharded_modules as sharded_modules
 from ._fallbacks import FallbackWarning as FallbackWarning
 from ._fallbacks import note_fallback as note_fallback
 from ._fallbacks import recorded as recorded
@@ -12,5 +10,7 @@ from ._fallbacks import strict as strict
 from ._graph_key import graph_key as graph_key
 from ._in_place import functional_form as functional_form
 from ._in_place import is_written as is_written
-from ._model_fallbacks import fallbacks as fallbacks
 from ._rule_table import RuleTable as RuleTable
+from .models._data_parallel import shard_groups as shard_groups
+from .models._data_parallel import sharded_modules as sharded_modules
+from .models._model_fallbacks import fallbacks as fallbacks

@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed that operators stand for: one list for all tensor subclasses here.
+"""Rules of torch.distributed's collectives, for all tensor subclasses here: from their functional form, or refused.
 
 A class registers rules for the plain forms of `PLAIN_FORMS`; the forms on lists, in place and with out= follow from
 these, and all other operators of `NAMESPACES` are refused. Nothing else may run on them: their results are memory that
@@ -29,14 +29,14 @@ Write = Callable[[Tensor, Tensor], Any]
 
 
 def is_collective(operator: OpOverload) -> bool:
-    """Whether processes meet in an operator."""
+    """Return whether an operator is a collective."""
     return operator.namespace in NAMESPACES
 
 
 def collective_rule(
     operator: OpOverload, rules: Mapping[OpOverload, Callable], write: Write, refuse: Callable[[OpOverload], NoReturn]
 ) -> Callable:
-    """The rule of a collective that has none of its own.
+    """Return the rule of a collective that has none of its own.
 
     Args:
         operator: of one of `NAMESPACES`.
@@ -74,7 +74,7 @@ def collective_rule(
 
 
 def _plain_form(operator: OpOverload) -> OpOverload | None:
-    """The operator of `PLAIN_FORMS` that does the same for one tensor and gives a new one."""
+    """Return the operator of `PLAIN_FORMS` that does the same for one tensor and returns a new one."""
     if operator.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
         return None
     name = operator._schema.name.partition("::")[2].removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
@@ -82,7 +82,7 @@ def _plain_form(operator: OpOverload) -> OpOverload | None:
 
 
 def _waited(plain: OpOverload) -> Callable:
-    """The plain form to its end; of a plain tensor, too, as one may stand in a list beside others."""
+    """Return a function that runs the functional form and waits; plain tensors may stand in a list beside others."""
 
     def run(x: Tensor, *rest: Any) -> Tensor:
         return torch.ops._c10d_functional.wait_tensor.default(plain(x, *rest))

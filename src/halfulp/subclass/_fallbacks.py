@@ -1,4 +1,4 @@
-"""Counting what has no rule and went through a plain tensor."""
+"""Counting fallbacks: operators without a rule that ran on plain tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's cache of compiled graphs must know of a tensor: all that decides the graph of an operator on it."""
+"""The key of a tensor in torch's cache of compiled graphs: all that decides the graph of an operator on it."""
 
 from __future__ import annotations
 

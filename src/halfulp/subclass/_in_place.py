@@ -1,4 +1,4 @@
-"""Operators that write into an argument, and their forms that do not."""
+"""Operators that write into an argument, and their functional forms."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch._ops import OpOverload
 
 
 def is_written(argument: Any) -> bool:
-    """Whether an operator writes into this argument of its schema."""
+    """Return whether an operator writes into this argument of its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def functional_form(operator: OpOverload) -> OpOverload | None:
-    """The overload that takes the same arguments, in any order, and writes none of them."""
+    """Return the overload that takes the same arguments, in any order, and writes none of them; None without one."""
     name = operator._schema.name.removeprefix("aten::")
     is_out = any(argument.is_out for argument in operator._schema.arguments)
     packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)

@@ -11,7 +11,7 @@ Subclass = TypeVar("Subclass", bound=Tensor)
 
 
 def saved_marks(x: Tensor) -> tuple[bool, bool]:
-    """Whether a tensor requires a gradient and is a parameter; pickle stores no more of its autograd state.
+    """Return whether a tensor requires a gradient and is a parameter: what pickle stores of its autograd state.
 
     Raises:
         RuntimeError: it is no leaf.
@@ -22,7 +22,7 @@ def saved_marks(x: Tensor) -> tuple[bool, bool]:
 
 
 def with_saved_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Subclass:
-    """The same tensor with what `saved_marks` told of the stored one."""
+    """Return the tensor with what `saved_marks` returned of the stored one."""
     x.requires_grad_(requires_grad)
     if is_parameter:
         x._is_param = True
@@ -49,7 +49,7 @@ def check_layout(layout: int, own: int, kind: str, parts: str) -> None:
 
 
 def collate(batch: list, *, collate_fn_map: dict | None = None) -> Tensor:
-    """A DataLoader's batch of tensors that consist of several.
+    """Stack a DataLoader's batch of tensors of a subclass.
 
     torch's own makes plain memory for it in a worker, which would hold one component, or values without their scale.
     """

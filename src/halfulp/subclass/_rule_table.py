@@ -26,7 +26,7 @@ class RuleTable:
         return derive
 
     def of(self, operator: OpOverload) -> Callable:
-        """An operator's rule."""
+        """Return an operator's rule; derived, and kept, where none is registered."""
         rule = self.rules.get(operator) or self._derived.get(operator)
         if rule is None:
             rule = self._derived[operator] = self._derive(operator)

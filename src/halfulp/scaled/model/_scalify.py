@@ -10,11 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from ..._messages import a_kind
-from ...subclass import _model_fallbacks, _outer_modules
-from ...subclass import _state_dict as _state_dict_hooks
-from ...subclass._averaged_models import tell_of_narrow_averages
-from ...subclass._module_parameters import Place, Where, check_has_shape, chosen, places, with_marks
-from ...subclass._parameter_holders import check_holders
+from ...subclass.models import _model_fallbacks, _outer_modules
+from ...subclass.models import _state_dict as _state_dict_hooks
+from ...subclass.models._averaged_models import warn_of_narrow_averages
+from ...subclass.models._module_parameters import (
+    ParameterRef,
+    Where,
+    check_has_shape,
+    matching_parameters,
+    module_parameters,
+    with_attributes,
+)
+from ...subclass.models._parameter_holders import check_holders
 from .._dtypes import LOGICALS, check_storage
 from .._float8 import linear_fp8
 from .._scaled_tensor import ScaledTensor
@@ -107,20 +114,20 @@ def scalify(
     if rescale == "auto":
         rescale = None if dtype in _FULL_RANGE and matmul is None else "norms"
     sides = _placement.sides_of(model, rescale)
-    found = [place for place in chosen(places(model), where) if _takes_scale(place)]
-    wrappers = check_holders([(place.name, place.held) for place in found], "scalify", replaced=True, known=2)
+    found = [place for place in matching_parameters(module_parameters(model), where) if _takes_scale(place)]
+    wrappers = check_holders([(place.name, place.value) for place in found], "scalify", replaced=True, known=2)
     made: dict[int, Tensor] = {}
     for place in found:
-        if id(place.held) not in made:
-            made[id(place.held)] = _scaled(place, dtype, home_for(dtype, wide))
+        if id(place.value) not in made:
+            made[id(place.value)] = _scaled(place, dtype, home_for(dtype, wide))
     for place in found:
-        place.put(made[id(place.held)])
+        place.put(made[id(place.value)])
         _state_dict_hooks.install(place.module)
     _input_boundary.install(model)
     _state_dict_hooks.install_check(model)
     _model_fallbacks.install(model)
     _outer_modules.watch()
-    tell_of_narrow_averages()
+    warn_of_narrow_averages()
     _placement.remove(model)
     _placement.install(sides)
     _product_layers.remove(model)
@@ -154,14 +161,14 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """
     if dtype is not None and dtype not in LOGICALS:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICALS))}, and None")
-    found = [place for place in places(model) if isinstance(place.held, ScaledTensor)]
-    wrappers = check_holders([(place.name, place.held) for place in found], "unscalify", replaced=True, known=2)
+    found = [place for place in module_parameters(model) if isinstance(place.value, ScaledTensor)]
+    wrappers = check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True, known=2)
     made: dict[int, Tensor] = {}
     for place in found:
-        if id(place.held) not in made:
-            made[id(place.held)] = _plain(place, dtype)
+        if id(place.value) not in made:
+            made[id(place.value)] = _plain(place, dtype)
     for place in found:
-        place.put(made[id(place.held)])
+        place.put(made[id(place.value)])
     _input_boundary.remove(model)
     _placement.remove(model)
     _product_layers.remove(model)
@@ -173,22 +180,23 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     return model
 
 
-def _takes_scale(place: Place) -> bool:
+def _takes_scale(place: ParameterRef) -> bool:
     check_has_shape(place)
     if isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) and place.module.sparse:
         raise ValueError(
             f"parameter {place.name!r} is of {a_kind(place.module)} with sparse=True, whose gradients have no "
             "scale: make it with sparse=False, or leave it out by where="
         )
-    if place.held.layout != torch.strided:
+    if place.value.layout != torch.strided:
         raise ValueError(
-            f"parameter {place.name!r} has layout {place.held.layout}: scaled tensors are dense; leave it out by where="
+            f"parameter {place.name!r} has layout {place.value.layout}: scaled tensors are dense; leave it out by "
+            "where="
         )
-    return place.held.dtype in LOGICALS
+    return place.value.dtype in LOGICALS
 
 
-def _scaled(place: Place, dtype: torch.dtype, home: torch.dtype | None) -> nn.Parameter:
-    old = place.held
+def _scaled(place: ParameterRef, dtype: torch.dtype, home: torch.dtype | None) -> nn.Parameter:
+    old = place.value
     if not isinstance(old, ScaledTensor) and type(old.data) is not Tensor:
         raise ValueError(
             f"parameter {place.name!r} is {a_kind(old)}: scalify takes plain tensors and ScaledTensors; leave "
@@ -197,15 +205,15 @@ def _scaled(place: Place, dtype: torch.dtype, home: torch.dtype | None) -> nn.Pa
     new = nn.Parameter(_encoded(old, dtype, home), old.requires_grad)
     if old.grad is not None:
         new.grad = _encoded(old.grad, dtype, home)
-    return with_marks(new, old, _OWN)
+    return with_attributes(new, old, _OWN)
 
 
 def _encoded(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) -> ScaledTensor:
     return ScaledTensor.encode(x.detach(), dtype, home=home).detach()
 
 
-def _plain(place: Place, dtype: torch.dtype | None) -> nn.Parameter:
-    old = place.held
+def _plain(place: ParameterRef, dtype: torch.dtype | None) -> nn.Parameter:
+    old = place.value
     value = old.detach().decode(dtype)
     if not value.is_meta and bool((value.isinf() & old.detach().decode(torch.float64).isfinite()).any()):
         raise ValueError(f"parameter {place.name!r} has values beyond {value.dtype}: give a wider dtype=")
@@ -213,7 +221,7 @@ def _plain(place: Place, dtype: torch.dtype | None) -> nn.Parameter:
     if old.grad is not None:
         grad = old.grad.detach()
         new.grad = grad.decode(value.dtype) if isinstance(grad, ScaledTensor) else grad.to(value.dtype)
-    return with_marks(new, old, _OWN)
+    return with_attributes(new, old, _OWN)
 
 
 def _set_products(model: nn.Module, matmul: str | None) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._messages import a_kind
-from ...subclass._state_dict import Layout, check_state_dict, check_version, register
+from ...subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
 from .. import _powers_of_two as _powers
 from .._dtypes import LOGICALS, STORAGES
 from .._operands import decode_values, encode_values
@@ -180,7 +180,7 @@ def _copy(parameter: ScaledTensor, value: ScaledTensor) -> None:
 
 
 register(
-    Layout(
+    StateDictLayout(
         ScaledTensor,
         key="halfulp_scaled",
         version=VERSION,

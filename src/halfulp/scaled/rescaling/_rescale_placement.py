@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import untraced
-from ...subclass._module_parameters import matcher
+from ...subclass.models._module_parameters import matcher
 from .._scaled_tensor import ScaledTensor
 from ._rescale import Side, check_side, rescale, root_mean_square
 

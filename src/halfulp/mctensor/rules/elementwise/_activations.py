@@ -1,4 +1,4 @@
-"""Activations whose constants have more digits than a Python number: torch's own steps would round them."""
+"""GELU, whose constants need more digits than a Python number has: torch's own steps would round them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _half_root(x: Tensor) -> Tensor:
 
 @beyond_float64(aten.gelu.default)
 def gelu(x: Any, *, approximate: str = "none") -> Tensor:
-    """x Phi(x), or the same by tanh."""
+    """x Phi(x), or its approximation by tanh."""
     if approximate == "tanh":
         return x * (1 + torch.tanh(_inner(x)[0])) * 0.5
     return x * _normal(x) * 0.5
@@ -31,7 +31,7 @@ def gelu(x: Any, *, approximate: str = "none") -> Tensor:
 
 @beyond_float64(aten.gelu_backward.default)
 def gelu_backward(gradient: Any, x: Any, *, approximate: str = "none") -> Tensor:
-    """The gradient times Phi(x) + x phi(x), or the same by tanh."""
+    """The gradient times Phi(x) + x phi(x), or times the derivative of the approximation by tanh."""
     if approximate == "tanh":
         inner, slope = _inner(x)
         bent = torch.tanh(inner)

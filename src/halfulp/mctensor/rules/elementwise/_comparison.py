@@ -229,7 +229,7 @@ def threshold_backward(gradient: Any, x: Any, threshold: Any) -> Tensor:
 
 
 def floor_parts(parts: Parts) -> Parts:
-    """The floor of each component while all before it are integers; 0 behind the first that is not."""
+    """Return the floor of each component while all before it are integers; 0 after the first that is not."""
     floors, whole = [], None
     for part in parts:
         low = part.floor()
@@ -257,7 +257,7 @@ def ceil(x: MCTensor) -> Tensor:
 
 @implements(aten.trunc.default)
 def trunc(x: MCTensor) -> Tensor:
-    """The integer next to it toward zero."""
+    """The nearest integer toward zero."""
     return make_result(_truncated(x), result_type((x,)))
 
 
@@ -290,7 +290,7 @@ def round_(x: MCTensor) -> Tensor:
 
 
 def _sum_of_integers(floors: Parts, x: Tensor) -> Parts:
-    """The sum of integers, largest first; a zero has the sign of the number that was rounded."""
+    """Return the sum of integers, largest first; a zero has the sign of x."""
     total = floors[:1]
     for part in floors[1:]:
         total = pointwise("add", total, (part,), components=len(floors), dtype=part.dtype)

@@ -1,4 +1,4 @@
-"""Element-wise functions: one line of a table each, where the arithmetic has them."""
+"""Element-wise functions that arithmetic.pointwise has: a table, and those with a factor."""
 
 from __future__ import annotations
 

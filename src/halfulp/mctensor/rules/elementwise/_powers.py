@@ -1,4 +1,4 @@
-"""Powers, angles and other functions made of those that the arithmetic has."""
+"""Powers, angles and other functions composed of those of arithmetic.pointwise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _terms(text: str) -> tuple[float, ...]:
 
 
 def constant(text: str, like: Tensor) -> MCTensor:
-    """A number with the digits of four float64, without dimensions."""
+    """Return a decimal constant as a 0-d MCTensor of four float64."""
     parts = tuple(torch.scalar_tensor(term, dtype=torch.float64, device=like.device) for term in _terms(text))
     return MCTensor.from_components(parts)
 
@@ -137,7 +137,7 @@ def atan2(y: Any, x: Any) -> Tensor:
 
 
 def _angle(y: Any, x: Any, form: ResultType) -> Tensor:
-    """atan of the smaller leg over the larger, turned into the right octant."""
+    """Return atan of the smaller coordinate over the larger, moved into the right octant."""
     pi = constant(PI, x)
     high, wide = abs(y), abs(x)
     steep = order_of(high, wide) == 1
@@ -168,13 +168,13 @@ def atanh(x: MCTensor) -> Tensor:
 
 @implements(aten.hypot.default)
 def hypot(a: Any, b: Any) -> Tensor:
-    """sqrt(a a + b b), where the squares leave the range too."""
+    """sqrt(a a + b b), without overflow of the squares."""
     return evaluate("hypot", a, b)
 
 
 @implements(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def div_mode(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
-    """a / b, cut to an integer: the one below the exact quotient, or next to it toward zero."""
+    """a / b, rounded to an integer: floor or truncation of the exact quotient."""
     if rounding_mode is None:
         return evaluate("div", a, b)
     if rounding_mode not in ("floor", "trunc"):

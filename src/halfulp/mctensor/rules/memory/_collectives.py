@@ -1,4 +1,4 @@
-"""Collective operations of torch.distributed: MCTensors travel whole, and are reduced nowhere silently."""
+"""Collective operations of torch.distributed: all components are sent, and reductions are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _inner(x: Tensor) -> list[Tensor]:
 
 
 def broadcast_(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
-    """Every component and the scale from one rank into the others', as one message; it has arrived on return."""
+    """Broadcast every component and the scale from one rank, as one message; synchronous."""
     message = to_message(tensors)
     _, work = torch.ops.c10d.broadcast_.default([message], *arguments, **options)
     work.wait()

@@ -1,4 +1,4 @@
-"""Making tensors: copies, conversions, and new ones like a given one."""
+"""Creation: copies, conversions, and new tensors like a given one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BEYOND = 2.0**132  # what float16 components under no scale of ours hold: it be
 
 @implements(aten.clone.default)
 def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
-    """Every component copied, and the scale."""
+    """Copy every component and the scale."""
     if gives_plain_gradient_of(x) or stores_plain_gradient(x._gradients):
         return to_plain(x).clone(memory_format=memory_format)
     scale = None if x._scale is None else x._scale.clone()
@@ -34,7 +34,7 @@ def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
 
 @implements(aten._to_copy.default)
 def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **options: Any) -> Any:
-    """Another device, or components of another dtype, as many as before; a plain tensor of integers.
+    """Convert to another device or to components of another dtype, as many as before; to integers as a plain tensor.
 
     What is out of the new dtype's range becomes infinite, as in every conversion of torch's.
     """
@@ -58,7 +58,7 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
 
 @implements(aten._local_scalar_dense.default)
 def local_scalar_dense(x: MCTensor) -> float:
-    """The one element as a Python float, rounded."""
+    """Return the one element as a Python float, rounded to float64."""
     return decoded(x, torch.float64).item()
 
 
@@ -72,13 +72,13 @@ def copy_(x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
 
 @implements(aten.fill_.Scalar, aten.fill_.Tensor)
 def fill_(x: Tensor, value: Any) -> Tensor:
-    """One number into every element."""
+    """Write one number into every element."""
     return write_value(x, value)
 
 
 @implements(aten.zero_.default)
 def zero_(x: MCTensor) -> Tensor:
-    """0 into every element."""
+    """Write 0 into every element."""
     for part in x._parts:
         part.zero_()
     return x

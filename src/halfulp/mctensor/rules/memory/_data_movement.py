@@ -103,10 +103,10 @@ def _from_several(operator: OpOverload, positions: Sequence[int]) -> Callable:
 
 def _from_number(operator: OpOverload, position: int) -> Callable:
     def move(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
-        every = [x, *arguments]
-        number = torch.scalar_tensor(every[position], dtype=torch.float64, device=x.device)
-        every[position] = number.expand(every[2].shape) if operator is aten.scatter.src else number
-        return apply_to_components(operator, every, (0, position), **options)
+        values = [x, *arguments]
+        number = torch.scalar_tensor(values[position], dtype=torch.float64, device=x.device)
+        values[position] = number.expand(values[2].shape) if operator is aten.scatter.src else number
+        return apply_to_components(operator, values, (0, position), **options)
 
     return move
 
@@ -118,15 +118,15 @@ for _operator, (_target, _position) in _FROM_NUMBER.items():
 
 
 def _concatenation(operator: OpOverload) -> Callable:
-    def join(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
+    def concatenate(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
         form = result_type(tensors)
         if gives_plain_gradient(form.gradients, form.has_gradient):
             return operator([round_operand(x, form) for x in tensors], *arguments, **options)
         parts, scale = align_components(tensors, form)
-        joined = tuple(operator(list(some), *arguments, **options) for some in zip(*parts, strict=True))
-        return wrap(joined, scale, form.gradients)
+        results = tuple(operator(list(some), *arguments, **options) for some in zip(*parts, strict=True))
+        return wrap(results, scale, form.gradients)
 
-    return join
+    return concatenate
 
 
 for _operator in (aten.cat.default, aten.stack.default, aten.block_diag.default):
@@ -135,7 +135,7 @@ for _operator in (aten.cat.default, aten.stack.default, aten.block_diag.default)
 
 @implements(aten.constant_pad_nd.default)
 def constant_pad_nd(x: MCTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
-    """A frame of one number around the values."""
+    """The values with a border of one number."""
     if value == 0:
         return map_components(x, lambda part: aten.constant_pad_nd.default(part, pad, 0))
     inside = torch.ones(x.shape, dtype=torch.bool, device=x.device)

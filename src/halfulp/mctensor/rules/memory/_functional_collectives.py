@@ -1,4 +1,4 @@
-"""Collectives of MCTensors as torch.compile, DTensor and torch.distributed's functions call them: all digits travel."""
+"""Functional collectives of MCTensors (torch.compile, DTensor): all components are sent as bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
 
 
 def wait_tensor(x: MCTensor) -> MCTensor:
-    """Nothing to wait for: the same memory."""
+    """Return the same memory: there is nothing to wait for."""
     return wrap(x._parts, x._scale, x._gradients)
 
 

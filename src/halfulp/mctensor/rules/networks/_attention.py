@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: the steps behind torch's fused kernels, which know plain dtypes only."""
+"""Scaled dot-product attention as single operators, in place of torch's fused kernels for plain dtypes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _for_heads_of(query: Any, x: Any) -> Any:
 
 
 def _summed_for(x: Any, gradient: Any) -> Any:
-    """The gradient of keys or values from that of the repeated ones."""
+    """Return the gradient of keys or values: the sum over the repeated ones."""
     if x.dim() < 3 or x.shape[-3] == gradient.shape[-3]:
         return gradient
     return gradient.unflatten(-3, (x.shape[-3], -1)).sum(-3)

@@ -1,4 +1,4 @@
-"""torch's fused optimizer steps, which read memory as plain numbers: the same step, operator by operator."""
+"""torch's fused optimizer steps as single operators, since the fused kernels read memory as plain numbers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Many = Sequence[Tensor]
 
 @implements(aten._fused_adam_.default, aten._fused_adam_.tensor_lr)
 def fused_adam(weights: Many, gradients: Many, *states: Many, **options: Any) -> None:
-    """Adam, weight decay added to the gradient."""
+    """Adam, with weight decay added to the gradient."""
     _adam(weights, gradients, states, options, decoupled=False)
 
 
 @implements(aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr)
 def fused_adamw(weights: Many, gradients: Many, *states: Many, **options: Any) -> None:
-    """AdamW, weight decay apart."""
+    """AdamW, with decoupled weight decay."""
     _adam(weights, gradients, states, options, decoupled=True)
 
 
 def _adam(weights: Many, gradients: Many, states: tuple[Many, ...], options: dict, decoupled: bool) -> None:
-    """One step of every tensor as `torch.optim.AdamW(foreach=False)` makes it; step counts are counted already."""
+    """Run one step of every tensor as `torch.optim.AdamW(foreach=False)` does; step counts are incremented already."""
     moments, squares, largest, steps = states
     if _is_skipped(options):
         return
@@ -73,7 +73,7 @@ def _is_skipped(options: dict) -> bool:
 
 
 def _gradient(gradient: Tensor, options: dict) -> Tensor:
-    """A gradient as the step takes it: unscaled, and turned round to climb."""
+    """Return a gradient as the step takes it: unscaled, and negated to maximize."""
     scale = options.get("grad_scale")
     gradient = gradient if scale is None else gradient / scale
     return -gradient if options["maximize"] else gradient

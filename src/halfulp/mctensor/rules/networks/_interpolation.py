@@ -1,4 +1,4 @@
-"""Linear and cubic interpolation: weights with all digits, where torch's formula has those of the components' dtype."""
+"""Linear and cubic interpolation, with weights of all digits: torch's formula has those of the components' dtype."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _A = -0.75
 
 
 class _Axis(NamedTuple):
-    """A dimension, its length before and after, whether corners fall together, and the factor that was asked for."""
+    """A dimension, its length before and after, align_corners, and the requested scale factor."""
 
     dim: int
     inside: int
@@ -35,7 +35,7 @@ class _Axis(NamedTuple):
 
 
 def _sources(axis: _Axis, device: torch.device) -> MCTensor:
-    """Where each new element is among the old ones."""
+    """Return the position of each new element among the old ones."""
     at = torch.arange(axis.outside, dtype=torch.float64, device=device)
     at = MCTensor.encode(at, MOST, gradients=COMPONENTS)
     if axis.align_corners:
@@ -46,7 +46,7 @@ def _sources(axis: _Axis, device: torch.device) -> MCTensor:
 
 
 def _linear(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
-    """The neighbours of each new element, and their weights."""
+    """Return the two neighbours of each new element, and their weights."""
     at = _sources(axis, device)
     if axis.inside == axis.outside:  # torch copies, whatever factor was asked for
         at = _sources(axis._replace(align_corners=True), device)
@@ -58,7 +58,7 @@ def _linear(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
 
 
 def _cubic(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
-    """The four neighbours of each new element, and their weights."""
+    """Return the four neighbours of each new element, and their weights."""
     at = _sources(axis, device)
     first = at.floor().decode().long()
     t = at - first

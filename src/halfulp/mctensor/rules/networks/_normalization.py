@@ -48,7 +48,7 @@ def native_batch_norm(
 
 
 def _update(running: Any, now: Any, momentum: float) -> None:
-    """running + momentum (now - running), into it."""
+    """Update a running statistic in place: running + momentum (now - running)."""
     if running is None:
         return
     result = evaluate("addcmul", running, now - running, momentum, form=result_type((running, now)))

@@ -73,7 +73,7 @@ def _seen(x: Any, setup: dict) -> Any:
 
 
 def _counts(x: Any, setup: dict, include_pad: bool, divisor: int | None) -> Any:
-    """What each window's sum is divided by."""
+    """Return the divisor of each window's sum."""
     if divisor or include_pad:
         return divisor or math.prod(setup["kernel"])
     spatial = len(setup["kernel"])
@@ -124,7 +124,7 @@ for _operator, _spatial in ((aten.avg_pool2d_backward.default, 2), (aten.avg_poo
 
 
 def _spans(size: int, count: int, device: torch.device) -> Tensor:
-    """Which of `size` elements each of `count` windows holds, as 0 and 1."""
+    """Return a matrix of 0 and 1: which of `size` elements each of `count` windows holds."""
     at = torch.arange(size, dtype=torch.int64, device=device)
     window = torch.arange(count, dtype=torch.int64, device=device).unsqueeze(1)
     first, last = window * size // count, -((window + 1) * size // -count)

@@ -1,4 +1,4 @@
-"""Exact sums of MCTensors: all components of all terms in one accumulator, rounded to one component after another."""
+"""Exact sums of MCTensors: all components of all terms in one integer accumulator, rounded at the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def exact_dot(a: Any, b: Any, dim: list[int], keepdim: bool, dtype: torch.dtype)
 
 @implements(operators.exact_partial.default)
 def partial(a: Any, b: Any, dim: list[int]) -> Tensor:
-    """What has been summed, as integers."""
+    """Return the accumulator's integers."""
     device = result_type((a, b)).device
     left = parts_of(a, device)
     right: list = [None] if b is None else list(parts_of(b, device))

@@ -1,4 +1,4 @@
-"""Adding and reducing at indices that may repeat: by sorted runs, in log2(count) steps."""
+"""Adding and reducing at indices that may repeat: a segmented scan over sorted indices, in log2(count) steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch_operators("aten")
 
 
 def added_at(into: Any, index: Tensor, values: Any) -> Tensor:
-    """into with values[i] added to its row index[i]; both have their rows first."""
+    """Return `into` with values[i] added to its row index[i]; both have their rows first."""
     rows = into.shape[0]
     if not index.numel():
         return into + torch.zeros_like(into)
@@ -27,7 +27,7 @@ def added_at(into: Any, index: Tensor, values: Any) -> Tensor:
 
 
 def reduced_at(into: Any, index: Tensor, values: Any, combine: Callable, include_self: bool) -> Tensor:
-    """The same with a function of two rows, without the row that is there where it is not to be included."""
+    """Return `into` with values[i] combined into row index[i], without what that held unless include_self."""
     rows = into.shape[0]
     if not index.numel():
         return into.clone()
@@ -41,9 +41,9 @@ def reduced_at(into: Any, index: Tensor, values: Any, combine: Callable, include
 
 
 def _folded(index: Tensor, values: Any, combine: Callable) -> tuple[Tensor, Any]:
-    """Where rows go, sorted, and rows of which the last of every run holds the run's sum, or what combine makes of it.
+    """Return sorted indices, and rows of which the last one of each index holds the combination of all of them.
 
-    Each takes in the one 1, 2, 4, ... before it while that goes to the same place.
+    Each row takes in the one 1, 2, 4, ... before it while that has the same index.
     """
     order = index.argsort(stable=True)
     goal, found = index[order], values[order]
@@ -63,7 +63,7 @@ def _plus_masked(x: Any, y: Any, mask: Tensor) -> Tensor:
 
 
 def _last_places(goal: Tensor, rows: int) -> Tensor:
-    """Where the last row of every run goes; the others go to a spare row behind all."""
+    """Return the target row of each run's last row; the others go to a spare row behind all."""
     last = torch.cat([goal[1:] != goal[:-1], torch.ones_like(goal[:1], dtype=torch.bool)])
     return torch.where(last, goal, rows)
 
@@ -89,7 +89,7 @@ def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
 
 
 def _scattered(x: Any, dim: int, index: Tensor, source: Any) -> tuple[Tensor, Any]:
-    """Where in x's flat values the source's elements go, and these."""
+    """Return indices into the flattened x, and the source's elements for them."""
     if x.dim() == 0:
         return index.reshape(-1), source.reshape(-1)
     source = source[tuple(slice(0, size) for size in index.shape)]
@@ -122,7 +122,7 @@ def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *,
 
 @beyond_exact_float64(aten.index_reduce.default)
 def index_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
-    """The same of slices along a dimension."""
+    """Combine the source's slices into x at an index along a dimension."""
     if x.dim() == 0:
         return scatter_reduce(x, 0, index.reshape(source.shape), source, reduce, include_self=include_self)
     shape = [-1 if i == dim % x.dim() else 1 for i in range(x.dim())]

@@ -1,4 +1,4 @@
-"""Order along a dimension, by value: component after component, no loop over elements."""
+"""Sorting, extremes and medians along a dimension, by value: stable sorts by one component after another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch_operators("aten")
 
 
 def permutation(x: MCTensor, dim: int, descending: bool) -> Tensor:
-    """The stable order of values: by the last component, then the one before, and by the first at last."""
+    """Return the stable order of values: sorted by the last component first, and by the first one at last."""
     order = None
     for part in reversed(x._parts):
         seen = part if order is None else part.gather(dim, order)
@@ -203,7 +203,7 @@ def _over(x: MCTensor, dims: Any, keepdim: bool, sign: int) -> Tensor:
 
 
 def _running(x: MCTensor, dim: int, sign: int) -> tuple[Tensor, Tensor]:
-    """The extreme so far, in log2(length) steps: each looks twice as far back."""
+    """The running extreme, in log2(length) steps: each looks twice as far back."""
     at = torch.arange(x.shape[dim] if x.dim() else 1, device=x.device, dtype=torch.int64)
     shape = [1] * x.dim()
     if not x.dim():

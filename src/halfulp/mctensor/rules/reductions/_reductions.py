@@ -22,7 +22,7 @@ aten = torch_operators("aten")
 
 
 def dimensions(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
-    """All dimensions that are meant: none given means every one."""
+    """Return the dimensions as a list; none given means every one."""
     given = [dim] if isinstance(dim, int) else list(dim or ())
     for one in given:
         if not -max(x.dim(), 1) <= one < max(x.dim(), 1):
@@ -31,7 +31,7 @@ def dimensions(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
 
 
 def reduced(function: Callable, x: MCTensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """One of arithmetic's reductions over any dimensions."""
+    """Run one of arithmetic's reductions over any dimensions."""
     if dtype is not None and dtype not in PRECISION:
         raise TypeError(
             f"dtype={dtype} of a reduction: components are float16, bfloat16, float32 or float64; reduce x.decode()"
@@ -50,7 +50,7 @@ def reduced(function: Callable, x: MCTensor, dim: Any, keepdim: bool, dtype: tor
 
 
 def _working(form: ResultType, parts: Parts) -> int:
-    """How many components of the operand's dtype carry the result."""
+    """Return how many components of the operand's dtype hold the result."""
     if form.scaled:
         return float64_count(form)
     return max(form.components, len(parts))
@@ -100,7 +100,7 @@ def prod_dim(x: MCTensor, dim: int, keepdim: bool = False, *, dtype: Any = None)
 
 @implements(aten.cumsum.default)
 def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
-    """Sums so far."""
+    """Running sums."""
     form = result_type((x,), dtype=dtype)
     parts = parts_of(x, form.device)
     if not x.dim() or not x.numel():
@@ -110,7 +110,7 @@ def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
 
 @beyond_float64(aten.cumprod.default)
 def cumprod(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
-    """Products so far, in log2(length) steps: each multiplies by what lies twice as far back."""
+    """Running products, in log2(length) steps: each multiplies by what lies twice as far back."""
     x = x if dtype is None else x.to(dtype)
     step, count = 1, x.shape[dim] if x.dim() else 1
     while step < count:

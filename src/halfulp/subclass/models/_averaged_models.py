@@ -1,4 +1,4 @@
-"""torch's AveragedModel of narrow parameters, told when one is made: rounding drops most of its steps."""
+"""A warning where torch's AveragedModel keeps averages in a narrow format: rounding drops most of its updates."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.swa_utils import AveragedModel
 
-from ..kernels import note_and_warn_once
+from ...kernels import note_and_warn_once
 
 _NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _handles: list = []
 
 
-def tell_of_narrow_averages() -> None:
+def warn_of_narrow_averages() -> None:
     """Warn from now on where an AveragedModel is made whose averages are kept in a narrow format.
 
     It holds a deep copy of the model, of plain tensors, whose updates nobody sees. That it takes the copy as its part
     is all that can be seen, by torch's hook for modules that get parts.
     """
     if not _handles:
-        _handles.append(register_module_module_registration_hook(_look))
+        _handles.append(register_module_module_registration_hook(_check))
 
 
-def _look(module: nn.Module, name: str, part: nn.Module | None) -> None:
+def _check(module: nn.Module, name: str, part: nn.Module | None) -> None:
     if not isinstance(module, AveragedModel) or part is None:
         return
     for parameter in part.parameters():

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_import import after_import
-from ._state_dict import layout_of
+from ..._torch_import import after_import
+from ._state_dict import state_dict_layout
 
 # What DistributedDataParallel and torch.compile put before names.
 _PREFIXES = ("module", "_orig_mod")
@@ -89,7 +89,7 @@ def _sending(plain: Callable) -> Callable:
     @functools.wraps(plain)
     def send(full: MutableMapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any) -> None:
         before = dict(local)
-        own = {name: value for name, value in local.items() if layout_of(value) is not None}
+        own = {name: value for name, value in local.items() if state_dict_layout(value) is not None}
         _put_prefixes(full, own)
         expected = {name: _auxiliary_entries(name, value, local) for name, value in own.items()}
         for beside in expected.values():
@@ -110,7 +110,7 @@ def _sending(plain: Callable) -> Callable:
 def _put_prefixes(full: MutableMapping[str, Any], own: Mapping[str, Tensor]) -> None:
     """Put auxiliary entries behind the prefixes of wrappers, where torch has put their parameters."""
     for name, value in own.items():
-        suffix = layout_of(value).suffix
+        suffix = state_dict_layout(value).suffix
         for short in _without_prefixes(name):
             alone = [entry for entry in full if entry.startswith(short) and suffix.sub("", entry) == short]
             for entry in alone if short not in full else ():
@@ -127,7 +127,7 @@ def _without_prefixes(name: str) -> Iterator[str]:
 
 
 def _auxiliary_entries(name: str, value: Tensor, local: Mapping[str, Any]) -> dict[str, Tensor]:
-    entries = layout_of(value).entries(name, value.detach())
+    entries = state_dict_layout(value).entries(name, value.detach())
     return {entry: part for entry, part in entries.items() if entry not in local}
 
 
@@ -135,7 +135,7 @@ def _to_plain_entries(full: Mapping[str, Any], own: Mapping[str, Tensor]) -> dic
     """Return a state of plain tensors only: one entry for each auxiliary tensor, values where this process has none."""
     parted: dict[str, Any] = {}
     for name, value in full.items():
-        layout = layout_of(value)
+        layout = state_dict_layout(value)
         if layout is None:
             parted[name] = value
         elif name in own:
@@ -150,4 +150,4 @@ def _from_plain_entries(
 ) -> Tensor:
     """Return a tensor like the one that stood here, made of the entries that were sent."""
     entries = {name: local[name], **{entry: local.pop(entry) for entry in beside if entry in local}}
-    return layout_of(like).fitting({entry: part.to(like.device) for entry, part in entries.items()}, name, like)
+    return state_dict_layout(like).fitting({entry: part.to(like.device) for entry, part in entries.items()}, name, like)

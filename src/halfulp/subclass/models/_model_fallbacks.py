@@ -1,4 +1,4 @@
-"""Which fallbacks a model caused."""
+"""Counts of fallbacks by model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ..kernels import untraced
-from . import _fallbacks as _fallback
+from ...kernels import untraced
+from .. import _fallbacks as _fallback
 from ._module_parameters import check_module
 
 _COUNTS = "_halfulp_fallbacks"
@@ -43,14 +43,14 @@ def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
 
 
 def install(model: nn.Module) -> None:
-    """Count from now on."""
+    """Count the fallbacks of a model's forward and backward passes."""
     if _COUNTS not in model.__dict__:
         model.__dict__[_COUNTS] = Counter()
         model.register_forward_pre_hook(_begin)
 
 
 def remove(module: nn.Module) -> None:
-    """Count no more."""
+    """Remove a model's counts and hooks."""
     counts = module.__dict__.pop(_COUNTS, None)
     for key, hook in list(module._forward_pre_hooks.items()):
         if hook is _begin:
@@ -61,5 +61,5 @@ def remove(module: nn.Module) -> None:
 
 @untraced
 def _begin(module: nn.Module, arguments: Any) -> None:
-    """From here on fallbacks are this model's."""
+    """Attribute the fallbacks that follow to this model."""
     _fallback._running.counts = module.__dict__[_COUNTS]

@@ -1,4 +1,4 @@
-"""Who else holds a parameter that is about to be narrowed or replaced: refused by name, or made to follow."""
+"""Refusing to narrow or replace a parameter that others hold: optimizers, hooks, views of its memory."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def plain_memory(tensor: Tensor) -> Tensor | None:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Return whether two tensors of one storage have an element in common."""
     start = min(a.data_ptr(), b.data_ptr())
     size = max(t.data_ptr() - start + _extent(t) for t in (a, b))
     if a.is_contiguous() and b.is_contiguous():
@@ -191,7 +191,7 @@ def _storage_uses(tensor: Tensor) -> int:
 
 
 def _name_of(parameter: Tensor) -> str:
-    """What a module calls a parameter."""
+    """Return the name that a module has for a parameter."""
     for module in living_modules():
         for key, value in module._parameters.items():
             if value is parameter:
@@ -275,7 +275,7 @@ def _living(kind: type) -> list:
 
 
 def _find_beyond_garbage(find: Callable[[], Any]) -> Any:
-    """What is found, unless it was garbage that only still lay about."""
+    """Return what `find` finds; where it finds something, after collecting garbage, which may have been all of it."""
     if not find():
         return None
     gc.collect()

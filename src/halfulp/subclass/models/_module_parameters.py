@@ -1,4 +1,4 @@
-"""Places of parameters in a model, and choosing among them by name."""
+"""A model's parameters with the modules that hold them, and selecting among them by name."""
 
 from __future__ import annotations
 
@@ -9,68 +9,68 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .._messages import a_kind
+from ..._messages import a_kind
 
 Where = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
 
 
-class Place(NamedTuple):
-    """Where a parameter or buffer is held: its qualified name, its module, its name there, and itself."""
+class ParameterRef(NamedTuple):
+    """A parameter or buffer with its qualified name, the module that holds it, and its name there."""
 
     name: str
     module: nn.Module
     key: str
-    held: Tensor
+    value: Tensor
 
     @property
     def is_parameter(self) -> bool:
         return self.key in self.module._parameters
 
     def put(self, value: Tensor) -> None:
-        """By attribute: recurrent modules keep lists of their weights, and see that."""
+        """Replace it in its module; by attribute, since recurrent modules keep lists of their weights and see that."""
         setattr(self.module, self.key, value)
 
 
 def check_module(given: object, what: str) -> None:
-    """Raise TypeError where something else than a module was given to `what`."""
+    """Raise TypeError where something else than a module was given to the function named `what`."""
     if not isinstance(given, nn.Module):
         raise TypeError(f"{what} takes a torch.nn.Module, got {a_kind(given)}")
 
 
-def places(model: nn.Module, constants: bool = False) -> Iterator[Place]:
-    """Every place of a parameter; with `constants` those of floating buffers that are not saved, too."""
+def module_parameters(model: nn.Module, constants: bool = False) -> Iterator[ParameterRef]:
+    """Yield every parameter under each of its names; with `constants` floating buffers that are not saved, too."""
     for path, module in model.named_modules():
-        held = dict(module._parameters)
+        values = dict(module._parameters)
         if constants:
             buffers = {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
-            held |= {key: value for key, value in buffers.items() if value is not None and value.is_floating_point()}
-        for key, value in held.items():
+            values |= {key: value for key, value in buffers.items() if value is not None and value.is_floating_point()}
+        for key, value in values.items():
             if value is not None:
-                yield Place(f"{path}.{key}" if path else key, module, key, value)
+                yield ParameterRef(f"{path}.{key}" if path else key, module, key, value)
 
 
-def chosen(found: Iterable[Place], where: Where) -> list[Place]:
-    """The places of everything that is matched under any of its names.
+def matching_parameters(found: Iterable[ParameterRef], where: Where) -> list[ParameterRef]:
+    """Return the parameters that match under any of their names, each under all of its names.
 
     Raises:
         ValueError: a pattern that matches nothing.
     """
     found = list(found)
-    matches = matcher(where, [place.name for place in found])
-    matched = {id(place.held) for place in found if matches(place.module, place.name)}
+    matches = matcher(where, [ref.name for ref in found])
+    matched = {id(ref.value) for ref in found if matches(ref.module, ref.name)}
     if where is not None and not matched:
         raise ValueError(f"where={where!r} matches none of the model's {len(found)} parameters")
-    return [place for place in found if id(place.held) in matched]
+    return [ref for ref in found if id(ref.value) in matched]
 
 
-def check_has_shape(place: Place) -> None:
+def check_has_shape(ref: ParameterRef) -> None:
     """Raise for a parameter of a lazy module that has seen no batch."""
-    if isinstance(place.held, nn.parameter.UninitializedTensorMixin):
-        raise ValueError(f"parameter {place.name!r} has no shape yet: run one batch through the model first")
+    if isinstance(ref.value, nn.parameter.UninitializedTensorMixin):
+        raise ValueError(f"parameter {ref.name!r} has no shape yet: run one batch through the model first")
 
 
 def matcher(where: Where, names: list[str], what: str = "where", of: str = "parameter") -> Callable:
-    """A function of a module and a name that tells whether a choice means it."""
+    """Return a function of a module and a name: whether `where` (a glob, several, a function, None for all) matches."""
     if where is None:
         return lambda module, name: True
     if callable(where):
@@ -86,8 +86,8 @@ def matcher(where: Where, names: list[str], what: str = "where", of: str = "para
     return lambda module, name: any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
-def with_marks(new: nn.Parameter, old: nn.Parameter, own: Iterable[str]) -> nn.Parameter:
-    """What users hang on a parameter (marks for weight decay and the like) goes along; `own` belongs to the class."""
+def with_attributes(new: nn.Parameter, old: nn.Parameter, own: Iterable[str]) -> nn.Parameter:
+    """Copy the attributes that users set on a parameter (marks for weight decay, say), but for the class's `own`."""
     own = {*own, "_is_param"}
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in own})
     return new

@@ -17,10 +17,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ..kernels import untraced
+from ...kernels import untraced
+from .._in_backward import FIRST
 from . import _gathered_states as _whole_states
-from ._in_backward import FIRST
-from ._state_dict import layout_of
+from ._state_dict import state_dict_layout
 
 _listening: list[Any] = []
 
@@ -51,7 +51,7 @@ def _on_registration(outer: nn.Module, name: str, inner: nn.Module | None) -> No
 
 
 def _prefix_of(module: nn.Module | None) -> str | None:
-    """The name of a wrapper's only child, which torch's checkpoints leave out."""
+    """Return the name of a wrapper's only child, which torch's checkpoints leave out; None for other modules."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return "module"
     compiler = sys.modules.get("torch._dynamo.eval_frame")
@@ -59,7 +59,7 @@ def _prefix_of(module: nn.Module | None) -> str | None:
 
 
 def _own(module: nn.Module) -> list[str]:
-    return [key for key, value in module._parameters.items() if layout_of(value) is not None]
+    return [key for key, value in module._parameters.items() if state_dict_layout(value) is not None]
 
 
 def _put_prefix(wrapper: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
@@ -68,7 +68,7 @@ def _put_prefix(wrapper: nn.Module, state_dict: MutableMapping[str, Any], prefix
         without = prefix + _without_prefixes(wrapper, name)
         if without == prefix + name or prefix + name not in state_dict:
             continue
-        suffix = layout_of(parameter).suffix
+        suffix = state_dict_layout(parameter).suffix
         for entry in [entry for entry in state_dict if suffix.sub("", entry) == without != entry]:
             full = prefix + name + entry[len(without) :]
             if full not in state_dict:  # else an entry of nobody, which torch tells of
@@ -77,11 +77,11 @@ def _put_prefix(wrapper: nn.Module, state_dict: MutableMapping[str, Any], prefix
 
 def _named(wrapper: nn.Module) -> Iterator[tuple[str, Tensor]]:
     pairs = wrapper.named_parameters(remove_duplicate=False)
-    return ((name, parameter) for name, parameter in pairs if layout_of(parameter) is not None)
+    return ((name, parameter) for name, parameter in pairs if state_dict_layout(parameter) is not None)
 
 
 def _without_prefixes(module: nn.Module | None, name: str) -> str:
-    """A name below a module as torch's checkpoints write it."""
+    """Return a name below a module as torch's checkpoints write it, without wrappers' prefixes."""
     kept = []
     for part in name.split("."):
         if part != _prefix_of(module):
@@ -91,7 +91,7 @@ def _without_prefixes(module: nn.Module | None, name: str) -> str:
 
 
 def _complete_gradients(wrapper: nn.Module, inputs: Any, output: Any) -> None:
-    """Give parameters that only other processes used the kind of gradient that these processes have.
+    """Give parameters that this process did not use the same kind of gradient as in the processes that did.
 
     With find_unused_parameters the reducer makes such a gradient itself, of the plain numbers that have arrived; where
     the parameter was used it writes them into the gradient that is there, and rounds. Processes would drift apart.
@@ -137,7 +137,7 @@ def _refuse_dtensor(module: nn.Module, name: str, parameter: Tensor | None) -> N
     Raises:
         NotImplementedError: its shards have auxiliary tensors.
     """
-    if layout_of(getattr(parameter, "_local_tensor", None)) is None:
+    if state_dict_layout(getattr(parameter, "_local_tensor", None)) is None:
         return
     kind = type(parameter._local_tensor).__name__
     raise NotImplementedError(

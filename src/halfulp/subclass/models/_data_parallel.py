@@ -1,4 +1,4 @@
-"""DistributedDataParallel and fully_shard around parameters that change: whether they can follow, and doing it."""
+"""DistributedDataParallel and fully_shard around parameters that are replaced: refused, or made to read them again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Wrappers:
-    """What must read the parameters again after a change.
+    """The wrappers that must read a model's parameters again after these were replaced.
 
     Attributes:
         data_parallel: DistributedDataParallel modules, whose buckets have the dtypes of the parameters.
@@ -29,7 +29,7 @@ class Wrappers:
         return {id(p) for module in (*self.data_parallel, *self.sharded) for p in module.parameters()}
 
     def follow(self) -> None:
-        """Let every wrapper read its parameters again."""
+        """Make every wrapper read its parameters again."""
         for module in self.data_parallel:
             _rebuild(module)
         # What module.to() has fully_shard do: read the shards again, and pad them.
@@ -40,13 +40,13 @@ class Wrappers:
                 shard.reset_sharded_param()
 
     def __or__(self, other: Wrappers) -> Wrappers:
-        """The modules of both, each once."""
+        """Return the modules of both, each once."""
         pairs = ((self.data_parallel, other.data_parallel), (self.sharded, other.sharded))
         return Wrappers(*(list(dict.fromkeys(a + b)) for a, b in pairs))
 
 
 def is_flat_parameter(tensor: object) -> bool:
-    """Whether FSDP1 made this parameter of many."""
+    """Return whether a parameter is a flat one, which FSDP1 made of many."""
     return bool(getattr(tensor, "_is_flat_param", False))
 
 
@@ -178,7 +178,7 @@ def replace_data(parameter: Tensor, value: Tensor) -> None:
 
 
 def refuse_fully_shard(tensor: Tensor) -> NoReturn:
-    """What the class of a tensor answers where fully_shard looks for its own attributes, before it shards one.
+    """Refuse fully_shard: the property that it finds on a tensor subclass in place of its own attributes.
 
     Raises:
         NotImplementedError: always.

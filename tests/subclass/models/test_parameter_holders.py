@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.subclass._parameter_holders import overlap
+from halfulp.subclass.models._parameter_holders import overlap
 
 
 class Net(nn.Module):

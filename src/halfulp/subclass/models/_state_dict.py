@@ -1,4 +1,4 @@
-"""Parameters with companions in a state_dict: plain tensors beside each other, and back, for every kind of tensor."""
+"""Parameters of tensor subclasses in a state_dict: a plain tensor for each of their auxiliary tensors, and back."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._messages import a_kind, listed
+from ..._messages import a_kind, listed
 
 _LOADED = "_halfulp_loaded"
 # Of the newest state_dict, by its identity: each parameter's first name, and the versions of it and of its values.
 _first_names: dict[int, dict[int, tuple[str, int, int]]] = {}
 
 
-class Layout(NamedTuple):
-    """How one class of tensors lies in a state_dict.
+class StateDictLayout(NamedTuple):
+    """How one tensor class is stored in a state_dict.
 
     Attributes:
         kind: the class.
         key, version: the entry of the metadata, and what stands there.
         older: versions that are read too; a file of any other is refused.
         what, plain: words for messages: what is stored, and the function that makes a plain state_dict.
-        suffix: of the entries of companions.
+        suffix: of the entries of auxiliary tensors.
         entries: all entries of a tensor, by its name.
-        fitting: the tensor that a state_dict holds under a name, in the form of a given one; None if it has none.
-        copy: from one tensor into another of the same form, bit for bit.
+        fitting: the tensor that a state_dict holds under a name, with a given one's dtypes and parts, or None.
+        copy: from one tensor into another of the same dtypes and parts, bit for bit.
     """
 
     kind: type[Tensor]
@@ -42,16 +42,16 @@ class Layout(NamedTuple):
     copy: Callable[[Any, Any], None]
 
 
-_layouts: dict[type[Tensor], Layout] = {}
+_layouts: dict[type[Tensor], StateDictLayout] = {}
 
 
-def register(layout: Layout) -> None:
-    """From now on modules on which `install` was called save and load this class."""
+def register(layout: StateDictLayout) -> None:
+    """Register a class's layout: modules on which `install` was called then save and load it."""
     _layouts[layout.kind] = layout
 
 
-def layout_of(tensor: object) -> Layout | None:
-    """How a tensor lies in a state_dict; None if it has no companions."""
+def state_dict_layout(tensor: object) -> StateDictLayout | None:
+    """Return how a tensor is stored in a state_dict; None for a class without a layout."""
     return _layouts.get(type(tensor))
 
 
@@ -100,13 +100,14 @@ def check_version(metadata: Mapping) -> None:
             )
 
 
-def _own(module: nn.Module) -> list[tuple[str, Tensor, Layout]]:
-    own = [(key, value, layout_of(value)) for key, value in module._parameters.items()]
-    return [place for place in own if place[2] is not None]
+def _own(module: nn.Module) -> list[tuple[str, Tensor, StateDictLayout]]:
+    """Return a module's own parameters that have a layout: name, parameter, layout."""
+    own = [(key, value, state_dict_layout(value)) for key, value in module._parameters.items()]
+    return [entry for entry in own if entry[2] is not None]
 
 
 def _save(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: dict) -> None:
-    """Companions as entries of their own, each behind its parameter; with keep_vars the parameter itself stays."""
+    """Store auxiliary tensors as entries behind their parameter; with keep_vars the parameter itself stays."""
     own = {prefix + key: (parameter, layout) for key, parameter, layout in _own(module)}
     local_metadata.update({layout.key: layout.version for _, layout in own.values()})
     last = []
@@ -120,7 +121,7 @@ def _save(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, 
 
 
 def _tied(entries: dict[str, Tensor], name: str, parameter: Tensor, state_dict: Mapping) -> dict[str, Tensor]:
-    """The entries, in the memory that the parameter has under its other names.
+    """Return a parameter's entries, in the memory that they have under its first name in this state_dict.
 
     Savers that write shared memory once (transformers) would else write the values of a tied parameter under both names
     and what stands beside them under one, and the values alone would be loaded last. Nothing is referenced weakly, as
@@ -139,7 +140,7 @@ def _tied(entries: dict[str, Tensor], name: str, parameter: Tensor, state_dict: 
 
 
 def _is_tied(entries: Mapping[str, Tensor], name: str, state_dict: Mapping, first: str) -> bool:
-    """Whether what stands beside a first name is, in memory, what stands beside another: no name alone tells it."""
+    """Return whether a parameter's auxiliary entries share memory with those of the name saved first."""
     beside = {entry.removeprefix(name): value for entry, value in entries.items() if entry != name}
     others = {suffix: state_dict.get(first + suffix) for suffix in beside}
     if first not in state_dict or not all(isinstance(other, Tensor) for other in others.values()):
@@ -162,7 +163,7 @@ def _check_all(module: nn.Module, state_dict: Mapping, prefix: str, local_metada
             _fitting(state_dict, own + key, parameter, layout)
 
 
-def _fitting(state_dict: Mapping, name: str, parameter: Tensor, layout: Layout) -> Any:
+def _fitting(state_dict: Mapping, name: str, parameter: Tensor, layout: StateDictLayout) -> Any:
     foreign = [entry for entry in state_dict if entry.startswith(f"{name}.") and not layout.suffix.search(entry)]
     if foreign:
         raise ValueError(f"unknown entries {listed(foreign)} beside {name!r}: the file is of another layout")
@@ -179,7 +180,7 @@ def _load(
     unexpected: list,
     errors: list,
 ) -> None:
-    """Companions back into parameters; what is left to torch is what it reports, and assigning."""
+    """Load auxiliary tensors into their parameters; torch reports mismatches and assigns."""
     check_version(local_metadata)
     loaded = module.__dict__[_LOADED] = []
     for key, parameter, layout in _own(module):
@@ -197,7 +198,7 @@ def _load(
 
 
 def _forget_missing(module: nn.Module, incompatible: Any) -> None:
-    """What `_load` has loaded is not missing."""
+    """Take what `_load` has loaded from the missing keys."""
     for name in module.__dict__.pop(_LOADED, ()):
         if name in incompatible.missing_keys:
             incompatible.missing_keys.remove(name)
