@@ -1,4 +1,4 @@
-"""Operators without a rule: in place through their functional form, by torch's own steps, or counted."""
+"""Rules derived for operators without one: from the functional form, torch's decomposition, or a counted fallback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NOT_DECOMPOSED = ("_scaled_dot_product", "native_dropout", "bernoulli", "rrelu"
 
 @derives
 def derive_rule(operator: OpOverload) -> Callable:
-    """A rule for an operator that has none."""
+    """Return a rule for an operator that has none."""
     if is_collective(operator):
         return collective_rule(operator, RULES, write, _refuse_collective)
     name = operator._schema.name.removeprefix("aten::")
@@ -53,14 +53,14 @@ def derive_rule(operator: OpOverload) -> Callable:
 
 @functools.cache
 def _decompositions() -> dict[OpOverload, Callable]:
-    """torch's own, in terms of core operators. The larger table goes through operators that bypass rules."""
+    """Return torch's decompositions into core operators; the larger table goes through operators that bypass rules."""
     from torch._decomp import core_aten_decompositions
 
     return dict(core_aten_decompositions())
 
 
 def _composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    """By torch's own formula in C++, which is what runs above autograd: numbers must not depend on its mode.
+    """Run torch's own C++ formula of a composite operator, as above autograd: results must not depend on the mode.
 
     Whole operators arrive here in inference mode alone, and some formulas ask a tensor whether it is of that mode.
     """
@@ -77,7 +77,7 @@ def _call(formula: Callable, arguments: tuple, options: dict) -> Any:
 
 
 def _in_ordinary_mode(formula: Callable, arguments: tuple, options: dict) -> Any:
-    """A formula outside of inference mode, on tensors that are not of it; its results are of it again."""
+    """Run a formula outside of inference mode, on tensors without that mode; its results have it again."""
     given: dict[int, tuple[ScaledTensor, ScaledTensor]] = {}
 
     def ordinary(x: Any) -> Any:
@@ -103,7 +103,7 @@ def _decomposed(operator: OpOverload, decomposition: Callable, *arguments: Any, 
 
 
 def run_fallback(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    """An operator on decoded values; its floating results encoded with measured scales. Counted."""
+    """Run an operator on decoded values, encode its floating results under measured scales, and count the fallback."""
     note_fallback(
         operator,
         "scaled tensors",
@@ -114,7 +114,7 @@ def run_fallback(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
 
 
 def run_on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    """An operator on decoded values; its floating results with measured scales, in the operands' storage."""
+    """Run an operator on decoded values and encode its floating results under measured scales."""
     leaves = tree_leaves((arguments, options))
     storage, dtype = storage_of(leaves), logical_of(leaves)
     # Below float32 the values would be rounded to the logical dtype first, and that is not what it stands for.
@@ -141,7 +141,7 @@ def _written_or_refused(operator: OpOverload, name: str) -> Callable:
 
 
 def _written(operator: OpOverload, functional: OpOverload, name: str, *arguments: Any, **options: Any) -> Any:
-    """Compute, then copy into the arguments that are written."""
+    """Compute the functional form, then copy its results into the arguments that the operator writes."""
     names = [argument.name for argument in operator._schema.arguments]
     given = dict(zip(names, arguments)) | options
     written = [given[argument.name] for argument in operator._schema.arguments if is_written(argument)]
@@ -168,7 +168,7 @@ def _written(operator: OpOverload, functional: OpOverload, name: str, *arguments
 
 
 def _viewed_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:
-    """squeeze_, transpose_: the tensor becomes a view of itself, and so does its payload."""
+    """Run squeeze_ or transpose_: the tensor becomes a view of itself, and so does its payload."""
     x._payload = functional(x._payload, *arguments)
     with no_dispatch():  # the shape that the wrapper itself reports
         operator(x, *arguments)

@@ -33,7 +33,7 @@ def check_logical(dtype: object) -> None:
 
 
 def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
-    """The payload type of a result: the wider one; of two different types of one width the next wider one."""
+    """Return the payload type of a result: the wider one, or of two types of one width the next wider one."""
     found = set(storages)
     width = max(_WIDTH[storage] for storage in found)
     widest = [storage for storage in found if _WIDTH[storage] == width]
@@ -43,6 +43,6 @@ def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def smallest(storage: torch.dtype) -> float:
-    """The smallest positive number of a payload type."""
+    """Return the smallest positive number of a payload type."""
     limits = torch.finfo(storage)
     return limits.smallest_normal * limits.eps

@@ -1,4 +1,4 @@
-"""Into scaled tensors and out again, with gradients; printing."""
+"""Conversions between plain and scaled tensors, with gradients, and how a scaled tensor prints."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def cast_(x: ScaledTensor, dtype: torch.dtype) -> ScaledTensor:
 
 
 def rescaled(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
-    """The same values under another scale, in the same storage."""
+    """Return the same values under another scale, in the same storage."""
     payload = _powers.times(to_float32(x), _powers.ratio(x._scale, scale))
     return wrap(to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
 @class_function
 def in_complex_numbers(operator: Any, arguments: tuple, options: dict) -> Any:
-    """An operator on values, with plain results: complex numbers carry no scale."""
+    """Run an operator on values, with plain results: complex numbers carry no scale."""
     with lazy_conjugates():
         return operator(*tree_map(plain, arguments), **tree_map(plain, options))
 
@@ -90,7 +90,7 @@ def lazy_conjugates() -> AbstractContextManager:
 
 @class_function
 def refuse_sparse(operator: Any, arguments: tuple, options: dict) -> None:
-    """Raise, instead of what torch said, where an operator takes or makes tensors that are not dense."""
+    """Raise, in place of torch's error, if an operator takes or makes tensors that are not dense."""
     takes = any(isinstance(x, Tensor) and x.layout != torch.strided for x in tree_leaves((arguments, options)))
     if takes or "sparse" in operator._schema.name:
         raise NotImplementedError(
@@ -102,7 +102,7 @@ def refuse_sparse(operator: Any, arguments: tuple, options: dict) -> None:
 def with_dtypes(
     x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype, home: torch.dtype | None = None
 ) -> ScaledTensor:
-    """The values in another logical dtype and storage, under a measured scale where the storage is a narrower one."""
+    """Return the values in another logical dtype and storage, under a measured scale if the storage is narrower."""
     if common_storage((x._payload.dtype, storage)) == storage:
         return wrap(to_storage(to_float32(x), storage), x._scale, dtype, home)
     payload = to_float32(x)
@@ -113,7 +113,7 @@ def with_dtypes(
 
 @class_function
 def encoded_like(value: Tensor, like: ScaledTensor) -> ScaledTensor:
-    """A plain tensor in the storage and logical dtype of another."""
+    """Encode a plain tensor in the storage and logical dtype of another."""
     if not isinstance(value, Tensor) or type(value.data) is not Tensor:
         raise TypeError(f"x.data of a ScaledTensor takes a ScaledTensor or a plain one, got {type(value).__name__}")
     made = encode(value.detach(), like._payload.dtype, None, "nearest")
@@ -202,7 +202,7 @@ class _Rescale(torch.autograd.Function):
 
 
 def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:
-    """Raise if a finite value is out of the payload's range; where values cannot be looked at they saturate."""
+    """Raise if a finite value is beyond the payload's range; values that are not concrete saturate instead."""
     if not _powers.is_concrete(payload) or not payload.numel():
         return
     largest = torch.finfo(storage).max
@@ -222,7 +222,7 @@ def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor)
 
 @class_function
 def format_scaled(x: ScaledTensor) -> str:
-    """The values, the scale as a power of two, the storage."""
+    """Return the text of a tensor: its values, the scale as a power of two, the storage."""
     payload, scale = x._payload, x._scale
     if type(payload) is not Tensor or payload.is_meta:
         return f"ScaledTensor(shape={list(x.shape)}, payload={payload.dtype}, device={x.device})"
@@ -238,7 +238,7 @@ def format_scaled(x: ScaledTensor) -> str:
 
 
 def _tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
-    """A plain gradient in the logical dtype, storage and home that a compiled backward pass was traced for."""
+    """Encode a plain gradient in the logical dtype, storage and home that a compiled backward was traced for."""
     dtype, storage, home = context
     made = encode(x, storage, None, "nearest")
     return wrap(made._payload, made._scale, dtype, home)

@@ -1,4 +1,4 @@
-"""Eight bits on the way: casts of values forward and of gradients backward, and products of eight-bit matrices."""
+"""Eight-bit floats: casts of values forward and of gradients backward, and products of eight-bit matrices."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulated"]:
-    """How products of eight-bit matrices are computed on a device.
+    """Return how products of eight-bit matrices are computed on a device.
 
     "scaled_mm": by torch._scaled_mm on the device's eight-bit units (CUDA of compute capability 8.9 and above),
     where all sides are multiples of 16 and one operand is e4m3fn. "emulated": payloads are widened to
@@ -103,7 +103,7 @@ def _has_units(index: int | None) -> bool:
 
 
 def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
-    """Whether two payloads, matrices, are multiplied on eight-bit units."""
+    """Return whether two matrices, payloads, are multiplied on eight-bit units."""
     if a.dtype not in EIGHT_BITS or b.dtype not in EIGHT_BITS or a.dtype == b.dtype == torch.float8_e5m2:
         return False
     if eight_bit_engine(a.device) == "emulated":
@@ -112,7 +112,7 @@ def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
 
 
 def eight_bit_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
-    """factor a b in float32 by torch._scaled_mm, which wants rows of a and columns of b in one piece."""
+    """Return factor a b in float32 by torch._scaled_mm, which takes contiguous rows of a and columns of b."""
     a = a if a.stride(1) == 1 else _copied(a, torch.contiguous_format)
     b = b if b.stride(0) == 1 else _copied(b.t(), torch.contiguous_format).t()
     one = torch.ones((), dtype=torch.float32, device=a.device)
@@ -124,7 +124,7 @@ def _copied(x: Tensor, memory_format: torch.memory_format) -> Tensor:
 
 
 def rms_scale_float32(values: Tensor, storage: torch.dtype) -> Tensor:
-    """The power of two next to the root mean square of the finite non-zero values, or as the largest one needs.
+    """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
 
     Without such values the scale of zeros. Two float32 passes; the same for values times a power of two, times it.
     """
@@ -158,7 +158,7 @@ _cast = define_operator(
 
 @implements(_cast, family="rescaling")
 def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dtype | None) -> ScaledTensor:
-    """The payload brought to a root mean square of about 1 and rounded; the scale takes what it lost."""
+    """Bring a payload to a root mean square of about 1 and round it; the scale takes the factor."""
     if forward is None:
         return x.clone()
     payload = to_float32(x)

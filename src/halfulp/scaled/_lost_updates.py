@@ -1,4 +1,4 @@
-"""Updates in place of which a narrow payload keeps little: looked at now and then, and warned of.
+"""Updates in place that rounding to a narrow payload drops: sampled, compared with the exact update, and warned of.
 
 An average of weights moves by a thousandth of what is left of its way, and rounding to nearest drops what is less than
 half a last place: torch's AveragedModel of a scaled model, or an optimizer's small steps, would stand still in silence.
@@ -35,7 +35,7 @@ _known: dict[int, tuple[weakref.ref[Tensor], Updates]] = {}
 
 @dataclass(slots=True)
 class Updates:
-    """What is known of a tensor's updates.
+    """The sampled updates of one tensor.
 
     Attributes:
         count: how many there were.
@@ -57,7 +57,7 @@ class Updates:
 
 
 def begin(name: str, x: Any, given: Mapping[str, Any], functional: Callable) -> Updates | None:
-    """Compute what an update in place makes of x without rounding, where it is this update's turn.
+    """Compute without rounding what an update in place makes of x, if this update is sampled.
 
     Args:
         name: of the operator, such as "lerp_".
@@ -95,7 +95,7 @@ def begin(name: str, x: Any, given: Mapping[str, Any], functional: Callable) -> 
 
 
 def end(held: Updates, name: str, x: ScaledTensor) -> None:
-    """Judge an update that has been written, or wait for the addition that completes it."""
+    """Compare a sampled update that has been written with the exact one, or wait for the addition that completes it."""
     if name in _SHRINKING:
         held.version = x._payload._version
         return

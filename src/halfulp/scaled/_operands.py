@@ -1,4 +1,4 @@
-"""From payloads to values and back: widening, narrowing, operands of one kind, results of the right one."""
+"""Operands as payloads in float32 and results rounded to their storage: what every rule starts and ends with."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _INFINITE = (torch.float16, torch.float8_e5m2)
 
 
 def selectable_payload(x: ScaledTensor) -> Tensor:
-    """The payload for operators that pick or negate elements: as it is where torch has such kernels for it."""
+    """Return the payload for operators that select or negate elements: unchanged where torch has such kernels."""
     return to_float32(x) if x._payload.dtype in EIGHT_BITS else x._payload
 
 
 def to_float32(x: ScaledTensor) -> Tensor:
-    """The payload in float32, in which rules compute."""
+    """Return the payload in float32, in which rules compute."""
     return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
 
 
 def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
-    """Values rounded once to a payload type; finite ones beyond its range saturate, infinities stay (or are NaN)."""
+    """Round values once to a payload type; finite ones beyond its range saturate, infinities stay (or become NaN)."""
     if storage == values.dtype:
         return values
     if values.dtype == torch.float64 and storage != torch.float32:
@@ -43,7 +43,7 @@ def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
 
 
 def _rounded_to_odd(values: Tensor) -> Tensor:
-    """float64 values in float32, the last bit 1 where digits were cut off.
+    """Round float64 values to float32 with the last bit 1 where digits were cut off.
 
     Of such a value, rounding to 22 bits or fewer makes what it makes of the float64 one (Boldo and Melquiond, IEEE
     Transactions on Computers 57, 2008), where rounding to float32 first may meet a tie that is none.
@@ -55,7 +55,7 @@ def _rounded_to_odd(values: Tensor) -> Tensor:
 
 
 def _fits(values: Tensor, storage: torch.dtype) -> bool:
-    """Whether values can be looked at, and all lie in a payload type's range."""
+    """Return whether values are concrete and all within a payload type's range."""
     if not _powers.is_concrete(values) or not values.numel():
         return False
     largest = torch.finfo(storage).max
@@ -64,12 +64,12 @@ def _fits(values: Tensor, storage: torch.dtype) -> bool:
 
 
 def make_scaled(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    """float32 payload values and a scale as a tensor of a storage and a logical dtype."""
+    """Return float32 payload values and a scale as a tensor of a storage and a logical dtype."""
     return wrap(to_storage(values, storage), scale, dtype)
 
 
 def make_scaled_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    """The same under as large a scale as the largest finite value needs in the storage, or as small.
+    """Return the same under as large a scale as the largest finite value needs in the storage, or as small a one.
 
     Small is a largest value so low that those below it would lose digits. Where values cannot be looked at the scale
     stays, and they saturate or vanish.
@@ -90,7 +90,7 @@ def make_scaled_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtyp
 
 
 def keep_nonzero(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
-    """x, in which what rounding made 0 is the payload's smallest number, with the signs of unrounded values.
+    """Replace what rounding made 0 by the payload's smallest number, with the sign of the unrounded value.
 
     Divisors need it: by 0 a quotient would be infinite or NaN, by a number that is somewhat large it is only small.
     """
@@ -103,7 +103,7 @@ def keep_nonzero(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
 
 
 def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """payload x scale, computed in float32 (float64 for that dtype) and rounded once to a dtype; its own by default."""
+    """Return payload x scale, computed in float32 (float64 for that dtype) and rounded once, by default to x.dtype."""
     dtype = dtype or x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     value = _powers.concrete_value(x._scale)
@@ -120,12 +120,12 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def plain(x: Any) -> Any:
-    """A scaled tensor's values in its logical dtype; whatever else as it is."""
+    """Return a scaled tensor's values in its logical dtype, and anything else unchanged."""
     return decode_values(x) if isinstance(x, ScaledTensor) else x
 
 
 def rms_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "nearest") -> Tensor:
-    """The power of two next to the root mean square of the finite non-zero values; larger if an element needs it.
+    """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
 
     Without such values `ZERO_SCALE`.
     """
@@ -144,7 +144,7 @@ def rms_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "n
 
 
 def quick_rms_scale(values: Tensor, rounding: PowerRounding = "nearest") -> float | None:
-    """The same for ordinary values that can be looked at, in two passes over them instead of eight; else None.
+    """Return the same for ordinary concrete values, in two passes over them instead of eight; else None.
 
     No element of so few is beyond float16's range under it.
     """
@@ -159,7 +159,7 @@ def quick_rms_scale(values: Tensor, rounding: PowerRounding = "nearest") -> floa
 
 
 def encode_values(values: Tensor, storage: torch.dtype, scale: Tensor | None = None, dtype: torch.dtype | None = None):
-    """A plain tensor as payload x scale; the scale is measured unless given."""
+    """Encode a plain tensor as payload x scale; the scale is measured unless given."""
     dtype = dtype or values.dtype
     scale = rms_scale(values, storage) if scale is None else scale
     wide = values if values.dtype in (torch.float32, torch.float64) else values.to(torch.float32)
@@ -169,7 +169,7 @@ def encode_values(values: Tensor, storage: torch.dtype, scale: Tensor | None = N
 
 
 def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
-    """A tensor or number as payload x scale with a float32 payload; scaled tensors stay as they are.
+    """Return a tensor or number as a ScaledTensor with a float32 payload; scaled tensors unchanged.
 
     Numbers are split at the nearest power of two in log2, so that a factor of 0.95 leaves a scale alone; plain tensors
     take a measured scale, which stand-ins for infinity among them do not decide.
@@ -204,7 +204,7 @@ LEAST_STAND_IN = 128.0
 
 
 def _scale_beside_stand_ins(x: Tensor, storage: torch.dtype) -> Tensor:
-    """The scale of the other numbers, where there are others or zeros; no smaller than what must stay large allows."""
+    """Return the scale of a plain operand, measured without the large negatives that masks write for minus infinity."""
     if not x.dim() or not x.numel():
         return rms_scale(x, torch.float32)
     if _powers.is_concrete(x) and not x.requires_grad and x.dtype == torch.float32 and x.amin().item() > -STAND_IN:
@@ -221,7 +221,7 @@ def _scale_beside_stand_ins(x: Tensor, storage: torch.dtype) -> Tensor:
 
 
 def _measured_at_once(x: Tensor, stand_in: float) -> tuple[Tensor, Tensor]:
-    """The scale beside stand-ins, and the largest finite magnitude: in one pass of float32, which compilers make of it.
+    """Return that scale and the largest finite magnitude, in one float32 pass that compilers can fuse.
 
     Squares that leave float32's range leave the largest magnitude to go by; so do tensors of nothing but stand-ins.
     """
@@ -237,7 +237,7 @@ def _measured_at_once(x: Tensor, stand_in: float) -> tuple[Tensor, Tensor]:
 
 
 def multiplicand(x: Any, like: ScaledTensor) -> ScaledTensor:
-    """An operand of a product: of a plain one all finite values decide the scale, as none stands for infinity there."""
+    """Return an operand of a product: a plain one's scale is measured over all finite values, none is a stand-in."""
     if isinstance(x, ScaledTensor) or not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
         return operand(x, like)
     if _powers.is_concrete(x) or x.dtype == torch.float64:
@@ -246,17 +246,17 @@ def multiplicand(x: Any, like: ScaledTensor) -> ScaledTensor:
 
 
 def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:
-    """The first scaled tensor among arguments."""
+    """Return the first scaled tensor among arguments."""
     return next(x for x in arguments if isinstance(x, ScaledTensor))
 
 
 def storage_of(arguments: Iterable[Any]) -> torch.dtype:
-    """The payload type that a result of these arguments has: plain tensors and numbers do not widen it."""
+    """Return the payload type of a result of these arguments: plain tensors and numbers do not widen it."""
     return common_storage(x._payload.dtype for x in arguments if isinstance(x, ScaledTensor))
 
 
 def logical_of(arguments: Iterable[Any]) -> torch.dtype:
-    """The dtype that torch would promote these arguments to."""
+    """Return the dtype to which torch would promote these arguments."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     with_dims = [x.dtype for x in tensors if x.dim()]
     result = None

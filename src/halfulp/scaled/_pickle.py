@@ -1,4 +1,4 @@
-"""Pickle and torch.save: plain tensors and a version, nothing that weights_only refuses."""
+"""Pickle and torch.save of scaled tensors: plain tensors and a version, which weights_only accepts."""
 
 from __future__ import annotations
 

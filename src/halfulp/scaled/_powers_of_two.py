@@ -1,4 +1,4 @@
-"""Powers of two: rounding to them, and combining scales without leaving float32's range."""
+"""Powers of two: rounding to them, and products, maxima and ratios of scales within float32's range."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HALF_POWER = 0x003504F3  # mantissa of the square root of 2: from here on the n
 
 
 def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
-    """Positive numbers as powers of two in [2^-126, 2^127], float32; by bits, so without a logarithm's error.
+    """Round positive numbers to powers of two in [2^-126, 2^127], float32, by their bits: without a logarithm's error.
 
     Args:
         value: positive floats of any shape; zeros and subnormals become 2^-126, what lies above 2^127 that.
@@ -42,7 +42,7 @@ def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
 
 
 def power_of(value: float, rounding: PowerRounding = "nearest") -> float:
-    """The same for one Python number.
+    """Round one Python number in the same way.
 
     >>> power_of(0.95), power_of(0.95, "down"), power_of(3.0)
     (1.0, 0.5, 4.0)
@@ -62,7 +62,7 @@ def check_power_rounding(rounding: object) -> None:
 
 
 def as_scale(scale: Tensor | float, device: torch.device | str | None = None) -> Tensor:
-    """A scale as a float32 tensor without dimensions.
+    """Return a scale as a float32 tensor without dimensions.
 
     Raises:
         ValueError: it is no power of two from 2^-126 to 2^127, or has dimensions.
@@ -79,17 +79,17 @@ def as_scale(scale: Tensor | float, device: torch.device | str | None = None) ->
 
 
 def concrete_value(scale: Tensor) -> float | None:
-    """A scale's value where looking costs nothing: eagerly on the CPU; else None."""
+    """Return a scale's value if it can be read for free, eagerly on the CPU; else None."""
     return scale.item() if is_concrete(scale) else None
 
 
 def is_concrete(x: Tensor) -> bool:
-    """Whether looking at values costs nothing: eagerly on the CPU."""
+    """Return whether values can be read for free: eagerly on the CPU."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
 
 
 def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
-    """The product of scales and powers of two: a scale, and what its range cannot hold, for the payload; mostly 1.
+    """Return the product of scales and powers of two as a scale, and the factor beyond its range, mostly 1.
 
     Raises:
         ValueError: there is no scale among the factors.
@@ -110,12 +110,12 @@ def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
 
 
 def compute_once(scale: Tensor) -> Tensor:
-    """A traced scale that compilers compute once: not again, with all that it is computed of, wherever it is read."""
+    """Return a traced scale that compilers materialize, so that its inputs are not computed again at every use."""
     return torch.as_strided_copy(scale, (), ())
 
 
 def maximum_scale(*scales: Tensor) -> Tensor:
-    """The largest of several scales, as a tensor of its own."""
+    """Return the largest of several scales, as a tensor of its own."""
     values = [concrete_value(scale) for scale in scales]
     if None not in values:
         return torch.tensor(max(values), dtype=torch.float32, device="cpu")
@@ -126,7 +126,7 @@ def maximum_scale(*scales: Tensor) -> Tensor:
 
 
 def deciding_scale(*scales: Tensor) -> Tensor:
-    """The largest of several scales, but for those of numbers that stand for infinity, if there are others.
+    """Return the largest of several scales, without those of numbers that stand for infinity if there are others.
 
     Under the scale of a 1e38 that some step has written instead of infinity, nothing else would be left.
     """
@@ -140,7 +140,7 @@ def deciding_scale(*scales: Tensor) -> Tensor:
 
 
 def ratio(scale: Tensor, other: Tensor) -> Tensor | float:
-    """scale / other as a factor for a payload; a float where that costs nothing."""
+    """Return scale / other as a factor for a payload; a float where both are concrete."""
     over, under = concrete_value(scale), concrete_value(other)
     if over is not None and under is not None:
         return over / under
@@ -149,13 +149,13 @@ def ratio(scale: Tensor, other: Tensor) -> Tensor | float:
 
 
 def ratio_clamped(scale: Tensor, other: Tensor) -> Tensor | float:
-    """The factor that brings a payload to another, deciding scale; what stands for infinity stays finite."""
+    """Return the factor that brings a payload to another, deciding scale, at most 2^100: stand-ins stay finite."""
     factor = ratio(scale, other)
     return factor.clamp(max=HUGE) if isinstance(factor, Tensor) else min(factor, HUGE)
 
 
 def times(payload: Tensor, factor: Tensor | float) -> Tensor:
-    """A float32 payload times a power of two: exact but for what leaves float32's range."""
+    """Return a float32 payload times a power of two: exact within float32's range."""
     if isinstance(factor, Tensor):
         return payload * factor
     if factor < SMALLEST:  # as float32 it might be 0, and infinity times 0 is NaN

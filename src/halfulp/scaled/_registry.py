@@ -1,4 +1,4 @@
-"""Which function computes which torch operator on scaled tensors."""
+"""The registry: which function computes which torch operator on scaled tensors, and what the class calls by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAMILIES: dict[OpOverload, str] = {}
 
 
 def promoted_rule_of(operator: OpOverload) -> Callable:
-    """An operator's rule for tensors with a home, as a function of the home, the arguments and the options."""
+    """Return an operator's rule for tensors with a home, a function of the home, the arguments and the options."""
     rule = _promoted.get(operator)
     if rule is None:
         rule = _promoted[operator] = CLASS_FUNCTIONS["make_promoted_rule"](operator)

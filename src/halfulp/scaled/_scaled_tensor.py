@@ -273,7 +273,7 @@ class ScaledTensor(torch.Tensor):
 def wrap(
     payload: Tensor, scale: Tensor, dtype: torch.dtype, home: torch.dtype | None = None, requires_grad: bool = False
 ) -> ScaledTensor:
-    """payload x scale, unchecked. Rules leave the home to what called them."""
+    """Return payload x scale as a ScaledTensor, unchecked. Rules leave the home to their caller."""
     made = _make(
         ScaledTensor,
         payload.shape,
@@ -291,7 +291,7 @@ def wrap(
 
 
 def home_of(arguments: Iterable[Any], options: dict | None) -> torch.dtype | None:
-    """The home of the first argument that has one, in lists too."""
+    """Return the home of the first argument that has one, in lists too."""
     for x in arguments:
         kind = type(x)
         if kind is ScaledTensor:

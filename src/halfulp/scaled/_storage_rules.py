@@ -1,4 +1,4 @@
-"""Which storage results have where tensors have a home: the one place that says so, by families of operators.
+"""The storage of operands and results of tensors with a home, by families of operators, as torch.autocast casts dtypes.
 
 As torch.autocast casts operands before an operator runs, so payloads change storage before a rule does. Operators that
 autocast computes in float32 take float32 payloads, and so results have one; products take payloads of the home; all
@@ -29,20 +29,20 @@ Operands = Callable[[tuple, dict], tuple[tuple, dict]]
 
 
 def home_for(storage: torch.dtype, wide: str) -> torch.dtype | None:
-    """The home of tensors of a storage: float16 for eight bits, as products have it; None where nothing is wider."""
+    """Return the home of tensors of a storage: float16 for eight bits, as for products; None if nothing is wider."""
     if wide == "none" or storage == torch.float32:
         return None
     return torch.float16 if storage in EIGHT_BITS else storage
 
 
 def check_wide(wide: object) -> None:
-    """Raise unless this says which operators keep float32 payloads."""
+    """Raise unless `wide` is a way to choose the operators with float32 payloads."""
     if wide not in WIDE_MODES:
         raise ValueError(f"wide={wide!r}: allowed are {', '.join(map(repr, WIDE_MODES))}")
 
 
 def round_to_home(x: ScaledTensor) -> ScaledTensor:
-    """The values in the home storage, under a scale that is measured."""
+    """Round the values to the home storage, under a measured scale."""
     payload = to_float32(x)
     level = quick_rms_scale(payload)
     level = (
@@ -54,12 +54,12 @@ def round_to_home(x: ScaledTensor) -> ScaledTensor:
 
 
 def is_above_home(x: Any) -> bool:
-    """Whether it is a tensor that products would bring home."""
+    """Return whether x is a tensor that products would round to its home."""
     return type(x) is ScaledTensor and x._home is not None and x._payload.dtype == torch.float32
 
 
 def with_float32_payload(x: Any) -> Any:
-    """A scaled tensor with a float32 payload; whatever else as it is."""
+    """Return a scaled tensor with a float32 payload, and anything else unchanged."""
     if type(x) is not ScaledTensor or x._payload.dtype == torch.float32:
         return x
     return wrap(to_float32(x), x._scale, x.dtype, x._home)
@@ -77,17 +77,17 @@ def _each(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tupl
 
 
 def operands_in_float32(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Every payload in float32."""
+    """Widen every payload to float32."""
     return _each(with_float32_payload, arguments, options)
 
 
 def operands_in_home(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Every float32 payload in the home storage."""
+    """Round every float32 payload to the home storage."""
     return _each(_narrow, arguments, options)
 
 
 def operands_in_widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Every payload in float32 where one is; lists are left to their rules, which take the widest."""
+    """Widen every payload to float32 if one is; lists are left to their rules."""
     if any(map(is_above_home, arguments)) or any(map(is_above_home, options.values())):
         return tuple(map(with_float32_payload, arguments)), {
             name: with_float32_payload(x) for name, x in options.items()
@@ -96,14 +96,14 @@ def operands_in_widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:
 
 
 def operands_of_quotient(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Every payload in float32, unless the second operand is a number."""
+    """Widen every payload to float32, unless the second operand is a number."""
     second = arguments[1] if len(arguments) > 1 else options.get("other")
     is_number = not isinstance(second, Tensor) or (type(second) is not ScaledTensor and not second.dim())
     return operands_in_widest(arguments, options) if is_number else operands_in_float32(arguments, options)
 
 
 def operands_of_sum(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Every payload in float32 in a sum with a plain tensor, which for autocast is float32, and in an outer sum."""
+    """Widen payloads in a sum with a plain tensor, float32 for autocast, or in an outer sum; else to the widest."""
     a, b = arguments[0], arguments[1] if len(arguments) > 1 else options.get("other")
     if not isinstance(b, Tensor):
         return arguments, options
@@ -112,7 +112,7 @@ def operands_of_sum(arguments: tuple, options: dict) -> tuple[tuple, dict]:
 
 
 def repeats_both(a: Tensor, b: Tensor) -> bool:
-    """Whether broadcasting repeats both tensors, as in an outer sum.
+    """Return whether broadcasting repeats both tensors, as in an outer sum.
 
     Sizes are compared to 1 alone: a graph whose sizes vary would be compiled again where two of them become equal.
     """
@@ -158,7 +158,7 @@ _BY_NAME: dict[str, Operands | None] = {
 
 
 def operands_of(operator: OpOverload) -> Operands | None:
-    """What an operator does to its operands' storage before its rule runs; None for nothing.
+    """Return how an operator changes its operands' storage before its rule runs; None if it does not.
 
     Nothing for one that writes into an argument, which stays the tensor it is, or runs by the steps it is made of.
     """
@@ -170,7 +170,7 @@ def operands_of(operator: OpOverload) -> Operands | None:
 
 @class_function
 def make_promoted_rule(operator: OpOverload) -> Callable:
-    """An operator's rule for operands of which one has a home; the results have it too."""
+    """Return an operator's rule for operands of which one has a home, which the results then have too."""
     prepare = operands_of(operator)
     writes = operator._schema.is_mutable
     accumulates = operator._schema.name.removeprefix("aten::") in _OF_ACCUMULATION
@@ -187,7 +187,7 @@ def make_promoted_rule(operator: OpOverload) -> Callable:
 
 
 def _marked(results: Any, home: torch.dtype, written: Container[int]) -> Any:
-    """Results with the home, but for arguments that are written, which have their own or none."""
+    """Give results the home, except arguments that are written: these keep their own or none."""
     if type(results) is ScaledTensor:
         if id(results) not in written:
             results._home = results._home or home

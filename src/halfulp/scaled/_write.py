@@ -1,4 +1,4 @@
-"""Writing in place: payload and scale where all of the memory is written, else under the scale that views share."""
+"""Writes in place: payload and scale where the tensor owns its memory, else under the scale that views share."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def write(x: Tensor, value: Any) -> Tensor:
 
 
 def covers_memory(x: ScaledTensor) -> bool:
-    """Whether x is all of its memory, so that no view holds elements that x does not."""
+    """Return whether x is all of its memory, so that no view holds elements outside of x."""
     payload = x._payload
     if type(payload) is not Tensor:
         return not x._is_view() and not payload._is_view()
@@ -77,7 +77,7 @@ def covers_memory(x: ScaledTensor) -> bool:
 
 
 def _kept(own: Tensor, other: Tensor) -> Tensor:
-    """The scale of memory of which a part is written: its own, or the other if it holds only zeros of any scale."""
+    """Return the scale for a partial write: the memory's own, or the value's if the memory holds only zeros."""
     value = _powers.concrete_value(own)
     if value is None:
         return torch.where(own == _powers.ZERO_SCALE, other, own)
@@ -107,7 +107,7 @@ def _check_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
 
 
 def check_written_at(name: str, given: Mapping[str, Any], x: Any, result: Any) -> None:
-    """Refuse a write at indices or under a mask of which nothing is left, as one into a part of a tensor is.
+    """Raise if every value written at indices or under a mask would become 0 in the payload.
 
     Constants have no say in a scale; large ones saturate, but one that vanishes leaves zeros that nobody asked for.
 
@@ -138,7 +138,7 @@ def check_written_at(name: str, given: Mapping[str, Any], x: Any, result: Any) -
 
 
 def _is_anywhere(given: Mapping[str, Any], value: ScaledTensor) -> bool:
-    """Whether anything is written at all."""
+    """Return whether any element is written."""
     places = [given[key] for key in ("mask", "index") if key in given]
     places += [index for index in given.get("indices", ()) if index is not None]
     masks = (place for place in places if place.dtype in (torch.bool, torch.uint8))

@@ -1,4 +1,4 @@
-"""Gradients of DistributedDataParallel as narrow payloads on the wire."""
+"""A communication hook for DistributedDataParallel that sends gradients as narrow payloads."""
 
 from __future__ import annotations
 

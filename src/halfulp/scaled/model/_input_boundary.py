@@ -1,4 +1,4 @@
-"""Doors: plain floating arguments of a scaled function become scaled ones; those of a model get plain gradients."""
+"""The input boundary: a scaled function encodes plain arguments, a scaled model gives plain inputs plain gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _enter = define_operator(
 
 @implements(_enter, family="creation")
 def scaled_like(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTensor:
-    """A plain tensor as payload x scale, the scale measured."""
+    """Encode a plain tensor as payload x scale, the scale measured."""
     made = encode_values(x, storage)
     return made.clone() if made._payload is x else made
 
@@ -44,7 +44,7 @@ torch.library.register_autograd("halfulp::scaled_like", _backward, setup_context
 
 
 def encode_arguments(arguments: Any, storage: torch.dtype, like: ScaledTensor) -> Any:
-    """Plain floating tensors, however nested, as scaled ones; whatever else as it is."""
+    """Encode plain floating tensors, however nested; leave anything else unchanged."""
 
     encode = functools.partial(ScaledTensor.encode, home=like.home)
 
@@ -66,7 +66,7 @@ def _is_plain_float(x: Any) -> bool:
 
 
 class _PlainInput(torch.autograd.Function):
-    """The identity, whose gradient is plain: inputs stay plain, and what computed them goes on in its own dtype."""
+    """The identity with a plain gradient: what computed a plain input is differentiated in its own dtype."""
 
     generate_vmap_rule = True
 
@@ -96,13 +96,13 @@ torch.library.register_autograd(
 
 
 def install(model: nn.Module) -> None:
-    """Give plain inputs that require gradients plain ones from now on."""
+    """Give plain inputs of a model that require gradients plain ones, by a forward pre-hook."""
     if _keep_gradients_plain not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
 
 
 def remove(model: nn.Module) -> None:
-    """Take back what `install` did, in the model's modules too."""
+    """Remove the hooks of `install` from a model and its modules."""
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook is _keep_gradients_plain:

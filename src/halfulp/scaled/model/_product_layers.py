@@ -1,4 +1,4 @@
-"""Layers of products: of their float32 input, and of what the last multiplication before it saved, narrow copies stay.
+"""Linear, convolution, attention and recurrent layers round float32 inputs, and saved factors of them, to the home.
 
 In a chain of pointwise operators between two products, as `0.5 * h * (1 + torch.tanh(...))` of GPT-2, the product and
 its multiplication would each keep float32 tensors for the backward pass. The product rounds its operand to the home in
@@ -30,12 +30,12 @@ torch.library.register_autograd("halfulp::bring_home", lambda context, gradient:
 
 @implements(_bring_home, family="rescaling")
 def bring_home(x: ScaledTensor) -> ScaledTensor:
-    """The values in the home storage, under a measured scale; what is no wider, as it is."""
+    """Round the values to the home storage, under a measured scale; return a copy of what is no wider."""
     return round_to_home(x) if is_above_home(x) else x.clone()
 
 
 class _BringHome(torch.autograd.Function):
-    """The identity on values but for rounding them to the home; gradients pass as they are."""
+    """The identity up to rounding to the home; gradients pass unchanged."""
 
     generate_vmap_rule = True
 
@@ -54,7 +54,7 @@ class _BringHome(torch.autograd.Function):
 
 
 def install(model: nn.Module) -> None:
-    """Let the layers of products that have scaled parameters with a home bring their inputs home."""
+    """Install hooks by which layers with scaled parameters that have a home round their inputs to it."""
     for module in model.modules():
         if _is_product(module) and any(_has_home(p) for p in module.parameters(recurse=False)):
             module.register_forward_pre_hook(_bring_inputs_home, with_kwargs=True)
@@ -63,7 +63,7 @@ def install(model: nn.Module) -> None:
 
 
 def remove(model: nn.Module) -> None:
-    """Take back what `install` did."""
+    """Remove the hooks of `install`."""
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook is _bring_inputs_home:
@@ -85,7 +85,7 @@ def _has_home(parameter: Tensor) -> bool:
 
 @untraced
 def _bring_inputs_home(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
-    """A forward pre-hook. Compilers choose themselves what to keep, and the products' rules do the same there."""
+    """Round a layer's inputs to the home: a forward pre-hook. Compiled graphs leave it to the products' rules."""
     if torch.compiler.is_compiling() or not any(map(is_above_home, (*arguments, *options.values()))):
         return None
     for x in (*arguments, *options.values()):
@@ -102,7 +102,7 @@ _MOVES = frozenset(
 
 
 def _narrow_last_factors(node: Any) -> None:
-    """Let the multiplication that made a product's operand keep its factors in the home, widened as they are used.
+    """Let the multiplication that made a product's operand save its factors in the home storage.
 
     A factor that what computed it keeps too (a result of tanh, an operand given from outside) stays, as a narrow copy
     would be memory on top; so does what has hooks already, as of offloading and checkpointing.
@@ -123,14 +123,14 @@ _LEAF = torch._C._functions.AccumulateGrad
 
 @untraced
 def _bring_results_home(module: nn.Module, arguments: tuple, results: Any) -> Any:
-    """A forward hook: where torch has no fused kernel, a recurrent layer ends in pointwise operators."""
+    """Round a recurrent layer's results to the home: without a fused kernel it ends in pointwise operators."""
     if torch.compiler.is_compiling():
         return tree_map(lambda x: _bring_home(x) if isinstance(x, ScaledTensor) else x, results)
     return tree_map(lambda x: _BringHome.apply(x) if is_above_home(x) else x, results)
 
 
 def _entering() -> Callable[[Any], Any]:
-    """One result for one tensor: attention asks whether query, key and value are the same."""
+    """Return a conversion with one result for one tensor: attention asks whether query, key and value are the same."""
     found: dict[int, Tensor] = {}
 
     def entered(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A model's parameters as scaled tensors, and back."""
+"""Conversion of a model's parameters to scaled tensors, and back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def scalify(
     rescale: Rescale = "auto",
     wide: WideMode = "autocast",
 ) -> Given:
-    """Hold a model's parameters as payload x scale, so that every tensor of its passes is: in place, and returned.
+    """Hold a model's parameters as payload x scale, in place, so that all tensors of its passes carry scales.
 
     From "Scalify" (Balança et al., arXiv 2407.17353). Every matched parameter becomes an nn.Parameter that is a
     ScaledTensor with a measured scale; the modules, their forward methods and torch.optim optimizers stay as they are.
@@ -140,7 +140,7 @@ def scalify(
 
 
 def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Make the parameters plain tensors again, each value rounded once: the way back from `scalify`, in place.
+    """Make a model's parameters plain tensors again, each value rounded once: `scalify` undone, in place.
 
     Args:
         model: any module; parameters that are no ScaledTensors stay as they are.
@@ -225,7 +225,7 @@ def _plain(place: ParameterRef, dtype: torch.dtype | None) -> nn.Parameter:
 
 
 def _set_products(model: nn.Module, matmul: str | None) -> None:
-    """Give linear layers with a scaled weight the forward of a kind of products, or their own back."""
+    """Give linear layers with a scaled weight the forward of a kind of products, or restore their own."""
     for module in model.modules():
         given = module.__dict__.get("forward")
         if isinstance(given, functools.partial) and given.func in (_linear, _transposed_linear):
@@ -236,7 +236,7 @@ def _set_products(model: nn.Module, matmul: str | None) -> None:
 
 
 def _eight_bit_forward(module: nn.Module) -> Callable | None:
-    """By what forward does: subclasses with a forward of their own compute something else."""
+    """Return the eight-bit forward of a linear layer; None for subclasses with a forward of their own."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return _linear
     # transformers' layer of GPT-2, known by name: the library is not imported for it.

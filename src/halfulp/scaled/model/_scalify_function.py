@@ -1,4 +1,4 @@
-"""A function, or a whole training step, that computes on scaled tensors."""
+"""Functions, or whole training steps, that compute on scaled tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._input_boundary import encode_arguments
 
 
 def scalify_function(function: Callable, dtype: torch.dtype = torch.float16, wide: WideMode = "autocast") -> Callable:
-    """A function whose floating arguments are encoded as it is called, but for those whose names contain "mask".
+    """Return a function that encodes its floating arguments when called, except those with "mask" in their names.
 
     What comes out is as what went in: with plain arguments the scaled tensors among the results, however nested, are
     decoded, so that the function can stand in for the other; if an argument is a ScaledTensor they stay scaled.
@@ -67,7 +67,7 @@ def scalify_function(function: Callable, dtype: torch.dtype = torch.float16, wid
 
 
 def _positional_names(function: Callable) -> list[str]:
-    """The names of what is given by position, as far as the function tells them."""
+    """Return the names of positional arguments, as far as the function's signature gives them."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Scaled parameters in a state_dict: their values as plain tensors, the scales of their payloads beside, and back."""
+"""Scaled parameters in a state_dict: values as plain tensors, and beside them the scales of their payloads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OLD = (".payload", ".scale")
 
 
 def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A scaled model's state_dict for loaders that take no entry that they do not know: values alone, rounded once.
+    """Return a scaled model's state_dict without scales, values rounded once, for loaders that refuse unknown entries.
 
     Args:
         state_dict: from `state_dict()`, torch.load or safetensors.
@@ -67,7 +67,7 @@ def _stems(state_dict: Mapping, suffix: str) -> set[str]:
 
 
 def _is_valued(state_dict: Mapping, name: str) -> bool:
-    """Whether two entries are a tensor and the scale of its payload; parameters of a module may be called so, too."""
+    """Return whether two entries are a tensor and its payload's scale; other parameters may have such names too."""
     value, scale = state_dict.get(name), state_dict[name + _SCALE]
     if not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in (value, scale)):
         return False
@@ -75,7 +75,7 @@ def _is_valued(state_dict: Mapping, name: str) -> bool:
 
 
 def _is_pair(state_dict: Mapping, name: str) -> bool:
-    """The same of layout 1: a payload and its scale."""
+    """Return whether two entries are a payload and its scale, in layout 1."""
     pair = tuple(state_dict[name + part] for part in _OLD)
     if not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in pair):
         return False
@@ -89,12 +89,12 @@ def _is_scale(scale: Tensor) -> bool:
 
 
 def _entries(name: str, value: ScaledTensor) -> dict[str, Tensor]:
-    """The values under the name itself, for every loader, and the scale that makes them payloads again."""
+    """Return a parameter's entries: the values under its own name, for every loader, and the scale of their payload."""
     return {name: _exact_values(value), name + _SCALE: value._scale}
 
 
 def _exact_values(x: ScaledTensor) -> Tensor:
-    """payload x scale in float32; in float64 where that is its dtype, or float32 would lose something."""
+    """Return payload x scale in float32, or in float64 if that is its dtype or float32 would lose digits."""
     if x.dtype == torch.float64:
         return decode_values(x, torch.float64)
     values = decode_values(x, torch.float32)
@@ -107,7 +107,7 @@ def _exact_values(x: ScaledTensor) -> Tensor:
 
 
 def _fitting(state_dict: Mapping, name: str, parameter: ScaledTensor) -> ScaledTensor | None:
-    """A parameter's entries in its own storage and home; a plain tensor is encoded; None where the file has none."""
+    """Return a parameter's entries in its own storage and home; None where the file has none."""
     value = _in_storage(state_dict, name, parameter)
     if value is None or value._home is parameter._home:
         return value
@@ -131,7 +131,7 @@ def _in_storage(state_dict: Mapping, name: str, parameter: ScaledTensor) -> Scal
 
 
 def _gathered(state_dict: Mapping, name: str, dtype: torch.dtype, storage: torch.dtype) -> Any:
-    """One parameter's entries as a tensor; the plain entry where it has no scale or its values are no such payload."""
+    """Return one parameter's entries as a tensor; the plain entry if it has no scale or is no such payload."""
     names = [name, name + _SCALE, *(name + part for part in _OLD)]
     found = [entry for entry in names if state_dict.get(entry) is not None]
     if found in ([], names[:1]):
@@ -154,7 +154,7 @@ def _gathered(state_dict: Mapping, name: str, dtype: torch.dtype, storage: torch
 
 
 def _paired(state_dict: Mapping, name: str, dtype: torch.dtype) -> ScaledTensor:
-    """What layout 1 held: a payload and its scale."""
+    """Return the tensor of a layout 1 payload and its scale."""
     payload = state_dict[name + _OLD[0]]
     if not isinstance(payload, Tensor) or payload.dtype not in STORAGES:
         said = payload.dtype if isinstance(payload, Tensor) else type(payload).__name__
@@ -173,7 +173,7 @@ def _scale_of(state_dict: Mapping, entry: str) -> Tensor:
 
 
 def _copy(parameter: ScaledTensor, value: ScaledTensor) -> None:
-    """The same payload under the same scale, bit for bit."""
+    """Copy a payload and its scale, bit for bit."""
     with torch.no_grad():
         parameter._payload.copy_(value._payload)
         parameter._scale.copy_(value._scale)

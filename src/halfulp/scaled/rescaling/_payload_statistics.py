@@ -1,4 +1,4 @@
-"""What the payloads of a model do: how far from 1 they stray, what each format would hold of them, what saturates."""
+"""Statistics of a model's payloads: distance from 1, share within each format's window, saturated elements."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Row:
     saturated: int = 0
 
     def share(self, format: str) -> float:
-        """The share of elements in a format's window; 1 where there are none."""
+        """Return the share of elements in a format's window; 1 if there are none."""
         return self.inside.get(format, 0) / self.elements if self.elements else 1.0
 
     def add(self, payload: Tensor) -> None:
-        """One more result."""
+        """Add one result."""
         self.calls += 1
         if not payload.numel():
             return
@@ -81,12 +81,12 @@ class Drift:
     fallbacks: Counter[str] = field(default_factory=Counter)
 
     def worst(self, side: str) -> Row | None:
-        """The row of a pass whose payloads strayed farthest from 1."""
+        """Return the row of a pass whose payloads are farthest from 1."""
         rows = [row for row in self.rows if row.side == side and row.elements]
         return max(rows, key=lambda row: max(-row.lowest, row.highest), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and names, for JSON."""
+        """Return plain numbers and names, for JSON."""
         rows = [
             vars(row)
             | {"lowest": row.lowest if row.elements else None, "highest": row.highest if row.elements else None}
@@ -113,7 +113,7 @@ def _cells(row: Row, names: list[str]) -> list[str]:
 
 @contextmanager
 def drift(model: nn.Module) -> Iterator[Drift]:
-    """A block in which the payloads of every operator's results are measured, forward and backward.
+    """Measure, within a block, the payloads of every operator's results, forward and backward.
 
     Args:
         model: its modules give the rows their names. Compiled models are measured as if they were not.
@@ -145,7 +145,7 @@ def drift(model: nn.Module) -> Iterator[Drift]:
 
 
 class _Spans:
-    """Which module made which node of the backward graph: nodes are numbered in the order of their making."""
+    """The module of each node of the backward graph: nodes are numbered in creation order."""
 
     def __init__(self) -> None:
         self.open: list[str] = []
@@ -157,7 +157,7 @@ class _Spans:
         return self.open[-1] if self.open else ""
 
     def of_node(self, node: Any) -> str:
-        """The module whose forward pass made a node."""
+        """Return the module whose forward pass created a node."""
         i = bisect.bisect_right(self.starts, node._sequence_nr()) - 1
         # Those that accumulate gradients have the largest number of all.
         return "" if i < 0 or node._sequence_nr() >= 2**63 else self.names[i]
@@ -168,7 +168,7 @@ class _Spans:
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
-        """Follows the model's modules while the block runs."""
+        """Hook the model's modules for the duration of the block."""
         handles = []
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
@@ -193,7 +193,7 @@ class _Spans:
 
 
 class _Meter(TorchDispatchMode):
-    """Sees every operator's results before autograd goes on with them."""
+    """A dispatch mode that measures every operator's results."""
 
     def __init__(self, report: Drift, spans: _Spans) -> None:
         super().__init__()

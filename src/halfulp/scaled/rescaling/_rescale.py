@@ -1,4 +1,4 @@
-"""Rescaling: a payload brought to magnitudes about 1 by a power of two that its scale takes over."""
+"""Rescaling: a power of two moved from the payload to the scale, so that the payload is about 1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHORT = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def rescale(x: Tensor, by: Statistic = "rms", side: Side = "forward") -> Tensor:
-    """The values under a scale that brings the payload to a magnitude of about 1.
+    """Return the values under a scale that brings the payload to a magnitude of about 1.
 
     The same values but for the smallest: what falls below the storage's smallest normal number under the new scale
     loses digits there, down to 0. With a float32 payload or within half of the storage's binades none does.
@@ -57,13 +57,13 @@ def rescale(x: Tensor, by: Statistic = "rms", side: Side = "forward") -> Tensor:
 
 
 def check_side(side: object) -> None:
-    """Raise unless this is a side on which to rescale."""
+    """Raise unless `side` is a side on which to rescale."""
     if side not in SIDES:
         raise ValueError(f"side={side!r}: allowed are {', '.join(SIDES)}")
 
 
 def rescaled(x: ScaledTensor, by: Statistic = "rms") -> ScaledTensor:
-    """The values under the scale that brings the payload's statistic next to 1."""
+    """Return the values under the scale that brings the payload's statistic next to 1."""
     if not x.numel():
         return x.clone()
     power = power_of_payload(x._payload, by)
@@ -72,7 +72,7 @@ def rescaled(x: ScaledTensor, by: Statistic = "rms") -> ScaledTensor:
 
 
 def power_of_payload(payload: Tensor, by: Statistic) -> Tensor:
-    """The power of two next to a statistic of the finite non-zero elements, or larger if the largest needs it."""
+    """Return the power of two next to a statistic of the finite non-zero elements, or what the largest needs."""
     amax, value = _statistic(payload, by)
     lowest = amax / torch.finfo(payload.dtype).max
     power = torch.maximum(_powers.round_to_power(value, "nearest"), _powers.round_to_power(lowest, "up"))
@@ -80,12 +80,12 @@ def power_of_payload(payload: Tensor, by: Statistic) -> Tensor:
 
 
 def root_mean_square(payload: Tensor) -> Tensor:
-    """Of the finite non-zero elements; 0 where there is none."""
+    """Return the root mean square of the finite non-zero elements; 0 if there is none."""
     return _statistic(payload, "rms")[1]
 
 
 def _statistic(payload: Tensor, by: Statistic) -> tuple[Tensor, Tensor]:
-    """The largest magnitude and a statistic, of the finite non-zero elements."""
+    """Return the largest magnitude and a statistic of the finite non-zero elements."""
     wide = payload.detach().to(torch.float32 if payload.dtype in _SHORT else torch.float64)
     magnitudes = torch.nan_to_num(wide, 0.0, 0.0, 0.0).abs()
     amax = magnitudes.amax()
@@ -107,7 +107,7 @@ torch.library.register_autograd("halfulp::rescale_payload", lambda context, grad
 
 
 class _Rescale(torch.autograd.Function):
-    """The identity on values."""
+    """The identity on values, which rescales the result, its gradient, or both."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, by: Statistic, side: Side) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where a model rescales: at the inputs of its normalisations, at named modules, or as one step proposes."""
+"""Where a model rescales: at the inputs of normalisations, at named modules, or where one measured step proposes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NORM = re.compile("Norm(?![a-z])")
 
 
 def sides_of(model: nn.Module, rescale: Rescale) -> dict[nn.Module, Side]:
-    """Which modules rescale their first scaled input, and on which side.
+    """Return which modules rescale their first scaled input, and on which side.
 
     Raises:
         ValueError: a name that matches no module, or another side.
@@ -47,12 +47,12 @@ def sides_of(model: nn.Module, rescale: Rescale) -> dict[nn.Module, Side]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """By the name of its class, as models bring normalisations of their own; not what holds other modules."""
+    """Return whether a module is a normalisation, by its class's name; modules that hold others are none."""
     return bool(_NORM.search(type(module).__name__)) and not module._modules
 
 
 def install(sides: Mapping[nn.Module, Side]) -> None:
-    """Rescale from now on at these modules."""
+    """Rescale at these modules from now on."""
     for module, side in sides.items():
         if _SIDE not in module.__dict__:
             module.register_forward_pre_hook(_rescale_input, with_kwargs=True)
@@ -60,7 +60,7 @@ def install(sides: Mapping[nn.Module, Side]) -> None:
 
 
 def remove(model: nn.Module) -> None:
-    """Rescale nowhere any more."""
+    """Remove every rescale from a model."""
     for module in model.modules():
         if module.__dict__.pop(_SIDE, None) is not None:
             for key, hook in list(module._forward_pre_hooks.items()):
@@ -70,14 +70,14 @@ def remove(model: nn.Module) -> None:
 
 
 def placed(model: nn.Module) -> dict[str, Side]:
-    """The names of the modules that rescale, and on which side."""
+    """Return the names of the modules that rescale, and on which side."""
     return {name: module.__dict__[_SIDE] for name, module in model.named_modules() if _SIDE in module.__dict__}
 
 
 def propose_rescales(
     model: nn.Module, batch: Any, loss: Callable[[Any], Tensor], window: float = 4.0
 ) -> dict[str, Side]:
-    """The fewest modules at whose inputs to rescale, by one step in which nothing is rescaled.
+    """Return the fewest modules at whose inputs to rescale, from one step in which nothing is rescaled.
 
     The step measures log2 of the payloads' root mean square at every module's input, forward and backward. In the order
     of either pass, a rescale is placed at the first module whose payloads left the window since the last one: the
@@ -116,14 +116,14 @@ def propose_rescales(
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """A model's output: a tuple holds arguments, a dict named ones."""
+    """Return a model's output for a batch: a tuple holds positional arguments, a dict named ones."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
 def _first_to_leave(measured: list[tuple[str, float]], window: float) -> set[str]:
-    """Where to rescale so that every payload is within the window after its last rescale."""
+    """Return where to rescale so that every payload is within the window after its last rescale."""
     chosen: set[str] = set()
     start = 0.0
     for name, value in measured:
@@ -134,7 +134,7 @@ def _first_to_leave(measured: list[tuple[str, float]], window: float) -> set[str
 
 
 def _first_input(arguments: tuple, options: dict) -> int | str | None:
-    """Where the first scaled argument stands: its position or its name."""
+    """Return the position or name of the first scaled argument."""
     for i, value in enumerate(arguments):
         if isinstance(value, ScaledTensor):
             return i
@@ -152,13 +152,13 @@ def _replaced(arguments: tuple, options: dict, change: Callable[[Tensor], Tensor
 
 @untraced
 def _rescale_input(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
-    """A forward pre-hook."""
+    """Rescale a module's first scaled input: a forward pre-hook."""
     side = module.__dict__.get(_SIDE)
     return None if side is None else _replaced(arguments, options, lambda x: rescale(x, "rms", side))
 
 
 class _Probe:
-    """Measures payloads at the inputs of modules, in both passes."""
+    """Measurements of payloads at the inputs of modules, in both passes."""
 
     def __init__(self) -> None:
         self.forward: list[tuple[str, float]] = []
@@ -194,7 +194,7 @@ def _note(measured: list[tuple[str, float]], name: str, x: Tensor) -> None:
 
 
 class _Measured(torch.autograd.Function):
-    """The identity; its gradient is measured."""
+    """The identity, whose gradient is measured."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, measured: list[tuple[str, float]], name: str) -> Tensor:
@@ -210,7 +210,7 @@ class _Measured(torch.autograd.Function):
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Rescales are off in the block; buffers and the random state come back as they were."""
+    """Turn rescales off in the block, and restore buffers and the random state after it."""
     sides = {module: module.__dict__.pop(_SIDE) for module in model.modules() if _SIDE in module.__dict__}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:

@@ -1,4 +1,4 @@
-"""Constants beside tensors: no constant decides a scale, but for what it needs itself in order to stay what it is."""
+"""Constants beside tensors: a constant raises a common scale only as far as it needs itself."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LARGE = 2.0**12
 
 
 def is_constant(x: Any) -> bool:
-    """Whether x is a number or a plain tensor without dimensions: what never decides a scale."""
+    """Return whether x is a number or a plain tensor without dimensions, which never decides a scale."""
     return not isinstance(x, ScaledTensor) and (not isinstance(x, Tensor) or x.dim() == 0)
 
 
 def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
-    """float32 payloads under one scale: the largest, in which constants have no say.
+    """Return float32 payloads under their largest scale, to which constants do not contribute.
 
     It is at least what a constant needs. One that stands for infinity saturates, at 128 or more. Infinities stay; among
     zeros of any scale a constant's own power of two is taken, for a large one what it needs.
@@ -45,7 +45,7 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
 
 
 def is_filled(x: ScaledTensor) -> bool:
-    """Whether it is a large number in every place, as torch.full_like(x, -1e9) is; where values can be looked at."""
+    """Return whether x is one large number everywhere, as torch.full_like(x, -1e9) is; False if not concrete."""
     scale, payload = _powers.concrete_value(x._scale), to_float32(x)
     if scale is None or scale < _LARGE / 2**16 or not _powers.is_concrete(payload) or not payload.numel():
         return False
@@ -54,14 +54,14 @@ def is_filled(x: ScaledTensor) -> bool:
 
 
 def with_room(scale: Tensor, storage: torch.dtype, *constants: ScaledTensor) -> Tensor:
-    """A scale, or as much larger as constants need; among zeros of any scale the largest of theirs."""
+    """Return a scale, or as much larger a one as constants need; for zeros of any scale the constants' largest."""
     value = _powers.concrete_value(scale)
     roomy = _powers.maximum_scale(scale, *(_least_scale(c, storage) for c in constants))
     return roomy if value not in (None, _powers.ZERO_SCALE) else _adopted(scale, roomy, storage, constants)
 
 
 def _adopted(scale: Tensor, otherwise: Tensor, storage: torch.dtype, constants: tuple[ScaledTensor, ...]) -> Tensor:
-    """The largest scale of constants for zeros of any scale; at least 1 for a large one, and what it needs."""
+    """Return the constants' largest scale for zeros of any scale; at least 1 for a large one, and what it needs."""
     own = _powers.maximum_scale(*(c._scale for c in constants))
     roomy = _powers.maximum_scale(*(_least_scale(c, storage) for c in constants)).clamp(min=1.0)
     return torch.where(scale == _powers.ZERO_SCALE, torch.where(own < _LARGE, own, roomy), otherwise)
@@ -74,7 +74,7 @@ def _least_scale(constant: ScaledTensor, storage: torch.dtype) -> Tensor:
 
 
 def constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.dtype) -> Tensor:
-    """A constant as a payload under a scale; one that stands for infinity saturates."""
+    """Return a constant's payload under a scale; a constant that stands for infinity saturates."""
     payload = to_float32(constant)
     moved = _powers.times(payload, _powers.ratio(constant._scale, scale)).clamp(-FLOAT32_MAX, FLOAT32_MAX)
     largest = torch.finfo(storage).max
@@ -84,7 +84,7 @@ def constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.dtype
 
 
 def constants_under(x: ScaledTensor, *constants: Any, room: bool = True) -> tuple[list[Any], Tensor]:
-    """Constants as payloads, and the scale: x's, as much larger as they need, or theirs if x is zeros of any scale.
+    """Return constants as payloads, and x's scale, raised as they need, or theirs if x is zeros of any scale.
 
     Args:
         x: a scaled tensor.

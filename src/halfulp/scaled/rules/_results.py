@@ -1,4 +1,4 @@
-"""From float32 payloads or values, and scales, to the results of rules; operands under one scale."""
+"""Results of rules from float32 payloads or values and scales, and operands under one scale."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _FAR = 2.0**60
 
 
 def is_floating(x: Any) -> bool:
-    """Whether it is a tensor of floats, with a scale or plain."""
+    """Return whether x is a floating tensor, scaled or plain."""
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def value_of(x: Any) -> Any:
-    """A scaled tensor's values in float32, a plain floating tensor in float32; whatever else as it is."""
+    """Return a tensor's values in float32, float32 for a floating dtype, and anything else unchanged."""
     if isinstance(x, ScaledTensor):
         return decode_values(x, torch.float32)
     if isinstance(x, Tensor) and x.is_floating_point():
@@ -41,12 +41,12 @@ def value_of(x: Any) -> Any:
 
 
 def scale_one(like: Tensor) -> Tensor:
-    """The scale 1."""
+    """Return the scale 1 on a tensor's device."""
     return torch.ones((), dtype=torch.float32, device=like.device)
 
 
 def power_of_scale(scale: Tensor, degree: int) -> tuple[Tensor, Tensor | float]:
-    """scale^degree as a scale, and what its range cannot hold."""
+    """Return scale^degree as a scale, and the factor beyond its range."""
     value = _powers.concrete_value(scale)
     if value is not None:
         return _powers.product(torch.tensor(1.0, dtype=torch.float32, device="cpu"), value**degree)
@@ -54,7 +54,7 @@ def power_of_scale(scale: Tensor, degree: int) -> tuple[Tensor, Tensor | float]:
 
 
 def make_result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtype, dtype: torch.dtype) -> Any:
-    """A float32 payload as a scaled tensor; whatever is no float as it is."""
+    """Return a float32 payload under a scale as a scaled tensor, and what is no float unchanged."""
     if not isinstance(y, Tensor) or not y.is_floating_point():
         return y
     y = _powers.times(y, rest)
@@ -65,7 +65,7 @@ def make_result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtyp
 
 
 def _centred(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """A payload brought back to about 1, as iterations that multiply scales leave float32's range for nothing."""
+    """Bring a payload back to about 1: iterations that multiply scales would leave float32's range."""
     amax = torch.nan_to_num(y.abs(), 0.0, 0.0, 0.0).amax()
     power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
     total, rest = _powers.product(scale, power)
@@ -73,7 +73,7 @@ def _centred(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def payloads_under(results: Any, factors: list[Tensor], holders: list[Any], sum_scale: float = 1.0) -> Any:
-    """Floating results, payloads under the product of scales, each under a scale of its own."""
+    """Return floating results, payloads under the product of scales, each with a scale of its own."""
     storage, dtype = storage_of(holders), logical_of(holders)
     if not factors:
         factors = [scale_one(first_scaled(holders))]
@@ -91,19 +91,19 @@ def payloads_under(results: Any, factors: list[Tensor], holders: list[Any], sum_
 
 
 def values_under(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
-    """float32 values as a scaled tensor of a given scale; what is no float as it is."""
+    """Return float32 values as a scaled tensor of a given scale, and what is no float unchanged."""
     if not is_floating(y):
         return y
     return make_result(y, scale.clone(), _powers.ratio(scale_one(y), scale), storage, dtype)
 
 
 def measured_like(y: Any, holders: list[Any]) -> Any:
-    """Floating values with a measured scale, in the storage and dtype of holders."""
+    """Encode floating values under a measured scale, in the storage and dtype of holders."""
     return encode_values(y, storage_of(holders), dtype=logical_of(holders)) if is_floating(y) else y
 
 
 def align(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtype]:
-    """float32 payloads of several operands under their largest scale; the scale, the storage, the logical dtype.
+    """Return operands' float32 payloads under their largest scale, that scale, the storage and the logical dtype.
 
     Numbers that stand for infinity do not decide the scale, and stay about as much larger than the rest as float32 can
     hold.
@@ -118,7 +118,7 @@ def align(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtyp
 
 
 def _saturated(payload: Tensor, given: Any, storage: torch.dtype) -> Tensor:
-    """The payload of an operand in which numbers that stand for infinity leave no room for larger ones in a result."""
+    """Clamp an operand's stand-ins for infinity to the storage's range."""
     if isinstance(given, ScaledTensor):
         scale = _powers.concrete_value(given._scale)
         if scale is None or scale < _powers.HUGE:
@@ -135,7 +135,7 @@ def _saturated(payload: Tensor, given: Any, storage: torch.dtype) -> Tensor:
 
 
 def sqrt_of_count(count: int) -> float:
-    """The power of two below the square root of a number of terms.
+    """Return the power of two below the square root of a number of terms.
 
     Any power of two would give the same values: of a symbolic size the one of the size that is traced is taken, so
     that other sizes run in the same graph.

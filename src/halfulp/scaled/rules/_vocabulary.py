@@ -72,7 +72,7 @@ def _data_movement_rule(operator: OpOverload, is_view: bool) -> Callable:
 
 
 def move_elements(operator: OpOverload, payload: Tensor, *arguments: Any, **options: Any) -> Any:
-    """An operator that moves elements, on a payload: as bytes where torch has no such kernel for eight bits."""
+    """Run an operator that moves elements on a payload: as bytes where torch has no kernel for eight bits."""
     if payload.dtype not in EIGHT_BITS or operator.is_view:
         return operator(payload, *arguments, **options)
     results = operator(payload.view(torch.uint8), *arguments, **options)
@@ -245,7 +245,7 @@ def _aligned_rule(operator: OpOverload) -> Callable:
 
 
 def overloads(*packets: OpOverloadPacket) -> list[OpOverload]:
-    """The overloads of operators that write no argument, view none, and that torch does not compose of others."""
+    """Return the overloads of operators that are neither views, nor composites, and write no argument."""
     found = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     return [
         operator

@@ -36,7 +36,7 @@ _LARGEST_EPS = 1e-3
 
 
 def scaled_by_number(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, float]:
-    """x with the power of two nearest to a number in its scale, and what of the number is left."""
+    """Return x with the power of two next to a number in its scale, and the rest of the number."""
     if factor == 1:
         return x, 1.0
     x = operand(x, like)
@@ -58,7 +58,7 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
 
 
 def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
-    """Whether this is a positive number that a payload cannot hold under the scale; if unknown, whether it may be.
+    """Return whether a positive number is below the payload's range under the scale; True if that is unknown.
 
     Compiled optimizers divide by what has the other sign, and add a tensor of one number.
     """
@@ -89,7 +89,7 @@ def rsub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
 
 
 def pick_of_two(operator: OpOverload, a: Any, b: Any) -> Tensor:
-    """op(a, b) where it picks of two: constants have no say in the scale."""
+    """Return op(a, b) of an operator that selects one of two: constants do not decide the scale."""
     (x, y), scale = align_with_constants([a, b])
     return payloads_under(operator(x, y), [scale], [a, b])
 
@@ -140,7 +140,7 @@ def _concatenate(operator: OpOverload, tensors: Sequence[Any], dim: int) -> Tens
 
 
 def _within(x: ScaledTensor, low: Any, high: Any) -> ScaledTensor:
-    """x under the power of two of the larger bound, where two numbers bound it and that is the smaller scale."""
+    """Return x under the power of two of its larger bound, if two numbers bound it and that is the smaller scale."""
     bounds = [abs(float(b)) for b in (low, high) if isinstance(b, (int, float))]
     if len(bounds) < 2 or not 0 < max(bounds) < float("inf"):
         return x
@@ -182,7 +182,7 @@ def hardtanh(x: ScaledTensor, low: Any = -1, high: Any = 1) -> Tensor:
 
 
 def with_constant(operator: Any, x: ScaledTensor, value: Any) -> Tensor:
-    """op(payload, payload of a constant) under x's scale."""
+    """Return op(payload, payload of a constant) under x's scale."""
     (payload,), scale = constants_under(x, value)
     own = _powers.times(to_float32(x), _powers.ratio(x._scale, scale))
     return payloads_under(operator(own, payload), [scale], [x])

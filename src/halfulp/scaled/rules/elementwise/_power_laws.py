@@ -23,7 +23,7 @@ _EXACT_DEGREES = (1, 2, 3, -1, -2)
 
 
 def sqrt_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
-    """The square root of a scale as a power of two, and the factor, 1 or 2, that the payload takes under its root.
+    """Return the square root of a scale as a power of two, and the factor, 1 or 2, for the payload under its root.
 
     sqrt(p 2^(2k + 1)) = sqrt(2 p) 2^k.
     """

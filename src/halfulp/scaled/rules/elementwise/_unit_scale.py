@@ -21,7 +21,7 @@ aten = torch_operators("aten")
 
 
 def fitting(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    """float32 values under a scale, or under as much a larger one as the largest finite value needs."""
+    """Return float32 values under a scale, or under the larger one that the largest finite value needs."""
     if storage not in (torch.float32, torch.bfloat16) and values.numel():
         largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
         needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")

@@ -20,7 +20,7 @@ from .._results import sqrt_of_count
 
 
 def wire_storage(x: ScaledTensor) -> torch.dtype:
-    """What a payload travels as where it is added or compared: eight bits as float16."""
+    """Return the type in which a payload is sent to be added or compared: float16 for eight bits."""
     return torch.float16 if x._payload.dtype in EIGHT_BITS else x._payload.dtype
 
 
@@ -30,7 +30,7 @@ def wire_scales(
     terms: int = 1,
     storage: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Scales that all ranks agree on, in one message: the largest of each, and room for a sum over ranks.
+    """Return scales that all ranks agree on, in one message: the largest of each, with room for a sum over ranks.
 
     Args:
         tensors: this rank's.
@@ -54,12 +54,12 @@ def _amax(x: ScaledTensor) -> Tensor:
 
 
 def on_the_wire(x: ScaledTensor, scale: Tensor) -> Tensor:
-    """The payload under an agreed scale."""
+    """Return the payload to send, under an agreed scale."""
     return to_storage(_powers.times(to_float32(x), _powers.ratio(x._scale, scale)), wire_storage(x)).contiguous()
 
 
 def _sent(collective: Callable, *arguments: Any, group: Any, **options: Any) -> Any:
-    """A collective on plain tensors, to its end: whoever waits for its handle later may read at once."""
+    """Run a collective on plain tensors and wait for it: callers may read before they wait for its handle."""
     group = dist.ProcessGroup.unbox(group)
     work = collective(*arguments, group=group, async_op=True, **options)
     work.wait()
@@ -75,7 +75,7 @@ def _agreed(tensors: Sequence[ScaledTensor], group: Any, terms: int = 1) -> list
 
 
 def _kind(op: Any, name: str) -> str:
-    """The name of a reduction, which arrives in a box.
+    """Return the name of a reduction from its boxed operator.
 
     Raises:
         NotImplementedError: none of sum, average, maximum and minimum.
@@ -93,7 +93,7 @@ def _terms(kind: str, group: Any) -> int:
 
 
 def _on_wire(kind: str) -> Any:
-    """The reduction that backends are asked for: some have no average."""
+    """Return the reduction to request from the backend: some have no average."""
     return getattr(dist.ReduceOp, "SUM" if kind == "AVG" else kind)
 
 

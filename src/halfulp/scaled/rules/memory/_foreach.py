@@ -35,7 +35,7 @@ _NAMED = ("alpha", "dtype", "memory_format")
 
 
 def _each(operator: OpOverload, name: str) -> None:
-    """Register a loop: lists by element, all else as it is; a tensor of scalars for an overload that has one."""
+    """Register a loop over lists; a tensor of scalars is split where the overload takes one."""
     single = _SINGLE.get(name) or getattr(torch.ops.aten, name)
     places = [(a.name, str(a.type)) for a in operator._schema.arguments]
     lists = {place for place, kind in places if kind.startswith("List[") or kind.endswith("[]")}
@@ -58,7 +58,7 @@ def _each(operator: OpOverload, name: str) -> None:
 
 
 def _call(single: Callable, given: dict[str, Any]) -> Tensor:
-    """By position what operators name in several ways, by name what they agree on."""
+    """Call an operator, by position for arguments whose names differ between overloads, by name for others."""
     named = {key: x for key, x in given.items() if key in _NAMED and x is not None}
     return single(*(x for key, x in given.items() if key not in _NAMED), **named)
 

@@ -1,4 +1,4 @@
-"""Collectives as torch.compile, DTensor and FSDP2 call them: results are new tensors, already waited for."""
+"""Functional collectives, which torch.compile, DTensor and FSDP2 call: results are new tensors, already complete."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def broadcast(x: ScaledTensor, source: int, group: Any) -> ScaledTensor:
 
 
 def wait_tensor(x: ScaledTensor) -> ScaledTensor:
-    """Nothing to wait for: the same memory."""
+    """Return the tensor: collectives here are complete when they return."""
     return wrap(x._payload, x._scale, x.dtype)
 
 

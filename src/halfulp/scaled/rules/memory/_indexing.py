@@ -23,7 +23,7 @@ aten = torch_operators("aten")
 
 
 def written(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:
-    """compute(payload, payload of the source) under the larger scale, in which a constant has no say."""
+    """Return compute(payload, source's payload) under the larger scale, which constants do not decide."""
     like = first_scaled((x, source))
     if is_constant(source) and not isinstance(x, ScaledTensor):
         x = operand(x, like)
@@ -61,7 +61,7 @@ def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
 
 @implements(aten.scatter_reduce.two, family="indexing")
 def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
-    """A source joined to what is at indices: under the larger scale, products by value."""
+    """Combine a source with the elements at indices: sums and extrema under the larger scale, products by value."""
     return _reduced(aten.scatter_reduce.two, x, dim, index, source, reduce, include_self)
 
 

@@ -38,7 +38,7 @@ def native_dropout_backward(gradient: ScaledTensor, mask: Tensor, factor: float)
 
 
 def _drawn(operator: OpOverload) -> None:
-    """Register an operator that takes no more of its tensor than its shape."""
+    """Register an operator that uses only the shape of its tensor."""
 
     def draw(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         return measured_like(operator(torch.empty_like(x._payload, dtype=torch.float32), *arguments, **options), [x])

@@ -87,7 +87,7 @@ def _attention_backward(operator: OpOverload) -> None:
 
 
 def _operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
-    """Tensors as payload x scale, then the storage of what is made of them."""
+    """Return tensors as payload x scale, then the storage of their result."""
     like = first_scaled([*tensors, *given.values()])
     scaled = [x for x in tensors if isinstance(x, ScaledTensor)]
     return *(operand(x, like) for x in tensors), product_storage(tuple(scaled) or (like,))
@@ -118,7 +118,7 @@ def _payloads(query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kerne
 
 
 def _bias_values(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
-    """What is added to logits, as values; masks of truth values stay."""
+    """Return what is added to logits as values; boolean masks stay."""
     found = {name: given[name] for name in _BIAS if isinstance(given.get(name), Tensor)}
     return {name: value_of(x).to(kernel) if x.is_floating_point() else x for name, x in found.items()}
 

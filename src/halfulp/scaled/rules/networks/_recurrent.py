@@ -23,7 +23,7 @@ aten = torch_operators("aten")
 
 
 def _layer(operator: OpOverload, states: int) -> None:
-    """Register a fused layer: gates are functions of values. What follows the states is for its backward, and plain."""
+    """Register a fused layer computed on values; results after the states are for its backward, and stay plain."""
 
     def run(*arguments: Any, **options: Any) -> tuple:
         leaves = tree_leaves((arguments, options))
@@ -37,7 +37,7 @@ def _layer(operator: OpOverload, states: int) -> None:
 
 
 def _layer_backward(operator: OpOverload) -> None:
-    """Register its backward: linear in the gradients of its results, which are brought under their largest scale."""
+    """Register a backward: linear in the gradients of its results, which are aligned to their largest scale."""
 
     def run_backward(*arguments: Any, **options: Any) -> Any:
         leaves = tree_leaves((arguments, options))
@@ -55,7 +55,7 @@ def _layer_backward(operator: OpOverload) -> None:
 
 
 def _measured(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
-    """float32 values, of which a scale was left out, under a measured one."""
+    """Encode float32 values, divided by a known scale, under a measured one."""
     if not isinstance(y, Tensor) or not y.is_floating_point():
         return y
     level = rms_scale_float32(y, storage)
@@ -82,7 +82,7 @@ def pack_padded_sequence(x: ScaledTensor, lengths: Tensor, batch_first: bool) ->
 
 
 def _chunks(operator: OpOverload, split: OpOverload) -> None:
-    """Register a split whose parts are written in place, as gates are: each owns its memory, and so its scale."""
+    """Register a split whose parts are written in place, as gates are: each owns its memory and its scale."""
 
     def chunks(x: ScaledTensor, *arguments: Any) -> list[Tensor]:
         return [part.clone() for part in split(x, *arguments)]

@@ -35,13 +35,13 @@ aten = torch_operators("aten")
 
 
 def product_storage(operands: tuple) -> torch.dtype:
-    """Products of eight-bit payloads are stored in float16, as accumulators that are read once."""
+    """Return the storage of a product: float16 for eight-bit operands, the widest storage for others."""
     storage = storage_of(operands)
     return torch.float16 if storage in EIGHT_BITS else storage
 
 
 def reciprocal_of_scale(scale: Tensor) -> Tensor | float:
-    """1 / scale as a factor; that of zeros of any scale is 1, or what is divided by them would decide alignments."""
+    """Return 1 / scale as a factor; 1 for zeros of any scale, whose quotients would decide alignments."""
     value = _powers.concrete_value(scale)
     if value is not None:
         return 1.0 if value == _powers.ZERO_SCALE else 1.0 / value
@@ -49,7 +49,7 @@ def reciprocal_of_scale(scale: Tensor) -> Tensor | float:
 
 
 def product_over(*factors: Tensor | float, scale: Tensor | None = None) -> Tensor | float:
-    """The product of some scales, divided by another: what payloads take to come under it.
+    """Return the product of some scales divided by another: the factor that brings payloads under it.
 
     It stays a normal float32 number, as an infinity under the scale of zeros must not meet a factor of 0.
     """
@@ -64,12 +64,12 @@ def product_over(*factors: Tensor | float, scale: Tensor | None = None) -> Tenso
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether a number is a traced size, of which no power of two may be taken: that would fix it."""
+    """Return whether a number is a traced size: taking its power of two would fix it."""
     return isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
 def split_number(value: Any) -> tuple[Any, float]:
-    """A number as mantissa and the power of two next to it in log2, for zero the smallest scale.
+    """Split a number into a mantissa and the power of two next to it in log2; zero has the smallest scale.
 
     What has no such power is its own mantissa.
     """
@@ -83,7 +83,7 @@ def split_number(value: Any) -> tuple[Any, float]:
 
 
 def zero_scale_like(x: ScaledTensor) -> Tensor:
-    """The scale of zeros, which decides nothing."""
+    """Return the scale of zeros, which decides nothing."""
     return torch.full_like(x._scale, _powers.ZERO_SCALE)
 
 
@@ -116,7 +116,7 @@ def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torc
 
 
 def product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
-    """An operand of a product of matrices: a plain one is rounded to bfloat16 where the other is, to multiply as such.
+    """Return an operand of a matrix product; a plain one beside bfloat16 is rounded to it, to multiply as such.
 
     Of the narrow types it alone has float32's range, so that nothing but digits is lost.
     """
@@ -127,7 +127,7 @@ def product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
 
 
 def _for_product(*tensors: ScaledTensor) -> list[Tensor]:
-    """Payloads for a product of matrices: bfloat16, whose sums torch keeps in float32 and rounds once, or float32.
+    """Return payloads for a matrix product: bfloat16, which torch sums in float32 and rounds once, or float32.
 
     bfloat16 has float32's range; float16 would leave its own before the sum is brought back.
     """
@@ -208,7 +208,7 @@ def div(a: Any, b: Any) -> Tensor:
 
 
 def _powers_of_zeros(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
-    """What `inverse` left out of the scale of a divisor as small as the smallest scale."""
+    """Put back what `reciprocal_of_scale` left out for a divisor under the smallest scale."""
     value = _powers.concrete_value(divisor)
     if value is not None:
         return rest / _powers.ZERO_SCALE if value == _powers.ZERO_SCALE else rest

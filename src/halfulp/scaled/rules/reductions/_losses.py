@@ -26,7 +26,7 @@ def _spread(count: int, reduction: int) -> float:
 
 
 def _share(count: int, reduction: int) -> float:
-    """The power of two near what a mean divides gradients by."""
+    """Return the power of two near the factor by which a mean divides gradients."""
     return 1.0 / sqrt_of_count(count * count) if reduction == MEAN else 1.0
 
 

@@ -35,7 +35,7 @@ _LARGEST_EPS = 2.0**100
 
 
 class Normalised:
-    """A tensor as a normalisation takes it: payloads where the scale is known, else values, which gives the same."""
+    """The data of a normalisation: payloads where the scale is concrete, else values, which give the same."""
 
     def __init__(self, x: ScaledTensor, eps: float) -> None:
         scale = _powers.concrete_value(x._scale)
@@ -45,24 +45,24 @@ class Normalised:
         self.eps = eps / scale**2 if self.exact else eps
 
     def mean(self, mean: Tensor) -> ScaledTensor:
-        """A mean of the data under x's scale."""
+        """Return a mean of the data under x's scale."""
         own = self.x._scale.clone()
         return wrap(mean if self.exact else _powers.times(mean, _powers.ratio(scale_one(own), own)), own, torch.float32)
 
     def deviation(self, deviation: Tensor) -> ScaledTensor:
-        """A reciprocal standard deviation of the data, under the reciprocal of x's scale or eps' root if smaller."""
+        """Return a reciprocal standard deviation of the data, under 1 / x's scale, or under eps' root if smaller."""
         held = scale_one(deviation) if not self.exact else reciprocal(self.x._scale)
         payload = _powers.times(deviation, _powers.ratio(held, self.limit))
         return wrap(payload, self.limit.clone(), torch.float32)
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """1 / s, which is a scale for every scale but the largest; that has the smallest."""
+    """Return 1 / s, for the largest scale the smallest one."""
     return power_of_scale(scale, -1)[0]
 
 
 def deviation_scale(x: ScaledTensor, eps: float) -> Tensor:
-    """A scale for 1 / sqrt(var + eps)."""
+    """Return a scale for 1 / sqrt(var + eps)."""
     inverse = reciprocal(x._scale)
     if not eps > 0:
         return inverse
@@ -108,12 +108,12 @@ def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor
 
 
 def _default_eps(dtype: torch.dtype) -> float:
-    """torch's, of the type that it computes in."""
+    """Return torch's default eps of the type in which it computes."""
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
 def _statistics(x: ScaledTensor, mean: Any, deviation: Any) -> list[Tensor]:
-    """Saved statistics in the space of x's payload."""
+    """Return saved statistics in the space of x's payload."""
     found = []
     for saved, scale in ((mean, x._scale), (deviation, reciprocal(x._scale))):
         if saved is not None:
@@ -211,7 +211,7 @@ def _batch_statistics(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
 
 
 def _moved(running: Any, batch: ScaledTensor, momentum: float) -> Any:
-    """A moving average one step on: of a plain tensor plain, of a scaled one scaled."""
+    """Return a moving average after one step: scaled if the average is."""
     if not isinstance(running, ScaledTensor):
         return running * (1 - momentum) + decode_values(batch, running.dtype) * momentum
     wide = wrap(to_float32(running), running._scale, running.dtype)

@@ -23,7 +23,7 @@ aten = torch_operators("aten")
 
 
 def terms_of(x: Tensor, dims: Sequence[int] | int | None) -> int:
-    """How many elements one result is the sum of."""
+    """Return how many elements one result is the sum of."""
     if dims is None or (not isinstance(dims, int) and not len(dims)):
         return x.numel()
     dims = [dims] if isinstance(dims, int) else dims
@@ -31,7 +31,7 @@ def terms_of(x: Tensor, dims: Sequence[int] | int | None) -> int:
 
 
 def sum_scale_of(x: Tensor, dims: Sequence[int] | int | None = None, *_: Any, **__: Any) -> float:
-    """The power of two below the root of the number of terms."""
+    """Return the power of two below the square root of the number of terms."""
     return sqrt_of_count(terms_of(x, dims))
 
 
@@ -72,7 +72,7 @@ def sum_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool =
 
 @with_dtype(aten.nansum.default)
 def nansum(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """The sum of what is a number."""
+    """Sum the elements that are numbers."""
     return payloads_under(aten.nansum.default(to_float32(x), dims, keepdim), [x._scale], [x], sum_scale_of(x, dims))
 
 
@@ -106,7 +106,7 @@ def var_mean(x: ScaledTensor, *arguments: Any, **options: Any) -> tuple[Tensor, 
 
 
 def squared(y: Tensor, scale: Tensor, holders: list[Any]) -> Tensor:
-    """Payloads that stand for y s^2; a narrow one under the power of two that is next to its root mean square."""
+    """Return payloads of y s^2 as a tensor; a narrow one under the power of two next to its root mean square."""
     storage = storage_of(holders)
     if storage == torch.float32:
         return payloads_under(y, [scale, scale], holders)
