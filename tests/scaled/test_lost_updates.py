@@ -122,4 +122,4 @@ def test_a_looked_at_update_has_the_same_result_and_leaves_nothing_behind(seed, 
         found.append(mean.decode())
     assert torch.equal(*found)
     del mean, goal
-    assert not [key for key, (reference, _) in _lost_updates._known.items() if reference() is None]
+    assert not [key for key, (reference, _) in _lost_updates._updates.items() if reference() is None]

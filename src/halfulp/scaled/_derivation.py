@@ -122,10 +122,10 @@ def run_on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     arguments, options = tree_map(
         lambda x: decode_values(x, wide) if isinstance(x, ScaledTensor) else x, (arguments, options)
     )
-    return tree_map(lambda x: _held(x, wide, dtype, storage), operator(*arguments, **options))
+    return tree_map(lambda x: _encode_result(x, wide, dtype, storage), operator(*arguments, **options))
 
 
-def _held(x: Any, wide: torch.dtype, dtype: torch.dtype, storage: torch.dtype) -> Any:
+def _encode_result(x: Any, wide: torch.dtype, dtype: torch.dtype, storage: torch.dtype) -> Any:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     return encode_values(x, storage, dtype=dtype if x.dtype == wide else x.dtype)
@@ -137,10 +137,10 @@ def _written_or_refused(operator: OpOverload, name: str) -> Callable:
         return functools.partial(_refuse, operator, "writes into its argument")
     if torch.Tag.inplace_view in operator.tags:
         return functools.partial(_viewed_in_place, operator, functional)
-    return functools.partial(_written, operator, functional, name)
+    return functools.partial(_in_place, operator, functional, name)
 
 
-def _written(operator: OpOverload, functional: OpOverload, name: str, *arguments: Any, **options: Any) -> Any:
+def _in_place(operator: OpOverload, functional: OpOverload, name: str, *arguments: Any, **options: Any) -> Any:
     """Compute the functional form, then copy its results into the arguments that the operator writes."""
     names = [argument.name for argument in operator._schema.arguments]
     given = dict(zip(names, arguments)) | options

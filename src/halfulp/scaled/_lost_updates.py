@@ -27,10 +27,10 @@ _ADDING = ("add_", "sub_", "lerp_", "addcdiv_")
 _SHRINKING = ("mul_", "div_")
 # Over so many looks most must be lost: of averages, which turn round once in a while, and of steps, which become small
 # as training ends. The older of more looks count less and less.
-_TURNS, _STEPS, _MOST = 2, 8, 16
-_turns = itertools.count()
+_LOOKS_OF_AVERAGES, _LOOKS_OF_STEPS, _MOST_LOOKS = 2, 8, 16
+_phases = itertools.count()
 # By the identity of a scale, which views share: torch hands detached ones to what averages.
-_known: dict[int, tuple[weakref.ref[Tensor], Updates]] = {}
+_updates: dict[int, tuple[weakref.ref[Tensor], Updates]] = {}
 
 
 @dataclass(slots=True)
@@ -76,59 +76,59 @@ def begin(name: str, x: Any, given: Mapping[str, Any], functional: Callable) -> 
         return None
     if not _powers.is_concrete(x._payload) or not _powers.is_concrete(x._scale) or x._payload.is_inference():
         return None
-    held = _updates_of(x._scale)
-    goes_on = held.shrunk and name in _ADDING
-    held.shrunk = name in _SHRINKING
-    is_next = goes_on and held.exact is not None and held.version == x._payload._version and held.exact.shape == x.shape
+    seen = _updates_of(x._scale)
+    goes_on = seen.shrunk and name in _ADDING
+    seen.shrunk = name in _SHRINKING
+    is_next = goes_on and seen.exact is not None and seen.version == x._payload._version and seen.exact.shape == x.shape
     if not is_next:
-        held.start = held.exact = None
-        held.count += not goes_on
-        if goes_on or held.count % INTERVAL:
+        seen.start = seen.exact = None
+        seen.count += not goes_on
+        if goes_on or seen.count % INTERVAL:
             return None
-        held.start = decode_values(x, torch.float64)
+        seen.start = decode_values(x, torch.float64)
     target = next(iter(given))
     wide = {key: _wide(value) for key, value in given.items()}
-    wide[target] = held.exact if is_next else held.start
-    held.exact = functional(**wide)
-    held.is_average = name == "lerp_" or (is_next and name in ("add_", "sub_"))
-    return held
+    wide[target] = seen.exact if is_next else seen.start
+    seen.exact = functional(**wide)
+    seen.is_average = name == "lerp_" or (is_next and name in ("add_", "sub_"))
+    return seen
 
 
-def end(held: Updates, name: str, x: ScaledTensor) -> None:
+def end(seen: Updates, name: str, x: ScaledTensor) -> None:
     """Compare a sampled update that has been written with the exact one, or wait for the addition that completes it."""
     if name in _SHRINKING:
-        held.version = x._payload._version
+        seen.version = x._payload._version
         return
-    wanted, kept = held.exact - held.start, decode_values(x, torch.float64) - held.start
-    held.start = held.exact = None
+    wanted, kept = seen.exact - seen.start, decode_values(x, torch.float64) - seen.start
+    seen.start = seen.exact = None
     asked, got = (wanted * wanted).sum().item(), (wanted * kept).sum().item()
     if not 0.0 < asked < torch.inf:
         return
-    held.looks, held.kept = held.looks + 1, held.kept + min(max(got / asked, -2.0), 2.0)
-    if held.looks >= (_TURNS if held.is_average else _STEPS) and held.kept < 0.5 * held.looks:
+    seen.looks, seen.kept = seen.looks + 1, seen.kept + min(max(got / asked, -2.0), 2.0)
+    if seen.looks >= (_LOOKS_OF_AVERAGES if seen.is_average else _LOOKS_OF_STEPS) and seen.kept < 0.5 * seen.looks:
         note_and_warn_once(
             "lost updates",
             f"{name} moves a ScaledTensor of {x._payload.dtype} by so little that rounding drops most of it: keep "
             "averages of weights in float32 (move a copy of the model by halfulp.scaled.unscalify, with lerp_), and "
             "let hu.optim step parameters, whose weight updates keep what rounding drops",
         )
-    if held.looks >= _MOST:
-        held.looks, held.kept = held.looks / 2, held.kept / 2
+    if seen.looks >= _MOST_LOOKS:
+        seen.looks, seen.kept = seen.looks / 2, seen.kept / 2
 
 
 def _updates_of(scale: Tensor) -> Updates:
     key = id(scale)
-    known = _known.get(key)
-    if known is not None and known[0]() is scale:
-        return known[1]
+    entry = _updates.get(key)
+    if entry is not None and entry[0]() is scale:
+        return entry[1]
 
     def forget(dead: weakref.ref) -> None:
-        if _known.get(key, (None,))[0] is dead:
-            del _known[key]
+        if _updates.get(key, (None,))[0] is dead:
+            del _updates[key]
 
-    held = Updates(next(_turns) % INTERVAL)
-    _known[key] = weakref.ref(scale, forget), held
-    return held
+    seen = Updates(next(_phases) % INTERVAL)
+    _updates[key] = weakref.ref(scale, forget), seen
+    return seen
 
 
 def _wide(x: Any) -> Any:

@@ -58,7 +58,7 @@ class ScaledTensor(torch.Tensor):
         dtype: torch.dtype = torch.float32,
         home: torch.dtype | None = None,
     ) -> ScaledTensor:
-        """payload x scale as it is: nothing is measured or rounded.
+        """Make a tensor of a payload and a scale as they are: nothing is measured or rounded.
 
         Args:
             payload: of a storage dtype.
@@ -98,7 +98,7 @@ class ScaledTensor(torch.Tensor):
         rounding: PowerRounding = "nearest",
         home: torch.dtype | None = None,
     ) -> ScaledTensor:
-        """A plain tensor as payload x scale.
+        """Encode a plain tensor as payload x scale.
 
         Scales end at 2^-126: values below that times the payload's smallest number, as float64 has them, become 0.
 
@@ -131,17 +131,17 @@ class ScaledTensor(torch.Tensor):
 
     @property
     def payload(self) -> Tensor:
-        """What the scale multiplies: a plain tensor that shares this tensor's memory."""
+        """The payload, which the scale multiplies: a plain tensor that shares this tensor's memory."""
         return self._payload
 
     @property
     def scale(self) -> Tensor:
-        """A power of two: float32, without dimensions."""
+        """The scale, a power of two: a float32 tensor without dimensions."""
         return self._scale
 
     @property
     def home(self) -> torch.dtype | None:
-        """The storage that products bring results to, float16 or bfloat16; None where no operator changes storage.
+        """The storage to which products round their results, float16 or bfloat16; None where no operator changes storage.
 
         With a home, results of the operators that torch.autocast computes in float32 (exp, log, pow, sums, softmax,
         losses) have a float32 payload, and so has what further pointwise operators make of them; matrix products,
@@ -159,11 +159,11 @@ class ScaledTensor(torch.Tensor):
     payload_scale = scale
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
-        """The same values under another scale; finite payloads beyond the storage's range saturate."""
+        """Return the same values under another scale; finite payloads beyond the storage's range saturate."""
         return CLASS_FUNCTIONS["with_scale"](self, scale)
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The value as a plain tensor, rounded once to the logical dtype, or another; gradients flow through it.
+        """Return the value as a plain tensor, rounded once to the logical dtype or another; gradients flow through it.
 
         >>> import torch
         >>> ScaledTensor(torch.tensor([1.0, 1.5]), 2.0**-3).decode()
@@ -182,15 +182,15 @@ class ScaledTensor(torch.Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Whether processes share the memory."""
+        """Return whether processes share the memory."""
         return self._payload.is_shared()
 
     def tolist(self) -> float | list:
-        """Python floats in nested lists."""
+        """Return the values as Python floats in nested lists."""
         return self.detach().decode(torch.float64).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refused: NumPy has no type for a payload with a scale."""
+        """Raise TypeError: NumPy has no type for a payload with a scale."""
         raise TypeError("NumPy has no type for a payload with a scale: x.decode().numpy(), or x.payload and x.scale")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:

@@ -65,11 +65,11 @@ def with_float32_payload(x: Any) -> Any:
     return wrap(to_float32(x), x._scale, x.dtype, x._home)
 
 
-def _narrow(x: Any) -> Any:
+def _to_home(x: Any) -> Any:
     return round_to_home(x) if is_above_home(x) else x
 
 
-def _each(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tuple[tuple, dict]:
+def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tuple[tuple, dict]:
     def changed(x: Any) -> Any:
         return tree_map(changed, x) if isinstance(x, (list, tuple)) else change(x)
 
@@ -78,12 +78,12 @@ def _each(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tupl
 
 def operands_in_float32(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Widen every payload to float32."""
-    return _each(with_float32_payload, arguments, options)
+    return _map_tensors(with_float32_payload, arguments, options)
 
 
 def operands_in_home(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Round every float32 payload to the home storage."""
-    return _each(_narrow, arguments, options)
+    return _map_tensors(_to_home, arguments, options)
 
 
 def operands_in_widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:
@@ -180,20 +180,20 @@ def make_promoted_rule(operator: OpOverload) -> Callable:
             arguments, options = prepare(arguments, options)
         results = rule_of(operator)(*arguments, **options)
         written = {id(x) for x in tree_leaves((arguments, options))} if writes else ()
-        results = _marked(results, home, written)
+        results = _with_home(results, home, written)
         return round_to_home(results) if accumulates and is_above_home(results) and _is_accumulating() else results
 
     return run
 
 
-def _marked(results: Any, home: torch.dtype, written: Container[int]) -> Any:
+def _with_home(results: Any, home: torch.dtype, written: Container[int]) -> Any:
     """Give results the home, except arguments that are written: these keep their own or none."""
     if type(results) is ScaledTensor:
         if id(results) not in written:
             results._home = results._home or home
     elif isinstance(results, (list, tuple)):
         for result in results:
-            _marked(result, home, written)
+            _with_home(result, home, written)
     return results
 
 

@@ -56,7 +56,7 @@ def write(x: Tensor, value: Any) -> Tensor:
         same = value._payload.dtype == x._payload.dtype
         payload, scale = value._payload if same else to_float32(value), value._scale
     else:
-        scale = _kept(x._scale, value._scale)
+        scale = _scale_of_partial_write(x._scale, value._scale)
         factor = _powers.ratio(value._scale, scale)
         payload = _powers.times(to_float32(value), factor)
         if isinstance(factor, float) and factor > _powers.LARGEST:  # which `times` does not multiply by
@@ -76,7 +76,7 @@ def covers_memory(x: ScaledTensor) -> bool:
     return payload.numel() * payload.element_size() == payload.untyped_storage().nbytes()
 
 
-def _kept(own: Tensor, other: Tensor) -> Tensor:
+def _scale_of_partial_write(own: Tensor, other: Tensor) -> Tensor:
     """Return the scale for a partial write: the memory's own, or the value's if the memory holds only zeros."""
     value = _powers.concrete_value(own)
     if value is None:

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from .. import _powers_of_two as _powers
 from .._dtypes import check_storage
 from .._operands import encode_values, rms_scale, to_storage
-from ..rules.memory._collectives import wire_scales
+from ..rules.memory._collectives import agreed_scales
 
 
 def payload_hook(storage: torch.dtype, bucket):  # torch compares annotations, and knows no strings
@@ -39,7 +39,7 @@ def payload_hook(storage: torch.dtype, bucket):  # torch compares annotations, a
     size = dist.get_world_size(group)
     gradients = bucket.gradients()
     mine = [encode_values(gradient, torch.float32, rms_scale(gradient, storage)) for gradient in gradients]
-    scales = wire_scales(mine, functools.partial(_largest, group), size, storage)
+    scales = agreed_scales(mine, functools.partial(_largest, group), size, storage)
     payloads = [_powers.times(x._payload, _powers.ratio(x._scale, scale)) for x, scale in zip(mine, scales)]
     message = torch.cat([to_storage(payload.reshape(-1), storage) for payload in payloads])
     finished = dist.all_reduce(message, group=group, async_op=True).get_future()

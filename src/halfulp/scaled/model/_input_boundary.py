@@ -16,14 +16,14 @@ from .._registry import implements
 from .._scaled_tensor import ScaledTensor
 
 # `like` is what makes a scaled tensor of the result, also for compilers: operators of plain tensors give plain ones.
-_enter = define_operator(
+_encode_like = define_operator(
     "scaled_like(Tensor x, Tensor like, ScalarType storage) -> Tensor",
     lambda x, like, storage: x.clone(),
     lambda x, like, storage: torch.empty_like(x),
 )
 
 
-@implements(_enter, family="creation")
+@implements(_encode_like, family="creation")
 def scaled_like(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTensor:
     """Encode a plain tensor as payload x scale, the scale measured."""
     made = encode_values(x, storage)
@@ -52,7 +52,7 @@ def encode_arguments(arguments: Any, storage: torch.dtype, like: ScaledTensor) -
     def entered(x: Any) -> Any:
         if not _is_plain_float(x):
             return x
-        return _enter(x, like, storage) if torch.compiler.is_compiling() else encode(x, storage)
+        return _encode_like(x, like, storage) if torch.compiler.is_compiling() else encode(x, storage)
 
     return tree_map(entered, arguments)
 

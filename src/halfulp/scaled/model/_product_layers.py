@@ -91,7 +91,7 @@ def _bring_inputs_home(module: nn.Module, arguments: tuple, options: dict) -> tu
     for x in (*arguments, *options.values()):
         if is_above_home(x) and x.grad_fn is not None:
             _narrow_last_factors(x.grad_fn)
-    entered = _entering()
+    entered = _once_per_tensor()
     return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
 
 
@@ -129,7 +129,7 @@ def _bring_results_home(module: nn.Module, arguments: tuple, results: Any) -> An
     return tree_map(lambda x: _BringHome.apply(x) if is_above_home(x) else x, results)
 
 
-def _entering() -> Callable[[Any], Any]:
+def _once_per_tensor() -> Callable[[Any], Any]:
     """Return a conversion with one result for one tensor: attention asks whether query, key and value are the same."""
     found: dict[int, Tensor] = {}
 

@@ -104,7 +104,7 @@ def propose_rescales(
     if not parameters:
         raise ValueError(f"this {type(model).__name__} has no scaled parameters: hu.scalify(model)")
     probe = _Probe()
-    with _untouched(model), probe.attached(model), torch.enable_grad():
+    with _without_rescales(model), probe.attached(model), torch.enable_grad():
         value = loss(call(model, batch))
         torch.autograd.grad(value, parameters, allow_unused=True)
     forward = _first_to_leave(probe.forward, window)
@@ -209,7 +209,7 @@ class _Measured(torch.autograd.Function):
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def _without_rescales(model: nn.Module) -> Iterator[None]:
     """Turn rescales off in the block, and restore buffers and the random state after it."""
     sides = {module: module.__dict__.pop(_SIDE) for module in model.modules() if _SIDE in module.__dict__}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]

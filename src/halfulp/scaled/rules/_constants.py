@@ -57,10 +57,10 @@ def with_room(scale: Tensor, storage: torch.dtype, *constants: ScaledTensor) -> 
     """Return a scale, or as much larger a one as constants need; for zeros of any scale the constants' largest."""
     value = _powers.concrete_value(scale)
     roomy = _powers.maximum_scale(scale, *(_least_scale(c, storage) for c in constants))
-    return roomy if value not in (None, _powers.ZERO_SCALE) else _adopted(scale, roomy, storage, constants)
+    return roomy if value not in (None, _powers.ZERO_SCALE) else _zeros_scale(scale, roomy, storage, constants)
 
 
-def _adopted(scale: Tensor, otherwise: Tensor, storage: torch.dtype, constants: tuple[ScaledTensor, ...]) -> Tensor:
+def _zeros_scale(scale: Tensor, otherwise: Tensor, storage: torch.dtype, constants: tuple[ScaledTensor, ...]) -> Tensor:
     """Return the constants' largest scale for zeros of any scale; at least 1 for a large one, and what it needs."""
     own = _powers.maximum_scale(*(c._scale for c in constants))
     roomy = _powers.maximum_scale(*(_least_scale(c, storage) for c in constants)).clamp(min=1.0)
@@ -99,9 +99,11 @@ def constants_under(x: ScaledTensor, *constants: Any, room: bool = True) -> tupl
             powers = {c: _powers.power_of(abs(c)) for c in numbers if c and math.isfinite(c)}
             needed = [p if p < _LARGE else max(1.0, _room_of(c, storage)) for c, p in powers.items()]
         own = max([own, *needed])
-        return [_under_number(c, own, storage) for c in numbers], torch.full((), own, dtype=torch.float32, device="cpu")
+        return [_payload_of(c, own, storage) for c in numbers], torch.full((), own, dtype=torch.float32, device="cpu")
     tensors = [operand(c, x) for c in constants]
-    scale = with_room(x._scale, storage, *tensors) if room else _adopted(x._scale, x._scale, storage, tuple(tensors))
+    scale = (
+        with_room(x._scale, storage, *tensors) if room else _zeros_scale(x._scale, x._scale, storage, tuple(tensors))
+    )
     return [constant_payload(c, scale, storage) for c in tensors], scale
 
 
@@ -112,7 +114,7 @@ def _room_of(constant: float, storage: torch.dtype) -> float:
     return _powers.power_of((LEAST_STAND_IN if size >= _stand_in(storage) else size) / torch.finfo(storage).max, "up")
 
 
-def _under_number(constant: float, scale: float, storage: torch.dtype) -> float:
+def _payload_of(constant: float, scale: float, storage: torch.dtype) -> float:
     if not math.isfinite(constant):
         return constant
     payload, largest = constant / scale, torch.finfo(storage).max

@@ -139,7 +139,7 @@ def _concatenate(operator: OpOverload, tensors: Sequence[Any], dim: int) -> Tens
     return make_scaled(operator(payloads, dim), scale, storage_of(tensors), dtype)
 
 
-def _within(x: ScaledTensor, low: Any, high: Any) -> ScaledTensor:
+def _with_scale_of_bounds(x: ScaledTensor, low: Any, high: Any) -> ScaledTensor:
     """Return x under the power of two of its larger bound, if two numbers bound it and that is the smaller scale."""
     bounds = [abs(float(b)) for b in (low, high) if isinstance(b, (int, float))]
     if len(bounds) < 2 or not 0 < max(bounds) < float("inf"):
@@ -155,7 +155,7 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
     if not isinstance(x, ScaledTensor) or any(isinstance(b, Tensor) and b.dim() for b in given[1:]):
         payloads, scale = align_with_constants(given)
     else:
-        bounds, scale = constants_under(_within(x, low, high), *given[1:], room=False)
+        bounds, scale = constants_under(_with_scale_of_bounds(x, low, high), *given[1:], room=False)
         bounds = [torch.full((), b, dtype=torch.float32, device=x.device) if type(b) is float else b for b in bounds]
         payloads = [_powers.times(to_float32(x), _powers.ratio(x._scale, scale)), *bounds]
     values = payloads.pop(0)

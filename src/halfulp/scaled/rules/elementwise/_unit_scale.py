@@ -20,7 +20,7 @@ from .._vocabulary import homogeneous, unit_scale
 aten = torch_operators("aten")
 
 
-def fitting(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+def values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
     """Return float32 values under a scale, or under the larger one that the largest finite value needs."""
     if storage not in (torch.float32, torch.bfloat16) and values.numel():
         largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
@@ -29,23 +29,23 @@ def fitting(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dt
     return make_scaled(_powers.times(values, _powers.ratio(scale_one(values), scale)), scale.clone(), storage, dtype)
 
 
-def odd(*operators: OpOverload) -> None:
+def zero_at_zero(*operators: OpOverload) -> None:
     """Register functions with f(0) = 0 and a slope there: tanh, erf, log1p.
 
     op(p s) computed on values in float32. Its scale is s where that is below 1, as f(x) is about x there and would
     vanish under the scale 1; else 1, or what the largest result needs.
     """
     for operator in present(operators):
-        implements(operator, family="unit output")(_odd(operator))
+        implements(operator, family="unit output")(_rule_of_zero_at_zero(operator))
 
 
-def _odd(operator: OpOverload) -> Callable:
+def _rule_of_zero_at_zero(operator: OpOverload) -> Callable:
     def compute(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         values = operator(value_of(x), *arguments, **options)
         own = _powers.concrete_value(x._scale)
         least = None if own is None else torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
         scale = torch.clamp(x._scale, max=1.0) if least is None else least
-        return fitting(values, scale, x._payload.dtype, x.dtype)
+        return values_to_fit(values, scale, x._payload.dtype, x.dtype)
 
     return compute
 
@@ -56,19 +56,19 @@ def growing(*operators: OpOverload) -> None:
     op(p s) computed on values in float32, under the scale 1 or what the largest finite result needs.
     """
     for operator in present(operators):
-        implements(operator, family="unit output")(_growing(operator))
+        implements(operator, family="unit output")(_rule_of_growing(operator))
 
 
-def _growing(operator: OpOverload) -> Callable:
+def _rule_of_growing(operator: OpOverload) -> Callable:
     def compute(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         values = operator(value_of(x), *arguments, **options)
-        return fitting(values, scale_one(values), x._payload.dtype, x.dtype)
+        return values_to_fit(values, scale_one(values), x._payload.dtype, x.dtype)
 
     return compute
 
 
 growing(aten.exp.default, aten.exp2.default, aten.cosh.default)
-odd(
+zero_at_zero(
     *(aten.tanh.default, aten.sin.default, aten.asin.default, aten.atan.default, aten.asinh.default),
     *(aten.atanh.default, aten.erf.default, aten.log1p.default, aten.expm1.default, aten.sinh.default),
     *(aten.tan.default, aten.erfinv.default, aten.frac.default, aten.special_bessel_j1.default),

@@ -24,7 +24,7 @@ def wire_storage(x: ScaledTensor) -> torch.dtype:
     return torch.float16 if x._payload.dtype in EIGHT_BITS else x._payload.dtype
 
 
-def wire_scales(
+def agreed_scales(
     tensors: Sequence[ScaledTensor],
     largest: Callable[[Tensor], Tensor],
     terms: int = 1,
@@ -53,7 +53,7 @@ def _amax(x: ScaledTensor) -> Tensor:
     return torch.nan_to_num(to_float32(x), 0.0, 0.0, 0.0).abs().amax() * x._scale
 
 
-def on_the_wire(x: ScaledTensor, scale: Tensor) -> Tensor:
+def payload_to_send(x: ScaledTensor, scale: Tensor) -> Tensor:
     """Return the payload to send, under an agreed scale."""
     return to_storage(_powers.times(to_float32(x), _powers.ratio(x._scale, scale)), wire_storage(x)).contiguous()
 
@@ -71,7 +71,7 @@ def _agreed(tensors: Sequence[ScaledTensor], group: Any, terms: int = 1) -> list
         _sent(dist.all_reduce, x, op=dist.ReduceOp.MAX, group=group)
         return x
 
-    return wire_scales(tensors, largest, terms)
+    return agreed_scales(tensors, largest, terms)
 
 
 def _kind(op: Any, name: str) -> str:
@@ -109,7 +109,7 @@ def allreduce_(tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any, **opt
     kind = _kind(op, "all_reduce")
     terms = _terms(kind, group)
     for target, x, scale in zip(tensors, mine, _agreed(mine, group, terms)):
-        payload = on_the_wire(x, scale)
+        payload = payload_to_send(x, scale)
         work = _sent(dist.all_reduce, payload, op=_on_wire(kind), group=group)
         write(target, _received(payload, scale, kind, terms, x.dtype))
     return list(tensors), work
@@ -136,7 +136,7 @@ def reduce_scatter_base_(output: Tensor, x: Tensor, group: Any, op: Any, *rest: 
     kind = _kind(op, "reduce_scatter")
     terms = _terms(kind, group)
     (scale,) = _agreed([x], group, terms)
-    payload = on_the_wire(x, scale)
+    payload = payload_to_send(x, scale)
     piece = payload.new_empty(output.shape)
     work = _sent(dist.reduce_scatter_single, piece, payload, op=_on_wire(kind), group=group)
     write(output, _received(piece, scale, kind, terms, x.dtype))
@@ -172,7 +172,7 @@ def allgather_base_(output: Tensor, x: Tensor, group: Any, *rest: Any, **options
     """Every rank's payload under the largest scale, side by side."""
     x = operand(x, first_scaled((output, x)))
     (scale,) = _agreed([x], group)
-    payload = on_the_wire(x, scale)
+    payload = payload_to_send(x, scale)
     gathered = payload.new_empty(output.shape)
     work = _sent(dist.all_gather_single, gathered, payload, group=group)
     write(output, wrap(gathered, scale, x.dtype))

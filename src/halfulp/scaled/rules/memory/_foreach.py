@@ -34,7 +34,7 @@ _SINGLE = {
 _NAMED = ("alpha", "dtype", "memory_format")
 
 
-def _each(operator: OpOverload, name: str) -> None:
+def _register_loop(operator: OpOverload, name: str) -> None:
     """Register a loop over lists; a tensor of scalars is split where the overload takes one."""
     single = _SINGLE.get(name) or getattr(torch.ops.aten, name)
     places = [(a.name, str(a.type)) for a in operator._schema.arguments]
@@ -70,7 +70,7 @@ def _register() -> None:
             continue
         single = packet.removeprefix("_foreach_")
         if single in _SINGLE or hasattr(torch.ops.aten, single):
-            _each(getattr(getattr(torch.ops.aten, packet), overload or "default"), single)
+            _register_loop(getattr(getattr(torch.ops.aten, packet), overload or "default"), single)
 
 
 _register()

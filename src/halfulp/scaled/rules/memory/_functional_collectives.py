@@ -14,7 +14,7 @@ from ....subclass import group_size
 from ..._operands import make_scaled
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
-from ._collectives import on_the_wire, wire_scales, wire_storage
+from ._collectives import agreed_scales, payload_to_send, wire_storage
 
 _REDUCTIONS = ("sum", "avg", "max", "min")
 
@@ -25,7 +25,7 @@ def _sent(name: str, x: Tensor, *arguments: Any) -> Tensor:
 
 
 def _agreed(x: ScaledTensor, group: Any, terms: int = 1) -> Tensor:
-    return wire_scales([x], lambda numbers: _sent("all_reduce", numbers, "max", group), terms)[0]
+    return agreed_scales([x], lambda numbers: _sent("all_reduce", numbers, "max", group), terms)[0]
 
 
 def _reduced(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> ScaledTensor:
@@ -35,7 +35,7 @@ def _reduced(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> Sca
     adds = reduction in ("sum", "avg")
     size = group_size(arguments[-1]) if adds else 1
     scale = _agreed(x, arguments[-1], size)
-    values = _sent(name, on_the_wire(x, scale), "sum" if adds else reduction, *arguments).to(torch.float32)
+    values = _sent(name, payload_to_send(x, scale), "sum" if adds else reduction, *arguments).to(torch.float32)
     return make_scaled(values / size if reduction == "avg" else values, scale, wire_storage(x), x.dtype)
 
 
@@ -52,14 +52,14 @@ def reduce_scatter(x: ScaledTensor, reduction: str, size: int, group: Any) -> Sc
 def all_gather(x: ScaledTensor, size: int, group: Any) -> ScaledTensor:
     """Every rank's payload under the largest scale, one after another."""
     agreed = _agreed(x, group)
-    payload = on_the_wire(x, agreed)
+    payload = payload_to_send(x, agreed)
     return wrap(_sent("all_gather_into_tensor", payload, size, group), agreed, x.dtype)
 
 
 def all_to_all(x: ScaledTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> ScaledTensor:
     """Rows of the payload to every rank, under the largest scale, and rows of every rank in their place."""
     agreed = _agreed(x, group)
-    payload = _sent("all_to_all_single", on_the_wire(x, agreed), output_sizes, input_sizes, group)
+    payload = _sent("all_to_all_single", payload_to_send(x, agreed), output_sizes, input_sizes, group)
     return wrap(payload, agreed, x.dtype)
 
 

@@ -22,7 +22,7 @@ from ..elementwise._aligned import scaled_by_number
 aten = torch_operators("aten")
 
 
-def written(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:
+def write_aligned(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:
     """Return compute(payload, source's payload) under the larger scale, which constants do not decide."""
     like = first_scaled((x, source))
     if is_constant(source) and not isinstance(x, ScaledTensor):
@@ -35,7 +35,7 @@ def written(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Te
 def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Tensor:
     """Values at indices, or added there."""
     operator = aten.index_put.default
-    return written(x, values, lambda p, v: operator(p, indices, v, accumulate))
+    return write_aligned(x, values, lambda p, v: operator(p, indices, v, accumulate))
 
 
 @implements(aten._index_put_impl_.default, family="indexing")
@@ -50,13 +50,13 @@ def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False,
 @implements(aten.scatter.src, family="indexing")
 def scatter(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
     """A source at indices."""
-    return written(x, source, lambda p, v: aten.scatter.src(p, dim, index, v))
+    return write_aligned(x, source, lambda p, v: aten.scatter.src(p, dim, index, v))
 
 
 @implements(aten.scatter_add.default, family="indexing")
 def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
     """A source added at indices."""
-    return written(x, source, lambda p, v: aten.scatter_add.default(p, dim, index, v))
+    return write_aligned(x, source, lambda p, v: aten.scatter_add.default(p, dim, index, v))
 
 
 @implements(aten.scatter_reduce.two, family="indexing")
@@ -77,21 +77,21 @@ def _reduced(operator: OpOverload, x: Any, dim: int, index: Tensor, source: Any,
 
     if reduce == "prod":
         return measured_like(compute(value_of(x), value_of(source)), [t for t in (x, source) if t.dim()] or [x])
-    return written(x, source, compute)
+    return write_aligned(x, source, compute)
 
 
 @implements(aten.scatter.value, family="indexing")
 def scatter_value(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
     """A constant at indices, under x's scale."""
     constant = operand(value, x) if isinstance(value, ScaledTensor) else _constant(value, x)
-    return written(x, constant, lambda p, v: aten.scatter.src(p, dim, index, v.expand(index.shape).clone()))
+    return write_aligned(x, constant, lambda p, v: aten.scatter.src(p, dim, index, v.expand(index.shape).clone()))
 
 
 @implements(aten.scatter.reduce, family="indexing")
 def scatter_with(x: Any, dim: int, index: Tensor, source: Any, *, reduce: str) -> Tensor:
     """A source added to or multiplied with what is at indices."""
     if reduce == "add":
-        return written(x, source, lambda p, v: torch.scatter(p, dim, index, v, reduce="add"))
+        return write_aligned(x, source, lambda p, v: torch.scatter(p, dim, index, v, reduce="add"))
     return measured_like(torch.scatter(value_of(x), dim, index, value_of(source), reduce=reduce), [x])
 
 
@@ -106,14 +106,14 @@ def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -
     """A source, alpha times, added at indices of a dimension."""
     moved, factor = scaled_by_number(source, alpha, first_scaled((x, source)))
     moved = operand(moved, first_scaled((x, source)))
-    return written(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
+    return write_aligned(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
 
 
 @implements(aten.index_copy.default, family="indexing")
 def index_copy(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
     """A source at indices of a dimension."""
     operator = aten.index_copy.default
-    return written(x, source, lambda p, v: operator(p, dim, index, v))
+    return write_aligned(x, source, lambda p, v: operator(p, dim, index, v))
 
 
 @implements(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, family="indexing")
@@ -124,13 +124,13 @@ def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
     if isinstance(value, ScaledTensor):
         value = decode_values(value, torch.float32)
     constant = value if isinstance(value, Tensor) else _constant(value, x)
-    return written(x, constant, lambda p, v: aten.index_fill.int_Tensor(p, dim, index, v))
+    return write_aligned(x, constant, lambda p, v: aten.index_fill.int_Tensor(p, dim, index, v))
 
 
 @implements(aten.put.default, family="indexing")
 def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
     """A source at indices of all elements, or added there."""
-    return written(x, source, lambda p, v: aten.put.default(p, index, v, accumulate))
+    return write_aligned(x, source, lambda p, v: aten.put.default(p, index, v, accumulate))
 
 
 homogeneous(aten.embedding_dense_backward.default, family="indexing", grad_output=1)

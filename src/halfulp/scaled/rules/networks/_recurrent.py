@@ -31,7 +31,7 @@ def _layer(operator: OpOverload, states: int) -> None:
         arguments, options = tree_map(value_of, (arguments, options))
         results = operator(*arguments, **options)
         one = torch.ones((), dtype=torch.float32, device=results[0].device)
-        return *(_measured(y, one, storage, dtype) for y in results[:states]), *results[states:]
+        return *(_encode_measured(y, one, storage, dtype) for y in results[:states]), *results[states:]
 
     implements(operator, family="recurrent")(run)
 
@@ -49,12 +49,12 @@ def _layer_backward(operator: OpOverload) -> None:
         scale = _powers.maximum_scale(*(x._scale for x in gradients))
         payloads = [_powers.times(to_float32(x), _powers.ratio(x._scale, scale)) for x in gradients]
         given = tree_map(value_of, given) | dict(zip(names, payloads))
-        return tree_map(lambda y: _measured(y, scale, storage, dtype), call_by_name(operator, given))
+        return tree_map(lambda y: _encode_measured(y, scale, storage, dtype), call_by_name(operator, given))
 
     implements(operator, family="recurrent")(run_backward)
 
 
-def _measured(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
+def _encode_measured(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
     """Encode float32 values, divided by a known scale, under a measured one."""
     if not isinstance(y, Tensor) or not y.is_floating_point():
         return y

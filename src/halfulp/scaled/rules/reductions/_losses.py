@@ -15,7 +15,7 @@ from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
 from .._results import align, payloads_under, sqrt_of_count, value_of
 from .._vocabulary import homogeneous, measured_scale
-from ._reductions import squared
+from ._reductions import make_squares
 
 aten = torch_operators("aten")
 MEAN, SUM = 1, 2
@@ -25,7 +25,7 @@ def _spread(count: int, reduction: int) -> float:
     return sqrt_of_count(count) if reduction == SUM else 1.0
 
 
-def _share(count: int, reduction: int) -> float:
+def _mean_divisor(count: int, reduction: int) -> float:
     """Return the power of two near the factor by which a mean divides gradients."""
     return 1.0 / sqrt_of_count(count * count) if reduction == MEAN else 1.0
 
@@ -52,7 +52,7 @@ def _nll_backward(operator: OpOverload) -> None:
         g = operand(gradient, like)
         shape_of = to_float32(x) if isinstance(x, ScaledTensor) else x.to(torch.float32)
         y = operator(to_float32(g), shape_of, target, value_of(weight), reduction, ignore_index, value_of(total))
-        return payloads_under(y, [g._scale], [_holder(gradient, like)], _share(target.numel(), reduction))
+        return payloads_under(y, [g._scale], [_holder(gradient, like)], _mean_divisor(target.numel(), reduction))
 
     implements(operator, family="loss")(backward)
 
@@ -70,7 +70,7 @@ def mse_loss(x: Any, target: Any, reduction: int = MEAN) -> Tensor:
     """(px - pt)^2, which stands for so many s^2."""
     (a, b), scale, *_ = align(x, target)
     y = aten.mse_loss.default(a, b, reduction)
-    return squared(y, scale, [x, target])
+    return make_squares(y, scale, [x, target])
 
 
 @implements(aten.mse_loss_backward.default, family="loss")
@@ -80,7 +80,7 @@ def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Ten
     g = operand(gradient, like)
     (a, b), scale, *_ = align(*(operand(t, like) for t in (x, target)))
     y = aten.mse_loss_backward.default(to_float32(g), a, b, reduction)
-    return payloads_under(y, [g._scale, scale], [_holder(gradient, like)], _share(a.numel(), reduction))
+    return payloads_under(y, [g._scale, scale], [_holder(gradient, like)], _mean_divisor(a.numel(), reduction))
 
 
 def _backward_on_values(*operators: OpOverload) -> None:
@@ -99,7 +99,7 @@ def _of_values(operator: OpOverload) -> Callable:
         rest = [value_of(x) for x in arguments]
         y = operator(to_float32(g), *rest, **{name: value_of(x) for name, x in options.items()})
         reduction = arguments[at - 1] if len(arguments) >= at else options.get("reduction", MEAN)
-        return payloads_under(y, [g._scale], [_holder(gradient, like)], _share(arguments[0].numel(), reduction))
+        return payloads_under(y, [g._scale], [_holder(gradient, like)], _mean_divisor(arguments[0].numel(), reduction))
 
     return backward
 

@@ -34,7 +34,7 @@ aten = torch_operators("aten")
 _LARGEST_EPS = 2.0**100
 
 
-class Normalised:
+class NormInput:
     """The data of a normalisation: payloads where the scale is concrete, else values, which give the same."""
 
     def __init__(self, x: ScaledTensor, eps: float) -> None:
@@ -70,7 +70,7 @@ def deviation_scale(x: ScaledTensor, eps: float) -> Tensor:
     return torch.minimum(inverse, largest)
 
 
-def _normalised(y: Tensor, *operands: Any) -> ScaledTensor:
+def _make_normalised(y: Tensor, *operands: Any) -> ScaledTensor:
     given = [x for x in operands if isinstance(x, Tensor)]
     return make_scaled_to_fit(y, scale_one(y), storage_of(given), logical_of(given))
 
@@ -82,29 +82,29 @@ def _values(*tensors: Any) -> list[Any]:
 @implements(aten.native_layer_norm.default, family="norm")
 def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(p - mean) / sqrt(var + eps / s^2) weight + bias under the scale 1."""
-    given = Normalised(operand(x, first_scaled((x, weight, bias))), eps)
+    given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
     y, mean, deviation = aten.native_layer_norm.default(given.data, shape, *_values(weight, bias), given.eps)
-    return _normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
+    return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
 
 
 @implements(aten.native_group_norm.default, family="norm")
 def group_norm(x: Any, weight: Any, bias: Any, n: int, c: int, hw: int, group: int, eps: float) -> tuple:
     """The same over groups of channels."""
-    given = Normalised(operand(x, first_scaled((x, weight, bias))), eps)
+    given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
     sizes = (n, c, hw, group)
     y, mean, deviation = aten.native_group_norm.default(given.data, *_values(weight, bias), *sizes, given.eps)
-    return _normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
+    return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
 
 
 @implements(aten._fused_rms_norm.default, family="norm")
 def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor, Tensor]:
     """p / sqrt(mean(p^2) + eps / s^2) weight under the scale 1."""
-    given = Normalised(operand(x, first_scaled((x, weight))), _default_eps(x.dtype) if eps is None else eps)
+    given = NormInput(operand(x, first_scaled((x, weight))), _default_eps(x.dtype) if eps is None else eps)
     dims = list(range(-len(shape), 0))
     deviation = (given.data.square().mean(dims, keepdim=True) + given.eps).rsqrt()
     y = given.data * deviation
     y = y if weight is None else y * value_of(weight)
-    return _normalised(y, x, weight), given.deviation(deviation)
+    return _make_normalised(y, x, weight), given.deviation(deviation)
 
 
 def _default_eps(dtype: torch.dtype) -> float:
@@ -198,7 +198,7 @@ def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight:
 
 def _batch_statistics(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
     """Normalised over the batch; the saved statistics; the mean and the unbiased variance of the batch as values."""
-    given = Normalised(operand(x, first_scaled((x, weight, bias))), eps)
+    given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
     channels = x.shape[1]
     zeros = torch.zeros(channels, dtype=torch.float32, device=given.data.device)
     y, mean, deviation, average, variance = aten._native_batch_norm_legit_functional.default(
@@ -207,10 +207,10 @@ def _batch_statistics(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
     scale = given.x._scale.clone() if given.exact else scale_one(y)
     square, rest = _powers.product(scale, scale)
     batch = (wrap(average, scale, torch.float32), wrap(_powers.times(variance, rest), square, torch.float32))
-    return _normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation), batch
+    return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation), batch
 
 
-def _moved(running: Any, batch: ScaledTensor, momentum: float) -> Any:
+def _step_average(running: Any, batch: ScaledTensor, momentum: float) -> Any:
     """Return a moving average after one step: scaled if the average is."""
     if not isinstance(running, ScaledTensor):
         return running * (1 - momentum) + decode_values(batch, running.dtype) * momentum
@@ -223,7 +223,7 @@ def _evaluated(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, eps: fl
     values = _values(x, weight, bias, mean, variance)
     y, *_ = aten._native_batch_norm_legit_no_training.default(*values, 0.0, eps)
     empty = torch.empty(0, dtype=torch.float32, device=y.device)
-    return _normalised(y, x, weight, bias, mean, variance), empty, empty.clone()
+    return _make_normalised(y, x, weight, bias, mean, variance), empty, empty.clone()
 
 
 @implements(aten.native_batch_norm.default, aten._native_batch_norm_legit.default, family="norm")
@@ -236,7 +236,7 @@ def batch_norm(
     y, saved, deviation, batch = _batch_statistics(x, weight, bias, eps)
     for running, new in zip((mean, variance), batch):
         if running is not None:
-            write(running, _moved(running, new, momentum))
+            write(running, _step_average(running, new, momentum))
     return y, saved, deviation
 
 
@@ -262,7 +262,7 @@ def batch_norm_functional(
     if not training:
         return *_evaluated(x, weight, bias, mean, variance, eps), mean.clone(), variance.clone()
     y, saved, deviation, batch = _batch_statistics(x, weight, bias, eps)
-    return y, saved, deviation, _moved(mean, batch[0], momentum), _moved(variance, batch[1], momentum)
+    return y, saved, deviation, _step_average(mean, batch[0], momentum), _step_average(variance, batch[1], momentum)
 
 
 def _reserve(x: Tensor) -> Tensor:

@@ -95,17 +95,17 @@ homogeneous(aten.std.correction, family="reduction", self=1)
 @implements(aten.var.correction, family="reduction")
 def var(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
     """The variance: as its square under the scale s^2 leaves narrow payloads soon, under a measured one."""
-    return squared(aten.var.correction(to_float32(x), *arguments, **options), x._scale, [x])
+    return make_squares(aten.var.correction(to_float32(x), *arguments, **options), x._scale, [x])
 
 
 @implements(aten.var_mean.correction, family="reduction")
 def var_mean(x: ScaledTensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """The variance, and the mean under s."""
     variance, mean = aten.var_mean.correction(to_float32(x), *arguments, **options)
-    return squared(variance, x._scale, [x]), payloads_under(mean, [x._scale], [x])
+    return make_squares(variance, x._scale, [x]), payloads_under(mean, [x._scale], [x])
 
 
-def squared(y: Tensor, scale: Tensor, holders: list[Any]) -> Tensor:
+def make_squares(y: Tensor, scale: Tensor, holders: list[Any]) -> Tensor:
     """Return payloads of y s^2 as a tensor; a narrow one under the power of two next to its root mean square."""
     storage = storage_of(holders)
     if storage == torch.float32:
