@@ -23,9 +23,9 @@ from ._write import check_written_at, write
 
 aten = torch_operators("aten")
 _RESIZE = ("resize_", "resize_as_", "set_")
-# What torch's Python formulas call, as those of forward-mode derivatives do.
+# Primitives that torch's Python formulas call, such as those of forward-mode derivatives.
 _PRIMITIVES = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
-# Decompositions that do not give what the operator's own backward wants, or draw random numbers in another way.
+# Not decomposed: their own backward needs other results, or the decomposition draws other random numbers.
 _NOT_DECOMPOSED = ("_scaled_dot_product", "native_dropout", "bernoulli", "rrelu", "uniform", "normal", "rand")
 
 
@@ -117,7 +117,7 @@ def run_on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run an operator on decoded values and encode its floating results under measured scales."""
     leaves = tree_leaves((arguments, options))
     storage, dtype = storage_of(leaves), logical_of(leaves)
-    # Below float32 the values would be rounded to the logical dtype first, and that is not what it stands for.
+    # In a narrower dtype values would be rounded before the operator; the logical dtype does not ask for that.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     arguments, options = tree_map(
         lambda x: decode_values(x, wide) if isinstance(x, ScaledTensor) else x, (arguments, options)
@@ -147,7 +147,7 @@ def _in_place(operator: OpOverload, functional: OpOverload, name: str, *argument
     written = [given[argument.name] for argument in operator._schema.arguments if is_written(argument)]
     targets = tree_leaves(written)
     if not any(isinstance(target, ScaledTensor) for target in targets):
-        # What is plain keeps its digits: a running sum of losses, a parameter without a scale.
+        # A plain target stays plain and keeps its digits: a running sum of losses, a parameter without a scale.
         arguments, options = tree_map(plain, (arguments, options))
         return operator(*arguments, **options)
     taken = {argument.name for argument in functional._schema.arguments}

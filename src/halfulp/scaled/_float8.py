@@ -91,7 +91,7 @@ def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulat
     'emulated'
     """
     device = torch.device(device)
-    # On CPUs _scaled_mm gives the same sums no faster: no eight-bit unit is behind it.
+    # On CPUs _scaled_mm gives the same sums no faster: they have no eight-bit units.
     return "scaled_mm" if device.type == "cuda" and _has_units(device.index) else "emulated"
 
 
@@ -132,7 +132,7 @@ def rms_scale_float32(values: Tensor, storage: torch.dtype) -> Tensor:
         return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
     finite = torch.nan_to_num(values, 0.0, 0.0, 0.0)
     amax = finite.abs().amax()
-    # Squares are taken near 1, where none that counts leaves float32's range.
+    # Divided by a power of two next to amax, so that no square that matters leaves float32's range.
     level = _powers.round_to_power(amax)
     finite = finite / level
     rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()

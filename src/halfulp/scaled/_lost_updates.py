@@ -20,16 +20,16 @@ from . import _powers_of_two as _powers
 from ._operands import decode_values
 from ._scaled_tensor import ScaledTensor
 
-# Of so many updates of a tensor one is looked at; of small tensors none, as chance decides there.
+# One update in INTERVAL of a tensor is sampled; of tensors with fewer elements none, as chance decides there.
 INTERVAL, LEAST_ELEMENTS = 32, 64
-# What adds to its target, and what only shrinks it, so that the next addition completes the update.
+# Operators that add to their target, and those that only shrink it, so that the next addition ends the update.
 _ADDING = ("add_", "sub_", "lerp_", "addcdiv_")
 _SHRINKING = ("mul_", "div_")
-# Over so many looks most must be lost: of averages, which turn round once in a while, and of steps, which become small
-# as training ends. The older of more looks count less and less.
+# Samples over which most of the updates must be lost before a warning: of averages, which reverse at times, and of
+# optimizer steps, which become small as training ends. Beyond the last number older samples count half.
 _LOOKS_OF_AVERAGES, _LOOKS_OF_STEPS, _MOST_LOOKS = 2, 8, 16
 _phases = itertools.count()
-# By the identity of a scale, which views share: torch hands detached ones to what averages.
+# By the identity of the scale, which views share: torch passes detached views to averaging functions.
 _updates: dict[int, tuple[weakref.ref[Tensor], Updates]] = {}
 
 

@@ -113,7 +113,7 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     else:
         scaled = x._payload.to(wide) * (x._scale.to(wide) if value is None else value)
     if value is not None and value >= _powers.HUGE and wide == torch.float32:
-        # A payload may be rounded up to 2: float32's largest number comes back as such, and not as infinity.
+        # A payload may have been rounded up to 2: float32's largest number then decodes to itself, not to infinity.
         largest = torch.finfo(wide).max
         scaled = torch.where(x._payload.to(wide).isinf(), scaled, scaled.clamp(-largest, largest))
     return scaled if dtype == wide else scaled.to(dtype)
@@ -194,12 +194,12 @@ def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
 # The largest of n numbers is at most sqrt(n) times their root mean square, and float16 ends at nearly 2^16.
 _FEW = 2**30
 
-# Norms whose squares are float32 numbers with all their digits, unless nearly all of them are far smaller.
+# Norms whose squares are normal float32 numbers, unless nearly all elements are far smaller.
 _ORDINARY = (2.0**-40, 2.0**40)
 
-# Masks add the negatives of such numbers where they mean minus infinity: -1e9, the smallest of the dtype.
+# Masks write numbers of at most -STAND_IN for minus infinity: -1e9, the smallest of the dtype.
 STAND_IN = 2.0**24
-# What is as large may take infinity's place: exp(-128) is 0 in float32.
+# The least magnitude to which a stand-in for infinity may saturate: exp(-128) is 0 in float32.
 LEAST_STAND_IN = 128.0
 
 

@@ -17,9 +17,9 @@ def pickled_parts(x: ScaledTensor) -> tuple:
     """Return what pickle stores of a tensor: no history and no gradient, as for every tensor."""
     marks = saved_marks(x)
     payload = x._payload.detach()
-    # torch.load knows no storages of eight-bit floats.
+    # torch.load has no storage class for eight-bit floats.
     stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
-    # Without a home as before there were any, so that older versions read it.
+    # Without a home the tuple is as in versions without homes, which then can read it.
     home = () if x._home is None else (x._home,)
     return rebuild_scaled_tensor, (VERSION, stored, payload.dtype, x._scale, x.dtype, *marks, *home)
 

@@ -12,7 +12,7 @@ PowerRounding = Literal["down", "up", "nearest"]
 POWER_ROUNDINGS = ("down", "up", "nearest")
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127
-# Scales from here on belong to numbers that stand for infinity.
+# Scales from here on belong to numbers that stand for infinity, such as a mask's 1e38.
 HUGE = 2.0**100
 # The scale of a tensor that holds nothing but zeros: below every other, so that it never decides.
 ZERO_SCALE = SMALLEST
@@ -144,7 +144,7 @@ def ratio(scale: Tensor, other: Tensor) -> Tensor | float:
     over, under = concrete_value(scale), concrete_value(other)
     if over is not None and under is not None:
         return over / under
-    # Not below a normal number: an infinite payload under the scale of zeros must not meet a factor of 0.
+    # At least the smallest normal number: an infinite payload times a factor of 0 would be NaN.
     return (scale / other).clamp(min=SMALLEST)
 
 

@@ -48,7 +48,7 @@ class ScaledTensor(torch.Tensor):
     _home: torch.dtype | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    # fully_shard asks for the first one before it changes a parameter, and older versions for the others after that.
+    # fully_shard reads the first attribute before it changes a parameter, and older versions read the others later.
     _fsdp_orig_uid = fsdp_pre_all_gather = fsdp_post_all_gather = property(refuse_fully_shard)
 
     def __new__(
@@ -141,7 +141,7 @@ class ScaledTensor(torch.Tensor):
 
     @property
     def home(self) -> torch.dtype | None:
-        """The storage to which products round their results, float16 or bfloat16; None where no operator changes storage.
+        """The storage to which products round their results, float16 or bfloat16; None if operators keep the storage.
 
         With a home, results of the operators that torch.autocast computes in float32 (exp, log, pow, sums, softmax,
         losses) have a float32 payload, and so has what further pointwise operators make of them; matrix products,
@@ -155,7 +155,7 @@ class ScaledTensor(torch.Tensor):
         """
         return self._home
 
-    # torch's distributed checkpoints look up every entry of a state_dict as an attribute.
+    # torch's distributed checkpoints look up every entry of a state_dict as an attribute of the module or tensor.
     payload_scale = scale
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:

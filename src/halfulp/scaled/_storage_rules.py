@@ -124,7 +124,7 @@ def _is_repeated(x: Tensor, y: Tensor) -> bool:
     return x.dim() < y.dim() or any(one == 1 and other != 1 for one, other in sizes)
 
 
-# What autocast computes in float32; what it computes in 16 bits; what takes the widest; what keeps to its rule.
+# Families that autocast computes in float32; in 16 bits; in the widest type; and those left to their rules.
 FAMILIES_OF: dict[Operands | None, tuple[str, ...]] = {
     operands_in_float32: ("unit output", "power law", "reduction", "loss", "linear algebra", "special"),
     operands_in_home: ("bilinear", "attention", "recurrent"),
@@ -139,7 +139,7 @@ FAMILIES_OF: dict[Operands | None, tuple[str, ...]] = {
         "complex",
         "own",
     ),
-    # Normalisations compute in float32, and results about 1 lose nothing: they have the storage of what is normalised.
+    # Normalisations compute in float32 and give results about 1, which lose nothing in the operand's storage.
     None: ("norm", "foreach", "collectives", "creation", "random", "writing", "rescaling"),
 }
 _BY_FAMILY = {family: change for change, families in FAMILIES_OF.items() for family in families}
@@ -151,7 +151,7 @@ _BY_NAME: dict[str, Operands | None] = {
     **dict.fromkeys(
         ("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_dense_backward"), operands_in_home
     ),
-    # Differences too: where they cancel, what was rounded after one is most of what is left in the next.
+    # Differences too: after cancellation an earlier rounding error is most of what is left.
     **dict.fromkeys(("div", "floor_divide", "sub"), operands_of_quotient),
     "add": operands_of_sum,
 }
@@ -197,7 +197,7 @@ def _with_home(results: Any, home: torch.dtype, written: Container[int]) -> Any:
     return results
 
 
-# What autograd does to a gradient as it becomes, or is added to, the one that a parameter has.
+# Operators that autograd runs as a gradient is stored in, or added to, a parameter's `grad`.
 _OF_ACCUMULATION = ("detach", "clone", "new_empty_strided", "add")
 
 

@@ -15,7 +15,7 @@ from ._operands import operand, plain, to_float32, to_storage
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
-# Operators that write at places, and what the values are called that they write.
+# Operators that write at indices or under a mask, and the names of the arguments they write.
 _WRITTEN_AT = {
     "masked_fill_": ("value",),
     "masked_scatter_": ("source",),
@@ -52,7 +52,7 @@ def write(x: Tensor, value: Any) -> Tensor:
     if value.shape != x.shape and torch.broadcast_shapes(value.shape, x.shape) != x.shape:
         raise RuntimeError(f"a value of shape {list(value.shape)} for a tensor of shape {list(x.shape)}")
     if covers_memory(x):
-        # In the same storage nothing is computed: with such copies torch ends a graph, and new tensors are none of it.
+        # The same storage is copied without computing: torch runs such copies after a compiled graph, outside of it.
         same = value._payload.dtype == x._payload.dtype
         payload, scale = value._payload if same else to_float32(value), value._scale
     else:

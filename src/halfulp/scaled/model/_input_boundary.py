@@ -15,7 +15,7 @@ from .._operands import encode_values
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor
 
-# `like` is what makes a scaled tensor of the result, also for compilers: operators of plain tensors give plain ones.
+# `like` makes the result a scaled tensor, in compiled graphs too: operators of plain tensors give plain ones.
 _encode_like = define_operator(
     "scaled_like(Tensor x, Tensor like, ScalarType storage) -> Tensor",
     lambda x, like, storage: x.clone(),
@@ -48,7 +48,7 @@ def encode_arguments(arguments: Any, storage: torch.dtype, like: ScaledTensor) -
 
     encode = functools.partial(ScaledTensor.encode, home=like.home)
 
-    # Compilers do not enter autograd functions that make tensor subclasses; operators have no forward-mode derivatives.
+    # Compilers do not trace autograd functions that make tensor subclasses; operators lack forward-mode derivatives.
     def entered(x: Any) -> Any:
         if not _is_plain_float(x):
             return x
@@ -88,7 +88,7 @@ class _PlainInput(torch.autograd.Function):
         return tangent.clone()
 
 
-# The same for compilers, which do not enter autograd functions whose gradients are of another class.
+# The same as an operator for compilers, which do not trace autograd functions whose gradients change class.
 _plain_input = define_operator("plain_input(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
 torch.library.register_autograd(
     "halfulp::plain_input", lambda context, gradient: _backward(context, gradient)[0], setup_context=_remember

@@ -23,7 +23,7 @@ from .._storage_rules import is_above_home, round_to_home, with_float32_payload
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, *_RECURRENT)
 
-# For compilers, which do not enter autograd functions that make tensor subclasses.
+# An operator for compilers, which do not trace autograd functions that make tensor subclasses.
 _bring_home = define_operator("bring_home(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
 torch.library.register_autograd("halfulp::bring_home", lambda context, gradient: gradient)
 
@@ -95,7 +95,7 @@ def _bring_inputs_home(module: nn.Module, arguments: tuple, options: dict) -> tu
     return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
 
 
-# What moves elements and saves none of them.
+# Backward nodes of operators that move elements and save none of them.
 _MOVES = frozenset(
     f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Clone")
 )

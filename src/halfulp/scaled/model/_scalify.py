@@ -35,9 +35,9 @@ from ._scalify_function import scalify_function
 
 # A module, or a function.
 Given = TypeVar("Given", bound=Callable)
-# What a ScaledTensor keeps in its __dict__.
+# Attributes that a ScaledTensor keeps in its __dict__.
 _OWN = ("_payload", "_scale", "_home")
-# Payloads with float32's range, which do not drift out of it.
+# Payload types with float32's range: gradients need no rescale to stay within it.
 _FULL_RANGE = (torch.float32, torch.bfloat16)
 
 

@@ -101,7 +101,7 @@ def _exact_values(x: ScaledTensor) -> Tensor:
     if values.is_meta:
         return values
     wide = x._payload.double() * x._scale.double()
-    # What float32's largest numbers are rounded to is no loss: it is read as these numbers again.
+    # Values that float32 holds only as its largest numbers are no loss: decoding clamps to these.
     lost = (values.double() != wide) & ~wide.isnan() & (wide.abs() != 2.0**128)
     return wide if bool(lost.any()) else values
 

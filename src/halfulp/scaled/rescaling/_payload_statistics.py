@@ -159,7 +159,7 @@ class _Spans:
     def of_node(self, node: Any) -> str:
         """Return the module whose forward pass created a node."""
         i = bisect.bisect_right(self.starts, node._sequence_nr()) - 1
-        # Those that accumulate gradients have the largest number of all.
+        # Nodes that accumulate gradients have the largest sequence number of all.
         return "" if i < 0 or node._sequence_nr() >= 2**63 else self.names[i]
 
     def _mark(self) -> None:

@@ -17,7 +17,7 @@ Statistic = Literal["rms", "max", "mean"]
 Side = Literal["forward", "gradient", "both"]
 STATISTICS = ("rms", "max", "mean")
 SIDES = ("forward", "gradient", "both")
-# Squares and sums of these payloads stay in float32's range.
+# Types whose payloads have squares and sums within float32's range.
 _SHORT = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -97,7 +97,7 @@ def _statistic(payload: Tensor, by: Statistic) -> tuple[Tensor, Tensor]:
     return amax, (magnitudes.square().sum() / count).sqrt()
 
 
-# An operator, so that compilers meet its name and not what it does to payloads.
+# An operator, so that compilers see one node and do not trace into payloads.
 _change = define_operator(
     "rescale_payload(Tensor x, str by) -> Tensor", lambda x, by: x.clone(), lambda x, by: torch.empty_like(x)
 )

@@ -13,9 +13,9 @@ from .._operands import LEAST_STAND_IN, first_scaled, operand, storage_of, to_fl
 from .._scaled_tensor import ScaledTensor
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-# Constants from here on stand for infinity: under a scale that holds them, other numbers would leave the payload.
+# From these magnitudes on a constant stands for infinity: a scale that holds it would flush other numbers to 0.
 _STAND_IN = {torch.float16: 2.0**24, torch.float8_e5m2: 2.0**24, torch.float8_e4m3fn: 2.0**12}
-# Among zeros, numbers from here on are put at the top of the payload: what is added to them later has smaller ones.
+# Among zeros, larger constants are put at the top of the payload's range: numbers added later are mostly smaller.
 _LARGE = 2.0**12
 
 

@@ -22,7 +22,7 @@ from .._operands import (
 )
 from .._scaled_tensor import ScaledTensor
 
-# A scale beyond this, or below its inverse, is no longer that of a tensor's values.
+# Beyond this scale, or below its inverse, payloads are brought back to about 1.
 _FAR = 2.0**60
 
 

@@ -43,7 +43,7 @@ from ._constants import align_with_constants
 from ._results import is_floating, make_result, payloads_under, power_of_scale, scale_one, value_of, values_under
 
 aten = torch_operators("aten")
-# Whose results are elements of the argument, or their negatives: exact in every storage.
+# Operators whose results are elements of the argument, or their negatives: exact in every storage.
 _PICKING = {aten.relu.default, aten.neg.default, aten.abs.default}
 
 

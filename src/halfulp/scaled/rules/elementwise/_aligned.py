@@ -31,7 +31,7 @@ from .._results import align, payloads_under, value_of, values_under
 from .._vocabulary import aligned, homogeneous, unit_scale
 
 aten = torch_operators("aten")
-# What is added to keep a divisor from 0 is no larger.
+# The largest eps: numbers added to keep a divisor from 0 are no larger.
 _LARGEST_EPS = 1e-3
 
 
@@ -53,7 +53,7 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     (x, y), scale, *_ = align(a, moved)
     total, storage = torch.add(x, y, alpha=factor), storage_of((a, b))
     made_up = make_scaled_to_fit(total, scale, storage, logical_of((a, b)))
-    # An optimizer's or a normalisation's eps, which is to keep a divisor from 0.
+    # The eps of an optimizer or a normalisation must not vanish: it keeps a divisor from 0.
     return keep_nonzero(made_up, total) if _vanishes(b, scale, storage) else made_up
 
 
@@ -255,7 +255,7 @@ def copy(x: Any, source: Any, non_blocking: bool = False) -> Tensor:
     return make_scaled(payload, scale, x._payload.dtype, x.dtype)
 
 
-# A remainder by x is no larger than what is divided, nor than the divisor: the scale of the one it is near.
+# A remainder is no larger than dividend and divisor: fmod takes the dividend's scale, remainder the divisor's.
 implements(aten.fmod.Tensor, aten.fmod.Scalar, family="alignment")(lambda x, y: _remainder(aten.fmod.Tensor, x, y, x))
 implements(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor, family="alignment")(
     lambda x, y: _remainder(aten.remainder.Tensor, x, y, y)

@@ -29,7 +29,7 @@ measured_scale(
     *overloads(aten.special_shifted_chebyshev_polynomial_v, aten.special_shifted_chebyshev_polynomial_w),
     family="special",
 )
-# Distances, samplers, bags and segments, with their gradients: sums whose terms their arguments choose.
+# Distances, samplers, bags and segments, with their gradients: sums whose number of terms depends on arguments.
 measured_scale(
     *overloads(aten._cdist_forward, aten._cdist_backward, aten._euclidean_dist, aten._pdist_forward),
     *overloads(aten._pdist_backward, aten.renorm, aten.embedding_renorm, aten.linalg_cross),
@@ -57,5 +57,5 @@ def ctc_loss_backward(
     return encode_values(found, storage_of(given), dtype=logical_of(given))
 
 
-# Sparse layouts leave scaled tensors: plain values.
+# Sparse results are plain: scaled tensors are dense.
 decoded(aten._sparse_coo_tensor_with_dims_and_tensors.default, family="special")

@@ -18,7 +18,7 @@ from .._vocabulary import homogeneous, measured_scale
 
 aten = torch_operators("aten")
 
-# Exponents of which torch has kernels that commute with powers of two bit for bit; others it takes by logarithms.
+# Exponents whose torch kernels commute with powers of two bit for bit; others are computed by logarithms.
 _EXACT_DEGREES = (1, 2, 3, -1, -2)
 
 

@@ -24,7 +24,7 @@ def constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype 
         return plain.fill_(value)
     storage = storage or x._payload.dtype
     finite = value == value and abs(value) != float("inf")
-    # An infinity has the scale of zeros: it decides nothing.
+    # An infinity has the scale of zeros, so that it decides no other scale.
     power = _powers.power_of(abs(value)) if value and finite else (1.0 if value != value else _powers.ZERO_SCALE)
     mantissa = value / power if finite else value
     if power == _powers.LARGEST:  # the next number above float32's largest would be infinity
@@ -66,7 +66,7 @@ def _new(operator: OpOverload, value: float | None) -> None:
     implements(operator, family="creation")(new)
 
 
-# What is empty holds zeros of any scale: what is not written must not be read.
+# Empty tensors hold zeros of any scale: elements that are never written must not be read.
 _like(aten.zeros_like.default, 0.0)
 _like(aten.ones_like.default, 1.0)
 _like(aten.full_like.default, None)

@@ -15,12 +15,12 @@ from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
 
 aten = torch_operators("aten")
-# Names under which one tensor's operator differs, and what it takes.
+# Operators of one tensor whose name or arguments differ from those of the list.
 _SINGLE = {
     "norm": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype),
     "powsum": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype) ** order,
     "max": lambda x: torch.amax(x),
-    # torch's own of one tensor take no number.
+    # torch.maximum and torch.minimum take no number.
     "maximum": lambda x, other: (torch.maximum if isinstance(other, Tensor) else torch.clamp_min)(x, other),
     "minimum": lambda x, other: (torch.minimum if isinstance(other, Tensor) else torch.clamp_max)(x, other),
     "copy": lambda x, source, non_blocking=False: aten.copy.default(x, source, non_blocking),

@@ -22,7 +22,7 @@ aten = torch_operators("aten")
 
 _INPUTS = ("query", "key", "value")
 _BIAS = ("attn_mask", "attn_bias")
-# Kernels that compute in two bytes only; the others take float32.
+# Kernels that take 16-bit operands only; the others take float32.
 _NARROW = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_backward.default,
@@ -151,7 +151,7 @@ for _operator in (
 ):
     _attention_backward(_operator)
 
-# What torch.nn's inference takes in one step: on values.
+# The fused attention of torch.nn's inference: on values.
 measured_scale(
     *(aten._native_multi_head_attention.default, aten._transformer_encoder_layer_fwd.default), family="attention"
 )

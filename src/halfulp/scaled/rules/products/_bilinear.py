@@ -91,7 +91,7 @@ def _is_complex(x: Any) -> bool:
     return isinstance(x, complex) or (isinstance(x, Tensor) and x.is_complex())
 
 
-# Products of two matrices, and the same with a factor for the result, which costs no pass of its own.
+# Matrix products, and the operators that apply a factor to the result without another pass over it.
 _WITH_FACTOR = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
 
 
@@ -109,7 +109,7 @@ def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torc
         left, right = _for_product(x, y) if operator in _WITH_FACTOR else (to_float32(x), to_float32(y))
         factor = 1.0 / sum_scale
         if isinstance(rest, Tensor) and _is_transposed(left):
-            # A weight's gradient, which nothing follows; what is transposed a pass has just made, and takes the factor.
+            # A weight's gradient ends a graph: the transposed operand was just written, and the factor fuses there.
             left, factor, rest = (left.mT * (rest * factor)).mT, 1.0, 1.0
         values = _divided_product(operator, left, right, factor)
     return make_result(values, scale, rest, product_storage((a, b)), dtype or logical_of((a, b)))
@@ -184,7 +184,7 @@ def mul(a: Any, b: Any) -> Tensor:
     like = first_scaled((a, b))
     x, y = operand(a, like), operand(b, like)
     scale, rest = _powers.product(x._scale, y._scale)
-    # Compilers take addcmul_(g, g) of a second moment apart: squares need twice the range of what is squared.
+    # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
     is_square = a is b and not _powers.is_concrete(x._payload)
     storage = torch.float32 if is_square else storage_of((a, b))
     return make_result(to_float32(x) * to_float32(y), scale, rest, storage, dtype)
@@ -274,7 +274,7 @@ def add_scaled_product(
         y = compute(start, left, right, _in_range(beta * of_base), _in_range(alpha * of_product))
         return make_result(y, scale, 1.0, storage, dtype)
     if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
-        # Factors after the product become one pass with what follows; before it they would be one over a matrix.
+        # Factors after the product fuse with what follows; before it they would cost a pass over a matrix.
         return make_scaled_to_fit(
             separate(left, right) * (alpha * of_product) + start * (beta * of_base), scale, storage, dtype
         )

@@ -30,7 +30,7 @@ from .._results import payloads_under, power_of_scale, scale_one, sqrt_of_count,
 aten = torch_operators("aten")
 
 
-# Beyond it eps / s^2 leaves float32 where squares are added to it.
+# From here on eps / s^2 plus squares may leave float32's range.
 _LARGEST_EPS = 2.0**100
 
 

@@ -40,6 +40,6 @@ def _rounded(operator: torch._ops.OpOverload) -> None:
     implements(operator, family="order")(rounded)
 
 
-# To whole numbers: 0 or at least 1, so the scale is at least 1 too.
+# Whole numbers are 0 or at least 1, so the scale is at least 1 too.
 for _operator in (aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default):
     _rounded(_operator)

@@ -21,7 +21,7 @@ def weight_norm_backward(gradient: Any, v: Any, g: Any, norms: Any, dim: int) ->
     given = (gradient, v, g, norms)
     like = first_scaled(given)
     to_w, x, size, length = (operand(y, like) for y in given)
-    # The norms under v's scale, so that v / |v| has none.
+    # The norms are brought under v's scale, so that v / |v| needs none.
     n = _powers.times(to_float32(length), _powers.ratio(length._scale, x._scale))
     dims = [i for i in range(v.dim()) if i != dim % v.dim()]
     unit = to_float32(x) / n
