@@ -12,8 +12,9 @@ from torch.nn import functional
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
-from halfulp.scaled._registry import FAMILIES
-from halfulp.scaled._storage_rules import FAMILIES_OF, home_for, operands_of, repeats_both, round_to_home
+from halfulp.scaled._families import FAMILIES, Family, register_family
+from halfulp.scaled._registry import FAMILY_OF, implements
+from halfulp.scaled._storage_rules import home_for, operands_of, repeats_both, round_to_home
 
 HOMES = (torch.float16, torch.bfloat16)
 
@@ -27,10 +28,16 @@ def kind(x: ScaledTensor) -> tuple:
 
 
 def test_every_family_says_what_it_does_to_storages():
-    placed = {family for families in FAMILIES_OF.values() for family in families}
-    own = {family for operator, family in FAMILIES.items() if "halfulp_doc" not in operator.name()}
-    assert own <= placed
-    assert sum(map(len, FAMILIES_OF.values())) == len(placed)
+    own = {family for operator, family in FAMILY_OF.items() if "halfulp_doc" not in operator.name()}
+    assert own <= FAMILIES.keys()
+    with pytest.raises(ValueError, match="'gated' already"):
+        register_family(Family("gated", "f(p s) / s", "s"))
+    with pytest.raises(ValueError, match="say in words"):
+        register_family(Family("of no words", "", "s"))
+    with pytest.raises(ValueError, match="operands='wide': allowed are 'float32'"):
+        register_family(Family("of no storage", "p", "s", operands="wide"))
+    with pytest.raises(ValueError, match="unknown family 'gate'; did you mean 'gated'"):
+        implements(torch.ops.aten.erfc.default, family="gate")
 
 
 def test_an_outer_sum_is_one_in_which_broadcasting_repeats_both():

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 from torch._ops import OpOverload
 
+from .._names import unknown
 from ..kernels import present
 from ..subclass import RuleTable
+from ._families import FAMILIES
 
 # Functions that need the tensor class and lie above it: the class, and this file below it, call them by their names.
 CLASS_FUNCTIONS: dict[str, Callable] = {}
@@ -19,8 +21,8 @@ RULES = _table.rules
 rule_of = _table.of
 derives = _table.derives
 _promoted: dict[OpOverload, Callable] = {}
-# The family of every registered operator, for the tables of the docs.
-FAMILIES: dict[OpOverload, str] = {}
+# The family of every registered operator.
+FAMILY_OF: dict[OpOverload, str] = {}
 
 
 def promoted_rule_of(operator: OpOverload) -> Callable:
@@ -49,11 +51,11 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Callabl
 
     Args:
         operators: overloads such as `torch.ops.aten.erfc.default` or `torch.ops.mylib.smooth.default`.
-        family: the heading under which tables list it.
+        family: the name of a registered `Family`: the heading in tables, and the operands' storage under a home.
 
     Raises:
         TypeError: an argument is not one overload of an operator.
-        ValueError: an operator has a rule already.
+        ValueError: an operator has a rule already, or the family is not registered.
 
     >>> import torch
     >>> from halfulp.scaled import ScaledTensor
@@ -64,10 +66,12 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Callabl
     >>> torch.ops.halfulp_doc.thrice(ScaledTensor.encode(torch.tensor([1.0, 2.0]))).tolist()
     [3.0, 6.0]
     """
+    if family not in FAMILIES:
+        raise ValueError(unknown("family", family, FAMILIES))
     register = _table.implements(*operators)
 
     def with_family(rule: Callable) -> Callable:
-        FAMILIES.update(dict.fromkeys(present(operators), family))
+        FAMILY_OF.update(dict.fromkeys(present(operators), family))
         for operator in present(operators):
             _promoted.pop(operator, None)
         return register(rule)

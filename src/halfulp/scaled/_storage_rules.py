@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import _powers_of_two as _powers
 from ._dtypes import EIGHT_BITS
+from ._families import FAMILIES
 from ._float8 import rms_scale_float32
 from ._operands import quick_rms_scale, to_float32, to_storage
-from ._registry import FAMILIES, class_function, rule_of
+from ._registry import FAMILY_OF, class_function, rule_of
 from ._scaled_tensor import ScaledTensor, wrap
 
 WideMode = Literal["autocast", "none"]
@@ -124,25 +125,14 @@ def _is_repeated(x: Tensor, y: Tensor) -> bool:
     return x.dim() < y.dim() or any(one == 1 and other != 1 for one, other in sizes)
 
 
-# Families that autocast computes in float32; in 16 bits; in the widest type; and those left to their rules.
-FAMILIES_OF: dict[Operands | None, tuple[str, ...]] = {
-    operands_in_float32: ("unit output", "power law", "reduction", "loss", "linear algebra", "special"),
-    operands_in_home: ("bilinear", "attention", "recurrent"),
-    operands_in_widest: (
-        "alignment",
-        "gated",
-        "indexing",
-        "pass-through",
-        "pooling",
-        "order",
-        "comparison",
-        "complex",
-        "own",
-    ),
-    # Normalisations compute in float32 and give results about 1, which lose nothing in the operand's storage.
-    None: ("norm", "foreach", "collectives", "creation", "random", "writing", "rescaling"),
+# By `Family.operands`. Normalisations are left to their rules: they compute in float32 and give results about 1, which
+# lose nothing in the operand's storage.
+_PREPARATIONS: dict[str, Operands | None] = {
+    "float32": operands_in_float32,
+    "home": operands_in_home,
+    "widest": operands_in_widest,
+    "rule": None,
 }
-_BY_FAMILY = {family: change for change, families in FAMILIES_OF.items() for family in families}
 # Operators that differ from their family.
 _BY_NAME: dict[str, Operands | None] = {
     **dict.fromkeys(("mul", "addcmul", "lerp", "sign", "sgn"), operands_in_widest),
@@ -162,10 +152,10 @@ def operands_of(operator: OpOverload) -> Operands | None:
 
     Nothing for one that writes into an argument, which stays the tensor it is, or runs by the steps it is made of.
     """
-    if operator not in FAMILIES or operator._schema.is_mutable:
+    if operator not in FAMILY_OF or operator._schema.is_mutable:
         return None
     name = operator._schema.name.removeprefix("aten::")
-    return _BY_NAME[name] if name in _BY_NAME else _BY_FAMILY.get(FAMILIES[operator], operands_in_widest)
+    return _BY_NAME[name] if name in _BY_NAME else _PREPARATIONS[FAMILIES[FAMILY_OF[operator]].operands]
 
 
 @class_function

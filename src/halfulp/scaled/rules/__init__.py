@@ -2,6 +2,8 @@
 
 from .. import _float8 as _float8
 from .. import _write as _write
+from .._families import Family as Family
+from .._families import register_family as register_family
 from ._vocabulary import aligned as aligned
 from ._vocabulary import data_movement as data_movement
 from ._vocabulary import decoded as decoded
