@@ -163,17 +163,17 @@ def _table() -> dict[float, Fraction]:
     """The constants by the nearest float64 and its two neighbours, one of which torch has for log 10."""
     table = {}
     for text in (*IRRATIONAL.values(), *_SELU):
-        table |= {value: Fraction(text) for value in _near(float(text))}
+        table |= {value: Fraction(text) for value in _neighbours(float(text))}
     return table
 
 
 @functools.cache
 def _selu() -> frozenset[float]:
     """SELU's scale, and that times its alpha: torch gives them to elu, and nobody else has them."""
-    return frozenset(value for text in _SELU for value in _near(float(text)))
+    return frozenset(value for text in _SELU for value in _neighbours(float(text)))
 
 
-def _near(value: float) -> tuple[float, ...]:
+def _neighbours(value: float) -> tuple[float, ...]:
     return math.nextafter(value, 0), math.nextafter(value, 100), value
 
 

@@ -11,19 +11,19 @@ from torch import Tensor
 from ..kernels import untraced
 
 # By class: the function of a plain gradient and the traced tensor's __tensor_flatten__ context.
-_forms: dict[type[Tensor], Callable[[Tensor, Any], Tensor]] = {}
+_converters: dict[type[Tensor], Callable[[Tensor, Any], Tensor]] = {}
 
 
-def register(kind: type[Tensor], form: Callable[[Tensor, Any], Tensor]) -> None:
+def register(kind: type[Tensor], convert: Callable[[Tensor, Any], Tensor]) -> None:
     """Register the function that converts plain gradients for compiled graphs whose outputs are of a class."""
-    _forms[kind] = form
+    _converters[kind] = convert
 
 
 @untraced
 def _of_plain(gradient: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
     """Convert a plain gradient to the class that torch expects; None (torch's error) where none is registered."""
-    form = _forms.get(expected)
-    return None if form is None else form(gradient.detach(), context)
+    convert = _converters.get(expected)
+    return None if convert is None else convert(gradient.detach(), context)
 
 
 # Of an output that the loss does not use, autograd hands over plain zeros.

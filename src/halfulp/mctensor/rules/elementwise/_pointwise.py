@@ -114,7 +114,7 @@ def sub_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
     return _update("sub", x, x, other) if alpha == 1 else _update("addcmul", x, x, other, -alpha)
 
 
-def _kept(*operands: Any) -> Any:
+def _intermediate_type(*operands: Any) -> Any:
     """Return the result type of an intermediate step, which keeps all components."""
     return result_type(operands)._replace(gradients=COMPONENTS)
 
@@ -165,7 +165,7 @@ def lerp(a: Any, b: Any, weight: Any) -> Tensor:
 @implements(aten.lerp_.Scalar, aten.lerp_.Tensor)
 def lerp_(x: Tensor, b: Any, weight: Any) -> Tensor:
     """x + weight (b - x), into x."""
-    return _update("addcmul", x, x, evaluate("sub", b, x, form=_kept(x, b, weight)), weight)
+    return _update("addcmul", x, x, evaluate("sub", b, x, form=_intermediate_type(x, b, weight)), weight)
 
 
 @implements(aten.rsqrt.default)

@@ -114,17 +114,17 @@ def tan(x: MCTensor) -> Tensor:
 def asin(x: MCTensor) -> Tensor:
     """atan2(x, sqrt((1 - x)(1 + x)))."""
     finer = _with_one_more_component(result_type((x,)))
-    return round_to_type(_angle(x, _leg(x, finer), finer), result_type((x,)))
+    return round_to_type(_angle(x, _root_of_one_minus_square(x, finer), finer), result_type((x,)))
 
 
 @beyond_exact_float64(aten.acos.default)
 def acos(x: MCTensor) -> Tensor:
     """atan2(sqrt((1 - x)(1 + x)), x)."""
     finer = _with_one_more_component(result_type((x,)))
-    return round_to_type(_angle(_leg(x, finer), x, finer), result_type((x,)))
+    return round_to_type(_angle(_root_of_one_minus_square(x, finer), x, finer), result_type((x,)))
 
 
-def _leg(x: MCTensor, form: ResultType) -> Tensor:
+def _root_of_one_minus_square(x: MCTensor, form: ResultType) -> Tensor:
     product = evaluate("mul", evaluate("sub", 1.0, x, form=form), evaluate("add", 1.0, x, form=form), form=form)
     return evaluate("sqrt", product, form=form)
 

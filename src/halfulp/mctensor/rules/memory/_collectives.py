@@ -26,12 +26,12 @@ def from_message(message: Tensor, like: MCTensor, shape: Sequence[int]) -> MCTen
     fixed = 0 if like._scale is None else like._scale.element_size()
     size = (message.numel() - fixed) // count
     pieces = message.split([*[size] * count, *([fixed] if fixed else [])])
-    parts = tuple(_typed(piece, like.dtype).reshape(shape) for piece in pieces[:count])
-    scale = _typed(pieces[count], torch.float32).reshape(()) if fixed else None
+    parts = tuple(_as_dtype(piece, like.dtype).reshape(shape) for piece in pieces[:count])
+    scale = _as_dtype(pieces[count], torch.float32).reshape(()) if fixed else None
     return wrap(parts, scale, like._gradients)
 
 
-def _typed(message: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_dtype(message: Tensor, dtype: torch.dtype) -> Tensor:
     # A clone: a piece may start anywhere, and a view of another dtype may not.
     return message.clone().view(dtype)
 
@@ -48,7 +48,7 @@ def broadcast_(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> An
     whole = [part for x in tensors for part in _inner(x)]
     sizes = [part.numel() * part.element_size() for part in whole]
     for part, piece in zip(whole, message.split(sizes), strict=True):
-        part.copy_(_typed(piece, part.dtype).reshape(part.shape))
+        part.copy_(_as_dtype(piece, part.dtype).reshape(part.shape))
     return list(tensors), work
 
 

@@ -84,8 +84,8 @@ def zero_(x: MCTensor) -> Tensor:
     return x
 
 
-def _like(operator: OpOverload) -> Callable:
-    """A new tensor like a given one: the operator makes the first component, the others are zero."""
+def _new_like(operator: OpOverload) -> Callable:
+    """Return the rule of an operator that makes a tensor like a given one: its first component; the others are zero."""
 
     def new(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         dtype = options.get("dtype") or x.dtype
@@ -112,7 +112,7 @@ _PLAIN = (
     *(aten.new_empty_strided.default, aten.new_zeros.default, aten.new_ones.default),
 )
 for _operator in (*_RANDOM, *_PLAIN):
-    implements(_operator)(_like(_operator))
+    implements(_operator)(_new_like(_operator))
 
 
 @implements(aten.full_like.default, aten.new_full.default)
@@ -124,7 +124,7 @@ def full_like(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     return blank.fill_(value)
 
 
-def _drawn_in_place(operator: OpOverload) -> Callable:
+def _random_in_place(operator: OpOverload) -> Callable:
     def draw(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         # torch draws in the order of the memory: with the strides of the components one seed gives one mask.
         return write_value(x, operator(torch.empty_like(x._parts[0], dtype=torch.float64), *arguments, **options))
@@ -137,4 +137,4 @@ for _operator in (
     *(aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default, aten.random_.default),
     *(aten.random_.to, getattr(aten.random_, "from")),
 ):
-    implements(_operator)(_drawn_in_place(_operator))
+    implements(_operator)(_random_in_place(_operator))

@@ -19,7 +19,7 @@ from ..elementwise._comparison import map_components, round_operand
 aten = torch_operators("aten")
 
 # The value is the first argument; what they fill in is 0, in every component.
-_FROM_ONE = (
+_ONE_VALUE = (
     *(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default),
     *(aten.masked_select.default, aten.repeat.default, aten.flip.default, aten.roll.default, aten.tril.default),
     *(aten.triu.default, aten.diag_embed.default, aten.rot90.default, aten.im2col.default, aten.pixel_shuffle.default),
@@ -41,7 +41,7 @@ _FROM_ONE = (
 )
 
 
-def _from_one(operator: OpOverload) -> Callable:
+def _of_one_value(operator: OpOverload) -> Callable:
     def move(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         arguments = tuple(_index(value) for value in arguments)
         return map_components(x, lambda part: operator(part, *arguments, **options))
@@ -55,12 +55,12 @@ def _index(value: Any) -> Any:
     return value
 
 
-for _operator in _FROM_ONE:
-    implements(_operator)(_from_one(_operator))
+for _operator in _ONE_VALUE:
+    implements(_operator)(_of_one_value(_operator))
 
 
 # Positions of the arguments that are values; all come to one result type.
-_FROM_SEVERAL = {
+_SEVERAL_VALUES = {
     aten.scatter.src: (0, 3),
     aten.masked_scatter.default: (0, 2),
     aten.slice_scatter.default: (0, 1),
@@ -73,7 +73,7 @@ _FROM_SEVERAL = {
     aten.copy.default: (0, 1),
 }
 # Overloads that take a number where another takes a tensor.
-_FROM_NUMBER = {
+_NUMBER_OVERLOADS = {
     aten.scatter.value: (aten.scatter.src, 3),
     aten.index_fill.int_Scalar: (aten.index_fill.int_Tensor, 3),
     aten.fill.Scalar: (aten.fill.Tensor, 1),
@@ -94,14 +94,14 @@ def apply_to_components(operator: OpOverload, arguments: Sequence, positions: Se
     return wrap(tuple(results), scale, form.gradients)
 
 
-def _from_several(operator: OpOverload, positions: Sequence[int]) -> Callable:
+def _of_several_values(operator: OpOverload, positions: Sequence[int]) -> Callable:
     def move(*arguments: Any, **options: Any) -> Tensor:
         return apply_to_components(operator, arguments, positions, **options)
 
     return move
 
 
-def _from_number(operator: OpOverload, position: int) -> Callable:
+def _of_a_number(operator: OpOverload, position: int) -> Callable:
     def move(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         values = [x, *arguments]
         number = torch.scalar_tensor(values[position], dtype=torch.float64, device=x.device)
@@ -111,10 +111,10 @@ def _from_number(operator: OpOverload, position: int) -> Callable:
     return move
 
 
-for _operator, _positions in _FROM_SEVERAL.items():
-    implements(_operator)(_from_several(_operator, _positions))
-for _operator, (_target, _position) in _FROM_NUMBER.items():
-    implements(_operator)(_from_number(_target, _position))
+for _operator, _positions in _SEVERAL_VALUES.items():
+    implements(_operator)(_of_several_values(_operator, _positions))
+for _operator, (_target, _position) in _NUMBER_OVERLOADS.items():
+    implements(_operator)(_of_a_number(_target, _position))
 
 
 def _concatenation(operator: OpOverload) -> Callable:

@@ -15,14 +15,14 @@ from ..._registry import implements
 from ._collectives import from_message, to_message
 
 
-def _sent(name: str, message: Tensor, *arguments: Any) -> Tensor:
+def _run_and_wait(name: str, message: Tensor, *arguments: Any) -> Tensor:
     functional = torch.ops._c10d_functional
     return functional.wait_tensor.default(getattr(functional, name).default(message, *arguments))
 
 
 def all_gather(x: MCTensor, size: int, group: Any) -> Tensor:
     """Every rank's value, one after another."""
-    messages = _sent("all_gather_into_tensor", to_message([x]), size, group).chunk(size)
+    messages = _run_and_wait("all_gather_into_tensor", to_message([x]), size, group).chunk(size)
     return torch.cat([from_message(message, x, x.shape) for message in messages])
 
 
@@ -35,13 +35,13 @@ def all_to_all(x: MCTensor, output_sizes: Sequence[int], input_sizes: Sequence[i
     row = len(x._parts) * x.dtype.itemsize * x.shape[1:].numel()
     arriving = [rows * row + fixed for rows in output_sizes]
     leaving = [piece.numel() for piece in pieces]
-    messages = _sent("all_to_all_single", torch.cat(pieces), arriving, leaving, group).split(arriving)
+    messages = _run_and_wait("all_to_all_single", torch.cat(pieces), arriving, leaving, group).split(arriving)
     return torch.cat([from_message(message, x, shape) for message, shape in zip(messages, shapes, strict=True)])
 
 
 def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
     """One rank's value."""
-    return from_message(_sent("broadcast", to_message([x]), source, group), x, x.shape)
+    return from_message(_run_and_wait("broadcast", to_message([x]), source, group), x, x.shape)
 
 
 def wait_tensor(x: MCTensor) -> MCTensor:

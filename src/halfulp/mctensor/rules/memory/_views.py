@@ -28,7 +28,7 @@ _SEVERAL = (
 )
 
 
-def _one(operator: OpOverload) -> Callable:
+def _view(operator: OpOverload) -> Callable:
     def view(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         if gives_plain_gradient_of(x):
             return operator(to_plain(x), *arguments, **options)
@@ -37,7 +37,7 @@ def _one(operator: OpOverload) -> Callable:
     return view
 
 
-def _several(operator: OpOverload) -> Callable:
+def _views(operator: OpOverload) -> Callable:
     def views(x: MCTensor, *arguments: Any, **options: Any) -> list[Tensor]:
         if gives_plain_gradient_of(x):
             return operator(to_plain(x), *arguments, **options)
@@ -77,6 +77,6 @@ _IN_PLACE = {
 for _operator, _functional in _IN_PLACE.items():
     implements(_operator)(_in_place(_operator, _functional))
 for _operator in _ONE:
-    implements(_operator)(_one(_operator))
+    implements(_operator)(_view(_operator))
 for _operator in _SEVERAL:
-    implements(_operator)(_several(_operator))
+    implements(_operator)(_views(_operator))

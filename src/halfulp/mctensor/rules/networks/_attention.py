@@ -32,15 +32,15 @@ def _factor(query: Any, scale: float | None) -> float:
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
-def _for_heads_of(query: Any, x: Any) -> Any:
-    """Keys or values whose heads each serve a group of the query's (Ainslie et al., arXiv 2305.13245), repeated."""
+def _repeated_heads(query: Any, x: Any) -> Any:
+    """Repeat the heads of keys or values for the query's groups (grouped-query attention, arXiv 2305.13245)."""
     if x.dim() < 3 or x.shape[-3] == query.shape[-3]:
         return x
     groups = query.shape[-3] // x.shape[-3]
     return x.unsqueeze(-3).expand(*x.shape[:-2], groups, *x.shape[-2:]).flatten(-4, -3)
 
 
-def _summed_for(x: Any, gradient: Any) -> Any:
+def _sum_over_repeated_heads(x: Any, gradient: Any) -> Any:
     """Return the gradient of keys or values: the sum over the repeated ones."""
     if x.dim() < 3 or x.shape[-3] == gradient.shape[-3]:
         return gradient
@@ -51,7 +51,7 @@ def attention(
     query: Any, key: Any, value: Any, causal: bool = False, mask: Any = None, scale: float | None = None
 ) -> tuple[Any, Any]:
     """softmax(query key^T scale + mask) value, and the logarithms of the sums."""
-    key, value = _for_heads_of(query, key), _for_heads_of(query, value)
+    key, value = _repeated_heads(query, key), _repeated_heads(query, value)
     scores = _scores(query, key, causal, mask, scale)
     sums = scores.logsumexp(-1)
     return _weights(scores, sums) @ value, sums
@@ -75,17 +75,22 @@ def attention_backward(
 ) -> tuple[Any, Any, Any, Any]:
     """The gradients of query, key, value and mask."""
     narrow_key, narrow_value = key, value
-    key, value = _for_heads_of(query, key), _for_heads_of(query, value)
+    key, value = _repeated_heads(query, key), _repeated_heads(query, value)
     weights = _weights(_scores(query, key, causal, mask, scale), sums[..., : query.shape[-2]])
     back = gradient @ value.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True)
     change = weights * back
     factor = _factor(query, scale)
     to_query, to_key = change @ key * factor, change.transpose(-2, -1) @ query * factor
     to_value = weights.transpose(-2, -1) @ gradient
-    return to_query, _summed_for(narrow_key, to_key), _summed_for(narrow_value, to_value), change
+    return (
+        to_query,
+        _sum_over_repeated_heads(narrow_key, to_key),
+        _sum_over_repeated_heads(narrow_value, to_value),
+        change,
+    )
 
 
-def _run(function: Callable, *arguments: Any) -> Any:
+def _in_float64_or_steps(function: Callable, *arguments: Any) -> Any:
     form = result_type(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
     return in_float64(function, arguments, {}) if form.fits_float64 else run_in_steps(function, form, arguments, {})
 
@@ -143,7 +148,7 @@ def efficient(
 ) -> tuple[Any, ...]:
     """The accelerator's fused kernel."""
     _check_dropout(dropout_p)
-    out, sums = _run(attention, query, key, value, is_causal, bias, scale)
+    out, sums = _in_float64_or_steps(attention, query, key, value, is_causal, bias, scale)
     unused = torch.empty((), dtype=torch.int64, device=query.device)
     return out, sums, unused, unused.clone()
 
@@ -166,7 +171,9 @@ def efficient_backward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """Its gradients."""
-    *three, change = _run(attention_backward, gradient, query, key, value, out, sums, is_causal, bias, scale)
+    *three, change = _in_float64_or_steps(
+        attention_backward, gradient, query, key, value, out, sums, is_causal, bias, scale
+    )
     to_bias = change if bias is None else change.sum_to_size(bias.shape)
     return tuple(x if want else None for x, want in zip((*three, to_bias), wanted))
 
@@ -184,7 +191,7 @@ def flash(
 ) -> tuple[Any, ...]:
     """The accelerator's fused kernel for 16-bit types."""
     _check_dropout(dropout_p)
-    out, sums = _run(attention, query, key, value, is_causal, None, scale)
+    out, sums = _in_float64_or_steps(attention, query, key, value, is_causal, None, scale)
     unused = torch.empty((), dtype=torch.int64, device=query.device)
     return out, sums, None, None, query.shape[-2], key.shape[-2], unused, unused.clone(), query.new_empty((0,))
 
@@ -209,4 +216,4 @@ def flash_backward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """Its gradients."""
-    return _run(attention_backward, gradient, query, key, value, out, sums, is_causal, None, scale)[:3]
+    return _in_float64_or_steps(attention_backward, gradient, query, key, value, out, sums, is_causal, None, scale)[:3]

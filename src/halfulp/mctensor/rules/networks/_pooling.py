@@ -12,8 +12,8 @@ from torch._ops import OpOverload
 
 from ....kernels import torch_operators
 from ..._derivation import beyond_float64, fall_back_to_float64
-from ..products._windows import folded, windows
-from ..reductions._index_add import added_at
+from ..products._windows import fold_windows, window_views
+from ..reductions._index_add import add_rows
 
 aten = torch_operators("aten")
 
@@ -25,7 +25,7 @@ def max_pool2d_backward(gradient: Any, x: Any, *rest: Any) -> Tensor:
     planes = x.shape[:-2].numel()
     offset = torch.arange(planes, device=x.device, dtype=torch.int64).reshape(-1, 1) * x.shape[-1] * x.shape[-2]
     at = (indices.reshape(planes, -1) + offset).reshape(-1)
-    return added_at(gradient.new_zeros((x.numel(),)), at, gradient.reshape(-1)).reshape(x.shape)
+    return add_rows(gradient.new_zeros((x.numel(),)), at, gradient.reshape(-1)).reshape(x.shape)
 
 
 @beyond_float64(aten.max_pool2d_with_indices.default)
@@ -47,20 +47,20 @@ def max_pool2d_with_indices(
     frame = (width, width, height, height)
     places = torch.arange(x.shape[-1] * x.shape[-2], device=x.device, dtype=torch.int64).reshape(x.shape[-2:]).double()
     places = aten.constant_pad_nd.default(places, frame, 0.0).expand(*x.shape[:-2], -1, -1).contiguous()
-    seen = windows(aten.constant_pad_nd.default(x, frame, -torch.inf), kernel, stride, dilation).flatten(-2)
+    seen = window_views(aten.constant_pad_nd.default(x, frame, -torch.inf), kernel, stride, dilation).flatten(-2)
     at = seen.argmax(-1, keepdim=True)
-    found = windows(places, kernel, stride, dilation).flatten(-2).gather(-1, at).squeeze(-1).long()
+    found = window_views(places, kernel, stride, dilation).flatten(-2).gather(-1, at).squeeze(-1).long()
     return seen.gather(-1, at).squeeze(-1), found
 
 
-def _each(value: Sequence[int], spatial: int) -> list[int]:
+def _per_dimension(value: Sequence[int], spatial: int) -> list[int]:
     return list(value) * (spatial // len(value))
 
 
 def _setup(spatial: int, kernel: Sequence, stride: Sequence, padding: Sequence) -> dict:
-    kernel = _each(kernel, spatial)
-    stride = _each(stride, spatial) if len(stride) else kernel
-    return {"kernel": kernel, "stride": stride, "padding": _each(padding, spatial), "dilation": [1] * spatial}
+    kernel = _per_dimension(kernel, spatial)
+    stride = _per_dimension(stride, spatial) if len(stride) else kernel
+    return {"kernel": kernel, "stride": stride, "padding": _per_dimension(padding, spatial), "dilation": [1] * spatial}
 
 
 def _padded(x: Any, setup: dict) -> Any:
@@ -68,20 +68,20 @@ def _padded(x: Any, setup: dict) -> Any:
     return aten.constant_pad_nd.default(x, frame, 0).contiguous()
 
 
-def _seen(x: Any, setup: dict) -> Any:
-    return windows(_padded(x, setup), setup["kernel"], setup["stride"], setup["dilation"])
+def _windows_of(x: Any, setup: dict) -> Any:
+    return window_views(_padded(x, setup), setup["kernel"], setup["stride"], setup["dilation"])
 
 
-def _counts(x: Any, setup: dict, include_pad: bool, divisor: int | None) -> Any:
+def _divisors(x: Any, setup: dict, include_pad: bool, divisor: int | None) -> Any:
     """Return the divisor of each window's sum."""
     if divisor or include_pad:
         return divisor or math.prod(setup["kernel"])
     spatial = len(setup["kernel"])
     ones = torch.ones(x.shape[-spatial:], dtype=torch.float64, device=x.device)
-    return _seen(ones, setup).flatten(-spatial).sum(-1)
+    return _windows_of(ones, setup).flatten(-spatial).sum(-1)
 
 
-def _mean(operator: OpOverload, spatial: int) -> Callable:
+def _average_pool(operator: OpOverload, spatial: int) -> Callable:
     def avg_pool(
         x: Any,
         kernel: Sequence,
@@ -95,7 +95,9 @@ def _mean(operator: OpOverload, spatial: int) -> Callable:
             given = (x, kernel, stride, padding, ceil_mode, count_include_pad, divisor_override)
             return fall_back_to_float64(operator, given, {})
         setup = _setup(spatial, kernel, stride, padding)
-        return _seen(x, setup).flatten(-spatial).sum(-1) / _counts(x, setup, count_include_pad, divisor_override)
+        return _windows_of(x, setup).flatten(-spatial).sum(-1) / _divisors(
+            x, setup, count_include_pad, divisor_override
+        )
 
     return avg_pool
 
@@ -106,11 +108,11 @@ def _mean_backward(operator: OpOverload, spatial: int) -> Callable:
         if ceil_mode:
             return fall_back_to_float64(operator, (gradient, x, *rest), {})
         setup = _setup(spatial, kernel, stride, padding)
-        share = gradient / _counts(x, setup, count_include_pad, divisor)
+        share = gradient / _divisors(x, setup, count_include_pad, divisor)
         lead, places = x.shape[:-spatial], gradient.shape[-spatial:]
         taps = share.reshape(1, lead.numel(), 1, *places).expand(-1, -1, math.prod(setup["kernel"]), *[-1] * spatial)
         grown = [n + 2 * p for n, p in zip(x.shape[-spatial:], setup["padding"])]
-        into = folded(taps, [1, lead.numel(), *grown], places, setup)
+        into = fold_windows(taps, [1, lead.numel(), *grown], places, setup)
         inside = tuple(slice(p, p + n) for n, p in zip(x.shape[-spatial:], setup["padding"]))
         return into[(0, slice(None), *inside)].reshape(x.shape)
 
@@ -118,7 +120,7 @@ def _mean_backward(operator: OpOverload, spatial: int) -> Callable:
 
 
 for _operator, _spatial in ((aten.avg_pool2d.default, 2), (aten.avg_pool3d.default, 3)):
-    beyond_float64(_operator)(_mean(_operator, _spatial))
+    beyond_float64(_operator)(_average_pool(_operator, _spatial))
 for _operator, _spatial in ((aten.avg_pool2d_backward.default, 2), (aten.avg_pool3d_backward.default, 3)):
     beyond_float64(_operator)(_mean_backward(_operator, _spatial))
 

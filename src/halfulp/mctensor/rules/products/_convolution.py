@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ....kernels import torch_operators
 from ..._derivation import beyond_float64
-from ._windows import folded, windows
+from ._windows import fold_windows, window_views
 
 aten = torch_operators("aten")
 
 
-def _each(value: Sequence[int], count: int) -> list[int]:
+def _per_dimension(value: Sequence[int], count: int) -> list[int]:
     return list(value) * (count // len(value))
 
 
@@ -27,7 +27,7 @@ def _padded(x: Any, padding: Sequence[int]) -> Any:
 
 def _columns(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Any:
     """All windows as matrices: (batch, groups, channels of a group x taps, places)."""
-    seen = windows(x.contiguous(), kernel, stride, dilation)
+    seen = window_views(x.contiguous(), kernel, stride, dilation)
     batch, channels, spatial = x.shape[0], x.shape[1], len(kernel)
     places = seen.shape[2 : 2 + spatial]
     order = [0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial)]
@@ -39,11 +39,11 @@ def _forward(x: Any, weight: Any, setup: dict) -> Any:
     columns = _columns(_padded(x, setup["padding"]), kernel, stride, dilation, groups)
     matrix = weight.reshape(groups, weight.shape[0] // groups, -1)
     out = torch.matmul(matrix, columns)
-    sizes = _places(x.shape[2:], setup)
+    sizes = _output_sizes(x.shape[2:], setup)
     return out.reshape([x.shape[0], weight.shape[0], *sizes])
 
 
-def _places(sizes: Sequence[int], setup: dict) -> list[int]:
+def _output_sizes(sizes: Sequence[int], setup: dict) -> list[int]:
     every = zip(sizes, setup["kernel"], setup["stride"], setup["dilation"], setup["padding"])
     return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in every]
 
@@ -55,7 +55,7 @@ def _to_input(gradient: Any, weight: Any, sizes: Sequence[int], setup: dict) -> 
     matrix = weight.reshape(groups, weight.shape[0] // groups, -1).transpose(1, 2)
     columns = torch.matmul(matrix, gradient.reshape(batch, groups, weight.shape[0] // groups, -1))
     grown = [n + 2 * p for n, p in zip(sizes, padding)]
-    into = folded(columns, [batch, channels, *grown], places, setup)
+    into = fold_windows(columns, [batch, channels, *grown], places, setup)
     return into[(slice(None), slice(None), *(slice(p, p + n) for n, p in zip(sizes, padding)))]
 
 
@@ -72,7 +72,10 @@ def _to_weight(gradient: Any, x: Any, shape: Sequence[int], setup: dict) -> Any:
 def _setup(weight: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> dict:
     spatial = weight.dim() - 2
     given = {"stride": stride, "padding": padding, "dilation": dilation}
-    return {k: _each(v, spatial) for k, v in given.items()} | {"kernel": list(weight.shape[2:]), "groups": groups}
+    return {k: _per_dimension(v, spatial) for k, v in given.items()} | {
+        "kernel": list(weight.shape[2:]),
+        "groups": groups,
+    }
 
 
 @beyond_float64(aten.convolution.default, aten.convolution_overrideable.default)
@@ -91,7 +94,7 @@ def convolution(
     setup = _setup(weight, stride, padding, dilation, groups)
     if transposed:
         every = zip(x.shape[2:], setup["kernel"], setup["stride"], setup["dilation"], setup["padding"])
-        extra = _each(output_padding, weight.dim() - 2)
+        extra = _per_dimension(output_padding, weight.dim() - 2)
         sizes = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for (n, k, s, d, p), e in zip(every, extra)]
         out = _to_input(x, weight, sizes, setup)
     else:

@@ -18,7 +18,7 @@ from ..._result_type import ResultType, evaluate, float64_count, make_result, pa
 aten = torch_operators("aten")
 
 
-def _solved(function: Callable, operands: tuple, form: ResultType) -> Any:
+def _run_arithmetic(function: Callable, operands: tuple, form: ResultType) -> Any:
     """Run one of arithmetic's functions of matrices and return results of a type."""
     parts = [parts_of(x, form.device) for x in operands]
     if form.scaled:
@@ -58,8 +58,8 @@ def refined_lu(a: Any, components: int) -> tuple[Tensor, Tensor]:
     return (lower.tril(-1) + upper.triu()).to(a.dtype), pivots
 
 
-def _informed(function: Callable, *operands: Any) -> tuple[Tensor, Tensor]:
-    """A function of matrices, or of stacks of them, and for each 0, or its size where it has no result but NaNs.
+def _with_info(function: Callable, *operands: Any) -> tuple[Tensor, Tensor]:
+    """Run a function on each matrix of a stack; return results and info: 0, or the size where a result is NaN.
 
     torch's functions without _ex raise where one is not 0.
     """
@@ -72,7 +72,7 @@ def _informed(function: Callable, *operands: Any) -> tuple[Tensor, Tensor]:
             size = torch.tensor(first.shape[-1], dtype=torch.int32, device=first.device)
             return torch.full_like(operands[-1], float("nan")), size
     stacks = [x.expand(*shape, *x.shape[-2:]).flatten(0, len(shape) - 1) for x in operands]
-    made, found = zip(*(_informed(function, *matrices) for matrices in zip(*stacks, strict=True)), strict=True)
+    made, found = zip(*(_with_info(function, *matrices) for matrices in zip(*stacks, strict=True)), strict=True)
     return torch.stack(made).unflatten(0, shape), torch.stack(found).reshape(shape)
 
 
@@ -81,11 +81,15 @@ def _check_information(information: Tensor, name: str, check_errors: bool) -> No
         aten._linalg_check_errors.default(information, name, is_matrix=information.dim() == 0)
 
 
-def _system(a: Any, b: Any, left: bool, form: ResultType) -> Tensor:
+def _solve(a: Any, b: Any, left: bool, form: ResultType) -> Tensor:
     """x with a x = b, or x a = b."""
     vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     b = b.unsqueeze(-1) if vector else b
-    x = _solved(arithmetic.solve, (a, b), form) if left else _solved(arithmetic.solve, (a.mT, b.mT), form).mT
+    x = (
+        _run_arithmetic(arithmetic.solve, (a, b), form)
+        if left
+        else _run_arithmetic(arithmetic.solve, (a.mT, b.mT), form).mT
+    )
     return x.squeeze(-1) if vector else x
 
 
@@ -94,7 +98,7 @@ def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -
     """The solution of a linear system, and which matrices are singular."""
     form, vector = result_type((a, b)), b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     columns = b.unsqueeze(-1) if vector else b
-    x, information = _informed(lambda a, b: _system(a, b, left, form), a, columns)
+    x, information = _with_info(lambda a, b: _solve(a, b, left, form), a, columns)
     _check_information(information, "torch.linalg.solve_ex", check_errors)
     return (x.squeeze(-1) if vector else x), *_factors(a), information
 
@@ -111,15 +115,15 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     lower = factors.tril(-1) + torch.eye(factors.shape[-1], dtype=torch.float64, device=factors.device)
     upper = factors.triu()
     if adjoint:
-        x = _system(lower.mT, _system(upper.mT, b, True, whole), True, whole)
+        x = _solve(lower.mT, _solve(upper.mT, b, True, whole), True, whole)
         return make_result(parts_of(permutation @ without_rounding(x), form.device), form)
-    return _system(upper, _system(lower, permutation.mT @ b, True, whole), True, form)
+    return _solve(upper, _solve(lower, permutation.mT @ b, True, whole), True, form)
 
 
 @implements(aten.linalg_inv_ex.default)
 def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
     """The inverse, and which matrices are singular."""
-    found, information = _informed(lambda a: _solved(arithmetic.inverse, (a,), result_type((a,))), a)
+    found, information = _with_info(lambda a: _run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), a)
     _check_information(information, "torch.linalg.inv_ex", check_errors)
     return found, information
 
@@ -127,20 +131,20 @@ def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
 @implements(aten._linalg_det.default)
 def linalg_det(a: MCTensor) -> tuple[Tensor, Tensor, Tensor]:
     """The determinant."""
-    return _solved(arithmetic.det, (a,), result_type((a,))), *_factors(a, turned=True)
+    return _run_arithmetic(arithmetic.det, (a,), result_type((a,))), *_factors(a, turned=True)
 
 
 @implements(aten._linalg_slogdet.default)
 def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
     """The determinant's sign and the logarithm of its magnitude."""
-    determinant = _solved(arithmetic.det, (a,), result_type((a,)))
+    determinant = _run_arithmetic(arithmetic.det, (a,), result_type((a,)))
     return determinant.sign(), determinant.abs().log(), *_factors(a, turned=True)
 
 
 @implements(aten.linalg_cholesky_ex.default)
 def cholesky_ex(a: MCTensor, *, upper: bool = False, check_errors: bool = False) -> tuple[Tensor, Tensor]:
     """The triangular root of a positive definite matrix, and which matrices are not."""
-    root, information = _informed(lambda a: cholesky(a, upper), a)
+    root, information = _with_info(lambda a: cholesky(a, upper), a)
     _check_information(information, "torch.linalg.cholesky_ex", check_errors)
     return root, information
 
@@ -148,7 +152,7 @@ def cholesky_ex(a: MCTensor, *, upper: bool = False, check_errors: bool = False)
 @implements(aten.cholesky.default)
 def cholesky(a: MCTensor, upper: bool = False) -> Tensor:
     """The Cholesky factor without the information which matrices have none."""
-    lower = _solved(arithmetic.cholesky, (a.mT if upper else a,), result_type((a,)))
+    lower = _run_arithmetic(arithmetic.cholesky, (a.mT if upper else a,), result_type((a,)))
     return lower.mT if upper else lower
 
 
@@ -157,7 +161,7 @@ def linalg_qr(a: MCTensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     """Orthonormal columns and a triangular factor."""
     if mode == "complete" and a.shape[-2] != a.shape[-1]:
         raise NotImplementedError("qr of MCTensors has the modes 'reduced' and 'r': the rest of Q is not unique")
-    q, r = _solved(arithmetic.qr, (a,), result_type((a,)))
+    q, r = _run_arithmetic(arithmetic.qr, (a,), result_type((a,)))
     return (q.new_empty((0,)) if mode == "r" else q), r
 
 
@@ -170,7 +174,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = No
     vector = b.dim() == a.dim() - 1
     right = b.unsqueeze(-1) if vector else b
     form = result_type((a, b))
-    x = _solved(arithmetic.lstsq, (a, right), form)
+    x = _run_arithmetic(arithmetic.lstsq, (a, right), form)
     rest = right - a @ x
     rank = torch.full(a.shape[:-2], a.shape[-1], dtype=torch.int64, device=a.device)
     tall = a.shape[-2] > a.shape[-1]
@@ -188,7 +192,7 @@ def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitrian
     if unitriangular:
         ones = torch.ones(a.shape[:-1], dtype=torch.float64, device=a.device)
         triangle = triangle - torch.diag_embed(triangle.diagonal(dim1=-2, dim2=-1)) + torch.diag_embed(ones)
-    return _system(triangle, b, left, form)
+    return _solve(triangle, b, left, form)
 
 
 @implements(aten.triangular_solve.default)

@@ -100,7 +100,7 @@ def _payload(x: Any, device: torch.device) -> Parts:
     return x._parts if isinstance(x, MCTensor) else parts_of(x, device)
 
 
-def _sum_of(start: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Tensor:
+def _add_product(start: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Tensor:
     """beta start + alpha (a @ b)."""
     form = result_type((start, a, b))
     whole = form._replace(gradients=COMPONENTS)
@@ -142,26 +142,26 @@ def dot(a: Any, b: Any) -> Tensor:
 @implements(aten.addmm.default, aten.baddbmm.default)
 def addmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha (a @ b)."""
-    return _sum_of(start, a, b, beta, alpha)
+    return _add_product(start, a, b, beta, alpha)
 
 
 @implements(aten.addmv.default)
 def addmv(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha (a @ b), b a vector."""
-    return _sum_of(start.unsqueeze(-1), a, b.unsqueeze(-1), beta, alpha).squeeze(-1)
+    return _add_product(start.unsqueeze(-1), a, b.unsqueeze(-1), beta, alpha).squeeze(-1)
 
 
 @implements(aten.addbmm.default)
 def addbmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha times the sum of a batch's products: one product of the matrices side by side."""
     rows, columns = a.shape[1], b.shape[2]
-    return _sum_of(start, a.transpose(0, 1).reshape(rows, -1), b.reshape(-1, columns), beta, alpha)
+    return _add_product(start, a.transpose(0, 1).reshape(rows, -1), b.reshape(-1, columns), beta, alpha)
 
 
 @implements(aten.addr.default)
 def addr(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha times the outer product."""
-    return _sum_of(start, a.unsqueeze(1), b.unsqueeze(0), beta, alpha)
+    return _add_product(start, a.unsqueeze(1), b.unsqueeze(0), beta, alpha)
 
 
 @beyond_float64(aten._trilinear.default)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-def windows(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
+def window_views(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
     """All windows over the last dimensions as a view: (..., out..., kernel...)."""
     spatial = len(kernel)
     lead, sizes = x.shape[:-spatial], x.shape[-spatial:]
@@ -21,7 +21,7 @@ def windows(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequ
     return x.as_strided([*lead, *counts, *kernel], strides, x.storage_offset())
 
 
-def folded(columns: Any, size: Sequence[int], places: Sequence[int], setup: dict) -> Any:
+def fold_windows(columns: Any, size: Sequence[int], places: Sequence[int], setup: dict) -> Any:
     """Windows' values, (batch, channels x taps, places), summed where they overlap: one strided sum per tap."""
     kernel, stride, dilation = setup["kernel"], setup["stride"], setup["dilation"]
     into = columns.new_zeros(list(size))

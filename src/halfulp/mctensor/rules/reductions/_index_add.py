@@ -16,31 +16,31 @@ from ..memory._data_movement import apply_to_components
 aten = torch_operators("aten")
 
 
-def added_at(into: Any, index: Tensor, values: Any) -> Tensor:
+def add_rows(into: Any, index: Tensor, values: Any) -> Tensor:
     """Return `into` with values[i] added to its row index[i]; both have their rows first."""
     rows = into.shape[0]
     if not index.numel():
         return into + torch.zeros_like(into)
-    goal, sums = _folded(index, values, _plus_masked)
+    goal, sums = _combine_runs(index, values, _plus_masked)
     spare = sums.new_zeros((rows + 1, *sums.shape[1:]))
-    return into + spare.index_copy(0, _last_places(goal, rows), sums)[:rows]
+    return into + spare.index_copy(0, _rows_of_run_ends(goal, rows), sums)[:rows]
 
 
-def reduced_at(into: Any, index: Tensor, values: Any, combine: Callable, include_self: bool) -> Tensor:
+def combine_rows(into: Any, index: Tensor, values: Any, combine: Callable, include_self: bool) -> Tensor:
     """Return `into` with values[i] combined into row index[i], without what that held unless include_self."""
     rows = into.shape[0]
     if not index.numel():
         return into.clone()
-    goal, found = _folded(index, values, lambda x, y, mask: torch.where(mask, combine(x, y), x))
+    goal, found = _combine_runs(index, values, lambda x, y, mask: torch.where(mask, combine(x, y), x))
     spare = torch.cat([into, into[:1]])
-    found = spare.index_copy(0, _last_places(goal, rows), found)[:rows]
+    found = spare.index_copy(0, _rows_of_run_ends(goal, rows), found)[:rows]
     if not include_self:
         return found
     met = torch.zeros(rows, dtype=torch.bool, device=index.device).index_fill(0, index, True)
     return torch.where(met.reshape(-1, *[1] * (into.dim() - 1)), combine(into, found), into)
 
 
-def _folded(index: Tensor, values: Any, combine: Callable) -> tuple[Tensor, Any]:
+def _combine_runs(index: Tensor, values: Any, combine: Callable) -> tuple[Tensor, Any]:
     """Return sorted indices, and rows of which the last one of each index holds the combination of all of them.
 
     Each row takes in the one 1, 2, 4, ... before it while that has the same index.
@@ -62,13 +62,13 @@ def _plus_masked(x: Any, y: Any, mask: Tensor) -> Tensor:
     return x + torch.where(mask, y, torch.zeros_like(y))
 
 
-def _last_places(goal: Tensor, rows: int) -> Tensor:
+def _rows_of_run_ends(goal: Tensor, rows: int) -> Tensor:
     """Return the target row of each run's last row; the others go to a spare row behind all."""
     last = torch.cat([goal[1:] != goal[:-1], torch.ones_like(goal[:1], dtype=torch.bool)])
     return torch.where(last, goal, rows)
 
 
-def _wrapped(index: Tensor, size: int) -> Tensor:
+def _nonnegative(index: Tensor, size: int) -> Tensor:
     return torch.where(index < 0, index + size, index).reshape(-1)
 
 
@@ -78,14 +78,14 @@ def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -
     if x.dim() == 0:
         return x + source.sum() * alpha
     source = source if alpha == 1 else source * alpha
-    return added_at(x.transpose(0, dim), _wrapped(index, x.shape[dim]), source.transpose(0, dim)).transpose(0, dim)
+    return add_rows(x.transpose(0, dim), _nonnegative(index, x.shape[dim]), source.transpose(0, dim)).transpose(0, dim)
 
 
 @beyond_exact_float64(aten.scatter_add.default)
 def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
     """x with the source's elements added where the index says along a dimension."""
     at, values = _scattered(x, dim, index, source)
-    return added_at(x.reshape(-1), at, values).reshape(x.shape)
+    return add_rows(x.reshape(-1), at, values).reshape(x.shape)
 
 
 def _scattered(x: Any, dim: int, index: Tensor, source: Any) -> tuple[Tensor, Any]:
@@ -113,7 +113,7 @@ def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *,
     if reduce not in _COMBINE:
         raise ValueError(f"reduce={reduce!r}: allowed are {', '.join(_COMBINE)}")
     at, values = _scattered(x, dim, index, source)
-    total = reduced_at(x.reshape(-1), at, values, _COMBINE[reduce], include_self)
+    total = combine_rows(x.reshape(-1), at, values, _COMBINE[reduce], include_self)
     if reduce == "mean":
         count = torch.full((x.numel(),), float(include_self), dtype=torch.float64, device=index.device)
         total = total / count.index_add(0, at, torch.ones_like(at, dtype=torch.float64)).clamp(min=1)
@@ -138,7 +138,7 @@ def index_put(x: Any, indices: Sequence, values: Any, accumulate: bool = False) 
     at = aten.index.Tensor(places, indices)
     values = values.expand(at.shape).reshape(-1)
     if accumulate:
-        return added_at(x.reshape(-1), at.reshape(-1), values).reshape(x.shape)
+        return add_rows(x.reshape(-1), at.reshape(-1), values).reshape(x.shape)
     return apply_to_components(aten.index_copy.default, (x.reshape(-1), 0, at.reshape(-1), values), (0, 3)).reshape(
         x.shape
     )
@@ -147,7 +147,7 @@ def index_put(x: Any, indices: Sequence, values: Any, accumulate: bool = False) 
 @beyond_exact_float64(aten.put.default)
 def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
     """x with a source written, or added, at flat indices."""
-    flat = _wrapped(index, x.numel())
+    flat = _nonnegative(index, x.numel())
     return index_put(x.reshape(-1), (flat,), source.reshape(-1), accumulate).reshape(x.shape)
 
 
@@ -159,7 +159,7 @@ def embedding_dense_backward(gradient: Any, indices: Tensor, count: int, padding
         rows = rows.masked_fill((index == padding).unsqueeze(1), 0)
     if by_frequency:
         rows = rows / torch.bincount(index, minlength=count)[index].double().unsqueeze(1)
-    return added_at(rows.new_zeros((count, rows.shape[1])), index, rows)
+    return add_rows(rows.new_zeros((count, rows.shape[1])), index, rows)
 
 
 @beyond_exact_float64(aten.unfold_backward.default)
@@ -168,4 +168,4 @@ def unfold_backward(gradient: Any, sizes: Sequence[int], dim: int, size: int, st
     places = torch.arange(math.prod(sizes), dtype=torch.int64, device=gradient.device)
     places = places.reshape(list(sizes)).unfold(dim, size, step)
     blank = gradient.new_zeros((math.prod(sizes),))
-    return added_at(blank, places.reshape(-1), gradient.reshape(-1)).reshape(list(sizes))
+    return add_rows(blank, places.reshape(-1), gradient.reshape(-1)).reshape(list(sizes))

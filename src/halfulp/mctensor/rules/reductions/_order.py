@@ -25,7 +25,7 @@ def permutation(x: MCTensor, dim: int, descending: bool) -> Tensor:
     return order
 
 
-def _taken(x: MCTensor, dim: int, order: Tensor) -> Tensor:
+def _gather(x: MCTensor, dim: int, order: Tensor) -> Tensor:
     return map_components(x, lambda part: part.gather(dim, order))
 
 
@@ -37,7 +37,7 @@ def sort(x: MCTensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     names = ("dim", "descending") if not options.keys() & {"stable"} and len(arguments) < 3 else ("stable", "dim")
     given = {"dim": -1, "descending": False} | dict(zip(names, arguments)) | options
     order = permutation(x, given["dim"], given["descending"])
-    return _taken(x, given["dim"], order), order
+    return _gather(x, given["dim"], order), order
 
 
 @implements(aten.argsort.stable)
@@ -60,7 +60,7 @@ def topk(x: MCTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool 
 @implements(aten.kthvalue.default)
 def kthvalue(x: MCTensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The k-th smallest."""
-    return _picked(x, dim, keepdim, lambda order: order.narrow(dim, k - 1, 1))
+    return _kth_in_order(x, dim, keepdim, lambda order: order.narrow(dim, k - 1, 1))
 
 
 @implements(aten.median.dim)
@@ -72,7 +72,7 @@ def median_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Te
     def middle(order: Tensor) -> Tensor:
         return torch.where(missing, order.narrow(dim, count - 1, 1), order.narrow(dim, (count - 1) // 2, 1))
 
-    return _picked(x, dim, keepdim, middle)
+    return _kth_in_order(x, dim, keepdim, middle)
 
 
 @implements(aten.median.default)
@@ -85,7 +85,7 @@ def median(x: MCTensor) -> Tensor:
 def nanmedian_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The lower median of the values that are no NaN; NaN, which sorts last, where all are."""
     numbers = (~x._parts[0].isnan()).sum(dim, keepdim=True)
-    return _picked(x, dim, keepdim, lambda order: order.gather(dim, ((numbers - 1) // 2).clamp(min=0)))
+    return _kth_in_order(x, dim, keepdim, lambda order: order.gather(dim, ((numbers - 1) // 2).clamp(min=0)))
 
 
 @implements(aten.nanmedian.default)
@@ -94,15 +94,15 @@ def nanmedian(x: MCTensor) -> Tensor:
     return nanmedian_dim(x.reshape(-1), 0)[0]
 
 
-def _picked(x: MCTensor, dim: int, keepdim: bool, pick: Any) -> tuple[Tensor, Tensor]:
+def _kth_in_order(x: MCTensor, dim: int, keepdim: bool, pick: Any) -> tuple[Tensor, Tensor]:
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
     at = pick(permutation(x, dim, False))
-    values = _taken(x, dim, at)
+    values = _gather(x, dim, at)
     return (values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim))
 
 
-def _best(x: MCTensor, dim: int, sign: int) -> Tensor:
+def _first_extreme(x: MCTensor, dim: int, sign: int) -> Tensor:
     """Return the first index of the extreme along a dimension, keepdim=True; NaN is more extreme than any number."""
     candidates = None
     for part in x._parts:
@@ -114,38 +114,38 @@ def _best(x: MCTensor, dim: int, sign: int) -> Tensor:
     return candidates.to(torch.uint8).argmax(dim, keepdim=True)
 
 
-def _extreme(x: MCTensor, dim: int, keepdim: bool, sign: int) -> tuple[Tensor, Tensor]:
+def _extreme_along(x: MCTensor, dim: int, keepdim: bool, sign: int) -> tuple[Tensor, Tensor]:
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
     if not x.shape[dim]:
         raise IndexError(f"no largest or smallest of no elements along dimension {dim} of {tuple(x.shape)}")
-    at = _best(x, dim, sign)
-    values = _taken(x, dim, at)
+    at = _first_extreme(x, dim, sign)
+    values = _gather(x, dim, at)
     return (values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim))
 
 
 @implements(aten.max.dim)
 def max_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The largest values along a dimension, and where."""
-    return _extreme(x, dim, keepdim, 1)
+    return _extreme_along(x, dim, keepdim, 1)
 
 
 @implements(aten.min.dim)
 def min_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The smallest values along a dimension, and where."""
-    return _extreme(x, dim, keepdim, -1)
+    return _extreme_along(x, dim, keepdim, -1)
 
 
 @implements(aten.max.default)
 def max_all(x: MCTensor) -> Tensor:
     """The largest value."""
-    return _extreme(_nonempty(x), 0, False, 1)[0]
+    return _extreme_along(_nonempty(x), 0, False, 1)[0]
 
 
 @implements(aten.min.default)
 def min_all(x: MCTensor) -> Tensor:
     """The smallest value."""
-    return _extreme(_nonempty(x), 0, False, -1)[0]
+    return _extreme_along(_nonempty(x), 0, False, -1)[0]
 
 
 def _nonempty(x: MCTensor) -> MCTensor:
@@ -157,48 +157,48 @@ def _nonempty(x: MCTensor) -> MCTensor:
 @implements(aten.argmax.default)
 def argmax(x: MCTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """Where the largest value is."""
-    return _place(x, dim, keepdim, 1)
+    return _index_of_extreme(x, dim, keepdim, 1)
 
 
 @implements(aten.argmin.default)
 def argmin(x: MCTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """Where the smallest value is."""
-    return _place(x, dim, keepdim, -1)
+    return _index_of_extreme(x, dim, keepdim, -1)
 
 
-def _place(x: MCTensor, dim: int | None, keepdim: bool, sign: int) -> Tensor:
+def _index_of_extreme(x: MCTensor, dim: int | None, keepdim: bool, sign: int) -> Tensor:
     if dim is None:
-        at = _extreme(_nonempty(x), 0, False, sign)[1]
+        at = _extreme_along(_nonempty(x), 0, False, sign)[1]
         return at.reshape([1] * x.dim()) if keepdim else at
-    return _extreme(x, dim, keepdim, sign)[1]
+    return _extreme_along(x, dim, keepdim, sign)[1]
 
 
 @implements(aten.amax.default)
 def amax(x: MCTensor, dim: Any = (), keepdim: bool = False) -> Tensor:
     """The largest values over several dimensions."""
-    return _over(x, dim, keepdim, 1)
+    return _extreme_over(x, dim, keepdim, 1)
 
 
 @implements(aten.amin.default)
 def amin(x: MCTensor, dim: Any = (), keepdim: bool = False) -> Tensor:
     """The smallest values over several dimensions."""
-    return _over(x, dim, keepdim, -1)
+    return _extreme_over(x, dim, keepdim, -1)
 
 
 @implements(aten.aminmax.default)
 def aminmax(x: MCTensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Both."""
     dims = () if dim is None else (dim,)
-    return _over(x, dims, keepdim, -1), _over(x, dims, keepdim, 1)
+    return _extreme_over(x, dims, keepdim, -1), _extreme_over(x, dims, keepdim, 1)
 
 
-def _over(x: MCTensor, dims: Any, keepdim: bool, sign: int) -> Tensor:
+def _extreme_over(x: MCTensor, dims: Any, keepdim: bool, sign: int) -> Tensor:
     dims = [dims] if isinstance(dims, int) else list(dims)
     wanted = sorted({dim % max(x.dim(), 1) for dim in dims} or range(x.dim()))
     if not x.dim():
         return x.clone()
     for dim in wanted:
-        x = _extreme(x, dim, True, sign)[0]
+        x = _extreme_along(x, dim, True, sign)[0]
     return x if keepdim else x.squeeze(wanted)
 
 
@@ -213,19 +213,19 @@ def _running(x: MCTensor, dim: int, sign: int) -> tuple[Tensor, Tensor]:
     step, count = 1, x.shape[dim]
     while step < count:
         before, here = at.narrow(dim, 0, count - step), at.narrow(dim, step, count - step)
-        pair = _stacked(x, dim, before, here)
-        keep = torch.where(_best(pair, 0, sign)[0] == 0, before, here)
-        later = _stacked_tie(pair, before, here, keep)
+        pair = _stack_pair(x, dim, before, here)
+        keep = torch.where(_first_extreme(pair, 0, sign)[0] == 0, before, here)
+        later = _later_of_equal(pair, before, here, keep)
         at = torch.cat([at.narrow(dim, 0, step), later], dim)
         step *= 2
-    return _taken(x, dim, at), at
+    return _gather(x, dim, at), at
 
 
-def _stacked(x: MCTensor, dim: int, before: Tensor, here: Tensor) -> MCTensor:
-    return torch.stack([_taken(x, dim, before), _taken(x, dim, here)])
+def _stack_pair(x: MCTensor, dim: int, before: Tensor, here: Tensor) -> MCTensor:
+    return torch.stack([_gather(x, dim, before), _gather(x, dim, here)])
 
 
-def _stacked_tie(pair: MCTensor, before: Tensor, here: Tensor, keep: Tensor) -> Tensor:
+def _later_of_equal(pair: MCTensor, before: Tensor, here: Tensor, keep: Tensor) -> Tensor:
     """torch gives the last of equal values."""
     return torch.where(pair[0] == pair[1], here, keep)
 

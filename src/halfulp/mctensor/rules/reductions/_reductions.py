@@ -30,7 +30,7 @@ def dimensions(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
     return sorted({one % max(x.dim(), 1) for one in given}) if given else list(range(x.dim()))
 
 
-def reduced(function: Callable, x: MCTensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
+def reduce_dims(function: Callable, x: MCTensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
     """Run one of arithmetic's reductions over any dimensions."""
     if dtype is not None and dtype not in PRECISION:
         raise TypeError(
@@ -59,19 +59,19 @@ def _working(form: ResultType, parts: Parts) -> int:
 @implements(aten.sum.default)
 def sum_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
     """The sum of all elements."""
-    return reduced(arithmetic.total, x, None, False, dtype)
+    return reduce_dims(arithmetic.total, x, None, False, dtype)
 
 
 @implements(aten.sum.dim_IntList)
 def sum_dim(x: MCTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """Sums over dimensions."""
-    return reduced(arithmetic.total, x, dim, keepdim, dtype)
+    return reduce_dims(arithmetic.total, x, dim, keepdim, dtype)
 
 
 @implements(aten.nansum.default)
 def nansum(x: MCTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """Sums that leave NaN out."""
-    return reduced(arithmetic.total, x.masked_fill(x.isnan(), 0), dim, keepdim, dtype)
+    return reduce_dims(arithmetic.total, x.masked_fill(x.isnan(), 0), dim, keepdim, dtype)
 
 
 @implements(aten.mean.default)
@@ -83,19 +83,19 @@ def mean_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
 @implements(aten.mean.dim)
 def mean_dim(x: MCTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """Means over dimensions."""
-    return reduced(arithmetic.average, x, dim, keepdim, dtype)
+    return reduce_dims(arithmetic.average, x, dim, keepdim, dtype)
 
 
 @implements(aten.prod.default)
 def prod_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
     """The product of all elements."""
-    return reduced(arithmetic.product, x, None, False, dtype)
+    return reduce_dims(arithmetic.product, x, None, False, dtype)
 
 
 @implements(aten.prod.dim_int)
 def prod_dim(x: MCTensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """Products along a dimension."""
-    return reduced(arithmetic.product, x, dim, keepdim, dtype)
+    return reduce_dims(arithmetic.product, x, dim, keepdim, dtype)
 
 
 @implements(aten.cumsum.default)
