@@ -113,6 +113,71 @@ def test_outputs_are_plain_tensors(seed):
     assert_nothing_is_left()
 
 
+class Late(nn.Module):
+    """Applies a custom Function, in place or not, from some iteration on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.function, self.patched = mlp(1), mlp(1), None, []
+
+    def forward(self, x):
+        self.patched.append("apply" in vars(_SingleLevelFunction))
+        h = self.first(x)
+        return self.last(h if self.function is None else self.function(h))
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, in_place):
+        if in_place:
+            ctx.mark_dirty(x)
+        return x.mul_(3) if in_place else 3 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient, None
+
+
+def _written_in_part(h):
+    h = h * 1
+    Tripled.apply(h[1:], True)
+    return h
+
+
+LATE = {
+    "a result": lambda h: Tripled.apply(h, False),
+    "in place": lambda h: Tripled.apply(h * 1, True),
+    "into a view": _written_in_part,
+    "a checkpoint": lambda h: checkpoint(torch.tanh, h, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_nothing_is_replaced_until_a_custom_function_is_met(kind, seed):
+    model, x = Late(), batch()
+
+    def run():
+        return mean_square(model(x))
+
+    scaler = watched(model, run)
+    backward = scaler._controller.backward
+    for function in (None, LATE[kind]):
+        model.function = function
+        plain = copy.deepcopy(model)
+        wanted = plainly(seed, lambda plain=plain: mean_square(plain(x)), plain)
+        model.patched.clear()
+        clear(model)
+        scaler.scale(run()).backward()
+        assert_same({key: g / scaler.get_scale() for key, g in gradients(model).items()}, wanted)
+        assert model.patched == [False]
+        assert backward.custom_functions is (function is not None)
+        backward.end_iteration()
+    model.function, model.patched = None, []
+    run()
+    assert model.patched == [True]
+    assert_nothing_is_left()
+
+
 class Failing(nn.Module):
     """Raises on demand, deep inside, in forward or in backward."""
 

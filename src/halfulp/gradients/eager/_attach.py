@@ -73,7 +73,7 @@ class WatchedForward(Forward):
             del region.path[depth:]
 
     def _in_region(self, args: tuple, kwargs: dict) -> Any:
-        with watched(), Region(self._backward, self._names) as region:
+        with watched(self._backward), Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
             region.recording = recording = self._replays.recording()
             region.take((args, kwargs))

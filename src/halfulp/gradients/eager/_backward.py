@@ -88,6 +88,8 @@ class Backward:
         self.measurements = Measurements()
         self.unmarked = Unmarked()
         self._replays = True
+        # Whether forward passes apply custom Functions; None until an iteration has ended.
+        self.custom_functions: bool | None = None
         self.following = Following(sites, policy.per_site and policy.measures and not policy.wants_operands)
         self.order: dict[Site, None] = {}
         # Sites that gradients left for others, in backward's order.
@@ -146,6 +148,12 @@ class Backward:
         # A backward pass that runs had its gradients moved by edges, and goes on so.
         self.end_unless_differentiating()
 
+    def note_custom_function(self) -> None:
+        """Let regions watch custom Functions from now on; one scale holds for an iteration that met one unwatched."""
+        if self.custom_functions is False:
+            self.use_one_scale()
+        self.custom_functions = True
+
     def may_replay(self) -> bool:
         """Whether a forward pass of now may go without a region: only what it multiplies gradients by is wanted."""
         wanted = self._replays and not self.measuring and not self.second_order and self.format is None
@@ -175,6 +183,8 @@ class Backward:
     def end_iteration(self) -> None:
         """Forget the iteration that ends here."""
         self.end()
+        if self.forwards and self.custom_functions is None:
+            self.custom_functions = False
         self.passes = self.forwards = 0
         self.second_order = self.replayed = False
         self.measurements.clear()

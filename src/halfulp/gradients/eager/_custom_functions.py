@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.utils import checkpoint
 
-from ._backward import Widening
+from ._backward import Backward, Widening
 from ._current_region import current
 from ._region import Region
 from ._strides import CopyWithStrides
@@ -21,12 +21,16 @@ _watching = 0
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
+def watched(backward: Backward) -> Iterator[None]:
     """While any thread is in here, custom Functions that are applied in a region go through it.
 
     What is replaced is the method that ``Function.apply`` ends in, which names bound to an ``apply`` before reach too.
+    Nothing is where a whole iteration met no custom Function; a region finds those that come later by their nodes.
     """
     global _watching
+    if backward.custom_functions is False:
+        yield
+        return
     with _lock:
         _watching += 1
         _SingleLevelFunction.apply = classmethod(_apply)
@@ -46,6 +50,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)
     if cls is checkpoint.CheckpointFunction:
         args = (_replayed(args[0], region), *args[1:])
+    region._backward.custom_functions = True
     # A Function may do with gradients what it likes: it sees those of the global exponent, as under any loss scale.
     return region.at_global_exponent(lambda moved: apply(*moved, **kwargs), args)
 
@@ -57,7 +62,7 @@ def _replayed(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
         if current() is not None or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         region.note_replay()
-        with watched(), region.again() as replay:
+        with watched(region._backward), region.again() as replay:
             return replay.leave(run(*args, **kwargs), wide=False)
 
     return run_in_region

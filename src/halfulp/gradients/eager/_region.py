@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,7 +22,7 @@ from ._backward import Backward, Widening
 from ._current_region import by_itself, current, put, unwatched
 from ._products import kind_of, name_of
 from ._site_boundaries import LEAF, is_exit, mark
-from ._strides import copy_with_strides
+from ._strides import CopyWithStrides, copy_with_strides
 
 _TAG = "_halfulp_site"
 
@@ -157,6 +158,9 @@ class Region(TorchFunctionMode):
 
     def site_of(self, tensor: Tensor) -> Site:
         """The site of a tensor's gradient; what was there before the region is at the global one."""
+        if not self._backward.custom_functions and self._may_be_custom(tensor):
+            self._fail_recording()
+            self._backward.note_custom_function()
         site = self._tag(tensor)
         if site is None and tensor._base is not None:
             site = self._tag(tensor._base)
@@ -169,6 +173,14 @@ class Region(TorchFunctionMode):
         """The site that a region of this scaler gave a tensor."""
         site = getattr(tensor, _TAG, None)
         return site if site is None or site is self._global_site or site.global_site is self._global_site else None
+
+    def _may_be_custom(self, tensor: Tensor) -> bool:
+        """Whether a custom Function of this region may have made a tensor, or written into it or into a view of it."""
+        node = (tensor if tensor._base is None else tensor._base).grad_fn
+        if not isinstance(node, BackwardCFunction) and type(node).__name__ != "CopySlices":
+            return False
+        own = type(node) in (Widening._backward_cls, CopyWithStrides._backward_cls)
+        return not own and self.begun <= node._sequence_nr() and not is_exit(node, self._global_site)
 
     def _check_known(self, tensor: Tensor) -> None:
         """What was made in here without being seen has gradients in unknown units."""
