@@ -136,7 +136,7 @@ def test_copies_are_emulated_and_independent(seed, twin_of):
     for m in (model, twin):
         m(x).sum().backward()
     assert torch.equal(model[0].weight.grad, twin[0].weight.grad)
-    assert twin.forward.unit.forward["aten.addmm"] == 4
+    assert twin.forward.rounder.forward["aten.addmm"] == 4
     twin.forward.remove()
     assert isinstance(model.forward, Emulation)
     twin.load_state_dict(model.state_dict())
@@ -232,7 +232,7 @@ def test_functions_and_the_loss_region(seed):
         got.append((value, x.grad))
     assert torch.equal(got[0][0], got[1][0])
     assert torch.equal(got[0][1], got[1][1])
-    assert handle.unit.forward["aten._log_softmax"] == 1
+    assert handle.rounder.forward["aten._log_softmax"] == 1
 
 
 def test_modules_as_losses(seed):

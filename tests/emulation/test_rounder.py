@@ -8,7 +8,7 @@ import torch
 
 from halfulp import formats
 from halfulp.emulation import region
-from halfulp.emulation._rounder import Unit
+from halfulp.emulation._rounder import Rounder
 from halfulp.rounding import Down, Nearest, Stochastic, TowardZero, Up, quantize
 
 
@@ -16,17 +16,17 @@ from halfulp.rounding import Down, Nearest, Stochastic, TowardZero, Up, quantize
 @pytest.mark.parametrize("format", ["bf16", "e4m3fn", "fp16", "e8m1", "e5m2", "tf32"])
 def test_rounds_as_quantize(seed, rounding, format):
     x = torch.randn(100) * torch.randn(100).exp2()
-    unit = Unit(format, rounding, None)
+    rounder = Rounder(format, rounding, None)
     want = quantize(x, format, rounding)
-    assert torch.equal(unit.rounded(x, ""), want)
-    assert unit.round_in_place(x, "") == 1
+    assert torch.equal(rounder.rounded(x, ""), want)
+    assert rounder.round_in_place(x, "") == 1
     assert torch.equal(x, want)
 
 
 def test_overflow_policy():
     x = torch.tensor([torch.finfo(torch.float32).min])
-    assert Unit("bf16", "nearest", None).rounded(x, "").item() == -float("inf")
-    assert Unit("bf16", "nearest", "saturate").rounded(x, "").item() == formats.bf16.min
+    assert Rounder("bf16", "nearest", None).rounded(x, "").item() == -float("inf")
+    assert Rounder("bf16", "nearest", "saturate").rounded(x, "").item() == formats.bf16.min
 
 
 @pytest.mark.parametrize(
@@ -42,30 +42,30 @@ def test_overflow_policy():
 )
 def test_unusable_formats(format, error, words):
     with pytest.raises(error, match=words):
-        Unit(format, "nearest", None)
+        Rounder(format, "nearest", None)
 
 
 def test_unusable_roundings_and_policies():
     with pytest.raises(ValueError, match="nearst"):
-        Unit("bf16", "nearst", None)
+        Rounder("bf16", "nearst", None)
     with pytest.raises(ValueError, match="overflow"):
-        Unit("bf16", "nearest", "wrap")
+        Rounder("bf16", "nearest", "wrap")
 
 
 def test_narrow_tensors():
     x = torch.tensor([0.3], dtype=torch.bfloat16)
-    assert Unit("bf16", "nearest", None).rounded(x, "op") is x
+    assert Rounder("bf16", "nearest", None).rounded(x, "op") is x
     with pytest.raises(NotImplementedError, match=r"op gives.*bfloat16.*second rounding"):
-        Unit("e8m3", "nearest", None).rounded(x, "op")
+        Rounder("e8m3", "nearest", None).rounded(x, "op")
     with pytest.raises(NotImplementedError, match="float8"):
-        Unit("bf16", "nearest", None).rounded(x.to(torch.float8_e5m2), "op")
+        Rounder("bf16", "nearest", None).rounded(x.to(torch.float8_e5m2), "op")
 
 
 def test_integers_pass():
     x = torch.arange(3)
-    unit = Unit("e8m1", "nearest", None)
-    assert unit.rounded(x, "") is x
-    assert unit.round_in_place(x, "") == 0
+    rounder = Rounder("e8m1", "nearest", None)
+    assert rounder.rounded(x, "") is x
+    assert rounder.round_in_place(x, "") == 0
 
 
 def test_streams(seed):
@@ -87,10 +87,10 @@ def test_streams(seed):
 
 
 def test_copies_go_on_in_the_stream():
-    unit = Unit("e8m1", Stochastic(seed=5), "saturate")
+    rounder = Rounder("e8m1", Stochastic(seed=5), "saturate")
     x = torch.full((100,), 1.2)
-    unit.rounded(x, "")
-    for twin in (copy.deepcopy(unit), pickle.loads(pickle.dumps(unit))):
-        assert twin.settings == unit.settings
-        saved = copy.deepcopy(unit)
+    rounder.rounded(x, "")
+    for twin in (copy.deepcopy(rounder), pickle.loads(pickle.dumps(rounder))):
+        assert twin.settings == rounder.settings
+        saved = copy.deepcopy(rounder)
         assert torch.equal(twin.rounded(x, ""), saved.rounded(x, ""))

@@ -49,7 +49,7 @@ def test_everything_is_rounded(seed, build, attention, format):
         assert parameter.grad is not None, name
         assert parameter.grad.any(), name
         assert holds(parameter.grad, format), name
-    attended = "aten._scaled_dot_product_flash_attention_for_cpu" in handle.unit.forward
+    attended = "aten._scaled_dot_product_flash_attention_for_cpu" in handle.rounder.forward
     assert attended == (attention == "sdpa")
     assert "aten.addmm" in handle.explain() or "aten.mm" in handle.explain()
 

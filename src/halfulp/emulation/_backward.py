@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._checkpoint import Wrapper, capture_node
-from ._rounder import Unit
+from ._rounder import Rounder
 
 _LEAF = 2**64 - 1
 # Their gradients are the numbers that arrive, elsewhere or in another shape.
@@ -27,8 +27,8 @@ class Graph:
     passes through them, and they go when the graph goes. No node is held here.
     """
 
-    def __init__(self, unit: Unit, emulated: Wrapper) -> None:
-        self.unit = unit
+    def __init__(self, rounder: Rounder, emulated: Wrapper) -> None:
+        self.rounder = rounder
         self._emulated = emulated
         self.task = -1
         self._start = torch.autograd._get_sequence_nr()
@@ -93,7 +93,7 @@ class Graph:
             if gradient is None or (gradient is sent and gradient._version == version):
                 continue
             changed = changed or list(gradients)
-            changed[i] = self.unit.rounded(gradient, f"the gradient for {name}")
+            changed[i] = self.rounder.rounded(gradient, f"the gradient for {name}")
         return None if changed is None else tuple(changed)
 
     def _leaving(self, name: str, edges: tuple, moves: bool, gradients: tuple, arrived: tuple) -> tuple | None:
@@ -103,8 +103,8 @@ class Graph:
             if gradient is None:
                 continue
             if not moves and not any(gradient is known for known in arrived):
-                results[i] = self.unit.rounded(gradient, name)
-                self.unit.backward[name] += 1
+                results[i] = self.rounder.rounded(gradient, name)
+                self.rounder.backward[name] += 1
             if edges[i] is not None:
                 self._sent[edges[i]] = results[i], results[i]._version
         return None if moves else tuple(results)
@@ -114,7 +114,7 @@ def _accumulated(graph: weakref.ref, leaf: Tensor) -> None:
     """After a gradient was added to a leaf's: round the sum, if this backward pass went through the graph."""
     owner = graph()
     if owner is not None and owner.task == torch._C._current_graph_task_id():
-        owner.unit.round_in_place(leaf.grad, "AccumulateGrad")
+        owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
 
 
 def _summed(graph: weakref.ref, gradient: Tensor) -> Tensor | None:
@@ -122,4 +122,4 @@ def _summed(graph: weakref.ref, gradient: Tensor) -> Tensor | None:
     owner = graph()
     if owner is None or owner.task != torch._C._current_graph_task_id():
         return None
-    return owner.unit.rounded(gradient, "AccumulateGrad")
+    return owner.rounder.rounded(gradient, "AccumulateGrad")

@@ -17,7 +17,7 @@ from ..rounding import Nearest, Rounding
 from ..subclass.models._parameter_holders import EMULATED
 from ._region import Region, refuse_recording, region, untraceable
 from ._report import describe
-from ._rounder import CONTAINERS, Unit
+from ._rounder import CONTAINERS, Rounder
 
 
 class Emulation:
@@ -27,9 +27,9 @@ class Emulation:
     `copy.forward`. As a context manager it removes itself at the end of the block.
     """
 
-    def __init__(self, target: Callable, unit: Unit, parameters: str) -> None:
+    def __init__(self, target: Callable, rounder: Rounder, parameters: str) -> None:
         self.target = target
-        self.unit = unit
+        self.rounder = rounder
         self.parameters = parameters
         self._before = vars(target).get("forward") if isinstance(target, nn.Module) else None
         self._seen: dict[int, tuple[int, int]] = {}
@@ -74,13 +74,13 @@ class Emulation:
         if isinstance(self.target, nn.Module):
             self._check_parameters()
         args, kwargs = self._each(self._rounded, args, kwargs)
-        with Region(self.unit):
+        with Region(self.rounder):
             args, kwargs = self._each(_cloned, args, kwargs)
             return self._original(*args, **kwargs)
 
     def region(self) -> Region:
         """A `with` block under the same settings, counted here: for a loss outside the model."""
-        return Region(self.unit)
+        return Region(self.rounder)
 
     def remove(self) -> None:
         """Give the model its own forward back; a second time does nothing.
@@ -102,18 +102,18 @@ class Emulation:
 
     def explain(self) -> str:
         """A table of the operators seen so far: how often, rounded or not and why."""
-        return describe(self.unit, _off_format(self.target, self.unit))
+        return describe(self.rounder, _off_format(self.target, self.rounder))
 
     def __repr__(self) -> str:
         name = getattr(self.target, "__name__", type(self.target).__name__)
-        return f"Emulation({name}, {self.unit.format.name}, {self.unit.rounding})"
+        return f"Emulation({name}, {self.rounder.format.name}, {self.rounder.rounding})"
 
     def __getstate__(self) -> dict:
         return vars(self) | {"_seen": {}}
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         """An argument without gradient as the format's numbers."""
-        return tensor if _needs_gradient(tensor) else self.unit.rounded(tensor, "an argument")
+        return tensor if _needs_gradient(tensor) else self.rounder.rounded(tensor, "an argument")
 
     @staticmethod
     def _each(change: Callable[[Tensor], Tensor], args: Iterable, kwargs: dict) -> tuple[list, dict]:
@@ -129,11 +129,11 @@ class Emulation:
             state = parameter._version, _checksum(parameter)
             if self._seen.get(id(parameter)) == state:
                 continue
-            if _misses(parameter, self.unit):
+            if _misses(parameter, self.rounder):
                 names = [name for name, value in self.target.named_parameters() if value is parameter]
                 raise ValueError(
-                    f"parameter {names[0]!r} was given numbers that {self.unit.format.name} does not have: update it "
-                    f"with an optimizer of halfulp.optim and format={self.unit.format.name!r}, or say "
+                    f"parameter {names[0]!r} was given numbers that {self.rounder.format.name} does not have: update "
+                    f"it with an optimizer of halfulp.optim and format={self.rounder.format.name!r}, or say "
                     "emulate(..., parameters='keep') to let operators read float32 parameters"
                 )
             self._seen[id(parameter)] = state
@@ -189,7 +189,7 @@ def emulate(
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> with emulate(model, "e8m3") as emulation:
     ...     y = model(torch.randn(2, 4))
-    >>> bool(emulation.unit.rounded(y, "") .equal(y))
+    >>> bool(emulation.rounder.rounded(y, "") .equal(y))
     True
     >>> loss = emulate(nn.functional.mse_loss, "e8m3")
     >>> loss(torch.tensor([1.0]), torch.tensor([0.0]))
@@ -197,18 +197,18 @@ def emulate(
     """
     if parameters not in ("round", "keep"):
         raise ValueError(f"parameters is 'round' or 'keep', got {parameters!r}")
-    unit = Unit(format, rounding, overflow)
+    rounder = Rounder(format, rounding, overflow)
     if not isinstance(model, nn.Module):
         if not callable(model) or isinstance(model, type):
             raise TypeError(f"emulate takes a module or a function, got {model!r}")
-        return Emulation(model, unit, parameters)
+        return Emulation(model, rounder, parameters)
     model = getattr(model, "_orig_mod", model)
     _check_model(model)
     if parameters == "round":
-        _round_state(model, unit)
+        _round_state(model, rounder)
         for parameter in model.parameters():
-            setattr(parameter, EMULATED, unit.format.name)
-    emulation = Emulation(model, unit, parameters)
+            setattr(parameter, EMULATED, rounder.format.name)
+    emulation = Emulation(model, rounder, parameters)
     model.forward = emulation
     return emulation
 
@@ -254,24 +254,24 @@ def _state(model: nn.Module):
 
 
 @torch.no_grad()
-def _round_state(model: nn.Module, unit: Unit) -> None:
+def _round_state(model: nn.Module, rounder: Rounder) -> None:
     for name, value in _state(model):
-        unit.round_in_place(value, name)
+        rounder.round_in_place(value, name)
 
 
-def _misses(value: Tensor, unit: Unit) -> int:
+def _misses(value: Tensor, rounder: Rounder) -> int:
     """How many numbers of a tensor the format lacks."""
     if not value.is_floating_point() or value.is_meta:
         return 0
     value = value.detach()
-    exact = Unit(unit.format, Nearest(), unit.overflow).rounded(value, "a parameter")
+    exact = Rounder(rounder.format, Nearest(), rounder.overflow).rounded(value, "a parameter")
     return 0 if exact.equal(value) else int(((exact != value) & ~(exact.isnan() & value.isnan())).sum())
 
 
-def _off_format(target: object, unit: Unit) -> dict[str, int]:
+def _off_format(target: object, rounder: Rounder) -> dict[str, int]:
     if not isinstance(target, nn.Module):
         return {}
-    counts = {name: _misses(value, unit) for name, value in _state(target)}
+    counts = {name: _misses(value, rounder) for name, value in _state(target)}
     return {name: count for name, count in counts.items() if count}
 
 

@@ -16,18 +16,18 @@ from ..rounding import Nearest, Rounding
 from ._backward import Graph
 from ._checkpoint import capture_hooks
 from ._new_numbers import Results, results_of
-from ._rounder import Unit
+from ._rounder import Rounder
 
 
 class _Mode(TorchDispatchMode):
     """Rounds below autograd, where composite functions have been taken apart and nothing is fused."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, rounder: Rounder) -> None:
         super().__init__()
-        self.unit = unit
+        self.rounder = rounder
         self.task = torch._C._current_graph_task_id()
-        self._emulated = partial(_emulated, unit)
-        self._graph = Graph(unit, self._emulated)
+        self._emulated = partial(_emulated, rounder)
+        self._graph = Graph(rounder, self._emulated)
         self._pending: list = []
         self._promised: list[weakref.ref] = []
         self._pack = None
@@ -72,14 +72,14 @@ class _Mode(TorchDispatchMode):
 
     def _settle(self, results: Results, out, args: tuple, kwargs: dict):
         """Round what an operator gave; the output to hand on."""
-        unit, name = self.unit, results.name
+        rounder, name = self.rounder, results.name
         count = 0
         if results.aliases_caller:
-            out = unit.rounded(out, name)
+            out = rounder.rounded(out, name)
             count = int(out.is_floating_point() or out.is_complex())
         elif type(out) is Tensor:
             if results.fresh:
-                count = unit.round_in_place(out, name)
+                count = rounder.round_in_place(out, name)
         elif results.fresh:
             values = out if isinstance(out, tuple) else (out,)
             count = sum(self._round(values[i], name) for i in results.fresh)
@@ -89,15 +89,15 @@ class _Mode(TorchDispatchMode):
             if torch.is_grad_enabled():
                 # A write through a view gives the tensor that is viewed a new node.
                 self._pending += [tensor._base for tensor in _tensors(value) if tensor._base is not None]
-        unit.forward[name] += count
-        unit.plain[name] += not count
+        rounder.forward[name] += count
+        rounder.plain[name] += not count
         if results.kept:
-            unit.kept[name] += results.kept
+            rounder.kept[name] += results.kept
         return out
 
     def _round(self, value, name: str) -> int:
         if isinstance(value, Tensor):
-            return self.unit.round_in_place(value, name)
+            return self.rounder.round_in_place(value, name)
         if isinstance(value, list | tuple):
             return sum(self._round(item, name) for item in value)
         return 0
@@ -119,21 +119,21 @@ def _modes() -> list[_Mode]:
 
 
 class Region:
-    """A `with` block that rounds with a unit; inside a block of the same settings it joins that one.
+    """A `with` block that rounds with a rounder; inside a block of the same settings it joins that one.
 
     Entering raises RuntimeError inside a block of other settings and inside a transform of torch.func, and
     NotImplementedError where a graph is recorded (torch.export, torch.jit.trace, make_fx).
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    def __init__(self, rounder: Rounder) -> None:
+        self.rounder = rounder
         self._entered: list[tuple[_Mode, bool] | None] = []
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     def __enter__(self) -> Region:
         modes = _modes()
         if modes and modes[-1].task == torch._C._current_graph_task_id():
-            _check_joins(self.unit, modes[-1].unit)
+            _check_joins(self.rounder, modes[-1].rounder)
             self._entered.append(None)
             return self
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -142,7 +142,7 @@ class Region:
                 "be rounded; use loss.backward()"
             )
         refuse_recording()
-        mode = _Mode(self.unit)
+        mode = _Mode(self.rounder)
         self._entered.append((mode, torch.backends.mha.get_fastpath_enabled()))
         modes.append(mode)
         # The fast path makes one operator of a whole transformer layer, in evaluation only.
@@ -181,25 +181,25 @@ def refuse_recording() -> None:
         raise NotImplementedError(untraceable("make_fx"))
 
 
-def _check_joins(unit: Unit, around: Unit) -> None:
-    if around.settings != unit.settings:
+def _check_joins(rounder: Rounder, around: Rounder) -> None:
+    if around.settings != rounder.settings:
         raise RuntimeError(
-            f"emulation of {unit.format.name} inside an emulation of {around.format.name} with other settings: each "
+            f"emulation of {rounder.format.name} inside an emulation of {around.format.name} with other settings: each "
             "operator is rounded once, so one of them has to end first"
         )
 
 
-def _emulated(unit: Unit, function: Callable) -> Callable:
+def _emulated(rounder: Rounder, function: Callable) -> Callable:
     """A function that runs under emulation, for what checkpointing computes again."""
-    if not unit.replayable:
+    if not rounder.replayable:
         raise NotImplementedError(
-            f"emulate with {unit.rounding!r} under activation checkpointing: the recomputation would draw other bits; "
-            "take Stochastic() and torch.manual_seed"
+            f"emulate with {rounder.rounding!r} under activation checkpointing: the recomputation would draw other bits"
+            "; take Stochastic() and torch.manual_seed"
         )
 
     @wraps(function)
     def under(*args, **kwargs):
-        with Region(unit):
+        with Region(rounder):
             return function(*args, **kwargs)
 
     return under
@@ -233,4 +233,4 @@ def region(
     ...     torch.ones(1) + 1.3
     tensor([2.])
     """
-    return Region(Unit(format, rounding, overflow))
+    return Region(Rounder(format, rounding, overflow))

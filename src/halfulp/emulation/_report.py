@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from ._rounder import Unit
+from ._rounder import Rounder
 
 
-def describe(unit: Unit, off_format: dict[str, int]) -> str:
+def describe(rounder: Rounder, off_format: dict[str, int]) -> str:
     """Every operator seen, most roundings first, and what is not in the format.
 
     Args:
-        unit: whose tally it is.
+        rounder: whose tally it is.
         off_format: numbers that the format lacks, by parameter or buffer.
     """
     lines = [
-        f"{unit.format.name}, {unit.rounding.name} rounding: {unit.forward.total()} tensors rounded forward, "
-        f"{unit.backward.total()} gradients backward"
+        f"{rounder.format.name}, {rounder.rounding.name} rounding: {rounder.forward.total()} tensors rounded forward, "
+        f"{rounder.backward.total()} gradients backward"
     ]
-    lines += _section("forward", unit.forward, "tensors rounded")
-    lines += _section("backward", unit.backward, "gradients rounded")
-    lines += _section("inside the operator, in float32", unit.kept, "statistics kept for the backward pass")
-    lines += _section("not rounded", _only(unit), "calls without new floating numbers")
-    lines += _section(f"not in {unit.format.name}", off_format, "numbers, read as they are")
+    lines += _section("forward", rounder.forward, "tensors rounded")
+    lines += _section("backward", rounder.backward, "gradients rounded")
+    lines += _section("inside the operator, in float32", rounder.kept, "statistics kept for the backward pass")
+    lines += _section("not rounded", _only(rounder), "calls without new floating numbers")
+    lines += _section(f"not in {rounder.format.name}", off_format, "numbers, read as they are")
     return "\n".join(lines)
 
 
-def _only(unit: Unit) -> dict[str, int]:
-    return {name: count for name, count in unit.plain.items() if count and not unit.forward[name]}
+def _only(rounder: Rounder) -> dict[str, int]:
+    return {name: count for name, count in rounder.plain.items() if count and not rounder.forward[name]}
 
 
 def _section(title: str, counts: dict[str, int], what: str) -> list[str]:

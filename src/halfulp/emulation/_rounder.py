@@ -21,7 +21,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
 
 
-class Unit:
+class Rounder:
     """Rounds tensors of float32 and float64 to a format, and counts.
 
     Attributes:
@@ -46,7 +46,7 @@ class Unit:
 
     @property
     def settings(self) -> tuple:
-        """What two units must share to round alike."""
+        """What two rounders must share to round alike."""
         return self.format, self.rounding, self.overflow
 
     @property

@@ -16,12 +16,12 @@ def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def supports(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer skips what overflowed by itself, as torch's fused ones do."""
+    """Whether an optimizer skips overflowed steps by itself, as torch's fused ones do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step is given the scaler, and unscales by itself: the older form of the contract."""
+    """Whether an optimizer's step takes the scaler and unscales by itself: the older form of the contract."""
     return supports(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
@@ -37,7 +37,7 @@ def stepped_with(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer,
 
 
 def stepped(optimizer: torch.optim.Optimizer, found: list[Tensor], overflowed: bool, args: tuple, kwargs: dict) -> Any:
-    """A step with gradients that are unscaled; None where they overflowed, unless the optimizer handles that."""
+    """Step with unscaled gradients; None where they overflowed, unless the optimizer handles that itself."""
     if not supports(optimizer):
         return None if overflowed else optimizer.step(*args, **kwargs)
     # A scale of its own that somebody set stays.

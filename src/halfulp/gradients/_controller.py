@@ -42,7 +42,7 @@ _SHORT = 4
 
 
 class Controller:
-    """Measurements in, exponents out.
+    """Sets every exponent at the end of an iteration, from measurements and overflows.
 
     Whether an iteration is measured, and the global exponent, are the same in all processes: they follow from the
     number of the iteration, from which steps were skipped, and from what `_agreed` says. Other exponents may differ.
@@ -88,7 +88,7 @@ class Controller:
         return not self._agreed("step", int(not found))[0]
 
     def skip(self, untouched: bool) -> LastStep:
-        """A step that must not be taken, as gradients are not finite: who is to blame.
+        """Note that a step is skipped, as gradients are not finite, and find the sites that overflowed.
 
         ``untouched``: nobody could clip the parameters' gradients meanwhile, which spreads what is not finite.
         """
@@ -121,7 +121,7 @@ class Controller:
         return LastStep(False, f"gradients overflowed at {words}", blamed)
 
     def _found(self, untouched: bool) -> tuple[list[OverflowSource] | None, dict[Site, bool]]:
-        """Who is to blame as far as this process knows, and which sites' parameters have finite gradients, if asked."""
+        """The sites known to have overflowed; and by site, whether its parameters' gradients are finite, if asked."""
         backward = self.backward
         found = measured_overflow_sources(self._measured)
         if found or not untouched or backward.processes:
@@ -145,17 +145,17 @@ class Controller:
         self._renew()
 
     def _agreed(self, occasion: str, *values: int) -> list[int]:
-        """The least of all processes' values, each: at steps, skipped steps, and the ends of iterations they know."""
+        """The minimum of each value over all processes; ``occasion`` names the point at which they meet."""
         return self.backward.processes.agreed(occasion, self.iteration, list(values), self.device)
 
     def _keep_together(self, before: int) -> None:
-        """The global exponent where nobody can be asked: of what all know alone, which is whether steps are skipped."""
+        """Set the global exponent without communication, by what all processes know: which steps were skipped."""
         falls = self._skipped and (self._skips_in_row > 1 or not self.policy.per_site)
         self._set(self.sites.global_site, before - _FALL // 2 if falls else before)
         self._measure_next = False
 
     def catch_up(self) -> None:
-        """Take over the numbers of the process that went furthest, after some had no inputs left."""
+        """Copy the counters of the process with the most iterations, after a ``join()`` where some ran out of data."""
         global_site = self.sites.global_site
         numbers = [self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent]
         numbers = self.backward.processes.furthest(numbers, self.device())
@@ -163,7 +163,7 @@ class Controller:
         self.backward.measuring = is_measured(self.iteration, self._restarted, self.interval)
 
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next((parameter.device for parameter, _ in self.backward.readers()), torch.device("cpu"))
 
     def restart(self, exponent: int) -> None:
@@ -186,7 +186,7 @@ class Controller:
 
     @property
     def progress(self) -> list:
-        """What `resume` takes beside the sites.
+        """The counters that a state holds beside its sites.
 
         The iteration, steps since the global scale last changed, whether this one is measured, roundings, the iteration
         from which measured ones are counted, and how many steps in a row were skipped.
@@ -224,7 +224,7 @@ class Controller:
     # sites with exponents of their own ------------------------------------------------------------------------
 
     def _update_sites(self) -> None:
-        """Overflowed sites fall; the others follow the policy where they were measured."""
+        """Lower the sites that overflowed, and set the others that were measured by the policy."""
         if self._skipped and not self._overflowed:
             return
         self._skips_in_row = self._skips_in_row + 1 if self._skipped else 0
@@ -263,7 +263,7 @@ class Controller:
         site.note_overflow(self.iteration, _MEMORY * self.interval, site.exponent, doubted)
 
     def _fall(self, readings: dict[Site, dict[str, Reading]]) -> dict[Site, None]:
-        """Lower the sites that overflowed, and those that saw infinities only; which these were."""
+        """Lower and return the sites that overflowed, and those whose measurements were all infinite."""
         sources = [one.site for one in self._overflow_sources]
         for site in sources:
             site.overflows += 1
@@ -285,7 +285,7 @@ class Controller:
         return fallen
 
     def _fall_together(self) -> dict[Site, None]:
-        """One falling scale for all, sites that are seldom used too: blaming single ones led nowhere.
+        """Lower all sites to one exponent, also those seldom used, as lowering single ones did not stop the overflows.
 
         It does not follow losses where one pass reaches several outputs, of which the first one may mislead.
         """
@@ -301,13 +301,13 @@ class Controller:
         return reached
 
     def _lower(self, site: Site) -> None:
-        """Lower a site, at once to where a longer memory of measurements wants it."""
+        """Lower a site that overflowed, at least to the exponent that the policy derives from its history."""
         wanted = None if self.policy.wants_operands else self.policy.exponent(site)
         lowered = self.policy.lowered(site)
         self._set(site, lowered if wanted is None else min(lowered, wanted))
 
     def _settle_doubts(self, readings: dict[Site, dict[str, Reading]]) -> None:
-        """What this measured iteration, which did not overflow, tells of overflows that nobody saw.
+        """Use a measured iteration without overflow to decide which suspected sites overflowed earlier.
 
         A site that would have overflowed then explains them. While there is none, all that may have overflowed fall.
         """
@@ -320,7 +320,7 @@ class Controller:
                 self._lower(site)
 
     def _may_be_gone(self, site: Site) -> bool:
-        """Whether one overflow is all that is remembered, of a spike maybe."""
+        """Whether the site is remembered for a single overflow, which may have been a spike."""
         return site.strikes == site.patience == 1
 
     def _acquit(self) -> None:
@@ -339,7 +339,7 @@ class Controller:
             self._set(site, self._halved(site, exponent) if halves else self._allowed(site, exponent))
 
     def _supersedes_overflow(self, site: Site, kinds: dict[str, Reading], lost: bool) -> bool:
-        """Whether a measurement says more of how far a site may go than its overflow does."""
+        """Whether a new measurement limits a site's exponent better than its remembered overflow does."""
         if site.exponent <= self.floor:
             # It cannot fall further, and is finite there.
             return True
@@ -347,7 +347,7 @@ class Controller:
         return not lost and not self.policy.wants_operands and explains(kinds, site.overflowed)
 
     def _rise(self, readings: dict[Site, dict[str, Reading]]) -> bool:
-        """Raise all where everything is stored as zero, and what the loss gave is not known, as in compiled graphs."""
+        """Raise all sites where every gradient is stored as zero and the loss's own gradient was not measured."""
         narrow = [reading for kinds in readings.values() for reading in kinds.values() if reading.format]
         if not narrow or self.sites.global_site in readings or any(reading.amax != 0 for reading in narrow):
             return False
@@ -356,14 +356,14 @@ class Controller:
         return True
 
     def _allowed(self, site: Site, exponent: int) -> int:
-        """The exponent that is wanted, or what an overflow lowered the site to, as long as that is remembered."""
+        """The wanted exponent, held below the last overflow for as long as that is remembered."""
         forget_if_old(site, self.iteration)
         if site.overflowed is None or self._may_be_gone(site):
             return exponent
         return min(exponent, site.overflowed - self._short(site))
 
     def _short(self, site: Site) -> int:
-        """How far a site stays from where it overflowed: each time that it overflows again, it stays further away."""
+        """How many powers of two a site stays below its overflow; another overflow takes it further down."""
         return min(_SHORT, site.exponent - self.policy.lowered(site))
 
     def _halved(self, site: Site, exponent: int) -> int:
@@ -373,7 +373,7 @@ class Controller:
     # one scale for all ----------------------------------------------------------------------------------------
 
     def _update_global_site(self) -> None:
-        """One scale for all."""
+        """Set the global exponent, for policies with one scale for all gradients."""
         global_site = self.sites.global_site
         readings = by_site(self._measured)
         for site, kinds in readings.items():

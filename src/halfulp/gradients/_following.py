@@ -16,7 +16,7 @@ _BIAS, _MOST = 127, 126
 
 
 class Following:
-    """How far sites are above their exponents in this backward pass, the same power of two for all: the lift.
+    """The lift: a power of two by which all sites' exponents are raised within one backward pass.
 
     A model's gradients are linear in the one that enters it. Exponents are right for a loss that sends gradients of a
     certain size into the model, the reference. Where a loss sends smaller ones, all sites are lifted by as many powers
@@ -55,7 +55,7 @@ class Following:
         self._factors: dict[tuple, Tensor] = {}
 
     def begin(self, measuring: bool) -> None:
-        """A backward pass begins, whose lift is not known yet; ``measuring``: binades are read at its end."""
+        """Begin a backward pass, whose lift is not known yet; ``measuring``: binades are read at its end."""
         self._lift = None if measuring or self._global_site.loss_binade is not None else 0
         if self._lift is None:
             below = (site.exponent - self._global_site.exponent for site in self._sites)
@@ -64,7 +64,7 @@ class Following:
         self._factors.clear()
 
     def stop(self) -> None:
-        """Let exponents be what they are from now on, as where graphs are compiled, which know of no lift."""
+        """Use no lift from now on, as compiled graphs have none."""
         self.wanted = self.on = False
 
     def taken(self, device: torch.device) -> list[Tensor]:
@@ -73,18 +73,18 @@ class Following:
         return [torch.as_tensor(binade, dtype=torch.float32, device=device) for binade in binades]
 
     def decide(self, iteration: int) -> None:
-        """An iteration begins: follow losses in it, or let exponents be what they are."""
+        """Begin an iteration: decide whether exponents follow the loss in it."""
         self.on = self.wanted and iteration >= self.resumes
         self.several = False
 
     @property
     def measured_lift(self) -> int:
-        """The lift of the iteration whose binades were read."""
+        """The lift of the measured iteration, from the binades that were read."""
         binade = self._global_site.loss_binade
         return binade - max(self.read) if self.read and binade is not None and self.on else 0
 
     def update_reference(self, narrow: bool, floor: int, ceiling: int) -> None:
-        """Let exponents be meant for losses as large as this iteration's largest, as far as they stay within bounds.
+        """Make this iteration's largest loss gradient the reference, as far as exponents stay within bounds.
 
         Args:
             narrow: whether a narrow format was measured; without one there is nothing to follow for.
@@ -103,7 +103,7 @@ class Following:
             self._sites.set_reference(known + max(least, min(most, largest - known)))
 
     def moved(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
-        """A gradient at ``target``'s exponent at ``source``'s, in memory as it was."""
+        """A gradient stored at ``target``'s exponent, multiplied to ``source``'s; strides are kept."""
         return self.moved_by(gradient, source.exponent - target.exponent, self.sign(source, target))
 
     def sign(self, source: Site, target: Site) -> int:
@@ -111,7 +111,7 @@ class Following:
         return target.follows_global - source.follows_global if self.wanted else 0
 
     def moved_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
-        """A gradient times 2^(exponent + sign lift), in memory as it was."""
+        """A gradient times 2^(exponent + sign lift); strides are kept."""
         if sign > 0:
             self._entered += 1
             self.several = self.several or self._entered > 1
@@ -134,7 +134,7 @@ class Following:
         return exponent + sign * self._lift if isinstance(self._lift, int) else None
 
     def _found(self, gradient: Tensor) -> int | Tensor:
-        """The lift for what enters the model at the global exponent."""
+        """The lift for a gradient that enters the model at the global exponent."""
         values = local_values(gradient)
         if not values.numel():
             return 0

@@ -1,4 +1,4 @@
-"""What a gradient tensor looks like in the format that stores it, kept on its device until all are read at once."""
+"""Statistics of gradients in the format that stores them, kept on their device until all are read at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NARROW = {torch.float16: fp16}
 
 
 def narrow(dtype: torch.dtype) -> Format | None:
-    """The format of a dtype whose range a gradient can leave; None for those that reach as far as float32."""
+    """The format of a dtype with a narrower range than float32's; None for the others."""
     return _NARROW.get(dtype)
 
 
@@ -71,7 +71,7 @@ def by_site(measured: list[Measurement]) -> dict[Site, dict[str, Reading]]:
 
 
 def recovered(edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, Reading]], lift: int = 0) -> set[Site]:
-    """The sites where all that arrives is stored as zero, though it was larger; how large is filled in.
+    """The sites where all received gradients underflowed to zero; their size before the move is filled in.
 
     ``lift``: how far sites were above their exponents, from the global one.
     """

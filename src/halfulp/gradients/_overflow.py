@@ -1,4 +1,4 @@
-"""Which site overflowed: the one whose exponent must fall, when a step is skipped."""
+"""Finding the sites that overflowed, whose exponents must fall, when a step is skipped."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def finite_sites(readers: Iterable[tuple[Tensor, Site]]) -> dict[Site, bool]:
 def unmeasured_overflow_sources(
     finite: Mapping[Site, bool], order: list[Site], edges: Iterable[tuple[Site, Site]], guess: bool
 ) -> list[OverflowSource] | None:
-    """The same from the parameters' gradients alone: which of them are finite; None where they do not tell.
+    """The sites that overflowed, from which parameters' gradients are finite alone; None where those do not tell.
 
     It was a parameter's own gradient where the site passed finite ones on, as a site that it passes gradients to shows.
     Else it may have been an activation's, anywhere on the way: a guess takes, where all sites from one on are not
@@ -101,7 +101,7 @@ def unmeasured_overflow_sources(
 
 
 def downstream(sources: list[Site], order: list[Site]) -> list[Site]:
-    """The sites that come after the first source in backward, and see what it lets through."""
+    """The sites that come after the first overflow in backward, which it reaches."""
     places = [order.index(site) for site in sources if site in order]
     return order[: max(places)] if places else []
 
@@ -114,7 +114,7 @@ def all_finite(gradient: Tensor) -> Tensor:
 
 
 def explains(kinds: dict[str, Reading], exponent: int) -> bool:
-    """Whether gradients like these may overflow at an exponent: they come to half of the largest number, or more."""
+    """Whether gradients like these may overflow at an exponent: they reach half of the largest number, or more."""
     return any(
         reading.format is not None and reading.finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
         for reading in kinds.values()
@@ -122,12 +122,12 @@ def explains(kinds: dict[str, Reading], exponent: int) -> bool:
 
 
 def is_wide(site: Site) -> bool:
-    """Whether nothing at a site is narrow: it reaches as far as float32."""
+    """Whether a site was measured and all its gradients have float32's range."""
     return site.measured and site.format is None
 
 
 def is_blind(site: Site, readings: dict[Site, dict]) -> bool:
-    """Whether a site that an overflow reached was not measured in this iteration with finite gradients."""
+    """Whether a site has no finite measurement of this iteration, as an overflow reached it."""
     if is_wide(site):
         return False
     kinds = readings.get(site)
@@ -135,7 +135,7 @@ def is_blind(site: Site, readings: dict[Site, dict]) -> bool:
 
 
 def short_of_overflow(site: Site, exponent: int, iteration: int, short: int | None) -> int:
-    """The exponent that is wanted; halfway to where the site overflowed lately, if it is not short of that.
+    """The wanted exponent, or halfway to the last overflow where it is not below that.
 
     A site that does not overflow there any more, as it is there or above, may go anywhere.
 
@@ -156,6 +156,6 @@ def short_of_overflow(site: Site, exponent: int, iteration: int, short: int | No
 
 
 def forget_if_old(site: Site, iteration: int) -> None:
-    """Forget an overflow that has been remembered for as long as it is to be."""
+    """Forget an overflow whose time to be remembered is over."""
     if site.overflowed is not None and iteration >= site.until:
         site.forget_overflow()

@@ -14,7 +14,7 @@ _NO_TENSORS = (int, float, bool, str, type(None), torch.dtype, slice)
 
 
 def differentiable_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested arguments that gradients flow to."""
+    """The tensors in nested arguments that require gradients."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value
@@ -30,7 +30,7 @@ def differentiable_in(value: Any) -> Iterator[Tensor]:
 
 
 def memoized(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The change, made once for each tensor, so that one tensor stays one."""
+    """A change that is made once for each tensor, so that a tensor given twice stays one tensor."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def changed(x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def memoized(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool = True) -> Any:
-    """The same nesting with every (gradient-carrying) tensor changed; the same object where none changes."""
+    """The same structure with every tensor (that requires gradients) changed; the same object where none changes."""
     if type(value) in _NO_TENSORS:
         return value
     if isinstance(value, Tensor):

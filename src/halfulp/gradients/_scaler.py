@@ -374,7 +374,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         self._take(state_dict)
 
     def _take(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that is this model's."""
+        """Load a checked state of this model."""
         state_dict = sites_by_name(state_dict)
         global_site = exponent_of("the state's scale", state_dict["scale"])
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}

@@ -1,4 +1,4 @@
-"""What AdaptiveGradScaler is given, checked."""
+"""The options of AdaptiveGradScaler: checks, and what is made of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def controller_of(
     floor: int,
     ceiling: int,
 ) -> Controller:
-    """The controller of a scaler, and all that it steers.
+    """The controller of a scaler, with its sites and its backward edges.
 
     Raises:
         ValueError: an option that is not allowed, or two that exclude each other.

@@ -22,7 +22,7 @@ UNIFORM = "one scale for all"
 
 @dataclasses.dataclass
 class Reading:
-    """What one kind of gradient tensor of a site looked like when it was last measured, stored units included.
+    """The last measurement of one kind of gradient tensor of a site.
 
     Attributes:
         amax: Largest magnitude of the true gradient, the stored one times 2^-exponent; infinite or NaN if stored so.
@@ -43,7 +43,7 @@ class Reading:
         return math.isfinite(self.amax)
 
     def combined(self, other: Reading) -> Reading:
-        """Both tensors as one."""
+        """The measurement of both tensors together."""
         total = self.elements + other.elements
         mine, theirs = self.elements / total, other.elements / total
         return Reading(
@@ -57,7 +57,7 @@ class Reading:
 
 
 class Site:
-    """Where a gradient has an exponent of its own: it is stored as 2^exponent times the true one.
+    """A group of gradients with one exponent: they are stored as 2^exponent times the true ones.
 
     Attributes:
         key: Qualified name of the module, operator where it is no layer, and call index: stable from step to step.
@@ -116,7 +116,7 @@ class Site:
         return 0 if self.follows_global else self.global_site.loss_binade or 0
 
     def remember(self, readings: dict[str, Reading]) -> None:
-        """Take over a measurement; what no narrow format stores limits nothing and is not kept in the history."""
+        """Store a measurement; only gradients in narrow formats enter the history, as others limit nothing."""
         self.readings = readings
         self.measured = True
         self.format = next((reading.format for reading in readings.values() if reading.format), None)
@@ -141,11 +141,11 @@ class Site:
         self.until = iteration + memory * self.patience
 
     def forget_overflow(self) -> None:
-        """Let the exponent rise again to where it overflowed."""
+        """Forget the overflow, so that the exponent may rise to it again."""
         self.overflowed, self.doubted, self.strikes = None, False, 0
 
     def change_reference(self, before: int | None, binade: int | None) -> None:
-        """Put what is known of a site in other units (`Sites.set_reference`)."""
+        """Convert a site's exponent and history to another reference binade (`Sites.set_reference`)."""
         if before is None or binade is None:
             factor = (before or 0) - (binade or 0)
             for entry in self.history:
@@ -198,7 +198,7 @@ class Sites:
         return self.start if self.lowest is None else self.lowest
 
     def set_reference(self, binade: int | None) -> None:
-        """Let exponents be meant for losses that send gradients of binade ``binade`` into the model.
+        """Set the binade of the loss gradients for which exponents are meant.
 
         What is known of sites is put in these units; None leaves exponents as they are, whatever losses send.
         """
@@ -210,7 +210,7 @@ class Sites:
                 site.change_reference(before, binade)
 
     def note_lowest(self) -> None:
-        """Note the exponent at which a site opens that no call went before."""
+        """Note the lowest exponent in use, at which new sites start."""
         fallen = [site for site in self if site.overflowed is not None and not site.follows_global]
         measured = [site for site in self if site.format is not None]
         self.lowest = min((site.exponent for site in measured + fallen), default=None)

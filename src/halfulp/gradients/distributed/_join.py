@@ -64,10 +64,10 @@ class _Hook(JoinHook):
         self._watched = watched
 
     def main_hook(self) -> None:
-        """What the wrapper sends, for a process without inputs; the scaler sends nothing."""
+        """Run the wrapper's own hook for a process without inputs; the scaler sends nothing."""
         self._own.main_hook()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """The model of the last process for all, and its scaler's numbers."""
+        """Broadcast the model and the scaler's counters of the last process."""
         self._own.post_hook(is_last_joiner)
         self._watched.end()

@@ -50,7 +50,7 @@ class Processes:
             self._add(group)
 
     def find(self) -> None:
-        """The same, once in an iteration, in the forward pass of a model.
+        """Look for wrappers again, once in an iteration, in the forward pass of a model.
 
         Raises:
             ValueError: a wrapper whose ``join()`` began before it was known, or a model that is split by tensors.
@@ -69,7 +69,7 @@ class Processes:
         return values if self.in_join or not self else self.least(occasion, iteration, values, device())
 
     def least(self, occasion: str, iteration: int, values: list[int], device: torch.device) -> list[int]:
-        """The least of all processes' values, one by one: at most two integers.
+        """The minimum of each value over all processes; at most two integers.
 
         Raises:
             RuntimeError: another process died, or did not come by, or is out of step.
@@ -106,7 +106,7 @@ class Processes:
         return mine.tolist()
 
     def restore(self) -> None:
-        """Take back what was put on wrappers."""
+        """Give the wrappers their own join hooks back."""
         for join in self._joins:
             join.restore()
         self._joins.clear()
@@ -116,7 +116,7 @@ class Processes:
         self.catch_up = catch_up
 
     def catch_up(self) -> None:
-        """Nothing, until `after_join` says what."""
+        """Does nothing until `after_join` replaces it."""
 
     def _wrapped(self, wrapper: nn.parallel.DistributedDataParallel, known: bool) -> None:
         if any(join.wrapper() is wrapper for join in self._joins):

@@ -155,12 +155,12 @@ def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
 
 
 def _calls_nothing(module: nn.Module) -> bool:
-    """Whether it is a mere list of modules, as `nn.ModuleList` is."""
+    """Whether a module has no forward of its own, as `nn.ModuleList` has none."""
     return type(module).forward is nn.Module.forward
 
 
 def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str, mode: str) -> Callable[[], None]:
-    """Let a model's gradients have exponents; returns what takes it back.
+    """Attach a scaler's edges to a model; returns a function that detaches them.
 
     Args:
         model: the module, or torch's data-parallel wrapper of it.

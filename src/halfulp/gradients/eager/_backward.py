@@ -43,7 +43,7 @@ class Widening(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx, gradient: Tensor) -> Tensor:
-        """What the edge's hook makes of it."""
+        """The gradient after the edge's hook."""
         changed = ctx.hook((gradient,))
         return gradient if changed is None else changed[0]
 
@@ -112,7 +112,7 @@ class Backward:
 
     @untraced
     def begin(self, gradients: tuple) -> None:
-        """The first node of a scaled loss: open the edges until this backward pass ends."""
+        """The hook of a scaled loss's node: open the edges until this backward pass ends."""
         if torch.is_grad_enabled():
             self._switch_off()
         self.passes += 1
@@ -143,19 +143,19 @@ class Backward:
             self.use_one_scale()
 
     def use_one_scale(self) -> None:
-        """Let one global scale hold until the next update, and regions, which tell more, see all that comes then."""
+        """Use one global scale until the next update, and never replay a known graph again."""
         self.second_order, self._replays = True, False
         # A backward pass that runs had its gradients moved by edges, and goes on so.
         self.end_unless_differentiating()
 
     def note_custom_function(self) -> None:
-        """Let regions watch custom Functions from now on; one scale holds for an iteration that met one unwatched."""
+        """Watch custom Functions from now on; use one scale in an iteration that met one unwatched."""
         if self.custom_functions is False:
             self.use_one_scale()
         self.custom_functions = True
 
     def may_replay(self) -> bool:
-        """Whether a forward pass of now may go without a region: only what it multiplies gradients by is wanted."""
+        """Whether the next forward pass may run without a region, as nothing is measured or rounded."""
         wanted = self._replays and not self.measuring and not self.second_order and self.format is None
         return wanted and not torch._C._len_torch_dispatch_stack()
 

@@ -28,7 +28,7 @@ def current() -> Any:
 
 
 def put(region: Any) -> None:
-    """Let this thread be in a region or a replay, or with None in neither."""
+    """Set the region or replay that this thread is in; None for neither."""
     _local.region = region
 
 
@@ -60,7 +60,7 @@ _warn._dynamo_marked_constant = True
 
 
 def unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A region's own method, whose torch functions it does not watch."""
+    """Decorate a region's method so that the torch functions it calls are not watched."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:

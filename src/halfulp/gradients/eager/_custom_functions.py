@@ -56,7 +56,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
 
 
 def _replayed(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
-    """What reentrant checkpointing runs again during backward: with edges of its own then."""
+    """The function that reentrant checkpointing runs again during backward, with edges of its own."""
 
     def run_in_region(*args: Any, **kwargs: Any) -> Any:
         if current() is not None or not torch.is_grad_enabled():

@@ -18,7 +18,7 @@ from ._backward import Backward
 
 
 class NotScriptedError(NotImplementedError, AttributeError):
-    """An attribute that is not there for torch.jit.script, in words; others that look for it go on without."""
+    """Raised to torch.jit.script for an attribute that it needs; to others the attribute is missing."""
 
 
 class Forward(abc.ABC):

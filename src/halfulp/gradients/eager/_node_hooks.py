@@ -64,7 +64,7 @@ def _of_any(backward: Backward, moves: tuple[tuple[int, int, int], ...], otherwi
 
 
 def _of_three(backward: Backward, moves: tuple[tuple[int, int, int], ...], otherwise: Callable) -> Callable:
-    """The same for a layer with input, weight and bias, without the loop: there are many, and small ones."""
+    """The same for layers with input, weight and bias, without the loop, as many of them are small."""
     (_, *first), (_, *second), (_, *third) = sorted(moves)
     raised = backward.following.raised
 

@@ -117,7 +117,7 @@ class Region(TorchFunctionMode):
         return self._call(function, args, {}, self._common(function, differentiable), "plain")
 
     def _shaped(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """The first argument in the shape of another, whose gradient it is not."""
+        """Run a function that gives its first argument another argument's shape; only the first has a gradient."""
         first = list(differentiable_in(args[:1]))
         if not first:
             return function(*args, **kwargs)
@@ -128,7 +128,7 @@ class Region(TorchFunctionMode):
         return self._made(out, site, "plain")
 
     def _apart(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Views of the arguments, one each, which stay where their tensors are."""
+        """Run a function that returns a view of each argument; each view keeps its tensor's site."""
         tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         self._fail_recording()
         out = function(*args, **kwargs)
@@ -139,7 +139,7 @@ class Region(TorchFunctionMode):
 
     @unwatched
     def take(self, arguments: Any) -> None:
-        """What the model is called with, by whichever thread it was made, is at the global exponent.
+        """Put the model's arguments at the global exponent, whichever thread made them.
 
         Raises:
             ValueError: it was made of what left a model of the scaler by another way than its output.
@@ -183,7 +183,7 @@ class Region(TorchFunctionMode):
         return not own and self.begun <= node._sequence_nr() and not is_exit(node, self._global_site)
 
     def _check_known(self, tensor: Tensor) -> None:
-        """What was made in here without being seen has gradients in unknown units."""
+        """Refuse a tensor that was made in this region unseen, whose gradient has unknown units."""
         node = tensor.grad_fn
         if self._backward.second_order:
             # Made by a derivative within the model: all gradients have the global exponent until the next update.
@@ -251,7 +251,7 @@ class Region(TorchFunctionMode):
         return map_tensors(value, memoized(moved) if isinstance(function, FunctionType) else moved)
 
     def _read(self, parameter: Tensor, site: Site, weight_edges: list[Tensor], function: Callable | None) -> Tensor:
-        """A parameter as a reader at ``site`` may take it."""
+        """A parameter for a reader at ``site``: a view whose gradient leaves the site, or itself."""
         listed = self._names.of(parameter) is not None
         self._backward.note_read(parameter, site, self._names.sharded, listed)
         if not listed or parameter.dtype == torch.float16 or type(parameter) is not nn.Parameter:
@@ -264,7 +264,7 @@ class Region(TorchFunctionMode):
         return weight_edges[-1]
 
     def _hook_weight_edges(self, weight_edges: list[Tensor], out: Any, site: Site) -> None:
-        """Let parameters' gradients leave ``site``, made in the dtype of what they were read for."""
+        """Hook parameters' views: their gradients, in the dtype of ``out``, leave ``site``."""
         if not weight_edges:
             return
         if isinstance(out, list | tuple):
@@ -366,11 +366,11 @@ class Region(TorchFunctionMode):
         return self._made(out, self._global_site, "plain")
 
     def note_replay(self) -> None:
-        """A part runs again during backward, and a backward pass of its own follows."""
+        """Note that a checkpoint runs again during backward, with a backward pass of its own."""
         self._backward.replayed = True
 
     def again(self) -> Region:
-        """A region of the same model and place, for what is run again during backward."""
+        """A region of the same model and module path, for a checkpoint that runs again during backward."""
         region = Region(self._backward, self._names)
         region.path = list(self.path)
         return region

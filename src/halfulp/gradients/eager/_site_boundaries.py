@@ -1,4 +1,4 @@
-"""Boundaries between sites, marked on autograd's nodes, and what goes round them, to gradients in wrong units."""
+"""Boundaries between sites, marked on autograd's nodes, and checks that no gradient goes round them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _KEPT = 4096
 
 
 def mark(node: Any, above: Site, below: Site, global_site: Site) -> None:
-    """Note of a node at whose exponent its gradient arrives, and at whose it goes on; the global site tells whose."""
+    """Mark a node with the sites at whose exponents its gradient arrives and leaves; one mark for each scaler."""
     node.metadata[global_site] = above, below
 
 
 def is_exit(node: Any, global_site: Site) -> bool:
-    """Whether its gradient arrives at the global exponent, so that the node's tensor may leave by any way."""
+    """Whether a node's gradient arrives at the global exponent, so that its tensor may be read anywhere."""
     return node.metadata.get(global_site, (None, None))[0] is global_site
 
 
@@ -65,7 +65,7 @@ class Unmarked:
             self._insert(*one)
 
     def _insert(self, begin: int, end: int) -> None:
-        """Add numbers to those that are known, which other threads may have counted, too."""
+        """Insert a range of sequence numbers, joined with those that it overlaps (threads count separately)."""
         first, last = bisect.bisect_right(self._ends, begin), bisect.bisect_left(self._begins, end)
         if first < last:
             begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])

@@ -17,7 +17,7 @@ _SPREAD = 4
 
 
 def times_power_of_two(gradient: Tensor, exponent: int) -> Tensor:
-    """The gradient times 2^exponent, in memory as it was.
+    """The gradient times 2^exponent, with the strides that it had.
 
     >>> times_power_of_two(torch.ones(1), -2)
     tensor([0.2500])
@@ -40,7 +40,7 @@ def power_of_two(exponent: int) -> Tensor:
 
 
 def with_strides_of(values: Tensor, like: Tensor) -> Tensor:
-    """Values that were made of a tensor, element by element, in memory as that tensor is.
+    """Values that were made element by element of a tensor, with that tensor's strides.
 
     torch makes the result of a part of a larger tensor, or of an expanded one, contiguous; a sum over it, or a product,
     is then made in another order, which may change the last bit. Tensor subclasses and sparse tensors are given back.
@@ -73,7 +73,7 @@ def _length(size: list[int], stride: list[int]) -> int:
 
 
 def _together(size: list[int], stride: list[int], unit: int) -> list[int]:
-    """Strides without the gaps, but for what they do to alignment and to which dimensions are one."""
+    """Strides without gaps that keep each dimension's alignment, and which dimensions are contiguous."""
     found, old, new = list(stride), 1, 1
     for i in sorted((i for i, n in enumerate(size) if n > 1), key=lambda i: stride[i]):
         # The next place that is as aligned as the old one; a dimension that lay apart from the last still does.
@@ -85,7 +85,7 @@ def _together(size: list[int], stride: list[int], unit: int) -> list[int]:
 
 
 class CopyWithStrides(torch.autograd.Function):
-    """A copy in memory as the tensor is, where ``clone`` would make it contiguous."""
+    """A copy with the tensor's strides, where ``clone`` would make it contiguous."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class CopyWithStrides(torch.autograd.Function):
 
 
 def copy_with_strides(tensor: Tensor) -> Tensor:
-    """A copy that autograd records, with a node of its own, in memory as the tensor is."""
+    """A copy with the tensor's strides that autograd records, with a node of its own."""
     out = tensor.clone()
     if out.stride() == tensor.stride() or tensor.layout is not torch.strided or type(tensor) is not Tensor:
         return out

@@ -15,7 +15,9 @@ Link = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What two forward passes have in common that do the same: nodes are in the order in which `walk` meets them.
+    """The structure of an autograd graph, by which forward passes that do the same are recognised.
+
+    Nodes are numbered in the order in which `walk` meets them.
 
     Attributes:
         roots: The nodes of the outputs.
@@ -41,7 +43,7 @@ def is_leaf(kind: type | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """How nodes of a forward pass are told from those that were there before.
+    """What tells nodes of a forward pass from those made before it.
 
     Attributes:
         begun: Autograd's sequence number when the forward pass began, in its thread.

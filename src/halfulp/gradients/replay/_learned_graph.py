@@ -59,11 +59,11 @@ class Recording:
         return out
 
     def number(self, tensor: Tensor) -> None:
-        """Note a number, which may be kept anywhere: see `learn`."""
+        """Note a 0-d result, which the model may keep besides its outputs (see `learn`)."""
         self._numbers.append(weakref.ref(tensor))
 
     def learn(self, outputs: list[Tensor], around: Surroundings, backward: Backward) -> LearnedGraph | None:
-        """What is known of the graph now; None where a region is needed, as a number is kept besides the outputs."""
+        """The learned graph; None where a region is needed, as a 0-d result is kept besides the outputs."""
         kept = {id(x) for x in outputs}
         if self.failed or any(one() is not None and id(one()) not in kept for one in self._numbers):
             return None
@@ -180,7 +180,7 @@ class LearnedGraph:
 def approximate(
     shape: Shape, nodes: list[Any], backward: Backward, like: Iterable[LearnedGraph]
 ) -> LearnedGraph | None:
-    """Sites for a graph that no region saw: of parameters' readers, and the latest of what each other node reads.
+    """Guess sites for a graph that no region saw: the sites of parameters, and the latest of each node's inputs.
 
     Any sites give right gradients; products without parameters get no site of their own by this. None where the graph
     has a kind of node that no ``like`` one had.
@@ -211,7 +211,7 @@ def _readers(shape: Shape, sites: list[Site]) -> dict[int, Site]:
 
 
 def _settled(shape: Shape, sites: list[Site], global_site: Site) -> list[Site]:
-    """The sites, but with what merely turns a leaf's gradient at the leaf's, so that the node before moves it, too."""
+    """The sites, with views of a leaf at the leaf's own, so that the node before them moves the gradient."""
     found = list(sites)
     for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)):
         ends = [link is not None and is_leaf(shape.kinds[link[0]]) for link in links]

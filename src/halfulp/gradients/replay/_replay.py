@@ -49,7 +49,7 @@ class Replays:
         return self._known_in_row >= 2**self._surprises and self._backward.may_replay()
 
     def recording(self) -> Recording | None:
-        """What a region is to note; None where no forward pass will go without one."""
+        """A recording for the next region to fill; None where no forward pass will be replayed."""
         if self._recordings >= _RECORDINGS or not self._backward.may_replay() or self._names.sharded():
             return None
         self._recordings += 1
@@ -57,7 +57,7 @@ class Replays:
 
     @unwatched
     def learn(self, recording: Recording, arguments: Any, output: Any, begun: int) -> None:
-        """Take over what a region noted of a forward pass."""
+        """Store the graph that a region recorded."""
         around = Surroundings(begun, nodes_of(arguments))
         learned = recording.learn(outputs_in(output), around, self._backward)
         if learned is None or not self._keep(learned):
