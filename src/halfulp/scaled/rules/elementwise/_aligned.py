@@ -198,7 +198,7 @@ def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
 
 @implements(aten.nan_to_num.default, family="alignment")
 def nan_to_num(x: ScaledTensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
-    """Numbers in place of what is none, under x's scale; those that torch takes by default saturate."""
+    """Numbers in place of NaN and infinities, under x's scale; those that torch takes by default saturate."""
     numbers = [0.0 if n is None else n for n in (nan, posinf, neginf)]
     constants, scale = constants_under(x, *numbers)
     largest = torch.finfo(x.dtype).max
@@ -240,7 +240,7 @@ def fill(x: Any, value: Any) -> Tensor:
 
 @implements(aten.zero.default, family="alignment")
 def zero(x: ScaledTensor) -> Tensor:
-    """Zeros of any scale."""
+    """Zeros, whose scale decides nothing."""
     return torch.zeros_like(x)
 
 

@@ -42,7 +42,7 @@ gate(aten._prelu_kernel.default, family="gated")
 
 @implements(aten._prelu_kernel_backward.default, family="gated")
 def prelu_backward(gradient: Any, x: Any, weight: Any) -> tuple[Tensor, Tensor]:
-    """To x under gs; to the slopes under gs xs."""
+    """The gradient to x under gs, and to the slopes under gs xs."""
     like = first_scaled((gradient, x, weight))
     g, p = operand(gradient, like), operand(x, like)
     to_x, to_weight = aten._prelu_kernel_backward.default(to_float32(g), to_float32(p), value_of(weight))

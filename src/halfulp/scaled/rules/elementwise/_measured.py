@@ -47,7 +47,7 @@ measured_scale(
 def ctc_loss_backward(
     gradient: Any, x: Any, targets: Tensor, lengths: Any, target_lengths: Any, loss: Any, alpha: Any, *options: Any
 ) -> Tensor:
-    """From the loss and its path sums computed anew: logarithms of some thousands, rounded, are wrong by factors."""
+    """The gradient from a loss and path sums computed again: rounded, large logarithms are wrong by factors."""
     given = (gradient, x)
     values = value_of(x)
     operator = aten._ctc_loss.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss.default

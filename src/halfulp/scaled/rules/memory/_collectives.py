@@ -131,7 +131,7 @@ def reduce_(tensors: Sequence[Tensor], group: Any, op: Any, root: int, *rest: An
 
 
 def reduce_scatter_base_(output: Tensor, x: Tensor, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
-    """Every rank's own piece of what `allreduce_` would give."""
+    """This rank's piece of the result of `allreduce_`."""
     x = operand(x, first_scaled((output, x)))
     kind = _kind(op, "reduce_scatter")
     terms = _terms(kind, group)
@@ -180,7 +180,7 @@ def allgather_base_(output: Tensor, x: Tensor, group: Any, *rest: Any, **options
 
 
 def broadcast_(tensors: Sequence[Tensor], group: Any, root: int, place: int, *rest: Any, **options: Any) -> Any:
-    """Payload and scale from one rank into the others'."""
+    """Send payload and scale from one rank to the others."""
     for x in tensors:
         if not isinstance(x, ScaledTensor):
             work = _sent(dist.broadcast, x, group_src=root, group=group)

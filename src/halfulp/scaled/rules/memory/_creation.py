@@ -35,10 +35,10 @@ def constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype 
 
 
 def _storage_like(x: ScaledTensor) -> torch.dtype:
-    """x's own; float16 beside an eight-bit parameter.
+    """Return x's storage, or float16 beside an eight-bit parameter.
 
-    What is made like a parameter is what torch.optim keeps of it: moments, by whose roots it divides, and eight bits
-    have no room for squares.
+    Tensors made like a parameter are mostly moments of torch.optim, which divides by their roots: eight bits cannot
+    hold squares.
     """
     is_narrow = x._payload.dtype in EIGHT_BITS and getattr(x, "_is_param", False)
     return torch.float16 if is_narrow else x._payload.dtype
@@ -79,7 +79,7 @@ _new(aten.new_empty.default, 0.0)
 
 @implements(aten.new_empty_strided.default, family="creation")
 def new_empty_strided(x: ScaledTensor, size: Any, stride: Any, **options: Any) -> Tensor:
-    """Zeros of any scale."""
+    """Zeros, whose scale decides nothing."""
     options["dtype"] = options.get("dtype") or x.dtype
     plain = x._payload.new_empty_strided(size, stride, **options)
     if plain.dtype not in LOGICALS:

@@ -70,5 +70,5 @@ _on_payloads(aten._has_same_storage_numel.default)
 
 @implements(aten.is_pinned.default, family="pass-through")
 def is_pinned(x: ScaledTensor, device: Any = None) -> bool:
-    """Whether the payload lies in pinned memory."""
+    """Return whether the payload lies in pinned memory."""
     return aten.is_pinned.default(x._payload, device)

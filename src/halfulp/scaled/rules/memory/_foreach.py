@@ -95,7 +95,7 @@ for _name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"):
 
 @implements(aten._amp_foreach_non_finite_check_and_unscale_.default, family="foreach")
 def unscale_(gradients: Any, found: Tensor, inverse: Tensor) -> None:
-    """Gradients times a number, in place; whether one is infinite or NaN is noted."""
+    """Multiply gradients by a number, in place, and record whether one is infinite or NaN."""
     factor = plain(inverse)
     for gradient in gradients:
         payload = gradient._payload if isinstance(gradient, ScaledTensor) else gradient

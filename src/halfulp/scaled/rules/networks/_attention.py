@@ -159,7 +159,7 @@ measured_scale(
 
 @implements(aten._fused_sdp_choice.default, family="attention")
 def fused_sdp_choice(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> int:
-    """Which kernel torch takes for plain tensors of these shapes and logical dtypes."""
+    """Return the kernel that torch chooses for plain tensors of these shapes and logical dtypes."""
 
     def plain(x: Any) -> Any:
         if not isinstance(x, ScaledTensor):

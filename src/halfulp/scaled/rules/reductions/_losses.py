@@ -67,7 +67,7 @@ def _holder(gradient: Any, like: ScaledTensor) -> ScaledTensor:
 
 @implements(aten.mse_loss.default, family="loss")
 def mse_loss(x: Any, target: Any, reduction: int = MEAN) -> Tensor:
-    """(px - pt)^2, which stands for so many s^2."""
+    """(px - pt)^2 under the scale s^2."""
     (a, b), scale, *_ = align(x, target)
     y = aten.mse_loss.default(a, b, reduction)
     return make_squares(y, scale, [x, target])
