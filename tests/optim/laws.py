@@ -12,7 +12,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim._outside_writes import agree
+from halfulp.optim._outside_writes import mark_current
 from halfulp.optim._parameter_plan import refuse_feedback
 from halfulp.optim.states._format_values import format_store
 from halfulp.optim.states._storage import STORES
@@ -174,8 +174,8 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 
 def decoded(optimizer, parameter: torch.Tensor) -> torch.Tensor:
     """The float32 weight that a parameter and its companions stand for."""
-    slot = optimizer._slots[parameter]
-    return slot.kind.update.read(slot.kind.store, [slot.parts[0].contiguous(), *slot.parts[1:]])
+    plan = optimizer._plans[parameter]
+    return plan.spec.update.read(plan.spec.store, [plan.parts[0].contiguous(), *plan.parts[1:]])
 
 
 class Adder:
@@ -211,10 +211,10 @@ class Adder:
         return decoded(self.optimizer, self.parameter)
 
     @property
-    def slot(self):
-        return self.optimizer._slots[self.parameter]
+    def plan(self):
+        return self.optimizer._plans[self.parameter]
 
     def fill(self, values: torch.Tensor) -> None:
-        slot = self.slot
-        slot.kind.update.fill(slot.kind.store, slot.parts, values)
-        agree(slot)
+        plan = self.plan
+        plan.spec.update.fill(plan.spec.store, plan.parts, values)
+        mark_current(plan)

@@ -80,8 +80,8 @@ def test_split_is_float32_bit_for_bit(seed, name):
     split, optimizer = _train(kind, start, gradients, weight_update="split", state_dtype=torch.float32, **options)
     whole, other = _train(kind, [tensor.float() for tensor in start], gradients, **options)
     for a, b in zip(split, whole):
-        slot = optimizer._slots[a]
-        assert torch.equal(slot.kind.update.read(slot.kind.store, slot.parts), b)
+        plan = optimizer._plans[a]
+        assert torch.equal(plan.spec.update.read(plan.spec.store, plan.parts), b)
         for key, value in other.state[b].items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(optimizer.state[a][key], value), key
@@ -101,8 +101,8 @@ def test_a_bfloat16_optimizer_stays_near_float32(seed, update):
     whole, _ = _train(hu.optim.AdamW, [tensor.float() for tensor in start], gradients, grow, **options)
     noisy = update in ("stochastic", "feedback")
     for a, b, top in zip(narrow, whole, largest):
-        slot = optimizer._slots[a]
-        decoded = slot.kind.update.read(slot.kind.store, slot.parts)
+        plan = optimizer._plans[a]
+        decoded = plan.spec.update.read(plan.spec.store, plan.parts)
         # One unit in the last place of bfloat16 per step, at random, or of what the companions hold: a unit of the
         # largest that the weight was on its way, for it may end near 0.
         ulp = top.clamp(min=2.0**-20) * (2**-7 if noisy else 2**-14)

@@ -117,10 +117,10 @@ def test_states_load_into_another_dtype_through_float32(codec):
     twin = _made("kahan", codec, model)
     twin.load_state_dict(optimizer.state_dict())
     parameter = model[0].weight
-    slot = twin._slots[parameter]
+    plan = twin._plans[parameter]
     for number, name in enumerate(("exp_avg", "exp_avg_sq")):
         exact = optimizer.state[parameter][name]
-        found = slot.kind.codecs[number].decode(slot.states[number])
+        found = plan.spec.codecs[number].decode(plan.states[number])
         assert (found - exact).abs().max() <= exact.abs().max() * 0.01
 
 

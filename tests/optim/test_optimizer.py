@@ -248,8 +248,8 @@ def test_learning_happens_in_sixteen_bits():
         for _ in range(3000):
             parameter.grad = (parameter.detach().float() - target).bfloat16()
             optimizer.step()
-        slot = optimizer._slots[weights["w"]]
-        decoded = slot.kind.update.read(slot.kind.store, slot.parts)
+        plan = optimizer._plans[weights["w"]]
+        decoded = plan.spec.update.read(plan.spec.store, plan.parts)
         losses[update] = float((decoded - target).square().mean())
     exact = float((target * (1 - 1e-3) ** 3000).square().mean())
     assert losses["nearest"] > 5 * exact

@@ -8,7 +8,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim import _outside_writes
-from halfulp.optim._outside_writes import companions_beside
+from halfulp.optim._outside_writes import auxiliary_tensors_beside
 from halfulp.scaled import ScaledTensor
 
 from .laws import UPDATES, Adder, narrow_updates, stored_updates
@@ -286,9 +286,9 @@ def test_what_was_written_is_the_whole_weight(seed, update, store):
     """Numbers beside a format's grid too: its companions hold nothing of what the writer's number is rounded by."""
     held = Adder(update, torch.randn(SIZE), store)
     held.add(torch.randn(SIZE) * 2.0**-7)
-    slot, written = held.slot, torch.randn(SIZE).to(held.parameter.dtype)
+    plan, written = held.plan, torch.randn(SIZE).to(held.parameter.dtype)
     written = torch.where(written == held.parameter.detach(), -written, written)  # what is equal keeps its companion
     for known in (None, held.parameter.detach().clone()):
-        companions = companions_beside(slot, written, known)
-        read = slot.kind.update.read(slot.kind.store, [written, *companions])
-        assert torch.equal(read, slot.kind.store.decode(written))
+        companions = auxiliary_tensors_beside(plan, written, known)
+        read = plan.spec.update.read(plan.spec.store, [written, *companions])
+        assert torch.equal(read, plan.spec.store.decode(written))

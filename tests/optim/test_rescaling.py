@@ -27,7 +27,7 @@ def _goes(update, dtype):
 def _accompanied(update, store):
     """Parts with live companions, of all sizes down to subnormals."""
     value = torch.randn(400) * 2.0 ** torch.linspace(store.emin - 4, 6, 400).round()
-    names = update.companions(store)
+    names = update.auxiliary_tensors(store)
     parts = [torch.zeros(400, dtype=dtype) for dtype in (store.dtype, *(dtype for _, dtype in names))]
     update.fill(store, parts, value)
     for _ in range(3):

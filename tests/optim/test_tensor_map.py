@@ -81,7 +81,7 @@ def test_a_model_can_be_converted_beside_its_optimizer(kind, seed):
             gc.collect()
             assert all(now is then for now, then in zip(model.parameters(), parameters))
             assert [optimizer._identities[p] for p in parameters] == known
-            assert all(p in optimizer._slots and optimizer.state[p]["step"] == number + 1 for p in parameters)
+            assert all(p in optimizer._plans and optimizer.state[p]["step"] == number + 1 for p in parameters)
         copied = copy.deepcopy(model)
         for parameter in copied.parameters():
             hu.optim.SGD([parameter], lr=1e-2)

@@ -52,9 +52,9 @@ from .scalar._compile import compile_kernel as compile_kernel
 from .scalar._compile import digest as digest
 from .scalar._compile import on_tensors as on_tensors
 from .scalar._operations import divide as divide
-from .scalar._operations import larger as larger
-from .scalar._operations import root as root
+from .scalar._operations import maximum as maximum
 from .scalar._operations import sign_of as sign_of
+from .scalar._operations import sqrt as sqrt
 from .scalar._processor import vector_bits as vector_bits
 from .vector._loop import LANES as LANES
 from .vector._loop import compile_trace as compile_trace

@@ -180,7 +180,7 @@ def product_error(a, b, p):
 def square_root(x):
     """The correctly rounded square root."""
     if isinstance(x, Traced):
-        return x.trace.emit("root", (x,))
+        return x.trace.emit("sqrt", (x,))
     # torch's own roots are an ulp off for some inputs on the CPU.
     if x.dtype == torch.float32:
         return x.double().sqrt().float()

@@ -14,13 +14,20 @@ from ..mctensor import MCTensor
 from ..scaled import ScaledTensor
 from ._checksum import as_saved, checksums_of
 from ._local_tensors import local, memory, placed_like
-from ._outside_writes import CHECKSUMS, agree, companions_beside, companions_now, is_written, loaded
-from ._parameter_plan import Slot
+from ._outside_writes import (
+    CHECKSUMS,
+    auxiliary_tensors_beside,
+    current_auxiliary_tensors,
+    is_written,
+    mark_current,
+    mark_loaded,
+)
+from ._parameter_plan import ParameterPlan
 from ._random_identity import plain_names
 from ._state_dict_validation import checked_groups, checked_state, whole_step
 from .states._int8_blocks import scale_shape
 from .states._saved_states import ABSENT, block_of, check_version, codec_versions, saved_value
-from .states._scaled import peak
+from .states._scaled import finite_amax
 from .states._state import as_state
 from .step._scales import weight_scale
 from .weight_updates._weight_update import WeightUpdate
@@ -42,7 +49,7 @@ class CheckpointMixin:
 
     def _packed(self) -> dict[str, Any]:
         """The state_dict, before the hooks that come after it."""
-        self._settle_groups()
+        self._follow_groups()
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:
             saved = super().state_dict()
@@ -53,24 +60,24 @@ class CheckpointMixin:
             if not isinstance(number, int):  # what a hook, or the user, keeps for no parameter
                 continue
             group, position = places[number]
-            parameter, state = group["params"][position], {**state, **self._companions_to_save(group, position)}
+            parameter, state = group["params"][position], {**state, **self._auxiliary_tensors_to_save(group, position)}
             held = {name: _as_held(name, value, state, parameter) for name, value in state.items()}
             saved["state"][number] = codec_versions(state) | held
         saved["param_groups"] = [_plain_group(group) for group in saved["param_groups"]]
         return saved
 
-    def _companions_to_save(self, group: dict, position: int) -> dict[str, object]:
-        """The companions of a parameter that somebody has written since its step, and what tells which it was."""
+    def _auxiliary_tensors_to_save(self, group: dict, position: int) -> dict[str, object]:
+        """Return valid auxiliary tensors of a parameter written from outside, and checksums of its payload."""
         try:
-            slot = self._known(group, position)
+            plan = self._plan(group, position)
         except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
             return {}
-        if slot.agreement is None:
+        if plan.payload_version is None:
             return {}
-        names = (name for name, _ in slot.kind.update.companions(slot.kind.store))
-        companions = dict(zip(names, companions_now(slot))) if is_written(slot) else {}
-        checksums = checksums_of(slot)
-        return companions if checksums is None else {**companions, CHECKSUMS: checksums}
+        names = (name for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store))
+        auxiliary = dict(zip(names, current_auxiliary_tensors(plan))) if is_written(plan) else {}
+        checksums = checksums_of(plan)
+        return auxiliary if checksums is None else {**auxiliary, CHECKSUMS: checksums}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
@@ -94,7 +101,7 @@ class CheckpointMixin:
 
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
         """Load, between the hooks."""
-        self._settle_groups()
+        self._follow_groups()
         options = checked_groups(self.param_groups, state_dict, self._check_numbers, self.defaults)
         given = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
@@ -104,7 +111,7 @@ class CheckpointMixin:
         before = [dict(group) for group in self.param_groups]
         for group, chosen in zip(self.param_groups, options):
             group.update(chosen)
-        self._look_again()
+        self._invalidate_plans()
         try:
             trial = [(*one, self._fitting(*one)) for one in given]
         except ValueError:
@@ -113,23 +120,23 @@ class CheckpointMixin:
                 group.update(old)
             for parameter in self.state.keys() - known:
                 del self.state[parameter]
-            self._look_again()
+            self._invalidate_plans()
             raise
         is_own = all("identities" in saved for saved in state_dict["param_groups"])
         for group, position, state, tensors in trial:
             parameter = group["params"][position]
-            if not state and not is_own and parameter in self._slots:
-                _start_again(self._slots[parameter])  # torch.optim knows no companions: they stay
+            if not state and not is_own and parameter in self._plans:
+                _start_again(self._plans[parameter])  # files of torch.optim have no auxiliary tensors: they stay
                 continue
             if not state:
                 self.state.pop(parameter, None)
-                self._slots.pop(parameter)
+                self._plans.pop(parameter)
                 continue
             held = self.state[parameter]
             for name, tensor in tensors.items():
                 local(held[name]).copy_(local(tensor))
             held["step"] = _steps_made(state, "")
-            loaded(self._slots[parameter], state.get(CHECKSUMS))
+            mark_loaded(self._plans[parameter], state.get(CHECKSUMS))
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
@@ -139,31 +146,31 @@ class CheckpointMixin:
         """The saved tensors in the dtypes and layouts of this optimizer."""
         if not state:
             return {}
-        slot = self._known(group, position)
-        _steps_made(state, slot.name)
+        plan = self._plan(group, position)
+        _steps_made(state, plan.name)
         fitted: dict[str, torch.Tensor] = {}
         used = {"step", CHECKSUMS, "payload_checksum"}  # the latter in older files, which are trusted
-        for codec, rule_state, names in zip(slot.kind.codecs, slot.kind.rule.states, slot.kind.state_tensors):
+        for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in ("", "_codes", "_scale", "_residual")}
-            fitted |= _fit_state(slot, codec, rule_state, names, state)
-        for name in slot.kind.companions:
+            fitted |= _fit_state(plan, codec, rule_state, names, state)
+        for name in plan.spec.auxiliary_names:
             used.add(name)
             if name in state:
-                fitted[name] = _same_shape(slot, name, state[name], slot.tensors[name], exact=True)
+                fitted[name] = _same_shape(plan, name, state[name], plan.tensors[name], exact=True)
             elif _is_ours(state):
                 raise ValueError(
-                    f"state of parameter {slot.name} lacks {name!r}: it was saved by another weight update"
+                    f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
                 )
         foreign = [key for key in state if key not in used and state[key] is not None]
         if foreign:
             raise ValueError(
-                f"state of parameter {slot.name} holds {listed(foreign)}, which {type(self).__name__} with "
-                f"weight_update={slot.kind.update.name!r} does not keep: load it into the optimizer that saved it"
+                f"state of parameter {plan.name} holds {listed(foreign)}, which {type(self).__name__} with "
+                f"weight_update={plan.spec.update.name!r} does not keep: load it into the optimizer that saved it"
             )
         return fitted
 
     def float32_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The model's state_dict with every parameter as the float32 weight that it and its companions stand for.
+        """Return the model's state_dict with every parameter as its float32 weight, auxiliary tensors included.
 
         The names are those of ``model.state_dict()``: give the plain model inside torch.compile or
         DistributedDataParallel for plain names. `load_float32_state_dict` takes either.
@@ -176,19 +183,19 @@ class CheckpointMixin:
         Raises:
             ValueError: a model none of whose parameters are known here.
         """
-        found, places = {}, self._places()
-        held = {name: (t, self._slot_of(t, places)) for name, t in model.state_dict(keep_vars=True).items()}
-        named = {} if any(slot is not None for _, slot in held.values()) else self._copied_slots(held)
-        for name, (tensor, slot) in held.items():
+        found, places = {}, self._positions()
+        held = {name: (t, self._plan_of(t, places)) for name, t in model.state_dict(keep_vars=True).items()}
+        named = {} if any(plan is not None for _, plan in held.values()) else self._copied_plans(held)
+        for name, (tensor, plan) in held.items():
             value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
-            if slot is not None or name in named:
-                if slot is None:
-                    slot, payloads = named[name], [memory(value).contiguous()]
-                    companions = companions_beside(slot, payloads[0], slot.payloads[0])
+            if plan is not None or name in named:
+                if plan is None:
+                    plan, payloads = named[name], [memory(value).contiguous()]
+                    auxiliary = auxiliary_tensors_beside(plan, payloads[0], plan.payloads[0])
                 else:
-                    payloads, companions = [part.contiguous() for part in slot.payloads], companions_now(slot)
-                decoded = slot.kind.update.read(slot.kind.store, [*payloads, *companions])
-                decoded = decoded * tensor.scale if slot.kind.scaled else decoded.clone()
+                    payloads, auxiliary = [part.contiguous() for part in plan.payloads], current_auxiliary_tensors(plan)
+                decoded = plan.spec.update.read(plan.spec.store, [*payloads, *auxiliary])
+                decoded = decoded * tensor.scale if plan.spec.scaled else decoded.clone()
                 found[name] = placed_like(decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)
@@ -199,7 +206,7 @@ class CheckpointMixin:
         return found
 
     def load_float32_state_dict(self, model: torch.nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Set the model from float32 weights, the bits that its parameters cannot hold going into the companions.
+        """Set the model from float32 weights, the bits that its parameters cannot hold going into auxiliary tensors.
 
         What torch.compile and DistributedDataParallel put before names counts for nothing, in the file and here.
 
@@ -215,34 +222,34 @@ class CheckpointMixin:
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:
             raise ValueError(f"{listed(wrong)} are not of the model's shapes: give a state_dict of this model")
-        places = self._places()
+        places = self._positions()
         with torch.no_grad():
             for name, value in state_dict.items():
-                slot = self._slot_of(own[name], places)
-                if slot is None:
+                plan = self._plan_of(own[name], places)
+                if plan is None:
                     own[name].copy_(value)
                     continue
-                parts, value = _contiguous_parts(slot), local(value.detach()).float().contiguous()
-                if slot.kind.scaled:
-                    scale = weight_scale(slot.kind.store.dtype, own[name].scale.item(), peak(value))
+                parts, value = _contiguous_parts(plan), local(value.detach()).float().contiguous()
+                if plan.spec.scaled:
+                    scale = weight_scale(plan.spec.store.dtype, own[name].scale.item(), finite_amax(value))
                     own[name].scale.fill_(scale)
                     value = value / scale
-                slot.kind.update.fill(slot.kind.store, parts, value)
-                for part, filled in zip(slot.parts, parts):
+                plan.spec.update.fill(plan.spec.store, parts, value)
+                for part, filled in zip(plan.parts, parts):
                     if part.data_ptr() != filled.data_ptr():
                         part.copy_(filled)
-                agree(slot)
+                mark_current(plan)
 
-    def _copied_slots(self, held: Mapping[str, tuple]) -> dict[str, Slot]:
-        """The slots of the parameters that those of another model are copies of, by name."""
-        found: dict[str, Slot] = {}
+    def _copied_plans(self, held: Mapping[str, tuple]) -> dict[str, ParameterPlan]:
+        """Return the plans of the parameters that those of another model are copies of, by name."""
+        found: dict[str, ParameterPlan] = {}
         named = [(name, group, k) for group in self.param_groups for k, name in enumerate(group.get("param_names", ()))]
         theirs = dict(zip(plain_names(held), held))
         for (name, group, position), plain in zip(named, plain_names(name for name, _, _ in named), strict=True):
             name = name if name in held else theirs.get(plain)
             tensor, mine = held.get(name, (None, None))[0], group["params"][position]
             if isinstance(tensor, torch.nn.Parameter) and _could_be_a_copy(tensor, mine):
-                found[name] = self._known(group, position)
+                found[name] = self._plan(group, position)
         if not found and any(isinstance(tensor, torch.nn.Parameter) for tensor, _ in held.values()):
             raise ValueError(
                 "no parameter of this model is stepped by this optimizer: give the model that it was made for, or, to "
@@ -250,22 +257,22 @@ class CheckpointMixin:
             )
         return found
 
-    def _places(self) -> dict[int, tuple[dict, int]]:
+    def _positions(self) -> dict[int, tuple[dict, int]]:
         """Group and position of every parameter, by its id."""
         return {id(p): (group, k) for group in self.param_groups for k, p in enumerate(group["params"])}
 
-    def _slot_of(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> Slot | None:
+    def _plan_of(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> ParameterPlan | None:
         place = places.get(id(tensor))
-        return None if place is None else self._known(*place)
+        return None if place is None else self._plan(*place)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: what is derived is left out, and made again."""
-        self._settle_groups()
+        self._follow_groups()
         state, kept = super().__getstate__(), []
         held = state["state"] = state["state"].copy()
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
-                saved = self._companions_to_save(group, position) if held.get(parameter) else {}
+                saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
                 checksums = saved.pop(CHECKSUMS, None)
                 if checksums is not None:
                     kept.append((parameter, checksums))
@@ -287,15 +294,15 @@ def _could_be_a_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
     return same and memory(a).shape == memory(b).shape
 
 
-def _start_again(slot: Slot) -> None:
+def _start_again(plan: ParameterPlan) -> None:
     """The states of a parameter that has made no step."""
-    for tensor in (tensor for state in slot.states for tensor in state):
+    for tensor in (tensor for state in plan.states for tensor in state):
         tensor.zero_()
-    slot.state["step"] = 0
+    plan.state["step"] = 0
 
 
-def _contiguous_parts(slot: Slot) -> list[torch.Tensor]:
-    return [part.contiguous() for part in slot.parts]
+def _contiguous_parts(plan: ParameterPlan) -> list[torch.Tensor]:
+    return [part.contiguous() for part in plan.parts]
 
 
 def _as_held(name: str, value: object, state: Mapping, parameter: torch.Tensor) -> object:
@@ -348,28 +355,30 @@ def _is_ours(state: Mapping) -> bool:
     return isinstance(state.get("step"), int)
 
 
-def _fit_state(slot: Slot, codec, rule_state, names: tuple[str, ...], state: Mapping) -> dict[str, torch.Tensor]:
+def _fit_state(
+    plan: ParameterPlan, codec, rule_state, names: tuple[str, ...], state: Mapping
+) -> dict[str, torch.Tensor]:
     """One state of the rule from what was saved, bit for bit where the dtypes agree, through float32 else."""
     given = state.get(f"{rule_state.name}_codes", state.get(rule_state.name, ABSENT))
     if given is ABSENT:
         raise ValueError(
-            f"state of parameter {slot.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
+            f"state of parameter {plan.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
         )
     if isinstance(given, int):
         raise ValueError(
-            f"state {rule_state.name!r} of parameter {slot.name} was saved in 8-bit codes of version {given}, but "
+            f"state {rule_state.name!r} of parameter {plan.name} was saved in 8-bit codes of version {given}, but "
             f"without the codes {rule_state.name + '_codes'!r}: torch.distributed.checkpoint leaves out what this "
             "optimizer does not keep; load the file into one with state_dtype='8bit', and the state_dict of that here"
         )
     if isinstance(given, (ScaledTensor, MCTensor)):
         state = {**state, rule_state.name: (given := given.decode(torch.float32))}
     if given is None and rule_state.name == "momentum_buffer":
-        return {name: torch.zeros_like(slot.tensors[name]) for name in names}
-    own = [slot.tensors[name] for name in names]
+        return {name: torch.zeros_like(plan.tensors[name]) for name in names}
+    own = [plan.tensors[name] for name in names]
     if all(_alike(state.get(name), mine) for name, mine in zip(names, own)):
         check_version(rule_state.name, state)
         return {name: state[name] for name in names}
-    given = _same_shape(slot, rule_state.name, given, own[0], exact=False)
+    given = _same_shape(plan, rule_state.name, given, own[0], exact=False)
     value = saved_value(local(given), state, rule_state)
     fresh = [torch.zeros_like(mine) for mine in own]
     codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
@@ -381,10 +390,10 @@ def _alike(given: object, own: torch.Tensor) -> bool:
     return isinstance(given, torch.Tensor) and (local(given).dtype, local(given).shape) == (own.dtype, own.shape)
 
 
-def _same_shape(slot: Slot, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
+def _same_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
     if not isinstance(given, torch.Tensor) or local(given).shape != own.shape:
         shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
-        raise ValueError(f"state {name!r} of parameter {slot.name} has shape {shape}, {tuple(own.shape)} is needed")
+        raise ValueError(f"state {name!r} of parameter {plan.name} has shape {shape}, {tuple(own.shape)} is needed")
     if exact and local(given).dtype != own.dtype:
-        raise ValueError(f"state {name!r} of parameter {slot.name} is {local(given).dtype}, {own.dtype} is needed")
+        raise ValueError(f"state {name!r} of parameter {plan.name} is {local(given).dtype}, {own.dtype} is needed")
     return given

@@ -18,11 +18,11 @@ from ._group_options import check_number
 from ._local_tensors import local, placed_like
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer
-from ._outside_writes import agree, note_restored
-from ._parameter_plan import Slot
+from ._outside_writes import mark_current, note_restored
+from ._parameter_plan import ParameterPlan
 from .rules._update_rule import UpdateRule
 from .weight_updates._weight_update import WeightUpdate, weight_update
-from .wrapping._explicit_gradient import GivenOptimizer
+from .wrapping._explicit_gradient import ExplicitGradientOptimizer
 
 Decay = float | Callable[[int], float]
 
@@ -52,7 +52,7 @@ def decay_at(group: Mapping, step: int) -> float:
 AVERAGE = UpdateRule("average", average, (), ("take",), lambda group, step: (1 - decay_at(group, step),), decays=False)
 
 
-class Averages(GivenOptimizer):
+class Averages(ExplicitGradientOptimizer):
     """The averages of some tensors, stepped by the tensors themselves."""
 
     narrowed_by = "dtype=torch.bfloat16"
@@ -61,11 +61,11 @@ class Averages(GivenOptimizer):
         """a + (1 - decay) (w - a)."""
         return AVERAGE
 
-    def slots(self) -> dict[torch.Tensor, Slot]:
-        """What is known of every average."""
+    def plans(self) -> dict[torch.Tensor, ParameterPlan]:
+        """Return the plan of every average."""
         group = self.param_groups[0]
         known = enumerate(group["params"])
-        return {a: self._known(group, k) for k, a in known}
+        return {a: self._plan(group, k) for k, a in known}
 
     def update(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Step the averages that a tensor is given for."""
@@ -77,12 +77,12 @@ class EMA:
 
     A bfloat16 average rounded to nearest never moves, for (1 - decay) |w - a| stays under half an ulp of a (5,000
     updates at decay .999 from 1 towards 0: still 1.0, where float32 has .0067). Here the difference enters by a weight
-    update, with companions and in one fused call, so that the average follows float32's at 3 bytes per parameter.
+    update, with auxiliary tensors and in one fused call, so that the average follows float32's at 3 bytes per parameter.
 
     Args:
         model: whose parameters are averaged; tied ones once. Averages start as the weights are now.
         decay: in [0, 1], or a function from the update's number, from 1 on, to it.
-        optimizer: the hu.optim optimizer of the model, where its parameters have companions: then the float32 weights
+        optimizer: the hu.optim optimizer of the model, if it keeps auxiliary tensors: then the float32 weights
             are averaged, not the parameters that show them rounded.
         weight_update: how differences enter; see Optimizer. "feedback" is refused.
         dtype: of the averages of floating parameters; by default the parameter's own.
@@ -150,12 +150,12 @@ class EMA:
 
     @torch.no_grad()
     def _start(self) -> None:
-        slots = self._inner.slots()
+        plans = self._inner.plans()
         for weights in self._live_weights(self._tensors()[0]):
             for name, weight in weights.items():
-                slot = slots[self._averages[name]]
-                slot.kind.update.fill(slot.kind.store, slot.parts, _float32_of(weight))
-                agree(slot)
+                plan = plans[self._averages[name]]
+                plan.spec.update.fill(plan.spec.store, plan.parts, _float32_of(weight))
+                mark_current(plan)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -192,14 +192,14 @@ class EMA:
 
     def _live_weights(self, live: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """The weights as they are, or in float32 where the optimizer holds more than the parameter shows."""
-        held = _companions(self.optimizer, live)
+        held = _auxiliary_plans(self.optimizer, live)
         shown = {name: weight.detach() for name, weight in live.items() if name not in held}
         if shown:
             yield shown
-        names = {id(slot): name for name, slot in held.items()}
-        for slots in together(held.values(), TOGETHER):
-            values = read_weights(slots)
-            yield {names[id(slot)]: placed_like(value, slot.parameter) for slot, value in zip(slots, values)}
+        names = {id(plan): name for name, plan in held.items()}
+        for plans in together(held.values(), TOGETHER):
+            values = read_weights(plans)
+            yield {names[id(plan)]: placed_like(value, plan.parameter) for plan, value in zip(plans, values)}
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[torch.nn.Module]:
@@ -226,19 +226,19 @@ class EMA:
         """Every averaged or copied tensor of the model with what takes its place."""
         live, copied = self._tensors()
         self._check(live)
-        slots, pairs = self._inner.slots(), []
+        plans, pairs = self._inner.plans(), []
         for name, tensor in live.items():
             mine = self._averages[name]
-            pairs.append((tensor, mine if mine.dtype == tensor.dtype else _float32(slots[mine])))
+            pairs.append((tensor, mine if mine.dtype == tensor.dtype else _float32(plans[mine])))
         return pairs + [(tensor, self._copied[name]) for name, tensor in copied.items() if name in self._copied]
 
     def float32_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state_dict with float32 averages in place of the weights; other floating tensors as float32."""
         mine = {id(tensor): self._averages[name] for name, tensor in self._tensors()[0].items()}
-        slots, found = self._inner.slots(), {}
+        plans, found = self._inner.plans(), {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) in mine:
-                found[name] = _float32(slots[mine[id(tensor)]])
+                found[name] = _float32(plans[mine[id(tensor)]])
                 continue
             value = self._copied.get(name, tensor)
             if isinstance(value, torch.Tensor):
@@ -249,14 +249,14 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """Plain data that loads with weights_only: {"updates", "weight_update", "tensors"}.
 
-        "tensors" holds every average under its parameter's name, each companion as "<name>.<companion>" beside it, and
+        "tensors" holds every average under its parameter's name, each auxiliary tensor as "<name>.<tensor>" beside it, and
         the copied buffers.
         """
-        tensors, slots = dict(self._copied), self._inner.slots()
+        tensors, plans = dict(self._copied), self._inner.plans()
         for name, mine in self._averages.items():
             tensors[name] = mine
-            tensors |= {f"{name}.{key}": placed_like(value, mine) for key, value in slots[mine].tensors.items()}
-        updates = {slot.kind.update.name: slot.kind.update.to_dict() for slot in slots.values()}
+            tensors |= {f"{name}.{key}": placed_like(value, mine) for key, value in plans[mine].tensors.items()}
+        updates = {plan.spec.update.name: plan.spec.update.to_dict() for plan in plans.values()}
         return {"updates": self.updates, "weight_update": list(updates.values()), "tensors": tensors}
 
     @torch.no_grad()
@@ -286,9 +286,9 @@ class EMA:
             raise ValueError(f"updates={updates!r} is not a whole number from 0 on")
         for name, tensor in own["tensors"].items():
             tensor.copy_(given[name])
-        for mine, slot in self._inner.slots().items():
+        for mine, plan in self._inner.plans().items():
             self._inner.state[mine]["step"] = updates
-            agree(slot)
+            mark_current(plan)
         self.updates = updates
 
     def report(self) -> LostUpdateReport:
@@ -296,8 +296,8 @@ class EMA:
         return self._inner.report()
 
     def bytes_per_parameter(self) -> float:
-        """Bytes of averages and companions per element."""
-        held = [[mine, *slot.tensors.values()] for mine, slot in self._inner.slots().items()]
+        """Bytes of averages and auxiliary tensors per element."""
+        held = [[mine, *plan.tensors.values()] for mine, plan in self._inner.plans().items()]
         total = sum(local(t).numel() * t.element_size() for tensors in held for t in tensors)
         return total / sum(local(tensors[0]).numel() for tensors in held)
 
@@ -307,12 +307,12 @@ class EMA:
         return f"EMA(decay={group['decay']}, warmup={group['warmup']}, updates={self.updates})\n{self.report()}"
 
 
-def _float32(slot: Slot) -> torch.Tensor:
-    return placed_like(read_weights([slot])[0], slot.parameter)
+def _float32(plan: ParameterPlan) -> torch.Tensor:
+    return placed_like(read_weights([plan])[0], plan.parameter)
 
 
-def _companions(optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -> dict[str, Slot]:
-    """The slots of those tensors whose weight an optimizer knows better than they show."""
+def _auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -> dict[str, ParameterPlan]:
+    """Return the plans of the tensors beside which an optimizer keeps auxiliary tensors, by name."""
     if optimizer is None:
         return {}
     found = {}
@@ -320,9 +320,9 @@ def _companions(optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
             if parameter in names:
-                slot = optimizer._known(group, position)
-                if slot.kind.update.companions(slot.kind.store):
-                    found[names[parameter]] = slot
+                plan = optimizer._plan(group, position)
+                if plan.spec.update.auxiliary_tensors(plan.spec.store):
+                    found[names[parameter]] = plan
     return found
 
 

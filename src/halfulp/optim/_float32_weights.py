@@ -1,4 +1,4 @@
-"""Float32 weights out of parameters and their companions, all tensors of one kind in one call."""
+"""Float32 weights from parameters and their auxiliary tensors, all tensors of one weight update in one call."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from ..kernels import IndexMap, address, check_bits, chosen, chunks, compile_kernel, run_chunks, undisturbed
 from ..kernels.scalar._operations import store32, word
-from ._outside_writes import companions_now
-from ._parameter_plan import Slot
+from ._outside_writes import current_auxiliary_tensors
+from ._parameter_plan import ParameterPlan
 from .states._storage import Store
 from .step._placeholders import read_weight
 from .weight_updates._weight_update import WeightUpdate
@@ -46,42 +46,44 @@ class Room:
         return self._memory[begin:end].view(like.shape)
 
 
-def read_weights(slots: Sequence[Slot], room: Room | None = None) -> list[torch.Tensor]:
-    """The float32 weights that parameters and companions stand for.
+def read_weights(plans: Sequence[ParameterPlan], room: Room | None = None) -> list[torch.Tensor]:
+    """Return the float32 weights that parameters and their auxiliary tensors represent.
 
     Args:
-        slots: of any kinds.
+        plans: of any step specifications.
         room: memory for the results; new if None.
 
     Returns:
-        One contiguous float32 tensor per slot, of its local shape.
+        One contiguous float32 tensor per plan, of its local shape.
     """
     room = Room(0) if room is None else room
-    out = [room.take(slot.parts[0]) for slot in slots]
-    for update, store in {(slot.kind.update, slot.kind.store) for slot in slots}:
-        mine = [k for k, slot in enumerate(slots) if (slot.kind.update, slot.kind.store) == (update, store)]
-        parts = [[*(part.contiguous() for part in slots[k].payloads), *companions_now(slots[k])] for k in mine]
+    out = [room.take(plan.parts[0]) for plan in plans]
+    for update, store in {(plan.spec.update, plan.spec.store) for plan in plans}:
+        mine = [k for k, plan in enumerate(plans) if (plan.spec.update, plan.spec.store) == (update, store)]
+        parts = [
+            [*(part.contiguous() for part in plans[k].payloads), *current_auxiliary_tensors(plans[k])] for k in mine
+        ]
         _read(update, store, parts, [out[k] for k in mine])
     return out
 
 
-def together(slots: Iterable[Slot], most: int) -> Iterator[list[Slot]]:
-    """Runs of slots that hold at most `most` elements, but one slot at least."""
+def together(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[ParameterPlan]]:
+    """Split plans into runs of at most `most` elements, with at least one plan each."""
     run, held = [], 0
-    for slot in slots:
-        count = slot.parts[0].numel()
+    for plan in plans:
+        count = plan.parts[0].numel()
         if run and held + count > most:
             yield run
             run, held = [], 0
-        run.append(slot)
+        run.append(plan)
         held += count
     if run:
         yield run
 
 
-def room_for(runs: Iterable[Sequence[Slot]]) -> Room:
-    """Room for the weights and the gradients of any one of some runs."""
-    sizes = ([slot.parts[0].numel() for slot in slots] for slots in runs)
+def room_for(runs: Iterable[Sequence[ParameterPlan]]) -> Room:
+    """Return room for the weights and the gradients of the largest of some runs."""
+    sizes = ([plan.parts[0].numel() for plan in plans] for plans in runs)
     return Room(max((2 * sum(size + ALIGNMENT for size in run) for run in sizes), default=0))
 
 
@@ -112,7 +114,7 @@ def checked_read(update: WeightUpdate, store: Store) -> Callable:
     name = f"read_{update.name}_{store.name}".replace("-", "_")
     kernel = compile_kernel(read_all, SIGNATURE, {**update.bindings(store), "store32": store32, "word": word})
     ramp = torch.linspace(-1, 1, 64, dtype=torch.float32, device="cpu")
-    dtypes = (store.dtype, *(dtype for _, dtype in update.companions(store)))
+    dtypes = (store.dtype, *(dtype for _, dtype in update.auxiliary_tensors(store)))
     parts = [torch.zeros(64, dtype=dtype, device="cpu") for dtype in dtypes]
     update.fill(store, parts, ramp * ramp * ramp)
     parts[0][11], parts[0][12:14], parts[0][14] = torch.inf, 0.0, parts[0][30]  # as somebody else may have written them

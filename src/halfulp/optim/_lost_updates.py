@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ._parameter_plan import Slot
+from ._parameter_plan import ParameterPlan
 from .states._int8_range import share_below_range
 
 MANY_SAMPLES = 100
@@ -87,63 +87,63 @@ class LostUpdateReport:
         return lines
 
 
-def lost_update_report(slots: Iterable[Slot]) -> LostUpdateReport:
+def lost_update_report(plans: Iterable[ParameterPlan]) -> LostUpdateReport:
     """The report over some parameters."""
-    slots = list(slots)
-    below_range = share_below_range(slots)
-    counted = [slot for slot in slots if slot.lost is not None]
+    plans = list(plans)
+    below_range = share_below_range(plans)
+    counted = [plan for plan in plans if plan.lost is not None]
     rows = [
         LostUpdateRow(
-            slot.name,
-            slot.kind.update.name,
-            slot.lost.samples,
-            _share(slot.lost.cancelled, slot.lost.seen),
-            _share(slot.lost.kept, slot.lost.wanted),
-            slot.lost.seen,
-            _is_below_float32(slot),
+            plan.name,
+            plan.spec.update.name,
+            plan.lost.samples,
+            _share(plan.lost.cancelled, plan.lost.seen),
+            _share(plan.lost.kept, plan.lost.wanted),
+            plan.lost.seen,
+            _is_below_float32(plan),
         )
-        for slot in counted
+        for plan in counted
     ]
     rows.sort(key=lambda row: -row.cancelled)
     if not counted:
         return LostUpdateReport((), None, None, below_range)
     seen, cancelled, wanted, kept = (
-        sum(getattr(slot.lost, name) for slot in counted) for name in ("seen", "cancelled", "wanted", "kept")
+        sum(getattr(plan.lost, name) for plan in counted) for name in ("seen", "cancelled", "wanted", "kept")
     )
     return LostUpdateReport(tuple(rows), _share(cancelled, seen), _share(kept, wanted), below_range)
 
 
-def warn_if_mostly_lost(slots: Iterable[Slot]) -> None:
+def warn_if_mostly_lost(plans: Iterable[ParameterPlan]) -> None:
     """Warn once per parameter whose nearest rounding cancelled over half of its updates on 100 metered steps."""
-    for slot in slots:
-        if slot.lost.mostly_lost == MANY_SAMPLES and slot.kind.update.name == "nearest":
-            slot.lost.mostly_lost += 1
+    for plan in plans:
+        if plan.lost.mostly_lost == MANY_SAMPLES and plan.spec.update.name == "nearest":
+            plan.lost.mostly_lost += 1
             warnings.warn(
-                f"nearest rounding cancelled {_share(slot.lost.cancelled, slot.lost.seen):.0%} of the updates of "
-                f"parameter {slot.name} on {MANY_SAMPLES} sampled steps: it is hardly training; {_CURE}",
+                f"nearest rounding cancelled {_share(plan.lost.cancelled, plan.lost.seen):.0%} of the updates of "
+                f"parameter {plan.name} on {MANY_SAMPLES} sampled steps: it is hardly training; {_CURE}",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
 
-def _is_below_float32(slot: Slot) -> bool:
+def _is_below_float32(plan: ParameterPlan) -> bool:
     """Whether over half of the updates were cancelled, and in the float32 sum, not by a rounding behind it.
 
     Where a stochastic rounding follows, which cancels updates of all sizes, their root mean square is held against the
     typical weight's last place.
     """
-    lost, kind = slot.lost, slot.kind
-    if lost.cancelled <= 0.5 * lost.seen or not kind.update.rounds_sum or kind.update.name == "nearest":
+    lost, spec = plan.lost, plan.spec
+    if lost.cancelled <= 0.5 * lost.seen or not spec.update.rounds_sum or spec.update.name == "nearest":
         return False
-    if not kind.update.draws(kind.store):
+    if not spec.update.draws(spec.store):
         return True
-    typical = kind.store.decode(slot.payloads[0]).abs().median().item() * _scale(slot)
+    typical = spec.store.decode(plan.payloads[0]).abs().median().item() * _scale(plan)
     binade = math.frexp(typical)[1] - 1 if 0 < typical < math.inf else -math.inf
     return math.sqrt(lost.wanted / lost.seen) < 2.0 ** (binade - 24)
 
 
-def _scale(slot: Slot) -> float:
-    return slot.parameter.scale.item() if slot.kind.scaled else 1.0
+def _scale(plan: ParameterPlan) -> float:
+    return plan.parameter.scale.item() if plan.spec.scaled else 1.0
 
 
 def _share(part: float, whole: float) -> float:

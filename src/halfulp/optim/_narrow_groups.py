@@ -1,4 +1,4 @@
-"""Parameters made narrow in place, and companions that agree where processes hold one model."""
+"""Narrowing of a group's parameters in place, and checks of the groups' parameters against wrappers and holders."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..subclass.models._data_parallel import Wrappers, data_parallel_modules, re
 from ..subclass.models._parameter_holders import check_holders, check_overlaps, living_modules
 from ._local_tensors import local, memory
 from ._narrowing import is_kept, take_float32
-from ._outside_writes import agree, settle
-from ._parameter_plan import Slot
+from ._outside_writes import drop_stale, mark_current
+from ._parameter_plan import ParameterPlan
 from .states._storage import STORES
 
 # Bytes that travel in one message.
@@ -35,7 +35,7 @@ def check_narrowing(groups: Iterable[dict]) -> Wrappers:
 
 
 def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
-    """Make the groups' float32 parameters narrow in place if so asked, the low bits kept in the companions.
+    """Make the groups' float32 parameters narrow in place if so asked, the low bits kept in auxiliary tensors.
 
     So are the low bits of parameters that were narrowed before there was an optimizer (`halfulp.convert`).
     """
@@ -49,16 +49,16 @@ def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
             else:
                 value = take_float32(parameter)
             if value is not None:
-                slot = optimizer._prepare(group, position, STORES[parameter.dtype])
-                slot.kind.update.fill(slot.kind.store, slot.parts, local(value).contiguous())
-                agree(slot)
-                _await_wrappers(slot)
+                plan = optimizer._new_plan(group, position, STORES[parameter.dtype])
+                plan.spec.update.fill(plan.spec.store, plan.parts, local(value).contiguous())
+                mark_current(plan)
+                _await_wrappers(plan)
     wrappers.follow()
 
 
-def _await_wrappers(slot: Slot) -> None:
+def _await_wrappers(plan: ParameterPlan) -> None:
     """Keep what a parameter holds until it has stepped: DistributedDataParallel writes it, and may write the same."""
-    held = slot.agreement
+    held = plan.payload_version
     if held is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         held.payload, held.steps = held.memory.clone(), 1
 
@@ -78,20 +78,20 @@ def name_of(group: dict, position: int) -> str:
 
 
 @torch.no_grad()
-def agree_on_companions(optimizer: Any) -> None:
-    """Take the first process's companions where DistributedDataParallel has taken its parameters.
+def broadcast_auxiliary_tensors(optimizer: Any) -> None:
+    """Broadcast the first process's auxiliary tensors, as DistributedDataParallel broadcasts its parameters.
 
-    It sends them when it is made, which may be after the optimizer was: the companions are then still those of each
-    process's own start. All processes must call this.
+    It does so when it is made, which may be after the optimizer was made: the auxiliary tensors are then still those
+    of each process's own start. All processes must call this.
     """
     for module in data_parallel_modules():
         held, tensors = {id(p) for p in module.parameters()}, []
         for group in optimizer.param_groups:
             for position, parameter in enumerate(group["params"]):
                 if id(parameter) in held and parameter.requires_grad:
-                    slot = optimizer._known(group, position)
-                    settle(slot)
-                    tensors += [slot.tensors[name] for name, _ in slot.kind.update.companions(slot.kind.store)]
+                    plan = optimizer._plan(group, position)
+                    drop_stale(plan)
+                    tensors += [plan.tensors[name] for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store)]
         _broadcast(tensors, module.process_group)
 
 
@@ -150,7 +150,7 @@ def refuse_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
             continue
         for position, parameter in enumerate(group["params"]):
             name = name_of(group, position)
-            if optimizer._kind(group, parameter, None, name).update.name != "exact":
+            if optimizer._step_spec(group, parameter, None, name).update.name != "exact":
                 return
             if idle is None and not is_kept(parameter):
                 idle = name, chosen.name
@@ -173,7 +173,7 @@ def updates_in_effect(optimizer: Any) -> str:
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
             try:
-                update = optimizer._kind(group, parameter, None, name_of(group, position)).update.name
+                update = optimizer._step_spec(group, parameter, None, name_of(group, position)).update.name
             except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
                 update = "not steppable"
             dtype = str(memory(parameter).dtype).removeprefix("torch.")

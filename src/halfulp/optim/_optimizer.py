@@ -1,4 +1,4 @@
-"""The optimizer: param groups, state layout and the step's bookkeeping; no arithmetic."""
+"""The optimizer: param groups, state layout and the step's bookkeeping, without arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._group_options import SWITCHES, check_group, check_numbers, check_paramete
 from ._local_tensors import index_map_of, local, memory, own_parts
 from ._lost_updates import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from ._narrow_groups import (
-    agree_on_companions,
+    broadcast_auxiliary_tensors,
     check_narrowing,
     name_of,
     narrow,
@@ -27,20 +27,20 @@ from ._narrow_groups import (
     updates_in_effect,
 )
 from ._narrowing import is_kept
-from ._outside_writes import agree, agreement_of, settle
+from ._outside_writes import drop_stale, mark_current, payload_version_of
 from ._parameter_plan import (
     NARROW,
-    Slot,
+    ParameterPlan,
     allocate,
     codecs_for,
+    is_valid,
     options_of,
     refuse_feedback,
     refuse_other_dtype,
     refuse_other_states,
     refuse_unscalable,
-    still_true,
+    state_spec,
     store_of,
-    wanted_tensors,
 )
 from ._random_identity import Identity, assign_identities, follow_parameters, note_identities
 from ._tensor_map import TensorMap
@@ -49,7 +49,7 @@ from .states._float8 import PAYLOADS
 from .states._format_values import format_store
 from .states._state import StateChoice
 from .states._storage import STORES, Store
-from .step._kernel import Kind
+from .step._kernel import StepSpec
 from .step._memory import check_memory, check_parameter, gradient_memory, gradient_store
 from .step._run import Tables, make_ready, run_step
 from .weight_updates._multicomponent import update_of_components
@@ -57,7 +57,7 @@ from .weight_updates._weight_update import REGISTRY, WeightUpdate, weight_update
 
 
 class Optimizer(CheckpointMixin, torch.optim.Optimizer):
-    """What every optimizer here shares; a subclass names its update rule and its hyper-parameters.
+    """The base of all optimizers here; a subclass names its update rule and its hyper-parameters.
 
     Args:
         params: parameters, named parameters, or param groups, as for torch.optim. With names, random bits are keyed by
@@ -72,7 +72,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             float32 beside float32 ones. Parameters whose rows (numel / shape[0]) are not a multiple of the block keep
             bfloat16 states under "8bit".
         param_dtype: torch.bfloat16 or torch.float16: narrow float32 parameters in place; the bits that fall off go
-            into the companions.
+            into auxiliary tensors beside them.
         format: a Format or its name: parameters stay float32 tensors and hold values of that format.
         seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Two optimizers
             over unnamed parameters, or over parameters of the same names, share them: give the second another seed.
@@ -109,15 +109,15 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         self._made = True
 
     def _start_caches(self) -> None:
-        """What is derived from groups and states, and made again after a copy or a load."""
+        """Create the empty caches of what is derived from groups and states; also after a copy or a load."""
         _whole_states.watch()
-        self._slots: TensorMap[Slot] = TensorMap()
-        self._set_aside: TensorMap[dict] = TensorMap()
+        self._plans: TensorMap[ParameterPlan] = TensorMap()
+        self._outside_states: TensorMap[dict] = TensorMap()
         self._checksums: TensorMap[torch.Tensor] = TensorMap()
         self._identities: TensorMap[Identity] = TensorMap()
         self._tables = Tables()
-        self._kinds: dict[tuple[Kind, torch.device], Kind] = {}
-        self._plain_kinds: dict[tuple, tuple[Kind, tuple]] = {}
+        self._step_specs: dict[tuple[StepSpec, torch.device], StepSpec] = {}
+        self._plain_step_specs: dict[tuple, tuple[StepSpec, tuple]] = {}
         for group in getattr(self, "param_groups", ()):
             note_identities(group, self._identities)
 
@@ -146,7 +146,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             self._check_switches(group)
             assign_identities(group, self.param_groups[:before])
             for position, parameter in enumerate(group["params"]):
-                self._kind(group, parameter, None, name_of(group, position))
+                self._step_spec(group, parameter, None, name_of(group, position))
             refuse_overlaps(self.param_groups)
             refuse_idle_update(self, [group] if is_chosen else ())
             wrappers = check_narrowing([group]) if self._made else None
@@ -157,22 +157,22 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         if wrappers is not None:
             narrow(self, [group], wrappers)
 
-    def _kind(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> Kind:
-        """What a step of a parameter consists of; without `gradient`, as it will be once narrowed."""
+    def _step_spec(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
+        """Return a parameter's step specification; without `gradient`, as it will be after narrowing."""
         part = memory(parameter)
         check_parameter(parameter, part, name)
         if part is not parameter:
-            return self._new_kind(group, parameter, gradient, name)
+            return self._new_step_spec(group, parameter, gradient, name)
         rule = self.rule(group)
         given = rule, group["weight_update"], group["state_dtype"], group["format"], group["param_dtype"], gradient
         key = (*map(id, given), is_kept(parameter), parameter.dtype, parameter.shape, parameter.device)
-        found = self._plain_kinds.get(key)
-        if found is None:  # with what its key holds by id
-            found = self._plain_kinds[key] = self._new_kind(group, parameter, gradient, name), given
+        found = self._plain_step_specs.get(key)
+        if found is None:  # the value keeps alive what the key refers to by id
+            found = self._plain_step_specs[key] = self._new_step_spec(group, parameter, gradient, name), given
         return found[0]
 
-    def _new_kind(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> Kind:
-        """The same, by all that decides it."""
+    def _new_step_spec(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
+        """Return the same, derived from the group and the parameter."""
         own = update_of_components(group, parameter, name) if isinstance(parameter, MCTensor) else None
         scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
         narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
@@ -182,8 +182,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         update.check(store)
         refuse_feedback(rule, update)
         codecs = codecs_for(rule, update, group, parameter, store, name)
-        kind = Kind(rule, update, store, gradient or store, codecs, scaled=scaled, inside=own is not None)
-        return self._kinds.setdefault((kind, local(parameter).device), kind)
+        spec = StepSpec(rule, update, store, gradient or store, codecs, scaled=scaled, in_parameter=own is not None)
+        return self._step_specs.setdefault((spec, local(parameter).device), spec)
 
     @staticmethod
     def _weight_update(group: dict, store: Store, scaled: bool) -> WeightUpdate:
@@ -192,46 +192,46 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         default = "stochastic" if scaled else "split8" if store.dtype in NARROW else "kahan"
         return weight_update(default if group["weight_update"] is None else group["weight_update"])
 
-    def _settle_groups(self) -> None:
-        """Follow what somebody has done to the groups' lists of parameters: names, identities and states go along.
+    def _follow_groups(self) -> None:
+        """Bring names, identities and states in line with the groups' lists of parameters, which users may edit.
 
-        The states of parameters that are in no group wait beside the optimizer's, as long as their parameters live.
+        The states of parameters that are in no group are kept aside as long as these parameters live.
         """
         for group in self.param_groups:
             follow_parameters(group, self.param_groups, self._identities)
         members = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         for parameter in [key for key in self.state if isinstance(key, torch.Tensor) and id(key) not in members]:
-            self._set_aside[parameter] = self.state.pop(parameter)
-        for group in self.param_groups if len(self._set_aside) else ():
+            self._outside_states[parameter] = self.state.pop(parameter)
+        for group in self.param_groups if len(self._outside_states) else ():
             for parameter in group["params"]:
-                if parameter in self._set_aside:
-                    self.state[parameter] = self._set_aside.pop(parameter)
+                if parameter in self._outside_states:
+                    self.state[parameter] = self._outside_states.pop(parameter)
 
-    def _prepare(self, group: dict, position: int, gradient: Store) -> Slot:
-        """Look at a parameter once, and make the state it lacks."""
+    def _new_plan(self, group: dict, position: int, gradient: Store) -> ParameterPlan:
+        """Make a parameter's plan, and the state tensors that it lacks."""
         parameter = group["params"][position]
-        if parameter not in self._identities or parameter in self._set_aside:
-            self._settle_groups()
+        if parameter not in self._identities or parameter in self._outside_states:
+            self._follow_groups()
         (_, identity), name = self._identities[parameter], name_of(group, position)
-        kind = self._kind(group, parameter, gradient, name)
-        refuse_other_dtype(parameter, kind, name)
+        spec = self._step_spec(group, parameter, gradient, name)
+        refuse_other_dtype(parameter, spec, name)
         state, shape = self.state[parameter], local(parameter).shape
-        wanted = wanted_tensors(kind, shape)
+        wanted = state_spec(spec, shape)
         refuse_other_states(state, wanted, name)
         missing = {key: value for key, value in wanted.items() if key not in state}
         state |= allocate(missing, parameter)
         state.setdefault("step", 0)
-        part, known = memory(parameter), self._slots.get(parameter)
+        part, known = memory(parameter), self._plans.get(parameter)
         index_map, plain = index_map_of(parameter), part is parameter
-        slot = Slot(
-            self._slots.reference(parameter),
+        plan = ParameterPlan(
+            self._plans.reference(parameter),
             options_of(group),
             name,
             identity,
-            kind,
+            spec,
             index_map,
             state,
-            tuple(local(state[key]) for key in kind.tensors),
+            tuple(local(state[key]) for key in spec.tensors),
             part.data_ptr(),
             index_map.shape,
             part.stride(),
@@ -240,23 +240,23 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             plain,
             None if known is None else known.lost,
         )
-        if slot.accompanied:
-            slot.agreement = agreement_of(parameter, part, known, self._checksums.pop(parameter))
-        self._slots[parameter] = slot
-        return slot
+        if plan.tracks_writes:
+            plan.payload_version = payload_version_of(parameter, part, known, self._checksums.pop(parameter))
+        self._plans[parameter] = plan
+        return plan
 
-    def _known(self, group: dict, position: int) -> Slot:
-        """What is known of a parameter, looked at anew if it is no longer so."""
+    def _plan(self, group: dict, position: int) -> ParameterPlan:
+        """Return a parameter's plan, made anew if it is not valid any more."""
         parameter = group["params"][position]
-        slot = self._slots.get(parameter)
-        if slot is None or not still_true(slot, parameter, self.rule(group), options_of(group), self.state[parameter]):
-            slot = self._prepare(group, position, PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32]))
-        return slot
+        plan = self._plans.get(parameter)
+        if plan is None or not is_valid(plan, parameter, self.rule(group), options_of(group), self.state[parameter]):
+            plan = self._new_plan(group, position, PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32]))
+        return plan
 
-    def _look_again(self) -> None:
-        """Hold nothing that is known for true; the meters go on."""
-        for slot in self._slots.values():
-            slot.address = -1
+    def _invalidate_plans(self) -> None:
+        """Make every plan invalid; the counts of lost updates go on."""
+        for plan in self._plans.values():
+            plan.address = -1
         for group in self.param_groups:
             note_identities(group, self._identities)
 
@@ -280,99 +280,99 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         return loss
 
     def _take_step(self) -> None:
-        """Let every parameter that has a gradient make its step."""
+        """Step every parameter that has a gradient."""
         if len(self.state) > sum(len(group["params"]) for group in self.param_groups):
-            self._settle_groups()
-        batches: dict[tuple[int, bool], list[Slot]] = {}
+            self._follow_groups()
+        batches: dict[tuple[int, bool], list[ParameterPlan]] = {}
         try:
             for group in self.param_groups:
                 self._collect(group, batches)
-            self._meet_wrappers(bool(batches))
-            kinds = [
-                slots[0].kind.metered_twin if metered else slots[0].kind for (_, metered), slots in batches.items()
+            self._check_wrappers(bool(batches))
+            specs = [
+                plans[0].spec.metered_twin if metered else plans[0].spec for (_, metered), plans in batches.items()
             ]
-            for kind, slots in zip(kinds, batches.values()):
-                make_ready(kind, slots[0].gradient.device.type)
-            for kind, slots in zip(kinds, batches.values()):
-                run_step(kind, slots, self._tables)
-                torch.autograd.graph.increment_version([slot.stepping for slot in slots])
-                for slot in slots:
-                    slot.state["step"] = slot.step
-                    for part, copy in zip(slot.parts, slot.copied or ()):
+            for spec, plans in zip(specs, batches.values()):
+                make_ready(spec, plans[0].gradient.device.type)
+            for spec, plans in zip(specs, batches.values()):
+                run_step(spec, plans, self._tables)
+                torch.autograd.graph.increment_version([plan.stepping for plan in plans])
+                for plan in plans:
+                    plan.state["step"] = plan.step
+                    for part, copy in zip(plan.parts, plan.copied or ()):
                         part.copy_(copy)
-                    if slot.agreement is not None:
-                        agree(slot)
-                if kind.metered:
-                    warn_if_mostly_lost(slots)
+                    if plan.payload_version is not None:
+                        mark_current(plan)
+                if spec.metered:
+                    warn_if_mostly_lost(plans)
         finally:
             self._tables.end_step()
-            for slots in batches.values():
-                for slot in slots:
-                    slot.stepping = slot.gradient = slot.copied = None
+            for plans in batches.values():
+                for plan in plans:
+                    plan.stepping = plan.gradient = plan.copied = None
 
-    def _meet_wrappers(self, has_gradients: bool) -> None:
-        """At the first step, by which a model is wrapped if it will ever be."""
+    def _check_wrappers(self, has_gradients: bool) -> None:
+        """Check wrappers around the model at the first step, before which wrapping must have happened."""
         if self._stepped:
             return
-        agree_on_companions(self)
+        broadcast_auxiliary_tensors(self)
         if not has_gradients:
             refuse_left_behind(self)
         self._stepped = True
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """What a parameter steps by."""
+        """Return the gradient that a parameter steps by, or None."""
         return parameter.grad
 
     def _check_numbers(self, group: dict) -> None:
-        """Check what a scheduler may write; raises ValueError."""
+        """Check the hyper-parameters that a scheduler may write; raises ValueError."""
         check_numbers(group)
 
     def _check_switches(self, group: dict) -> None:
-        """Refuse what chooses another implementation in torch.optim."""
+        """Refuse the options that choose another implementation in torch.optim."""
         refuse_torch_switches(type(self).__name__, **{name: group.get(name) for name in SWITCHES})
 
-    def _collect(self, group: dict, batches: dict[tuple[int, bool], list[Slot]]) -> None:
-        """Sort a group's parameters with gradients into batches of one kind."""
+    def _collect(self, group: dict, batches: dict[tuple[int, bool], list[ParameterPlan]]) -> None:
+        """Sort a group's parameters with gradients into batches of one step specification."""
         rule, constants, interval, states = self.rule(group), {}, group["report_interval"], self.state
         options = options_of(group)
         self._check_numbers(group)
         self._guard_feedback(group)
         if len(group["identities"]) != len(group["params"]):
-            self._settle_groups()
-        known = self._slots.by_id
+            self._follow_groups()
+        known = self._plans.by_id
         for position, parameter in enumerate(group["params"]):
             gradient = self._gradient(parameter)
             if gradient is None:
                 continue
-            slot = known.get(id(parameter))
+            plan = known.get(id(parameter))
             scale = 1.0
-            if slot is None or not slot.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
+            if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
                 gradient, scale = gradient_memory(local(gradient), parameter, name_of(group, position))
-            if slot is None or not _holds(slot, parameter, gradient, rule, options, states[parameter]):
-                slot = self._prepare(group, position, gradient_store(gradient, parameter, name_of(group, position)))
-                check_memory(slot, gradient)
-            if gradient.shape != slot.shape:
+            if plan is None or not can_step(plan, parameter, gradient, rule, options, states[parameter]):
+                plan = self._new_plan(group, position, gradient_store(gradient, parameter, name_of(group, position)))
+                check_memory(plan, gradient)
+            if gradient.shape != plan.shape:
                 raise ValueError(
-                    f"the gradient of {slot.name} has shape {tuple(gradient.shape)}, the parameter "
-                    f"{tuple(slot.shape)}: set .grad to None after a parameter has changed its shape"
+                    f"the gradient of {plan.name} has shape {tuple(gradient.shape)}, the parameter "
+                    f"{tuple(plan.shape)}: set .grad to None after a parameter has changed its shape"
                 )
-            slot.step = step = slot.state["step"] + 1
-            slot.constants = constants.get(step) or constants.setdefault(step, tuple(rule.values(group, step)))
-            slot.gradient_scale = scale
-            slot.gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
-            if slot.agreement is not None and slot.agreement.version != parameter._version:
-                settle(slot)
-            slot.stepping = parameter if slot.plain or slot.kind.scaled else local(parameter)
-            if not slot.contiguous:
-                slot.copied = tuple(plain(part.detach()).contiguous() for part in own_parts(parameter))
-            key = (id(slot.kind), bool(interval) and step % interval == 0)
+            plan.step = step = plan.state["step"] + 1
+            plan.constants = constants.get(step) or constants.setdefault(step, tuple(rule.values(group, step)))
+            plan.gradient_scale = scale
+            plan.gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
+            if plan.payload_version is not None and plan.payload_version.version != parameter._version:
+                drop_stale(plan)
+            plan.stepping = parameter if plan.plain or plan.spec.scaled else local(parameter)
+            if not plan.contiguous:
+                plan.copied = tuple(plain(part.detach()).contiguous() for part in own_parts(parameter))
+            key = (id(plan.spec), bool(interval) and step % interval == 0)
             if key in batches:
-                batches[key].append(slot)
+                batches[key].append(plan)
             else:
-                batches[key] = [slot]
+                batches[key] = [plan]
 
     def _guard_feedback(self, group: dict) -> None:
-        """A debt held in units of the learning rate is repaid in the wrong size when the rate jumps."""
+        """Warn if the learning rate jumps: pending rounding errors are stored in units of it."""
         chosen = group["weight_update"]
         if chosen is None or not weight_update(chosen).feeds_back:
             return
@@ -387,19 +387,19 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             )
 
     def report(self) -> LostUpdateReport:
-        """Which updates rounding cancelled on the metered steps so far, what 8-bit codes do not reach, and cures."""
-        return lost_update_report(self._slots.values())
+        """Return the share of updates that rounding cancelled on metered steps, and of 8-bit states below range."""
+        return lost_update_report(self._plans.values())
 
     def bytes_per_parameter(self) -> float:
-        """Bytes of weights (and copies that outside writes call for), companions, states and gradients per element."""
+        """Bytes of weights (and copies kept after outside writes), auxiliary tensors, states, gradients per element."""
         total = elements = 0
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
-                slot = self._known(group, position)
-                held = [*own_parts(parameter), *slot.tensors.values(), *slot.watched]
-                held += [parameter.scale] if slot.kind.scaled else []
+                plan = self._plan(group, position)
+                held = [*own_parts(parameter), *plan.tensors.values(), *plan.watched]
+                held += [parameter.scale] if plan.spec.scaled else []
                 total += sum(tensor.numel() * tensor.element_size() for tensor in held)
-                total += local(parameter).numel() * slot.kind.gradient.dtype.itemsize
+                total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize
                 elements += local(parameter).numel()
         return total / elements if elements else 0.0
 
@@ -408,9 +408,9 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         return f"{super().__repr__()}\n{updates_in_effect(self)}\n{self.report()}"
 
 
-def _holds(
-    slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor, rule: UpdateRule, options: tuple, state: dict
+def can_step(
+    plan: ParameterPlan, parameter: torch.Tensor, gradient: torch.Tensor, rule: UpdateRule, options: tuple, state: dict
 ) -> bool:
-    """Whether a parameter can step by a gradient as it is known."""
-    fits = gradient.dtype is slot.kind.gradient.dtype and gradient.layout is torch.strided
-    return fits and still_true(slot, parameter, rule, options, state)
+    """Return whether a plan still matches the parameter and fits a gradient."""
+    fits = gradient.dtype is plan.spec.gradient.dtype and gradient.layout is torch.strided
+    return fits and is_valid(plan, parameter, rule, options, state)

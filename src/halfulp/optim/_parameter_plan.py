@@ -1,4 +1,4 @@
-"""What the optimizer knows of one parameter between steps: its tensors, its place in the whole, its kind of step."""
+"""The plan of one parameter's step, kept from step to step: its memory, its state tensors, its step specification."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ._local_tensors import index_map_of, local, memory, own_parts
 from .rules._update_rule import UpdateRule
 from .states._float8 import PAYLOADS
 from .states._scaled import Scaled
-from .states._state import Blocks, Codec, resolve_codecs
+from .states._state import Codec, Int8Blocks, resolve_codecs
 from .states._storage import STORES, Store
-from .step._kernel import Kind
+from .step._kernel import StepSpec
 from .weight_updates._weight_update import WeightUpdate
 
 NARROW = (torch.bfloat16, torch.float16)
 SMALL = 1024
-# Instead of a version counter in `Agreement`: see there.
+# Stand for a version counter in `PayloadVersion`.
 ANY, MOVED = -1, -2
 
 
@@ -46,17 +46,17 @@ class LostUpdates:
 
 
 @dataclass(eq=False, slots=True)
-class Agreement:
-    """When a parameter and its companions were last known to belong together.
+class PayloadVersion:
+    """The version of a parameter that its auxiliary tensors were stored beside.
 
     Attributes:
-        version: the parameter's counter then. ANY after loading or copying companions, which go with a payload that may
-            be loaded before or after them; MOVED where the parameter has got other memory.
-        memory: the parameter's memory then, which tells what it held where it has got other memory since.
-        payload: a copy of what it held then, where that is kept.
-        steps: how many more steps it is kept for.
-        scale: of a scaled parameter then, in whose units its companions are.
-        checksums: of the payload that loaded companions go with, row by row; None where the file does not say.
+        version: the parameter's version counter at that time. ANY after loading or copying auxiliary tensors, as their
+            payload may be loaded before or after them; MOVED after the parameter was given other memory.
+        memory: the parameter's memory at that time; it still holds the payload if the parameter was given other memory.
+        payload: a copy of the payload, if one is kept.
+        steps: how many more steps the copy is kept for.
+        scale: a scaled parameter's scale, in whose units its auxiliary tensors are.
+        checksums: of each row of the payload that loaded auxiliary tensors belong to; None if the file has none.
     """
 
     version: int
@@ -68,83 +68,83 @@ class Agreement:
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
-    """One parameter as the step sees it; few objects, as there may be 100,000 of them.
+class ParameterPlan:
+    """What steps of one parameter need; few objects, as there may be 100,000 parameters.
 
     Attributes:
-        reference: to the user's parameter, which a slot does not keep alive, nor its memory.
-        options: of its group, as far as the kind of step and the random bits follow from them.
-        name: qualified where names were given, else its position.
-        identity: what keys its random bits.
-        kind: of step, unmetered.
-        index_map: the local tensor's place in the whole.
+        reference: weak, to the user's parameter: a plan keeps neither the parameter nor its memory alive.
+        options: the options of its group that its step specification and random bits depend on.
+        name: qualified if names were given, else its position.
+        identity: the number that keys its random bits.
+        spec: the step specification, unmetered.
+        index_map: where the local elements stand in the whole parameter.
         state: the parameter's entry in the optimizer's state.
-        held: its companions, then the tensors of its states, local.
-        held_at: their addresses when they were looked at.
-        is_small: whether looking at all of them would cost more than a step of their elements.
-        address, shape, stride, contiguous: of the local parameter when it was looked at.
-        others: addresses of the components behind the first, where the parameter holds several.
-        plain: neither a DTensor nor a tensor class of ours.
-        lost: the meter, None before the first count.
-        agreement: when parameter and companions were last known to belong together, None where there are none.
-        stepping, gradient, gradient_scale, step, constants, copied: of the step being made; `stepping` is whose version
-            the step counts up, `copied` contiguous copies of a parameter's tensors that are not, whose values go
-            back when the step is done.
+        stored: its auxiliary tensors, then the tensors of its states, local.
+        stored_addresses: their addresses when the plan was made.
+        is_small: whether comparing all these addresses would cost more than stepping the elements.
+        address, shape, stride, contiguous: of the local parameter when the plan was made.
+        component_addresses: of the components behind the first, if the parameter is an MCTensor.
+        plain: neither a DTensor nor a tensor class of this package.
+        lost: the counts of lost updates, None before the first metered step.
+        payload_version: the version that the auxiliary tensors were stored beside, None if there are none.
+        stepping, gradient, gradient_scale, step, constants, copied: the input of the running step. `stepping` is the
+            tensor whose version counter it increments, `copied` are contiguous copies of the parameter's tensors
+            if these are not contiguous; their values are copied back after the step.
     """
 
     reference: weakref.ref
     options: tuple
     name: str
     identity: int
-    kind: Kind
+    spec: StepSpec
     index_map: IndexMap
     state: dict
-    held: tuple[torch.Tensor, ...]
+    stored: tuple[torch.Tensor, ...]
     address: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     contiguous: bool
-    others: tuple[int, ...]
+    component_addresses: tuple[int, ...]
     plain: bool
     lost: LostUpdates | None = None
-    agreement: Agreement | None = None
+    payload_version: PayloadVersion | None = None
     stepping: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
     gradient_scale: float = 1.0
     step: int = 0
     constants: tuple[float, ...] = ()
     copied: tuple[torch.Tensor, ...] | None = None
-    held_at: Sequence[int] = ()
+    stored_addresses: Sequence[int] = ()
     is_small: bool = False
 
     def __post_init__(self) -> None:
-        """Note where the tensors lie."""
-        self.held_at = [tensor.data_ptr() for tensor in self.held]
-        self.is_small = bool(self.held) and math.prod(self.shape) < SMALL
+        """Derive what follows from the stored tensors."""
+        self.stored_addresses = [tensor.data_ptr() for tensor in self.stored]
+        self.is_small = bool(self.stored) and math.prod(self.shape) < SMALL
 
     @property
     def parameter(self) -> torch.Tensor:
         """The user's parameter."""
         parameter = self.reference()
-        assert parameter is not None, "a slot is used only while its parameter is at hand"
+        assert parameter is not None, "a plan is used only while its parameter lives"
         if hasattr(parameter, "_fix_weakref"):
             parameter._fix_weakref()
         return parameter
 
     @property
     def seed(self) -> int:
-        """Of the random bits."""
+        """The seed of the random bits."""
         return self.options[3]
 
     @property
-    def companions(self) -> tuple[torch.Tensor, ...]:
-        """The tensors beside the parameter, local."""
-        return self.held[: len(self.kind.companions)]
+    def auxiliary_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The auxiliary tensors beside the parameter, local."""
+        return self.stored[: len(self.spec.auxiliary_names)]
 
     @property
-    def accompanied(self) -> bool:
-        """Whether there are companions, and a counter that tells of writes to the parameter."""
-        return bool(self.kind.companions) and not self.parameter.is_inference()
+    def tracks_writes(self) -> bool:
+        """Whether there are auxiliary tensors, and a version counter that shows writes to the parameter."""
+        return bool(self.spec.auxiliary_names) and not self.parameter.is_inference()
 
     @property
     def payloads(self) -> list[torch.Tensor]:
@@ -153,30 +153,32 @@ class Slot:
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """Parameter and companions, local."""
-        return [*self.payloads, *self.companions]
+        """The parameter's own tensors and its auxiliary tensors, local."""
+        return [*self.payloads, *self.auxiliary_tensors]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Companions and state tensors, local, with their names in the optimizer's state."""
-        return dict(zip(self.kind.tensors, self.held))
+        """Auxiliary tensors and state tensors, local, by their names in the optimizer's state."""
+        return dict(zip(self.spec.tensors, self.stored))
 
     @property
     def watched(self) -> list[torch.Tensor]:
-        """The copy of the parameter that is kept for some steps after somebody else has written it."""
-        return [] if self.agreement is None or self.agreement.payload is None else [self.agreement.payload]
+        """The copy of the payload that is kept for some steps after a write from outside."""
+        version = self.payload_version
+        return [] if version is None or version.payload is None else [version.payload]
 
     @property
     def states(self) -> list[list[torch.Tensor]]:
         """The tensors of each state, local."""
         tensors = self.tensors
-        return [[tensors[name] for name in names] for names in self.kind.state_tensors]
+        return [[tensors[name] for name in names] for names in self.spec.state_tensors]
 
     @property
     def addresses(self) -> list[int]:
-        """One row of the pointer table; that of the gradient is filled in at each step."""
-        pointers, beside, inside = self.held_at, len(self.kind.companions), len(self.others)
-        weight = [self.address, *self.others, *pointers[:beside], *[0] * (3 - beside - inside)]
+        """One row of the pointer table; the gradient's address is filled in at each step."""
+        pointers, beside = self.stored_addresses, len(self.spec.auxiliary_names)
+        weight = [self.address, *self.component_addresses, *pointers[:beside]]
+        weight += [0] * (4 - len(weight))
         return [*weight, 0, *pointers[beside:]]
 
     def count(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
@@ -187,34 +189,37 @@ class Slot:
 
 
 def options_of(group: Mapping) -> tuple:
-    """What of a group decides how its parameters are stepped, beside the rule."""
+    """Return the options of a group that plans of its parameters depend on, besides the rule."""
     return group["weight_update"], group["state_dtype"], group["format"], group["seed"]
 
 
-def still_true(slot: Slot, parameter: torch.Tensor, rule: UpdateRule, options: tuple, state: dict) -> bool:
-    """Whether what is known of a parameter is still so: its memory, its group's options, its state."""
-    part, kind = parameter if slot.plain else memory(parameter), slot.kind
+def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, options: tuple, state: dict) -> bool:
+    """Return whether a plan still matches the parameter: its memory, its group's options, its state."""
+    part, spec = parameter if plan.plain else memory(parameter), plan.spec
     if not (
-        part.data_ptr() == slot.address
-        and part.dtype is kind.store.dtype
-        and part.shape == slot.shape
-        and part.stride() == slot.stride
-        and rule is kind.rule
-        and state is slot.state
-        and options == slot.options
+        part.data_ptr() == plan.address
+        and part.dtype is spec.store.dtype
+        and part.shape == plan.shape
+        and part.stride() == plan.stride
+        and rule is spec.rule
+        and state is plan.state
+        and options == plan.options
     ):
         return False
-    if kind.inside and tuple([other.data_ptr() for other in own_parts(parameter)[1:]]) != slot.others:
+    if (
+        spec.in_parameter
+        and tuple([other.data_ptr() for other in own_parts(parameter)[1:]]) != plan.component_addresses
+    ):
         return False
-    held, addresses = slot.held, slot.held_at
-    for key, tensor in zip(kind.tensors, held):
+    stored, addresses = plan.stored, plan.stored_addresses
+    for key, tensor in zip(spec.tensors, stored):
         kept = state.get(key)
         if kept is not tensor and local(kept) is not tensor:
             return False
-    if slot.is_small:  # of its companions and states a step looks at the memory of one, by turns
-        turn = slot.step % len(held)
-        return held[turn].data_ptr() == addresses[turn]
-    return [tensor.data_ptr() for tensor in held] == addresses
+    if plan.is_small:  # each step compares the address of one stored tensor, in turn
+        turn = plan.step % len(stored)
+        return stored[turn].data_ptr() == addresses[turn]
+    return [tensor.data_ptr() for tensor in stored] == addresses
 
 
 def store_of(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
@@ -250,13 +255,13 @@ def codecs_for(
             f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "
             "allowed are torch.float32, torch.bfloat16 and '8bit' there, or scale the model by hu.scalify"
         )
-    if any(isinstance(codec, Blocks) for codec in codecs):
+    if any(isinstance(codec, Int8Blocks) for codec in codecs):
         _refuse_cut_blocks(parameter, codecs, name)
     return codecs
 
 
 def _refuse_cut_blocks(parameter: torch.Tensor, codecs: tuple[Codec, ...], name: str) -> None:
-    block = max(codec.block for codec in codecs if isinstance(codec, Blocks))
+    block = max(codec.block for codec in codecs if isinstance(codec, Int8Blocks))
     cut = (index_map_of(parameter).runs()[:, 1:] % block).any()
     inner = any(getattr(placement, "dim", 0) for placement in getattr(parameter, "placements", ()))
     if cut or (inner and parameter.shape[-1] % block):
@@ -267,7 +272,7 @@ def _refuse_cut_blocks(parameter: torch.Tensor, codecs: tuple[Codec, ...], name:
 
 
 def refuse_other_states(state: Mapping, wanted: Mapping, name: str) -> None:
-    """States of a parameter that was converted or resized since they were made mean nothing for it.
+    """Refuse states that were made before the parameter was converted or resized.
 
     Raises:
         ValueError: a state of another shape or dtype than is wanted.
@@ -281,15 +286,15 @@ def refuse_other_states(state: Mapping, wanted: Mapping, name: str) -> None:
             )
 
 
-def refuse_other_dtype(parameter: torch.Tensor, kind: Kind, name: str) -> None:
-    """A parameter that came into a group, or was converted, without the optimizer's doing.
+def refuse_other_dtype(parameter: torch.Tensor, spec: StepSpec, name: str) -> None:
+    """Refuse a parameter that was put into a group, or converted, behind the optimizer's back.
 
     Raises:
         ValueError: it does not have the dtype of its group's parameters.
     """
-    if memory(parameter).dtype != kind.store.dtype:
+    if memory(parameter).dtype != spec.store.dtype:
         raise ValueError(
-            f"parameter {name} is {memory(parameter).dtype}, but its group holds {kind.store.dtype}: add parameters by "
+            f"parameter {name} is {memory(parameter).dtype}, but its group holds {spec.store.dtype}: add parameters by "
             "add_param_group, which narrows them, and do not convert a model after its optimizer is made"
         )
 
@@ -300,17 +305,17 @@ def allocate(tensors: dict, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in tensors.items()}
 
 
-def wanted_tensors(kind: Kind, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Every tensor that a parameter's state holds: companions, then states."""
-    companions = () if kind.inside else kind.update.companions(kind.store)
-    wanted = {name: (shape, dtype) for name, dtype in companions}
-    for codec, slot in zip(kind.codecs, kind.rule.states):
-        wanted |= codec.tensors(slot.name, shape)
+def state_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of every tensor that a parameter's state holds: auxiliary tensors, then states."""
+    auxiliary = () if spec.in_parameter else spec.update.auxiliary_tensors(spec.store)
+    wanted = {name: (shape, dtype) for name, dtype in auxiliary}
+    for codec, plan in zip(spec.codecs, spec.rule.states):
+        wanted |= codec.tensors(plan.name, shape)
     return wanted
 
 
 def refuse_unscalable(group: Mapping, parameter: torch.Tensor, update: WeightUpdate, name: str) -> None:
-    """What has no meaning for a scaled parameter.
+    """Refuse options that have no meaning for a scaled parameter.
 
     Raises:
         ValueError: a weight update that keeps bits instead of floats, or param_dtype=.
@@ -333,8 +338,8 @@ def refuse_unscalable(group: Mapping, parameter: torch.Tensor, update: WeightUpd
 
 
 def refuse_feedback(rule: UpdateRule, update: WeightUpdate) -> None:
-    """Feedback needs a first moment that the update is proportional to."""
-    if update.feeds_back and rule.repay is None:
+    """Refuse error feedback for rules without a first moment that the update is proportional to."""
+    if update.feeds_back and rule.error_feedback is None:
         raise ValueError(
             f"weight_update 'feedback' puts the lost part into a first moment, which {rule.name} does not offer "
             "(it takes a sign, a running maximum, or keeps none): use 'stochastic', 'split8' or 'kahan'"

@@ -70,8 +70,8 @@ def wider(n, a, b, out):
 
 KERNELS = {
     **dict.fromkeys(["add", "sub", "mul", "bit_and", "bit_or", "bit_xor", "shl", "shr"], two),
-    **dict.fromkeys(["divide", "larger"], two_reals),
-    **dict.fromkeys(["root", "sign_of"], one_real),
+    **dict.fromkeys(["divide", "maximum"], two_reals),
+    **dict.fromkeys(["sqrt", "sign_of"], one_real),
     **dict.fromkeys(["real", "to_real"], to_real_word),
     **dict.fromkeys(["word", "to_word"], from_real),
     **dict.fromkeys(["add64", "sub64", "and64", "or64", "xor64", "shl64", "shr64"], two_wide),

@@ -15,8 +15,8 @@ from halfulp.optim.rules._sgd import SGD, SGD_MOMENTUM, SGD_NESTEROV
 from ..laws import RULES, build
 
 ALL = (ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD, LION, SGD, SGD_MOMENTUM, SGD_NESTEROV)
-CALLS = {"root", "divide", "larger", "sign_of"}
-FUNCTIONS = [f for rule in ALL for f in (rule.update, rule.repay) if f is not None]
+CALLS = {"sqrt", "divide", "maximum", "sign_of"}
+FUNCTIONS = [f for rule in ALL for f in (rule.update, rule.error_feedback) if f is not None]
 
 
 @pytest.mark.parametrize("function", dict.fromkeys(FUNCTIONS), ids=lambda f: f.__name__)
@@ -45,8 +45,8 @@ def test_a_rule_takes_its_states_and_constants_by_name(rule):
     assert len(arguments) == 2 + len(rule.states) + len(rule.constants)
     assert arguments[2 + len(rule.states) :] == list(rule.constants)
     assert set(rule.homogeneous or ()) <= set(rule.constants)
-    if rule.repay is not None:
-        assert len(inspect.signature(rule.repay).parameters) == 1 + len(rule.states) + len(rule.constants)
+    if rule.error_feedback is not None:
+        assert len(inspect.signature(rule.error_feedback).parameters) == 1 + len(rule.states) + len(rule.constants)
 
 
 def _left_out(total, terms, share):

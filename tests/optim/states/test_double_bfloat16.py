@@ -8,14 +8,14 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.states._double_bfloat16 import Pair
+from halfulp.optim.states._double_bfloat16 import DoubleBF16
 
 from ..laws import SPECIAL
 
 
 def held(values: torch.Tensor) -> list[torch.Tensor]:
-    tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in Pair().tensors("v", values.shape).values()]
-    Pair().encode(tensors, values, None)
+    tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in DoubleBF16().tensors("v", values.shape).values()]
+    DoubleBF16().encode(tensors, values, None)
     return tensors
 
 
@@ -26,7 +26,7 @@ def test_within_half_an_ulp_of_the_residual(seed):
     for value, a, b in zip(*(x.double().tolist() for x in (values, first, residual))):
         error = abs(Fraction(value) - Fraction(a) - Fraction(b))
         assert error <= abs(Fraction(value) - Fraction(a)) * Fraction(2) ** -8
-    assert torch.equal(Pair().decode([first, residual]).double(), first.double() + residual.double())
+    assert torch.equal(DoubleBF16().decode([first, residual]).double(), first.double() + residual.double())
 
 
 def test_special_values():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.optim.states._int8_blocks import Blocks, scale_shape
+from halfulp.optim.states._int8_blocks import Int8Blocks, scale_shape
 from halfulp.optim.states._saved_states import BLOCKS, block_of, saved_value
 
 from ..laws import differing, snapshot
@@ -50,9 +50,9 @@ def test_blocks_of_another_length_are_converted(seed, kind):
     for block in (16, 64):
         parameter, other = _stepped(kind, hu.optim.State("8bit", block=block), **MADE[kind][1])
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        slot = other._slots[parameter]
-        mine = optimizer._slots[optimizer.param_groups[0]["params"][0]]
-        for a, b, at, to in zip(mine.kind.codecs, slot.kind.codecs, mine.states, slot.states):
+        plan = other._plans[parameter]
+        mine = optimizer._plans[optimizer.param_groups[0]["params"][0]]
+        for a, b, at, to in zip(mine.spec.codecs, plan.spec.codecs, mine.states, plan.states):
             exact, found = a.decode_roots(at), b.decode_roots(to)
             assert (found - exact).abs().max() <= 0.02 * exact.abs().max()
 
@@ -77,10 +77,10 @@ def test_codes_of_the_first_version_are_read_and_of_a_later_one_refused(seed):
         state[name] = torch.randint(1, 127, (8, 64)).to(codes)
         state[f"{name}_scale"] = torch.full((16,), 0.5).bfloat16()
     optimizer.load_state_dict(copy.deepcopy(saved))
-    slot = optimizer._slots[parameter]
+    plan = optimizer._plans[parameter]
     for k, (name, most) in enumerate((("exp_avg", 127), ("exp_avg_sq", 255))):
         wanted = state[name].float() * 0.5 / most
-        assert (slot.kind.codecs[k].decode_roots(slot.states[k]) - wanted).abs().max() <= 0.01
+        assert (plan.spec.codecs[k].decode_roots(plan.states[k]) - wanted).abs().max() <= 0.01
     later = optimizer.state_dict()
     later["state"][0]["exp_avg"] = 3
     with pytest.raises(ValueError, match="codes of version 3"):
@@ -108,7 +108,7 @@ def test_saved_codes_decode_to_their_value(seed, block):
 
     values = torch.randn(4, 1024).square()
     for degree in (1, 2):
-        codec = Blocks(block, degree == 2)
+        codec = Int8Blocks(block, degree == 2)
         held = [torch.zeros(size, dtype=dtype) for size, dtype in codec.tensors("x", values.shape).values()]
         codec.encode(held, values, None)
         state = {"x": 2, "x_codes": held[0], "x_scale": held[1]}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.optim.states._int8_blocks import Blocks
+from halfulp.optim.states._int8_blocks import Int8Blocks
 
 from ..laws import CODECS, RULES, build, differing, snapshot
 
@@ -93,7 +93,7 @@ def test_a_positive_second_moment_never_becomes_zero(seed):
 @pytest.mark.parametrize("block", [16, 128])
 def test_codes_are_right_on_average_and_bounded(seed, squared, block):
     """The values (codes for second moments) at all ratios to the block's largest, by float64's own cube roots."""
-    codec = Blocks(block, squared)
+    codec = Int8Blocks(block, squared)
     most = 255 if squared else 127
     roots = torch.randn(64 * block) * 10.0 ** torch.empty(64 * block).uniform_(-6, 0)
     roots = (roots.abs() if squared else roots) * 10.0 ** torch.empty(64).uniform_(-12, 12).repeat_interleave(block)
@@ -118,7 +118,7 @@ def test_codes_are_right_on_average_and_bounded(seed, squared, block):
 
 
 def test_special_values_in_blocks():
-    codec = Blocks(16, False)
+    codec = Int8Blocks(16, False)
     values = torch.zeros(48)
     values[0], values[1], values[16], values[17] = torch.nan, 1.0, torch.inf, 2.0
     held = [torch.empty(size, dtype=dtype) for size, dtype in codec.tensors("x", values.shape).values()]

@@ -70,7 +70,7 @@ def test_kernels_that_differ_in_any_piece_have_different_keys():
     for (rule, update, store), codec in itertools.product(rows, ("default", "bf16-nearest", "8bit", "bf16x2")):
         parameter = torch.nn.Parameter(fit(torch.zeros(2, 32), store))
         optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])
-        kind = optimizer._kind(optimizer.param_groups[0], parameter, None, "")
+        kind = optimizer._step_spec(optimizer.param_groups[0], parameter, None, "")
         bound = bindings(kind)
         namespace = {}
         exec(compile(source(kind), "step", "exec"), namespace)

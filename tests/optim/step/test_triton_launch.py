@@ -37,8 +37,8 @@ OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.BitAnd, ast.BitOr, ast.BitXor, ast.
 def _kind(rule, update, store, codec, gradient, metered=False):
     parameter = torch.nn.Parameter(fit(special_pairs(0)[0], store))
     optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])
-    slot = optimizer._prepare(optimizer.param_groups[0], 0, STORES[gradient])
-    return slot.kind.metered_twin if metered else slot.kind
+    plan = optimizer._new_plan(optimizer.param_groups[0], 0, STORES[gradient])
+    return plan.spec.metered_twin if metered else plan.spec
 
 
 # Metered too: every value of each of the five, and all that differs from the plain kind is the meter.

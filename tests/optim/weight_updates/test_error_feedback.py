@@ -122,4 +122,4 @@ def test_every_rule_that_repays_is_held_to_it():
         return optimizer.rule(optimizer.param_groups[0])
 
     held = {rule(getattr(hu.optim, name), options) for name, options, _ in REPAID.values()}
-    assert {found for found in (rule(*given) for given in RULES.values()) if found.repay is not None} <= held
+    assert {found for found in (rule(*given) for given in RULES.values()) if found.error_feedback is not None} <= held

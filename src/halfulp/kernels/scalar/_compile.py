@@ -51,7 +51,7 @@ def compile_kernel(function: Callable, signature: str, bind: Bindings | None = N
 
 
 def on_tensors(function: Callable) -> Callable:
-    """The same arithmetic on float32 tensors: a function of + - * and `root`, `divide`, `larger`, `sign_of`.
+    """The same arithmetic on float32 tensors: a function of + - * and `sqrt`, `divide`, `maximum`, `sign_of`.
 
     torch's own square root is 1 ulp off for a sixth of all float32 inputs on the CPU; through float64 it is exact.
     """
@@ -64,9 +64,9 @@ def on_tensors(function: Callable) -> Callable:
 
 
 _TENSOR_OPERATIONS = {
-    "root": lambda x: x.double().sqrt().float(),
+    "sqrt": lambda x: x.double().sqrt().float(),
     "divide": torch.div,
-    "larger": torch.maximum,
+    "maximum": torch.maximum,
     "sign_of": lambda x: torch.where(x.isnan(), x, x.sign()),
 }
 

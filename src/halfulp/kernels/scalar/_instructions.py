@@ -36,11 +36,11 @@ def _binary64(name: str, instruction: str) -> Callable:
     return _operation(name, types.uint64, (types.uint64, types.uint64), lambda b, x, y: getattr(b, instruction)(x, y))
 
 
-def _root(builder, x):
+def _sqrt(builder, x):
     return builder.call(builder.module.declare_intrinsic("llvm.sqrt", [_F32]), [x])
 
 
-def _larger(builder, x, y):
+def _maximum(builder, x, y):
     ordered = builder.select(builder.fcmp_ordered(">", x, y), x, y)
     return builder.select(builder.fcmp_unordered("uno", x, x), x, ordered)
 
@@ -173,8 +173,8 @@ INTRINSICS: dict[str, Callable] = {
     "to_real": _operation("to_real", types.float32, (types.uint32,), lambda b, x: b.sitofp(x, _F32)),
     "to_word": _operation("to_word", types.uint32, (types.float32,), lambda b, x: b.fptosi(x, _I32)),
     "divide": _operation("divide", types.float32, (types.float32, types.float32), lambda b, x, y: b.fdiv(x, y)),
-    "root": _operation("root", types.float32, (types.float32,), _root),
-    "larger": _operation("larger", types.float32, (types.float32, types.float32), _larger),
+    "sqrt": _operation("sqrt", types.float32, (types.float32,), _sqrt),
+    "maximum": _operation("maximum", types.float32, (types.float32, types.float32), _maximum),
     "sign_of": _operation("sign_of", types.float32, (types.float32,), _sign_of),
     "signed_cubes16": _operation("signed_cubes16", *_SIXTEEN, _cubes16(True)),
     "unsigned_cubes16": _operation("unsigned_cubes16", *_SIXTEEN, _cubes16(False)),

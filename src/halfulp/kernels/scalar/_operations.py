@@ -115,14 +115,14 @@ def divide(a, b):
 
 
 @_scalar
-def root(a):
+def sqrt(a):
     """sqrt(a) in float32, correctly rounded."""
     with np.errstate(all="ignore"):
         return np.sqrt(np.float32(a))
 
 
 @_scalar
-def larger(a, b):
+def maximum(a, b):
     """The larger of two float32; NaN if either is."""
     return a if a > b or a != a else b
 

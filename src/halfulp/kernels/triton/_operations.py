@@ -70,11 +70,11 @@ def divide(a, b):
     return tl.div_rn(a, b)
 
 
-def root(a):
+def sqrt(a):
     return tl.sqrt_rn(a)
 
 
-def larger(a, b):
+def maximum(a, b):
     return tl.where((a > b) | (a != a), a, b)
 
 

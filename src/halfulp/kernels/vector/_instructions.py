@@ -182,7 +182,7 @@ class Instructions:
         self.products += 1
         return self.intrinsic("fma", a, b, self.b.fneg(p))
 
-    def do_root(self, _, x):
+    def do_sqrt(self, _, x):
         return self.intrinsic("sqrt", x)
 
     def do_rint(self, _, x):

@@ -2,63 +2,73 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from math import sqrt
 
-from ...kernels import divide, larger, root
+from ...kernels import divide, maximum, sqrt
 from ._update_rule import StateSlot, UpdateRule
 
 _MOMENTS = (StateSlot("exp_avg", 1), StateSlot("exp_avg_sq", 2))
 _MAXIMUM = (*_MOMENTS, StateSlot("max_exp_avg_sq", 2))
-_CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "unbias", "eps", "step", "debt")
+_CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "unbias", "eps", "step", "feedback_gain")
 
 
-def adamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, debt):
+def adamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """u = -lr wd w - lr/(1-b1^t) m / (sqrt(v)/sqrt(1-b2^t) + eps)."""
     g = sign * g
     m = m + take_m * (g - m)
     # (1-b2) g first: g g alone overflows at gradients of 2e19, whose v float32 still holds.
     v = keep_v * v + take_v * g * g
-    return -(decay * w) - step * divide(m, root(v) * unbias + eps), m, v
+    return -(decay * w) - step * divide(m, sqrt(v) * unbias + eps), m, v
 
 
-def adam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, debt):
+def adam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """As `adamw`, with the decay added to the gradient: g + wd w."""
     g = sign * g + decay * w
     m = m + take_m * (g - m)
     v = keep_v * v + take_v * g * g
-    return -(step * divide(m, root(v) * unbias + eps)), m, v
+    return -(step * divide(m, sqrt(v) * unbias + eps)), m, v
 
 
-def adamw_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, eps, step, debt):
+def adamw_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """As `adamw`, divided by the largest v so far (Reddi et al., arXiv 1904.09237)."""
     g = sign * g
     m = m + take_m * (g - m)
     v = keep_v * v + take_v * g * g
-    top = larger(top, v)
-    return -(decay * w) - step * divide(m, root(top) * unbias + eps), m, v, top
+    top = maximum(top, v)
+    return -(decay * w) - step * divide(m, sqrt(top) * unbias + eps), m, v, top
 
 
-def adam_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, eps, step, debt):
+def adam_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """As `adam`, divided by the largest v so far."""
     g = sign * g + decay * w
     m = m + take_m * (g - m)
     v = keep_v * v + take_v * g * g
-    top = larger(top, v)
-    return -(step * divide(m, root(top) * unbias + eps)), m, v, top
+    top = maximum(top, v)
+    return -(step * divide(m, sqrt(top) * unbias + eps)), m, v, top
 
 
-def repay_adam(lost, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, debt):
+def adam_error_feedback(lost, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """The first moment whose later updates add up to `lost` more: m - (1-b1)/b1 lost denominator / step."""
-    return m - debt * (lost * (root(v) * unbias + eps))
+    return m - feedback_gain * (lost * (sqrt(v) * unbias + eps))
 
 
 def _values(group: Mapping, step: int, decay: float) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), (float(b) for b in group["betas"])
     size = lr / (1 - beta1**step)
-    debt = (1 - beta1) / (beta1 * size) if size > 0 and beta1 > 0 else 0.0
+    feedback_gain = (1 - beta1) / (beta1 * size) if size > 0 and beta1 > 0 else 0.0
     sign = -1.0 if group["maximize"] else 1.0
-    return sign, decay, beta2, 1 - beta1, 1 - beta2, 1 / sqrt(1 - beta2**step), float(group["eps"]), size, debt
+    return (
+        sign,
+        decay,
+        beta2,
+        1 - beta1,
+        1 - beta2,
+        1 / math.sqrt(1 - beta2**step),
+        float(group["eps"]),
+        size,
+        feedback_gain,
+    )
 
 
 def _coupled(group: Mapping, step: int) -> tuple[float, ...]:
@@ -69,7 +79,7 @@ def _decoupled(group: Mapping, step: int) -> tuple[float, ...]:
     return _values(group, step, float(group["lr"]) * float(group["weight_decay"]))
 
 
-ADAM = UpdateRule("adam", adam, _MOMENTS, _CONSTANTS, _coupled, ("decay", "eps"), repay_adam)
-ADAMW = UpdateRule("adamw", adamw, _MOMENTS, _CONSTANTS, _decoupled, ("eps",), repay_adam)
+ADAM = UpdateRule("adam", adam, _MOMENTS, _CONSTANTS, _coupled, ("decay", "eps"), adam_error_feedback)
+ADAMW = UpdateRule("adamw", adamw, _MOMENTS, _CONSTANTS, _decoupled, ("eps",), adam_error_feedback)
 ADAM_AMSGRAD = UpdateRule("adam_amsgrad", adam_amsgrad, _MAXIMUM, _CONSTANTS, _coupled, ("decay", "eps"))
 ADAMW_AMSGRAD = UpdateRule("adamw_amsgrad", adamw_amsgrad, _MAXIMUM, _CONSTANTS, _decoupled, ("eps",))

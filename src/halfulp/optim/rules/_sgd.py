@@ -7,43 +7,47 @@ from collections.abc import Mapping
 from ._update_rule import StateSlot, UpdateRule
 
 _BUFFER = (StateSlot("momentum_buffer", 1),)
-_CONSTANTS = ("sign", "decay", "keep", "take", "lr", "debt")
+_CONSTANTS = ("sign", "decay", "keep", "take", "lr", "feedback_gain")
 
 
-def sgd(w, g, sign, decay, keep, take, lr, debt):
+def sgd(w, g, sign, decay, keep, take, lr, feedback_gain):
     """u = -lr (g + wd w)."""
     return (-(lr * (sign * g + decay * w)),)
 
 
-def sgd_momentum(w, g, buffer, sign, decay, keep, take, lr, debt):
+def sgd_momentum(w, g, buffer, sign, decay, keep, take, lr, feedback_gain):
     """b = momentum b + (1 - dampening) (g + wd w); u = -lr b."""
     buffer = keep * buffer + take * (sign * g + decay * w)
     return -(lr * buffer), buffer
 
 
-def sgd_nesterov(w, g, buffer, sign, decay, keep, take, lr, debt):
+def sgd_nesterov(w, g, buffer, sign, decay, keep, take, lr, feedback_gain):
     """As `sgd_momentum`, with u = -lr (g + wd w + momentum b)."""
     g = sign * g + decay * w
     buffer = keep * buffer + take * g
     return -(lr * (g + keep * buffer)), buffer
 
 
-def repay_momentum(lost, buffer, sign, decay, keep, take, lr, debt):
+def momentum_error_feedback(lost, buffer, sign, decay, keep, take, lr, feedback_gain):
     """The buffer whose later updates add up to `lost` more: b - (1 - momentum)/momentum lost / lr.
 
-    Nesterov's updates take the buffer times momentum, so their debt is larger by 1/momentum.
+    Nesterov's updates take the buffer times momentum, so their gain is larger by 1/momentum.
     """
-    return buffer - debt * lost
+    return buffer - feedback_gain * lost
 
 
 def _values(group: Mapping, step: int) -> tuple[float, ...]:
     lr, momentum = float(group["lr"]), float(group["momentum"])
     take = 1.0 if step == 1 else 1 - float(group["dampening"])
     share = momentum * momentum if group["nesterov"] else momentum
-    debt = (1 - momentum) / (share * lr) if lr > 0 and share > 0 else 0.0
-    return -1.0 if group["maximize"] else 1.0, float(group["weight_decay"]), momentum, take, lr, debt
+    feedback_gain = (1 - momentum) / (share * lr) if lr > 0 and share > 0 else 0.0
+    return -1.0 if group["maximize"] else 1.0, float(group["weight_decay"]), momentum, take, lr, feedback_gain
 
 
 SGD = UpdateRule("sgd", sgd, (), _CONSTANTS, _values)
-SGD_MOMENTUM = UpdateRule("sgd_momentum", sgd_momentum, _BUFFER, _CONSTANTS, _values, repay=repay_momentum)
-SGD_NESTEROV = UpdateRule("sgd_nesterov", sgd_nesterov, _BUFFER, _CONSTANTS, _values, repay=repay_momentum)
+SGD_MOMENTUM = UpdateRule(
+    "sgd_momentum", sgd_momentum, _BUFFER, _CONSTANTS, _values, error_feedback=momentum_error_feedback
+)
+SGD_NESTEROV = UpdateRule(
+    "sgd_nesterov", sgd_nesterov, _BUFFER, _CONSTANTS, _values, error_feedback=momentum_error_feedback
+)

@@ -12,7 +12,7 @@ from ._storage import BF16, bf16_nearest, bf16_real
 
 
 @dataclass(frozen=True)
-class Pair:
+class DoubleBF16:
     """value = first + residual, both rounded to nearest: 16 bits, so that a share of 0.999 is kept, where 8 stall.
 
     Where the first is an infinity or NaN, the residual is zero.

@@ -26,7 +26,7 @@ CODEC_VERSION = 2
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Int8Blocks:
     """8-bit codes in blocks: value = scale x (code / 127)^3, or the square of scale x (code / 255)^3 (second moments).
 
     The scale is the block's largest finite magnitude, rounded up to three significant bits. Cubes give codes that lie

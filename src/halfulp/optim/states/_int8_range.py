@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
-from .._parameter_plan import Slot
-from ._int8_blocks import Blocks
+from .._parameter_plan import ParameterPlan
+from ._int8_blocks import Int8Blocks
 
 
-def share_below_range(slots: Iterable[Slot]) -> float | None:
+def share_below_range(plans: Iterable[ParameterPlan]) -> float | None:
     """Share of the 8-bit state elements on this rank that hold the smallest code, though what they stand for is not 0.
 
     That is code 1 of a second moment, which a positive one gets at least, and code 0 of a first moment whose second
@@ -20,11 +20,11 @@ def share_below_range(slots: Iterable[Slot]) -> float | None:
         None where there are no such states.
     """
     below = elements = 0
-    for slot in slots:
-        kinds = list(zip(slot.kind.rule.states, slot.kind.codecs, slot.states))
-        seconds = [tensors[0] for state, _, tensors in kinds if state.degree == 2]
-        for state, codec, tensors in kinds:
-            if not isinstance(codec, Blocks) or not seconds:
+    for plan in plans:
+        specs = list(zip(plan.spec.rule.states, plan.spec.codecs, plan.states))
+        seconds = [tensors[0] for state, _, tensors in specs if state.degree == 2]
+        for state, codec, tensors in specs:
+            if not isinstance(codec, Int8Blocks) or not seconds:
                 continue
             codes = tensors[0]
             least = codes == 1 if state.degree == 2 else (codes == 0) & (seconds[0] != 0)

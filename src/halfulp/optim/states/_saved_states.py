@@ -8,7 +8,7 @@ import torch
 
 from .._local_tensors import local
 from ..rules._update_rule import StateSlot
-from ._int8_blocks import CODEC_VERSION, Blocks, scale_shape
+from ._int8_blocks import CODEC_VERSION, Int8Blocks, scale_shape
 
 ABSENT = object()
 BLOCKS = tuple(1 << power for power in range(4, 11))
@@ -73,7 +73,7 @@ def saved_value(given: torch.Tensor, state: Mapping[str, object], slot: StateSlo
                 f"saved state {slot.name!r} has codes in {given.dtype} and scales in {getattr(scale, 'dtype', None)}, "
                 f"wanted are {codes} and torch.bfloat16: the file is damaged"
             )
-        return Blocks(block_of(given, scale), slot.degree == 2).decode([given, scale])
+        return Int8Blocks(block_of(given, scale), slot.degree == 2).decode([given, scale])
     if scale is not None and given.dtype in (torch.int8, torch.uint8):
         return _linear_codes(given, scale, slot)
     if not given.is_floating_point():

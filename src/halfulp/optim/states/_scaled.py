@@ -44,7 +44,7 @@ class Scaled:
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
         """Store values under a scale of their own."""
         value = value.double().sqrt().float() if self.squared else value
-        tensors[1].fill_(self.fitting(peak(value)))
+        tensors[1].fill_(self.fitting(finite_amax(value)))
         self.encode_payload(tensors, value / tensors[1], random)
 
     def encode_payload(self, tensors: list[torch.Tensor], x: torch.Tensor, random: torch.Tensor | None) -> None:
@@ -89,7 +89,7 @@ class Scaled:
         if not self.squared:
             return f"save_{k}(a{at}, i, round_{k}({value} * inverse_{k}, {bits}))"
         x, code = f"x_{k}", f"code_{k}"
-        steps = [f"{x} = root({value}) * inverse_{k}", f"{code} = nearest_{k}({x}, UNDRAWN)"]
+        steps = [f"{x} = sqrt({value}) * inverse_{k}", f"{code} = nearest_{k}({x}, UNDRAWN)"]
         if self.stochastic:
             steps += [
                 f"{code} = root_below({code}, real_{k}({code}), {x})",
@@ -100,7 +100,7 @@ class Scaled:
 
     def measured(self, k: int) -> str:
         """The text of what must fit into the payload."""
-        return f"root(n{k})" if self.squared else f"n{k}"
+        return f"sqrt(n{k})" if self.squared else f"n{k}"
 
 
 def squared(x):
@@ -126,8 +126,8 @@ def higher(top, x):
     return finite if finite > top else top
 
 
-def peak(x: torch.Tensor) -> float:
-    """The largest finite magnitude, 0 where there is none."""
+def finite_amax(x: torch.Tensor) -> float:
+    """Return the largest finite magnitude, 0 if there is none."""
     magnitude = x.abs()
     return torch.where(magnitude < torch.inf, magnitude, 0.0).amax().item() if x.numel() else 0.0
 

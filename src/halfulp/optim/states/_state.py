@@ -11,9 +11,9 @@ import torch
 
 from ..rules._update_rule import StateSlot
 from ..weight_updates._components import Components
-from ._double_bfloat16 import Pair
+from ._double_bfloat16 import DoubleBF16
 from ._float8 import PAYLOADS
-from ._int8_blocks import Blocks
+from ._int8_blocks import Int8Blocks
 from ._scaled import Scaled
 from ._storage import BF16, F32, Store
 
@@ -105,7 +105,7 @@ class Plain:
         return f"save_{k}(a{at}, i, round_{k}({value}, {bits}))"
 
 
-Codec = Plain | Pair | Blocks | Scaled
+Codec = Plain | DoubleBF16 | Int8Blocks | Scaled
 StateChoice = torch.dtype | str | Components | State | Mapping | None
 
 
@@ -116,7 +116,7 @@ def resolve_codecs(
 
     Args:
         given: `state_dtype=` of the group.
-        slots: the rule's states.
+        plans: the rule's states.
         default: dtype where none was chosen.
         shape: the parameter's global shape: 8-bit blocks never depend on how it is sharded.
     """
@@ -150,9 +150,9 @@ def holds_blocks(shape: torch.Size, block: int) -> bool:
 
 def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
     if state.dtype == "8bit" and holds_blocks(shape, state.block):
-        return Blocks(state.block, slot.degree == 2)
+        return Int8Blocks(state.block, slot.degree == 2)
     if state.dtype == PAIR:
-        return Pair()
+        return DoubleBF16()
     store = BF16 if state.dtype == "8bit" else PAYLOADS[state.dtype]
     if store is F32:
         return Plain(F32, False)

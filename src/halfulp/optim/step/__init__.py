@@ -1,1 +1,1 @@
-"""The fused step of all parameters of one kind."""
+"""The fused step of all parameters of one step specification."""

@@ -1,4 +1,4 @@
-"""What a step may read and write: the plain memory behind a parameter, its gradient and its states, or a refusal."""
+"""Checks that a step can read and write the memory of a parameter, its gradient and its states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...kernels import has_own_memory, overlaps_itself, plain
 from ...kernels._plain_memory import refuse
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from .._parameter_plan import Slot
+from .._parameter_plan import ParameterPlan
 from ..states._float8 import PAYLOADS
 from ..states._storage import STORES, Store
 
@@ -36,16 +36,16 @@ def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> N
     refuse(part, f"parameter {name}", "torch.optim's optimizers step what such a class allows")
 
 
-def check_memory(slot: Slot, gradient: torch.Tensor) -> None:
-    """Look once at every tensor that the kernel of a step gets a pointer of.
+def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
+    """Check every tensor whose address a step's kernel is given.
 
     Raises:
         TypeError: a parameter or state without plain memory: fake, on the meta device, freed.
         ValueError: a parameter whose elements share memory, a state with gaps, or tensors on several devices.
     """
-    own = len(slot.parts) - len(slot.companions)
-    named = [(f"parameter {slot.name}", part) for part in slot.parts[:own]]
-    named += [(f"state {key!r} of parameter {slot.name}", tensor) for key, tensor in slot.tensors.items()]
+    own = len(plan.parts) - len(plan.auxiliary_tensors)
+    named = [(f"parameter {plan.name}", part) for part in plan.parts[:own]]
+    named += [(f"state {key!r} of parameter {plan.name}", tensor) for key, tensor in plan.tensors.items()]
     for what, tensor in named:
         if not has_own_memory(tensor) or (tensor.is_neg() and tensor.is_contiguous()):
             refuse(tensor, what)
@@ -59,7 +59,7 @@ def check_memory(slot: Slot, gradient: torch.Tensor) -> None:
             raise ValueError(f"{what} is a view with gaps or of another order: store state.contiguous()")
     if overlaps_itself(named[0][1]):
         raise ValueError(
-            f"parameter {slot.name} is expanded: several of its elements are one number in memory, so it has no step "
+            f"parameter {plan.name} is expanded: several of its elements are one number in memory, so it has no step "
             "of its own: make it by .clone(), or train what it was expanded from"
         )
 

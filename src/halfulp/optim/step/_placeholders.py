@@ -34,5 +34,5 @@ def residual_round(x, random):
 
 
 def read_weight(a0, a1, a2, a3, i):
-    """The weight that a parameter's element and its companions stand for, and what its update needs besides."""
+    """The weight that an element and its auxiliary tensors represent, and three values that its update needs."""
     raise AssertionError("bound when a kernel is built")

@@ -1,4 +1,4 @@
-"""The fused step in plain torch, one tensor at a time: slow, runs anywhere, and what the compiled step must equal."""
+"""The step in plain torch, one tensor at a time: slow, runs anywhere; the compiled step must give the same bits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from ...kernels import IndexMap, on_tensors
 from ...rounding._random_bits import random_words
-from ..states._scaled import Scaled, peak
-from ..states._state import Blocks
-from ._kernel import Draw, Kind, draws_of
+from ..states._scaled import Scaled, finite_amax
+from ..states._state import Int8Blocks
+from ._kernel import Draw, StepSpec, draws_of
 
 
 def reference_step(
-    kind: Kind,
+    spec: StepSpec,
     parts: Sequence[torch.Tensor],
     gradient: torch.Tensor,
     states: Sequence[list[torch.Tensor]],
@@ -25,39 +25,39 @@ def reference_step(
     """One step of one parameter, in place.
 
     Args:
-        kind: what is done.
-        parts: the parameter and its companions.
+        spec: the step specification.
+        parts: the parameter and its auxiliary tensors.
         gradient: of the parameter's shape.
         states: the tensors of each state.
-        constants: the kind's, rounded to float32 here.
+        constants: of the specification, rounded to float32 here.
         keys: one 64-bit key per random word.
         index_map: the parameter's place in the whole.
 
     Returns:
-        For a metered kind: updates wanted, updates cancelled, sum u^2, sum u (realised change).
+        For a metered specification: updates wanted, updates cancelled, sum u^2, sum u (realised change).
     """
-    c, scales = _constants(kind, constants, gradient)
-    weight_draws, state_draws, _ = draws_of(kind)
+    c, scales = _constants(spec, constants, gradient)
+    weight_draws, state_draws, _ = draws_of(spec)
     words = [random_words(key, global_index(index_map, gradient.device)) for key in keys]
-    w, g = _operands(kind, parts, gradient, scales)
-    u, new_states, constants_used, grow = _run_rule(kind, w, g, states, c)
-    u = torch.where(g == w, 0.0, u) if kind.rule.assigns else u  # an infinity that stays
+    w, g = _operands(spec, parts, gradient, scales)
+    u, new_states, constants_used, grow = _run_rule(spec, w, g, states, c)
+    u = torch.where(g == w, 0.0, u) if spec.rule.assigns else u  # an infinity that stays
     random = [_take(words, draw) for draw in weight_draws]
-    if kind.assigns:
-        new = kind.update.put(kind.store, parts, g, random)
-    elif kind.scaled:
+    if spec.assigns:
+        new = spec.update.put(spec.store, parts, g, random)
+    elif spec.scaled:
         ratio = scales["weight_ratio"].item()
         moved = {} if ratio == 1.0 else {"ratio": ratio}
-        new = kind.update.write(kind.store, parts, u * scales["weight_inverse"], random, **moved) * scales["new_scale"]
+        new = spec.update.write(spec.store, parts, u * scales["weight_inverse"], random, **moved) * scales["new_scale"]
     else:
-        new = kind.update.write(kind.store, parts, u, random)
-    if kind.update.feeds_back:
+        new = spec.update.write(spec.store, parts, u, random)
+    if spec.update.feeds_back:
         lost = (w + u) - new
         lost = torch.where((lost - lost) == 0, lost, 0.0)
-        new_states[0] = on_tensors(kind.rule.repay)(lost, *new_states, *constants_used)
-    for k, (codec, slot) in enumerate(zip(kind.codecs, kind.rule.states)):
+        new_states[0] = on_tensors(spec.rule.error_feedback)(lost, *new_states, *constants_used)
+    for k, (codec, slot) in enumerate(zip(spec.codecs, spec.rule.states)):
         value, draw = new_states[k], _take(words, state_draws[k])
-        if isinstance(codec, Blocks):
+        if isinstance(codec, Int8Blocks):
             root = value.double().sqrt().float() if slot.degree == 2 else value
             codec.encode_roots(states[k], root if grow is None else root * grow, draw)
         elif isinstance(codec, Scaled):
@@ -68,61 +68,64 @@ def reference_step(
             for factor in times:
                 value = value * factor
             codec.encode(states[k], value, draw)
-    return _measure(u, new, w) if kind.metered else None
+    return _measure(u, new, w) if spec.metered else None
 
 
-def reference_peaks(
-    kind: Kind,
+def reference_amax(
+    spec: StepSpec,
     parts: Sequence[torch.Tensor],
     gradient: torch.Tensor,
     states: Sequence[list[torch.Tensor]],
     constants: Sequence[float],
 ) -> list[float]:
     """The largest finite magnitudes of the weight and of each scaled state that a step would store; nothing changes."""
-    c, scales = _constants(kind, constants, gradient)
-    w, g = _operands(kind, parts, gradient, scales)
-    u, new, _, _ = _run_rule(kind, w, g, states, c)
-    held = [new[k].double().sqrt().float() if kind.codecs[k].squared else new[k] for k in kind.scaled_states]
-    return [peak(w + u), *map(peak, held)]
+    c, scales = _constants(spec, constants, gradient)
+    w, g = _operands(spec, parts, gradient, scales)
+    u, new, _, _ = _run_rule(spec, w, g, states, c)
+    held = [new[k].double().sqrt().float() if spec.codecs[k].squared else new[k] for k in spec.scaled_states]
+    return [finite_amax(w + u), *map(finite_amax, held)]
 
 
 def _constants(
-    kind: Kind, constants: Sequence[float], like: torch.Tensor
+    spec: StepSpec, constants: Sequence[float], like: torch.Tensor
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """The rule's own constants in order, and by name the scales that the kind adds, in float32."""
+    """Return the rule's constants in order, and the scales by name, in float32."""
     made = [torch.tensor(value, dtype=torch.float32, device=like.device) for value in constants]
-    own = len(kind.rule.constants)
-    return made[:own], dict(zip(kind.constants[own:], made[own:]))
+    own = len(spec.rule.constants)
+    return made[:own], dict(zip(spec.constants[own:], made[own:]))
 
 
-def _operands(kind: Kind, parts: Sequence[torch.Tensor], gradient: torch.Tensor, scales: Mapping) -> tuple:
+def _operands(spec: StepSpec, parts: Sequence[torch.Tensor], gradient: torch.Tensor, scales: Mapping) -> tuple:
     """The weight and the gradient as float32 values."""
-    w, g = kind.update.read(kind.store, parts), kind.gradient.decode(gradient)
-    return (w * scales["weight_scale"], g * scales["gradient_scale"]) if kind.scaled else (w, g)
+    w, g = spec.update.read(spec.store, parts), spec.gradient.decode(gradient)
+    return (w * scales["weight_scale"], g * scales["gradient_scale"]) if spec.scaled else (w, g)
 
 
-def _run_rule(kind: Kind, w, g, states, c):
-    """The rule on the states' values; blocked kinds of a homogeneous rule shrink elements too large to square."""
-    rule = kind.rule
+def _run_rule(spec: StepSpec, w, g, states, c):
+    """The rule on the states' values; blocked states of a homogeneous rule shrink elements too large to square."""
+    rule = spec.rule
     update = on_tensors(rule.update)
     w = torch.where((w - w) == 0, w, 0.0) if rule.decays else w
     roots = [
-        codec.decode_roots(s) if isinstance(codec, Blocks) else codec.decode(s) for codec, s in zip(kind.codecs, states)
+        codec.decode_roots(s) if isinstance(codec, Int8Blocks) else codec.decode(s)
+        for codec, s in zip(spec.codecs, states)
     ]
-    if not kind.shrinks:
-        values = [q * q if isinstance(codec, Blocks) and codec.squared else q for codec, q in zip(kind.codecs, roots)]
+    if not spec.shrinks:
+        values = [
+            q * q if isinstance(codec, Int8Blocks) and codec.squared else q for codec, q in zip(spec.codecs, roots)
+        ]
         u, *new = update(w, g, *values, *c)
         return u, new, c, None
     large = g.abs() > 2.0**60
-    for codec, slot, q in zip(kind.codecs, rule.states, roots):
+    for codec, slot, q in zip(spec.codecs, rule.states, roots):
         if slot.degree == 2:
-            large = large | (q > (2.0**60 if isinstance(codec, Blocks) else 2.0**120))
+            large = large | (q > (2.0**60 if isinstance(codec, Int8Blocks) else 2.0**120))
     shrink, grow = _either(large, 2.0**-80, 1.0), _either(large, 2.0**80, 1.0)
     values = []
-    for codec, slot, q in zip(kind.codecs, rule.states, roots):
+    for codec, slot, q in zip(spec.codecs, rule.states, roots):
         q = q * shrink
         square = slot.degree == 2
-        values.append(q * q if square and isinstance(codec, Blocks) else q * shrink if square else q)
+        values.append(q * q if square and isinstance(codec, Int8Blocks) else q * shrink if square else q)
     scaled = [value * shrink if name in rule.homogeneous else value for name, value in zip(rule.constants, c)]
     u, *new = update(w, g * shrink, *values, *scaled)
     return u, new, scaled, grow

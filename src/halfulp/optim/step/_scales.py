@@ -1,4 +1,4 @@
-"""Scales of a step: found before anything is written, so that nothing overflows and no digit is given away."""
+"""Scales of a step, chosen before anything is written, so that nothing overflows and no digit is lost."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .._parameter_plan import Slot
-from ..states._scaled import peak
-from ._kernel import Kind
+from .._parameter_plan import ParameterPlan
+from ..states._scaled import finite_amax
+from ._kernel import StepSpec
 
 # Binades of a payload's largest magnitude: the first and the last in which a scale is kept; where a new one puts it.
 WINDOWS = {
@@ -23,43 +23,43 @@ WINDOWS = {
 _LARGEST_BINADE = 120
 
 
-def with_present_scales(kind: Kind, slot: Slot) -> tuple[float, ...]:
-    """A slot's constants with the scales of what is stored now; those to be are not known yet."""
-    scale = slot.parameter.scale.item()
-    own = [number for k in kind.scaled_states for number in (slot.states[k][1].item(), 1.0)]
-    return (*slot.constants, scale, 1 / scale, slot.gradient_scale, 1.0, scale, *own)
+def with_present_scales(spec: StepSpec, plan: ParameterPlan) -> tuple[float, ...]:
+    """Return a plan's constants with the present scales; placeholders for the new ones."""
+    scale = plan.parameter.scale.item()
+    own = [number for k in spec.scaled_states for number in (plan.states[k][1].item(), 1.0)]
+    return (*plan.constants, scale, 1 / scale, plan.gradient_scale, 1.0, scale, *own)
 
 
-def choose_scales(kind: Kind, slot: Slot, peaks: Sequence[float]) -> None:
-    """Give a slot's constants the scales under which its results will be stored; nothing stored is changed yet.
+def choose_scales(spec: StepSpec, plan: ParameterPlan, amax: Sequence[float]) -> None:
+    """Set the scales under which a step's results will be stored in a plan's constants; tensors are not changed yet.
 
     A step reads the payload under its present scale and rounds the sum once, under the new one.
 
     Args:
-        kind: of step.
-        slot: whose constants hold the present scales.
-        peaks: the largest finite magnitudes of the weight and of each scaled state.
+        spec: the step specification.
+        plan: whose constants hold the present scales.
+        amax: the largest finite magnitudes of the weight and of each scaled state.
     """
-    at = kind.constant_places
-    numbers = list(slot.constants)
+    at = spec.constant_places
+    numbers = list(plan.constants)
     present = numbers[at["weight_scale"]]
-    scale, ratio = weight_scale(kind.store.dtype, present, peaks[0]), 1.0
+    scale, ratio = weight_scale(spec.store.dtype, present, amax[0]), 1.0
     if scale != present:
-        scale, ratio = reachable_scale(kind.store.dtype, present, scale, peak(slot.payloads[0].float()))
+        scale, ratio = reachable_scale(spec.store.dtype, present, scale, finite_amax(plan.payloads[0].float()))
     numbers[at["weight_inverse"]], numbers[at["new_scale"]] = 1 / scale, scale
     numbers[at["weight_ratio"]] = ratio
-    for k, largest in zip(kind.scaled_states, peaks[1:], strict=True):
-        numbers[at[f"inverse_{k}"]] = 1 / kind.codecs[k].fitting(largest)
-    slot.constants = tuple(numbers)
+    for k, largest in zip(spec.scaled_states, amax[1:], strict=True):
+        numbers[at[f"inverse_{k}"]] = 1 / spec.codecs[k].fitting(largest)
+    plan.constants = tuple(numbers)
 
 
-def keep_scales(kind: Kind, slot: Slot) -> None:
+def keep_scales(spec: StepSpec, plan: ParameterPlan) -> None:
     """Write the scales of the weight and the states that a step has stored."""
-    at = kind.constant_places
-    if slot.constants[at["new_scale"]] != slot.constants[at["weight_scale"]]:
-        slot.parameter.scale.fill_(slot.constants[at["new_scale"]])
-    for k in kind.scaled_states:
-        slot.states[k][1].fill_(1 / slot.constants[at[f"inverse_{k}"]])
+    at = spec.constant_places
+    if plan.constants[at["new_scale"]] != plan.constants[at["weight_scale"]]:
+        plan.parameter.scale.fill_(plan.constants[at["new_scale"]])
+    for k in spec.scaled_states:
+        plan.states[k][1].fill_(1 / plan.constants[at[f"inverse_{k}"]])
 
 
 def weight_scale(dtype: torch.dtype, scale: float, largest: float) -> float:

@@ -1,4 +1,4 @@
-"""The source of the Triton module of one kind of step: the pieces that Numba compiles, on blocks of elements."""
+"""The Triton source of one step specification: the device functions that Numba compiles, on blocks of elements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...kernels import CHUNK
 from ...kernels.triton._source import module_source
 from . import _triton_functions as _triton_pieces
-from ._kernel import Kind, bindings, bits_of, draws_of, element_update, form_of, pointer_count, state_pointers
+from ._kernel import StepSpec, bindings, bits_of, codec_name, draws_of, element_update, pointer_count, state_pointers
 
 TILE = 1024
 PARTS = CHUNK // TILE
@@ -30,9 +30,9 @@ class Columns:
     keys: int
 
     @classmethod
-    def of(cls, kind: Kind) -> Columns:
-        """Of one kind."""
-        return cls(pointer_count(kind), len(kind.rule.constants), draws_of(kind)[2])
+    def of(cls, spec: StepSpec) -> Columns:
+        """Return the columns of one specification."""
+        return cls(pointer_count(spec), len(spec.rule.constants), draws_of(spec)[2])
 
     @property
     def count(self) -> int:
@@ -41,30 +41,30 @@ class Columns:
 
 
 @functools.cache
-def triton_source(kind: Kind) -> str:
+def triton_source(spec: StepSpec) -> str:
     """The whole module, with the kernel `step(chunks, parameters, meter, aligned)`."""
-    return module_source(element_text(kind), bindings(kind) | _blocks(), _kernel_text(kind))
+    return module_source(element_text(spec), bindings(spec) | _blocks(), _kernel_text(spec))
 
 
-def element_text(kind: Kind) -> str:
+def element_text(spec: StepSpec) -> str:
     """The function of the elements i, of blocks b, whose global indices are `index`."""
-    words = range(draws_of(kind)[2])
-    drawn, pointers = draws_of(kind)[1], state_pointers(kind)
+    words = range(draws_of(spec)[2])
+    drawn, pointers = draws_of(spec)[1], state_pointers(spec)
 
     def tensors(k: int) -> str:
         return f"a{pointers[k]}, a{pointers[k] + 1}, i, b"
 
-    body = [f"{name} = 0.0" for name in METER] if kind.metered else []
+    body = [f"{name} = 0.0" for name in METER] if spec.metered else []
     body += [f"counter{word} = stream_start(low{word}, high{word}, index)" for word in words]
     body += element_update(
-        kind,
+        spec,
         words,
-        lambda k: f"decode_{form_of(kind.codecs[k])}({tensors(k)})",
-        lambda k, value: f"encode_{form_of(kind.codecs[k])}({tensors(k)}, {value}, {bits_of(drawn[k])})",
+        lambda k: f"decode_{codec_name(spec.codecs[k])}({tensors(k)})",
+        lambda k, value: f"encode_{codec_name(spec.codecs[k])}({tensors(k)}, {value}, {bits_of(drawn[k])})",
     )
-    body += [f"return {', '.join(METER)}"] if kind.metered else []
+    body += [f"return {', '.join(METER)}"] if spec.metered else []
     lines = "\n".join(f"    {line}" for line in body)
-    return f"def element({', '.join(_arguments(kind))}):\n{lines}\n"
+    return f"def element({', '.join(_arguments(spec))}):\n{lines}\n"
 
 
 def _blocks() -> dict[str, object]:
@@ -72,23 +72,23 @@ def _blocks() -> dict[str, object]:
     return {name: getattr(_triton_pieces, name) for name in names}
 
 
-def _arguments(kind: Kind) -> list[str]:
-    columns = Columns.of(kind)
+def _arguments(spec: StepSpec) -> list[str]:
+    columns = Columns.of(spec)
     keys = [f"{half}{word}" for word in range(columns.keys) for half in ("low", "high")]
-    return ["i", "b", "index", *(f"a{j}" for j in range(columns.pointers)), *kind.rule.constants, *keys]
+    return ["i", "b", "index", *(f"a{j}" for j in range(columns.pointers)), *spec.rule.constants, *keys]
 
 
-def _kernel_text(kind: Kind) -> str:
+def _kernel_text(spec: StepSpec) -> str:
     """One program per tile of a chunk."""
-    columns = Columns.of(kind)
+    columns = Columns.of(spec)
     at = iter(range(columns.count))
     reads = [f"a{j} = tl.load(row + {next(at)})" for j in range(columns.pointers)]
     real = ".to(tl.uint32).to(tl.float32, bitcast=True)"
-    reads += [f"{name} = tl.load(row + {next(at)}){real}" for name in kind.rule.constants]
+    reads += [f"{name} = tl.load(row + {next(at)}){real}" for name in spec.rule.constants]
     for word in range(columns.keys):
         reads += [f"low{word} = tl.load(row + {(column := next(at))}).to(tl.uint32)"]
         reads += [f"high{word} = (tl.load(row + {column}) >> 32).to(tl.uint32)"]
-    call = f"element({', '.join(_arguments(kind))}, lanes, aligned)"
+    call = f"element({', '.join(_arguments(spec))}, lanes, aligned)"
     lines = [
         "c = tl.program_id(0).to(tl.int64)",
         "part = tl.program_id(1)",
@@ -100,8 +100,8 @@ def _kernel_text(kind: Kind) -> str:
         "    length = tl.multiple_of(length, 16)",
         f"row = parameters + tl.load(chunks + 4 * c) * {columns.count}",
         *reads,
-        *(_rows(kind.block) if kind.block else _line()),
-        *(_metered(call) if kind.metered else [call]),
+        *(_rows(spec.block) if spec.block else _line()),
+        *(_metered(call) if spec.metered else [call]),
     ]
     body = "\n".join(f"    {line}" for line in lines)
     return f"@triton.jit\ndef step(chunks, parameters, meter, aligned: tl.constexpr):\n{body}\n"

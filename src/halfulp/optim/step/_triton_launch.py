@@ -1,4 +1,4 @@
-"""Steps on an accelerator: one Triton launch for all parameters of a kind, by addresses in a table."""
+"""Steps on an accelerator: one Triton launch for all parameters of a step specification, by addresses in a table."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 from ...kernels import check_bits, note_and_warn_once
 from ...kernels.triton._source import OPTIONS, load_module
-from ._kernel import Kind
+from ._kernel import StepSpec
 from ._triton_kernel import METER, PARTS, TILE, triton_source
 
 VECTOR = 16
-_kernels: dict[tuple[Kind, torch.device], object] = {}
+_kernels: dict[tuple[StepSpec, torch.device], object] = {}
 
 
 @dataclass
-class Held:
+class DeviceChunks:
     """The chunks of a batch on its device, those first that hold whole vectors at aligned addresses.
 
     Attributes:
@@ -36,45 +36,45 @@ class Held:
     tensor: torch.Tensor
 
 
-def ready(kind: Kind, device: torch.device, trial: Callable) -> object | None:
-    """A kind's kernel, compared with the reference before its first use; None where it cannot be used, which is told.
+def ready(spec: StepSpec, device: torch.device, trial: Callable) -> object | None:
+    """Return a kernel, compared with the reference before its first use; None, with a warning, if it cannot be used.
 
     Args:
-        kind: of step.
+        spec: of step.
         device: where the parameters lie.
-        trial: (kind, run, device) -> what a step on fixed elements writes; by the reference without `run`.
+        trial: (spec, run, device) -> what a step on fixed elements writes; by the reference without `run`.
     """
-    key = (kind, device)
+    key = (spec, device)
     if key not in _kernels:
         try:
-            kernel = load_module(triton_source(kind))["step"]
-            run = functools.partial(launch, kind, kernel, device)
-            check_bits(kind.name, lambda: trial(kind, run, device), lambda: trial(kind))
+            kernel = load_module(triton_source(spec))["step"]
+            run = functools.partial(launch, spec, kernel, device)
+            check_bits(spec.name, lambda: trial(spec, run, device), lambda: trial(spec))
             _kernels[key] = kernel
         except Exception as error:  # whatever a compiler for another machine may raise
             _kernels[key] = None
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             note_and_warn_once(
                 "engine",
-                f"no Triton kernel for optimizer step {kind.name} on {device.type} ({reason}): plain torch instead",
+                f"no Triton kernel for optimizer step {spec.name} on {device.type} ({reason}): plain torch instead",
             )
     return _kernels[key]
 
 
 def launch(
-    kind: Kind,
+    spec: StepSpec,
     kernel: object,
     device: torch.device,
     chunks: np.ndarray,
     pointers: np.ndarray,
     constants: np.ndarray,
     keys: np.ndarray,
-    held: Held | None = None,
-) -> tuple[Held, np.ndarray | None]:
+    held: DeviceChunks | None = None,
+) -> tuple[DeviceChunks, np.ndarray | None]:
     """One step of every parameter of a batch.
 
     Args:
-        kind, kernel, device: what runs where.
+        spec, kernel, device: the step specification, its kernel, and where it runs.
         chunks: int64 array of shape (chunks, 4).
         pointers: int64 array of shape (parameters, pointers).
         constants: float32 array of shape (parameters, constants).
@@ -82,25 +82,25 @@ def launch(
         held: what an earlier call with the same chunks returned.
 
     Returns:
-        What to give to the next call, and for a metered kind a float64 array of shape (chunks, 4) in its order.
+        What to give to the next call, and for a metered step a float64 array of shape (chunks, 4) in its order.
     """
     held = _placed(chunks, (pointers % VECTOR == 0).all(1), device, held)
     columns = [pointers, constants.view(np.uint32).astype(np.int64), keys.view(np.int64)]
     parameters = torch.from_numpy(np.concatenate(columns, 1)).to(device)
     count = len(chunks)
-    meter = torch.zeros(count if kind.metered else 0, PARTS, len(METER), dtype=torch.float64, device=device)
+    meter = torch.zeros(count if spec.metered else 0, PARTS, len(METER), dtype=torch.float64, device=device)
     parts = -(-int(chunks[:, 2].max(initial=0)) // TILE)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for first, last, aligned in ((0, held.aligned, True), (held.aligned, count, False)):
             if first < last:
                 grid = (last - first, parts)
                 kernel[grid](held.tensor[first:last], parameters, meter[first:], aligned, **OPTIONS)
-    return held, meter.sum(1).cpu().numpy() if kind.metered else None
+    return held, meter.sum(1).cpu().numpy() if spec.metered else None
 
 
-def _placed(chunks: np.ndarray, rows: np.ndarray, device: torch.device, held: Held | None) -> Held:
+def _placed(chunks: np.ndarray, rows: np.ndarray, device: torch.device, held: DeviceChunks | None) -> DeviceChunks:
     if held is not None and np.array_equal(held.rows, rows):
         return held
     whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR == 0).all(1)
     ordered = chunks[np.argsort(~whole, kind="stable")]
-    return Held(rows, ordered, int(whole.sum()), torch.from_numpy(ordered).to(device))
+    return DeviceChunks(rows, ordered, int(whole.sum()), torch.from_numpy(ordered).to(device))

@@ -11,7 +11,7 @@ import torch
 from ...kernels.scalar._operations import sub
 from ..states._storage import Store
 from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_save
-from ._companion_fit import fit_bindings, fitting, fitting_tensor
+from ._residual_bound import fit_bindings, fitting, fitting_tensor
 from ._kahan import Kahan
 from ._weight_update import Parts, WeightUpdate, register, rounding_name, store_bindings
 
@@ -50,7 +50,7 @@ class Components(WeightUpdate):
         if store.name == "fp32":
             raise ValueError("weight_update 'components' is for narrow parameters: give 16-bit ones, or format=")
 
-    def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+    def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """The components behind the parameter."""
         names = ("residual",) if self.n == 2 else tuple(f"component_{k}" for k in range(1, self.n))
         return tuple((name, store.dtype) for name in names)

@@ -14,10 +14,10 @@ class Feedback(StochasticallyRounded):
     """p = Q_SR(w + u), and the lost part e = w + u - p goes into the first moment (the idea of arXiv 2601.22101).
 
     The moment is changed so that the updates it causes over its memory add up to e. It costs no byte and leaves 6 to
-    12 times less noise than plain stochastic rounding. The debt is held in units of the learning rate: a rate that
-    jumps repays it in the wrong size, so the optimizer warns when the rate more than doubles or halves between two
-    steps, and puts nothing in while it is 0. Rules that take a sign (Lion) or keep no first moment refuse it. The first
-    moment is stored by stochastic rounding: to nearest it would lose what it was given to keep.
+    12 times less noise than plain stochastic rounding. The pending error is stored in units of the learning rate: a
+    rate that jumps returns it in the wrong size, so the optimizer warns when the rate more than doubles or halves
+    between two steps, and nothing is stored while it is 0. Rules that take a sign (Lion) or keep no first moment refuse
+    it. The first moment is stored by stochastic rounding: rounding to nearest would lose the pending error.
     """
 
     name: ClassVar[str] = "feedback"

@@ -11,7 +11,7 @@ import torch
 from ...kernels.scalar._operations import sub, word
 from ..states._storage import Store
 from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_round, weight_save
-from ._companion_fit import fit_bindings, fitting, fitting_tensor, ulp_of_one
+from ._residual_bound import fit_bindings, fitting, fitting_tensor, ulp_of_one
 from ._weight_update import Parts, WeightUpdate, register, rounding_name, store_bindings
 
 ZERO, NEGATIVE_ZERO = np.float32(0.0), np.float32(-0.0)
@@ -55,7 +55,7 @@ class Kahan(WeightUpdate):
         if store.name == "fp32":
             raise ValueError("weight_update 'kahan' is for narrow parameters: give 16-bit ones, or format=")
 
-    def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+    def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """The residual, of the parameter's dtype."""
         return (("residual", store.dtype),)
 

@@ -1,4 +1,4 @@
-"""Weight updates without a companion, or with a whole float32 one: nearest, stochastic, master, and plain float32."""
+"""Weight updates without a residual: nearest, stochastic, a float32 master copy, and plain float32 parameters."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Master(WeightUpdate):
         if store.name == F32.name:
             raise ValueError("weight_update 'master' is for 16-bit parameters: float32 ones are their own master")
 
-    def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+    def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """The float32 copy."""
         return (("master", torch.float32),)
 
@@ -98,7 +98,7 @@ class Master(WeightUpdate):
         parts[1].copy_(value)
         parts[0].copy_(store.encode(value, None))
 
-    def alone(self, store: Store, payload: torch.Tensor) -> torch.Tensor:
+    def neutral(self, store: Store, payload: torch.Tensor) -> torch.Tensor:
         """Its value."""
         return store.decode(payload.contiguous())
 

@@ -75,7 +75,7 @@ class Split16(WeightUpdate):
                 f"{store.name} ones: use 'kahan', 'split8' or 'master'"
             )
 
-    def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+    def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """The low 16 bits, as a signed integer."""
         return (("low_bits", torch.int16),)
 
@@ -130,7 +130,7 @@ class Split8(WeightUpdate):
                 "use 'kahan'"
             )
 
-    def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+    def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """The 8 bits below the parameter's last, as a signed integer."""
         return (("low_bits", torch.int8),)
 

@@ -40,7 +40,7 @@ class WeightUpdate:
     def check(self, store: Store) -> None:
         """Raise ValueError if parameters of this store cannot be updated so."""
 
-    def companions(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+    def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """Name and dtype of each tensor kept beside the parameter."""
         return ()
 
@@ -57,11 +57,11 @@ class WeightUpdate:
         raise AssertionError("every weight update binds its pieces")
 
     def read(self, store: Store, parts: Parts) -> torch.Tensor:
-        """The float32 weight that parameter and companions stand for."""
+        """The float32 weight that the parameter and its auxiliary tensors represent."""
         return store.decode(parts[0])
 
     def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts, ratio: float = 1.0) -> torch.Tensor:
-        """Write weight x ratio + u into the parts, in place; returns the weight they now stand for.
+        """Write weight x ratio + u into the parts, in place; return the weight that they then represent.
 
         The ratio is a power of two: of the scale that the parts were stored under to the one that they will be under.
         """
@@ -69,15 +69,15 @@ class WeightUpdate:
         return self.put(store, parts, (held if ratio == 1.0 else held * ratio) + u, draws)
 
     def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
-        """Write a float32 weight into the parts, in place; returns the weight they now stand for."""
+        """Write a float32 weight into the parts, in place; return the weight that they then represent."""
         raise AssertionError("every weight update puts or writes")
 
     def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
-        """Make the parts stand for a float32 value, as nearly as they can."""
+        """Set the parts to the nearest representation of a float32 value."""
         parts[0].copy_(store.encode(value, None))
 
-    def alone(self, store: Store, payload: torch.Tensor) -> torch.Tensor | int:
-        """What each companion holds beside a parameter that is the whole weight by itself."""
+    def neutral(self, store: Store, payload: torch.Tensor) -> torch.Tensor | int:
+        """Return the value of each auxiliary tensor beside a parameter that is the whole weight by itself."""
         return 0
 
     def to_dict(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""An optimizer whose parameters step by tensors handed to it, not by their gradients."""
+"""An optimizer whose parameters step by given tensors instead of their `.grad`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from ...scaled import ScaledTensor
 from .._group_options import check_number
-from .._optimizer import Optimizer, _holds
-from .._outside_writes import settle
-from .._parameter_plan import Slot, options_of
+from .._optimizer import Optimizer, can_step
+from .._outside_writes import drop_stale
+from .._parameter_plan import ParameterPlan, options_of
 from ..rules._update_rule import UpdateRule
 from ..states._storage import Store
-from ..step._kernel import Kind
+from ..step._kernel import StepSpec
 
 
 def assignment(w, g):
@@ -25,31 +25,31 @@ def assignment(w, g):
 ASSIGNMENT = UpdateRule("assignment", assignment, (), (), lambda group, step: (), assigns=True, decays=False)
 
 
-class GivenOptimizer(Optimizer):
-    """Rounding, companions, meter and checkpoints of Optimizer, around tensors that something else has made."""
+class ExplicitGradientOptimizer(Optimizer):
+    """Rounding, auxiliary tensors, lost updates and checkpoints of Optimizer, for updates computed elsewhere."""
 
     def __init__(self, params: Iterable, defaults: dict, **narrow) -> None:
-        self._given: Mapping[torch.Tensor, torch.Tensor] = {}
+        self._explicit_gradients: Mapping[torch.Tensor, torch.Tensor] = {}
         super().__init__(params, defaults, **narrow)
 
-    def _kind(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> Kind:
+    def _step_spec(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
         if isinstance(parameter, ScaledTensor):
             raise ValueError(
                 f"parameter {name} is a ScaledTensor, which wrap and EMA do not take: torch.optim's optimizers run on "
                 "it unwrapped, and hu.optim's AdamW, Adam, SGD and Lion step it"
             )
-        return super()._kind(group, parameter, gradient, name)
+        return super()._step_spec(group, parameter, gradient, name)
 
     def _step_by(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Step every parameter that a tensor is given for."""
-        self._given = given
+        self._explicit_gradients = given
         try:
             self._take_step()
         finally:
-            self._given = {}
+            self._explicit_gradients = {}
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return self._given.get(parameter)
+        return self._explicit_gradients.get(parameter)
 
     def _check_numbers(self, group: dict) -> None:
         lr = group.get("lr")
@@ -61,18 +61,18 @@ class GivenOptimizer(Optimizer):
     def _check_switches(self, group: dict) -> None:
         """They are the wrapped optimizer's."""
 
-    def _current(self, group: dict, position: int, given: Store) -> Slot:
-        """What is known of a parameter, looked at again if it has changed."""
+    def _current(self, group: dict, position: int, given: Store) -> ParameterPlan:
+        """Return a parameter's plan, made anew if it is not valid any more."""
         parameter = group["params"][position]
-        slot = self._slots.get(parameter)
+        plan = self._plans.get(parameter)
         like = torch.empty(0, dtype=given.dtype, device="cpu")
-        if slot is None or not _holds(
-            slot, parameter, like, self.rule(group), options_of(group), self.state[parameter]
+        if plan is None or not can_step(
+            plan, parameter, like, self.rule(group), options_of(group), self.state[parameter]
         ):
-            slot = self._prepare(group, position, given)
-        settle(slot)
-        return slot
+            plan = self._new_plan(group, position, given)
+        drop_stale(plan)
+        return plan
 
     def __getstate__(self) -> dict:
         """For copy and pickle."""
-        return {**super().__getstate__(), "_given": {}}
+        return {**super().__getstate__(), "_explicit_gradients": {}}

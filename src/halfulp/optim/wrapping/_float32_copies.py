@@ -14,7 +14,7 @@ from .._local_tensors import local, placed_like
 OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
 
 
-def made_over(optimizer: Callable, params: Iterable, options: dict) -> tuple[torch.optim.Optimizer, list[dict], dict]:
+def from_class(optimizer: Callable, params: Iterable, options: dict) -> tuple[torch.optim.Optimizer, list[dict], dict]:
     """An optimizer over shadows of parameters, their groups, and the shadows."""
     if isinstance(params, torch.Tensor):
         raise TypeError("params must be an iterable of tensors, of named tensors, or of groups, not one tensor")
@@ -29,7 +29,7 @@ def made_over(optimizer: Callable, params: Iterable, options: dict) -> tuple[tor
         raise TypeError(f"{optimizer!r} made {base!r}, which is no torch.optim.Optimizer")
     if len(base.param_groups) != len(pairs):
         raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
-    return base, [joined(outer, inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
+    return base, [merged_group(outer, inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
 
 
 def shadow_group(group: Mapping, shadows: dict) -> tuple[dict, dict]:
@@ -47,13 +47,13 @@ def shadow_group(group: Mapping, shadows: dict) -> tuple[dict, dict]:
     return {**rest, "params": inner}, {**group, "params": members}
 
 
-def joined(outer: Mapping, inner: Mapping) -> dict:
+def merged_group(outer: Mapping, inner: Mapping) -> dict:
     """A group of parameters with the options of the wrapped optimizer's group."""
     options = {name: value for name, value in inner.items() if name not in ("params", "param_names")}
     return {**outer, **options}
 
 
-def taken_over(instance: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, list[dict], dict]:
+def from_instance(instance: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, list[dict], dict]:
     """An optimizer like a live one over shadows of its parameters, with its state, its groups, and the shadows."""
     shadows = {p: shadow_of(p) for group in instance.param_groups for p in group["params"]}
 

@@ -12,8 +12,8 @@ from ...formats import Format
 from .._float32_weights import TOGETHER, Room, read_weights, room_for, together
 from .._local_tensors import local, own_parts, placed_like
 from .._optimizer import Optimizer
-from .._outside_writes import agree
-from .._parameter_plan import Slot
+from .._outside_writes import mark_current
+from .._parameter_plan import ParameterPlan
 from .._tensor_map import TensorMap
 from ..rules._update_rule import UpdateRule
 from ..states._storage import F32
@@ -21,19 +21,19 @@ from ..step._memory import gradient_memory
 from ..weight_updates._weight_update import WeightUpdate
 from ._base_state import BASE, compare_shapes, parted, placed
 from ._base_step import is_hooked, plain_step
-from ._explicit_gradient import ASSIGNMENT, GivenOptimizer
+from ._explicit_gradient import ASSIGNMENT, ExplicitGradientOptimizer
 from ._float32_copies import (
     OWN,
     empty_like,
     fields_of,
-    joined,
-    made_over,
+    from_class,
+    from_instance,
     mapped,
+    merged_group,
     point,
     rebuilt,
     shadow_group,
     shadow_of,
-    taken_over,
 )
 from ._outside_state import checked_outside_state, marks_of, outside_state, restore_outside_state
 
@@ -54,7 +54,7 @@ def wrap(
 ) -> Wrapped:
     """Any torch optimizer on bfloat16 or float16 parameters (or a format's values in float32 ones).
 
-    In a step, float32 shadows of the weights (parameter and companions decoded) and float32 gradients go through the
+    In a step, float32 copies of the weights (auxiliary tensors included) and float32 gradients go through the
     optimizer, and each shadow's change u = new - old, weight decay and all, enters its parameter by the weight update.
     With "split" or "master" the parameters are thus the float32 run's, bit for bit where the gradients are. float32
     parameters are stepped in place, as without wrap.
@@ -109,7 +109,7 @@ def wrap(
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None or options:
             raise TypeError("wrapping an instance takes over its parameters and options: give none beside it")
-        wrapped = Wrapped(*taken_over(optimizer), **own)
+        wrapped = Wrapped(*from_instance(optimizer), **own)
         vars(wrapped).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
         return wrapped
     if not callable(optimizer) or params is None:
@@ -117,10 +117,10 @@ def wrap(
             f"wrap takes a torch optimizer's class and parameters, or an instance; got {optimizer!r} and "
             f"{'no' if params is None else 'some'} parameters"
         )
-    return Wrapped(*made_over(optimizer, params, options), **own)
+    return Wrapped(*from_class(optimizer, params, options), **own)
 
 
-class Wrapped(GivenOptimizer):
+class Wrapped(ExplicitGradientOptimizer):
     """What `wrap` returns.
 
     Attributes:
@@ -156,7 +156,7 @@ class Wrapped(GivenOptimizer):
         inner, outer = shadow_group(param_group, shadows)
         self.base.add_param_group(inner)
         try:
-            super().add_param_group(joined(outer, self.base.param_groups[-1]))
+            super().add_param_group(merged_group(outer, self.base.param_groups[-1]))
         except Exception:
             del self.base.param_groups[-1]
             raise
@@ -167,9 +167,9 @@ class Wrapped(GivenOptimizer):
     def _pair_groups(self) -> None:
         self._pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
 
-    def _settle_groups(self) -> None:
+    def _follow_groups(self) -> None:
         """The same for the wrapped optimizer: its groups hold the shadows of what the groups here hold."""
-        super()._settle_groups()
+        super()._follow_groups()
         if not self._complete:
             return
         inner_of = {id(own): inner for own, inner in self._pairs}
@@ -214,86 +214,86 @@ class Wrapped(GivenOptimizer):
         for group in self.param_groups:
             self._check_numbers(group)
         if self._groups_changed():
-            self._settle_groups()
-        self._meet_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
+            self._follow_groups()
+        self._check_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
         if self._asks_for_closure():
             return self._step_with(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runs = self._runs(list(self._all_slots(lambda p: p.grad is not None)))
+        runs = self._runs(list(self._all_plans(lambda p: p.grad is not None)))
         room = room_for(runs)
-        for slots in runs:
+        for plans in runs:
             try:
-                self._load(slots, room)
+                self._load(plans, room)
                 self._step_base()
-                self._write(slots)
+                self._write(plans)
             finally:
-                self._release(slots)
+                self._release(plans)
         return loss
 
     def _step_with(self, closure: Callable[[], torch.Tensor] | None) -> torch.Tensor:
         """A step in which the wrapped optimizer evaluates the model at points of its choice."""
         if closure is None:
             raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
-        slots, nowhere = list(self._all_slots()), Room(0)
-        own = [part.detach() for slot in slots if not _in_place(slot) for part in own_parts(slot.parameter)]
+        plans, nowhere = list(self._all_plans()), Room(0)
+        own = [part.detach() for plan in plans if not _in_place(plan) for part in own_parts(plan.parameter)]
         before = [(part, part.clone()) for part in own]
 
         def evaluate() -> torch.Tensor:
             with torch.no_grad():
-                for slot in slots:
-                    part, shadow = slot.parts[0], local(self._shadows[slot.parameter])
-                    if not _in_place(slot):
-                        part.copy_(slot.kind.store.encode(shadow, None))
-                        for other in own_parts(slot.parameter)[1:]:
+                for plan in plans:
+                    part, shadow = plan.parts[0], local(self._shadows[plan.parameter])
+                    if not _in_place(plan):
+                        part.copy_(plan.spec.store.encode(shadow, None))
+                        for other in own_parts(plan.parameter)[1:]:
                             other.detach().zero_()
             loss = closure()
-            for slot in slots:
-                self._shadows[slot.parameter].grad = _float32(slot.parameter.grad, nowhere)
+            for plan in plans:
+                self._shadows[plan.parameter].grad = _float32(plan.parameter.grad, nowhere)
             return loss
 
         try:
-            self._load(slots, nowhere)
+            self._load(plans, nowhere)
             try:
                 loss = self._step_base(evaluate)
             finally:
                 for part, copy in before:
                     part.copy_(copy)
-                for slot in slots:
-                    agree(slot)
-            self._write(slots)
+                for plan in plans:
+                    mark_current(plan)
+            self._write(plans)
         finally:
-            self._release(slots)
+            self._release(plans)
         return loss
 
     def _asks_for_closure(self) -> bool:
         closure = inspect.signature(type(self.base).step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty
 
-    def _runs(self, slots: list[Slot]) -> list[list[Slot]]:
+    def _runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
         """What goes through the wrapped optimizer at a time: all, unless its parameters are known to be independent."""
         if not type(self.base).__module__.startswith("torch.optim.") or is_hooked(self.base):
-            return [slots]
-        whole = [slot for slot in slots if _in_place(slot)]
-        apart = [slot for slot in slots if not _in_place(slot)]
+            return [plans]
+        whole = [plan for plan in plans if _in_place(plan)]
+        apart = [plan for plan in plans if not _in_place(plan)]
         return [*([whole] if whole else []), *together(apart, TOGETHER)]
 
-    def _all_slots(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[Slot]:
+    def _all_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 if wanted(parameter):
                     yield self._current(group, position, F32)
 
-    def _load(self, slots: list[Slot], room: Room) -> None:
+    def _load(self, plans: list[ParameterPlan], room: Room) -> None:
         """Fill the shadows and their gradients."""
         room.clear()
-        apart = [slot for slot in slots if not _in_place(slot)]
+        apart = [plan for plan in plans if not _in_place(plan)]
         values = dict(zip(map(id, apart), read_weights(apart, room)))
-        for slot in slots:
-            parameter = slot.parameter
-            shadow, value = self._shadows[parameter], values.get(id(slot))
+        for plan in plans:
+            parameter = plan.parameter
+            shadow, value = self._shadows[parameter], values.get(id(plan))
             point(shadow, local(parameter).detach() if value is None else value)
             shadow.grad = _float32(parameter.grad, room)
 
@@ -309,19 +309,19 @@ class Wrapped(GivenOptimizer):
             own.update({name: inner[name] for name in inner if name not in _APART})
         return result
 
-    def _write(self, slots: list[Slot]) -> None:
+    def _write(self, plans: list[ParameterPlan]) -> None:
         # A float32 parameter's shadow has its memory, but a version counter of its own.
-        torch.autograd.graph.increment_version([local(slot.parameter) for slot in slots if _in_place(slot)])
-        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in slots if not _in_place(s)})
+        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _in_place(plan)])
+        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _in_place(s)})
 
-    def _release(self, slots: list[Slot]) -> None:
-        for slot in slots:
-            shadow = self._shadows[slot.parameter]
+    def _release(self, plans: list[ParameterPlan]) -> None:
+        for plan in plans:
+            shadow = self._shadows[plan.parameter]
             shadow.grad = None
-            point(shadow, empty_like(slot.parameter))
+            point(shadow, empty_like(plan.parameter))
 
     def _packed(self) -> dict[str, Any]:
-        """The wrapped optimizer's states, in their dtypes, are "base.<name>" beside companions."""
+        """The wrapped optimizer's states, in their dtypes, are "base.<name>" beside auxiliary tensors."""
         saved = super()._packed()
         state, inner = saved["state"], dict(self.base.state)
         for group, packed in zip(self.param_groups, saved["param_groups"]):
@@ -337,10 +337,10 @@ class Wrapped(GivenOptimizer):
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this optimizer, or of the wrapped class itself, returned.
 
-        The latter's 16-bit states become float32, and the companions stay as they are.
+        The latter's 16-bit states become float32, and the auxiliary tensors stay as they are.
         """
         own, inner = parted(state_dict)
-        self._settle_groups()
+        self._follow_groups()
         inner = self._fitting_base(own, inner)
         beside = checked_outside_state(self.base, state_dict.get("base", {}))
         super()._restore(own)
@@ -367,15 +367,15 @@ class Wrapped(GivenOptimizer):
         return fitted
 
     def bytes_per_parameter(self) -> float:
-        """Bytes of weights, companions, states and gradients per parameter element, as held between steps."""
+        """Bytes of weights, auxiliary tensors, states, gradients per parameter element, as held between steps."""
         total = elements = 0
-        for slot in self._all_slots():
-            parameter, tensors = slot.parameter, []
+        for plan in self._all_plans():
+            parameter, tensors = plan.parameter, []
             mapped(self.base.state.get(self._shadows[parameter], {}), tensors.append)
             gradient = parameter if parameter.grad is None else parameter.grad
-            held = [local(t) for t in (parameter, gradient, *tensors)] + list(slot.tensors.values()) + slot.watched
+            held = [local(t) for t in (parameter, gradient, *tensors)] + list(plan.tensors.values()) + plan.watched
             total += sum(t.numel() * t.element_size() for t in held)
-            elements += slot.parts[0].numel()
+            elements += plan.parts[0].numel()
         return total / elements if elements else 0.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -399,9 +399,9 @@ class Wrapped(GivenOptimizer):
         return super().__repr__().replace("Wrapped (", f"wrap({type(self.base).__name__}) (", 1)
 
 
-def _in_place(slot: Slot) -> bool:
+def _in_place(plan: ParameterPlan) -> bool:
     """float32 as such: nothing is to be rounded, and the shadow is the parameter."""
-    return slot.kind.store is F32
+    return plan.spec.store is F32
 
 
 def _float32(gradient: torch.Tensor | None, room: Room) -> torch.Tensor | None:

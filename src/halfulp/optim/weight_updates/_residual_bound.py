@@ -1,4 +1,4 @@
-"""Whether a companion still belongs to the parameter beside it, which anybody may have written since."""
+"""Bounds by which a kernel sees that a residual does not belong to its parameter: it was written from outside since."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ..states._storage import EXPONENT, Store, float_words, words_float
 NONE = np.float32(0.0)
 
 # Bound per store and weight update.
-LEAST_BINADE, COMPANION_SHARE, COMPANION_LEAST = np.uint32(0), np.float32(0.0), np.float32(0.0)
+LEAST_BINADE, RESIDUAL_SHARE, RESIDUAL_LEAST = np.uint32(0), np.float32(0.0), np.float32(0.0)
 
 
 def fitting(p, c):
-    """Piece: a companion, or 0 where it is larger than its weight update ever leaves beside p, or p + c overflows."""
+    """Piece: a residual, or 0 if it is larger than its weight update ever leaves beside p, or if p + c overflows."""
     raise AssertionError("bound when a kernel is built")
 
 
 def fitting_wide(p, c):
     """Piece: `fitting` for stores of float32's exponents; half an ulp more than the largest number is finite."""
-    return c if abs(c) <= real(binade_of(p)) * COMPANION_SHARE else NONE
+    return c if abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE else NONE
 
 
 def fitting_any(p, c):
     """Piece: `fitting` for any store and bound."""
     w = p + c
-    fits = abs(c) <= real(binade_of(p)) * COMPANION_SHARE + COMPANION_LEAST and w - w == NONE
+    fits = abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + RESIDUAL_LEAST and w - w == NONE
     return c if fits else NONE
 
 
@@ -41,15 +41,15 @@ def fitting_tensor(store: Store, ulps: float, p: torch.Tensor, c: torch.Tensor) 
     """`fitting` on tensors."""
     bound = fit_bindings(store, ulps)
     binade = (float_words(p) & 0x7F800000).clamp(min=int(bound["LEAST_BINADE"]))
-    limit = words_float(binade) * float(bound["COMPANION_SHARE"]) + float(bound["COMPANION_LEAST"])
+    limit = words_float(binade) * float(bound["RESIDUAL_SHARE"]) + float(bound["RESIDUAL_LEAST"])
     w = p + c
     return torch.where((c.abs() <= limit) & ((w - w) == 0), c, 0.0)
 
 
 def fit_bindings(store: Store, ulps: float) -> dict[str, object]:
-    """What `fitting` finds bound, for companions of at most `ulps` units in the last place of p.
+    """Return the bindings of `fitting`, for residuals of at most `ulps` units in the last place of p.
 
-    A companion's own last place is at least the store's least number. Beside float32's exponents that is added as a
+    A residual's own last place is at least the store's least number. Beside float32's exponents that is added as a
     binade, for a subnormal operand in every sum may cost.
     """
     wide = store.emin == -126
@@ -57,7 +57,7 @@ def fit_bindings(store: Store, ulps: float) -> dict[str, object]:
     share = np.float32(ulps * ulp_of_one(store))
     binade = np.uint32(store.emin + 127 + (wide and ulps < 1) << 23)
     piece = fitting_wide if wide and ulps < 1 else fitting_any
-    return {"fitting": piece, "LEAST_BINADE": binade, "COMPANION_SHARE": share, "COMPANION_LEAST": least}
+    return {"fitting": piece, "LEAST_BINADE": binade, "RESIDUAL_SHARE": share, "RESIDUAL_LEAST": least}
 
 
 def ulp_of_one(store: Store) -> float:
