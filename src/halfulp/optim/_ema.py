@@ -77,7 +77,7 @@ class EMA:
 
     A bfloat16 average rounded to nearest never moves, for (1 - decay) |w - a| stays under half an ulp of a (5,000
     updates at decay .999 from 1 towards 0: still 1.0, where float32 has .0067). Here the difference enters by a weight
-    update, with auxiliary tensors and in one fused call, so that the average follows float32's at 3 bytes per parameter.
+    update, with auxiliary tensors, so that the average follows float32's at 3 bytes per parameter.
 
     Args:
         model: whose parameters are averaged; tied ones once. Averages start as the weights are now.
@@ -249,8 +249,8 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """Plain data that loads with weights_only: {"updates", "weight_update", "tensors"}.
 
-        "tensors" holds every average under its parameter's name, each auxiliary tensor as "<name>.<tensor>" beside it, and
-        the copied buffers.
+        "tensors" holds every average under its parameter's name, beside it each auxiliary tensor as "<name>.<tensor>",
+        and the copied buffers.
         """
         tensors, plans = dict(self._copied), self._inner.plans()
         for name, mine in self._averages.items():

@@ -11,8 +11,8 @@ import torch
 from ...kernels.scalar._operations import sub
 from ..states._storage import Store
 from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_save
-from ._residual_bound import fit_bindings, fitting, fitting_tensor
 from ._kahan import Kahan
+from ._residual_bound import fit_bindings, fitting, fitting_tensor
 from ._weight_update import Parts, WeightUpdate, register, rounding_name, store_bindings
 
 
