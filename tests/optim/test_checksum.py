@@ -12,7 +12,7 @@ WORDS |= {torch.float8_e4m3fn: torch.uint8, torch.float64: torch.int64}
 
 
 def checksums(x):
-    return checksums_of(SimpleNamespace(payloads=[x], parameter=x, kind=SimpleNamespace(scaled=False)))
+    return checksums_of(SimpleNamespace(payloads=[x], parameter=x, spec=SimpleNamespace(scaled=False)))
 
 
 @pytest.mark.parametrize("dtype", WORDS)
