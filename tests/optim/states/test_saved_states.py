@@ -170,10 +170,10 @@ def trained(net, optimizer, steps, mesh):
 def values(net, optimizer):
     found = {}
     for name, parameter in net.named_parameters():
-        slot = optimizer._slots[parameter]
-        decoded = [codec.decode(tensors) for codec, tensors in zip(slot.kind.codecs, slot.states)]
-        assert slot.kind.codecs[0].columns == 2, "8-bit codes"
-        for number, value in enumerate([*slot.payloads, *slot.companions, *decoded]):
+        plan = optimizer._plans[parameter]
+        decoded = [codec.decode(tensors) for codec, tensors in zip(plan.spec.codecs, plan.states)]
+        assert plan.spec.codecs[0].columns == 2, "8-bit codes"
+        for number, value in enumerate([*plan.payloads, *plan.auxiliary_tensors, *decoded]):
             value = placed_like(value, parameter)
             found[name, number] = value.full_tensor() if hasattr(value, "full_tensor") else value
     return found
