@@ -235,14 +235,14 @@ def test_overlapping_elements_are_seen(x, overlaps):
 
 # Where a pointer is taken without `address`: hot loops that have looked at the tensor, and comparisons of pointers.
 LOOKED_AT = {
-    "optim/_outside_writes.py": {"payload_version_of"},
+    "optim/parameters/_outside_writes.py": {"payload_version_of"},
     "subclass/models/_parameter_holders.py": {"_check_outside_memory", "_tied", "check_overlaps", "find", "overlap"},
     "kernels/_plain_memory.py": {"address", "has_own_memory"},
     "arithmetic/expansions/_pointwise.py": {"fill"},
-    "optim/_narrowing.py": {"narrow", "take_float32"},
+    "optim/parameters/_narrowing.py": {"narrow", "take_float32"},
     "optim/_optimizer.py": {"_new_plan"},
-    "optim/_checkpoint.py": {"load_float32_state_dict"},
-    "optim/_parameter_plan.py": {"__post_init__", "is_valid"},
+    "optim/checkpoint/_checkpoint.py": {"load_float32_state_dict"},
+    "optim/parameters/_parameter_plan.py": {"__post_init__", "is_valid"},
     "optim/step/_run.py": {"_point_at_gradients"},
 }
 

@@ -12,8 +12,8 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim._outside_writes import mark_current
-from halfulp.optim._parameter_plan import refuse_feedback
+from halfulp.optim.parameters._outside_writes import mark_current
+from halfulp.optim.parameters._step_spec import refuse_feedback
 from halfulp.optim.states._format_values import format_store
 from halfulp.optim.states._storage import STORES
 from halfulp.optim.weight_updates._weight_update import REGISTRY

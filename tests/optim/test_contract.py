@@ -7,7 +7,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim._random_identity import plain_names
+from halfulp.optim.parameters._random_identity import plain_names
 
 from .laws import RULES, UPDATES, allowed, build, fit
 

@@ -15,11 +15,11 @@ from ..mctensor import MCTensor
 from ..subclass.models._module_parameters import check_module
 from ._float32_weights import TOGETHER, read_weights, together
 from ._group_options import check_number
-from ._local_tensors import local, placed_like
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer
-from ._outside_writes import mark_current, note_restored
-from ._parameter_plan import ParameterPlan
+from .parameters._local_tensors import local, placed_like
+from .parameters._outside_writes import mark_current, note_restored
+from .parameters._parameter_plan import ParameterPlan
 from .rules._update_rule import UpdateRule
 from .weight_updates._weight_update import WeightUpdate, weight_update
 from .wrapping._explicit_gradient import ExplicitGradientOptimizer

@@ -10,8 +10,8 @@ import torch
 
 from ..kernels import IndexMap, address, check_bits, chosen, chunks, compile_kernel, run_chunks, undisturbed
 from ..kernels.scalar._operations import store32, word
-from ._outside_writes import current_auxiliary_tensors
-from ._parameter_plan import ParameterPlan
+from .parameters._outside_writes import current_auxiliary_tensors
+from .parameters._parameter_plan import ParameterPlan
 from .states._storage import Store
 from .step._placeholders import read_weight
 from .weight_updates._weight_update import WeightUpdate

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ._parameter_plan import ParameterPlan
+from .parameters._parameter_plan import ParameterPlan
 from .states._int8_range import share_below_range
 
 MANY_SAMPLES = 100

@@ -9,14 +9,12 @@ import torch
 
 from ..formats import Format
 from ..kernels import plain
-from ..mctensor import MCTensor
-from ..scaled import ScaledTensor
 from ..subclass.models import _gathered_states as _whole_states
-from ._checkpoint import CheckpointMixin
 from ._group_options import SWITCHES, check_group, check_numbers, check_parameters, refuse_torch_switches
-from ._local_tensors import index_map_of, local, memory, own_parts
 from ._lost_updates import LostUpdateReport, lost_update_report, warn_if_mostly_lost
-from ._narrow_groups import (
+from .checkpoint._checkpoint import CheckpointMixin
+from .parameters._local_tensors import index_map_of, local, memory, own_parts
+from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
     name_of,
@@ -26,34 +24,28 @@ from ._narrow_groups import (
     refuse_overlaps,
     updates_in_effect,
 )
-from ._narrowing import is_kept
-from ._outside_writes import drop_stale, mark_current, payload_version_of
-from ._parameter_plan import (
-    NARROW,
+from .parameters._narrowing import is_kept
+from .parameters._outside_writes import drop_stale, mark_current, payload_version_of
+from .parameters._parameter_plan import (
     ParameterPlan,
     allocate,
-    codecs_for,
     is_valid,
     options_of,
-    refuse_feedback,
     refuse_other_dtype,
     refuse_other_states,
-    refuse_unscalable,
     state_spec,
-    store_of,
 )
-from ._random_identity import Identity, assign_identities, follow_parameters, note_identities
-from ._tensor_map import TensorMap
+from .parameters._random_identity import Identity, assign_identities, follow_parameters, note_identities
+from .parameters._step_spec import step_spec_of
+from .parameters._tensor_map import TensorMap
 from .rules._update_rule import UpdateRule
 from .states._float8 import PAYLOADS
-from .states._format_values import format_store
 from .states._state import StateChoice
 from .states._storage import STORES, Store
 from .step._kernel import StepSpec
 from .step._memory import check_memory, check_parameter, gradient_memory, gradient_store
 from .step._run import Tables, make_ready, run_step
-from .weight_updates._multicomponent import update_of_components
-from .weight_updates._weight_update import REGISTRY, WeightUpdate, weight_update
+from .weight_updates._weight_update import WeightUpdate, weight_update
 
 
 class Optimizer(CheckpointMixin, torch.optim.Optimizer):
@@ -172,25 +164,9 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         return found[0]
 
     def _new_step_spec(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
-        """Return the same, derived from the group and the parameter."""
-        own = update_of_components(group, parameter, name) if isinstance(parameter, MCTensor) else None
-        scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
-        narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
-        store = store_of(group["param_dtype"] if narrows else dtype, format_store(group["format"]), name, scaled)
-        update, rule = own or self._weight_update(group, store, scaled), self.rule(group)
-        refuse_unscalable(group, parameter, update, name)
-        update.check(store)
-        refuse_feedback(rule, update)
-        codecs = codecs_for(rule, update, group, parameter, store, name)
-        spec = StepSpec(rule, update, store, gradient or store, codecs, scaled=scaled, in_parameter=own is not None)
+        """Return the same without the cache by ids; equal specifications on one device are one object."""
+        spec = step_spec_of(self.rule(group), group, parameter, gradient, name)
         return self._step_specs.setdefault((spec, local(parameter).device), spec)
-
-    @staticmethod
-    def _weight_update(group: dict, store: Store, scaled: bool) -> WeightUpdate:
-        if store.name == "fp32":
-            return REGISTRY["exact"]
-        default = "stochastic" if scaled else "split8" if store.dtype in NARROW else "kahan"
-        return weight_update(default if group["weight_update"] is None else group["weight_update"])
 
     def _follow_groups(self) -> None:
         """Bring names, identities and states in line with the groups' lists of parameters, which users may edit.

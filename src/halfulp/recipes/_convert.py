@@ -11,7 +11,7 @@ from torch import nn
 
 from ..mctensor import multicomponent
 from ..mctensor._convert_model import single_component
-from ..optim._narrowing import keep_float32, narrow, widen
+from ..optim.parameters._narrowing import keep_float32, narrow, widen
 from ..scaled import scalify, unscalify
 from ..subclass.models._data_parallel import Wrappers, replace_data
 from ..subclass.models._parameter_holders import check_holders, holding_optimizers

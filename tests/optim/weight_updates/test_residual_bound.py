@@ -8,7 +8,7 @@ import torch
 
 import halfulp as hu
 from halfulp.optim._float32_weights import read_weights
-from halfulp.optim._outside_writes import mark_current
+from halfulp.optim.parameters._outside_writes import mark_current
 
 from ..laws import UPDATES, Adder, fit, stored_updates
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .._parameter_plan import ParameterPlan
+from ..parameters._parameter_plan import ParameterPlan
 from ._int8_blocks import Int8Blocks
 
 

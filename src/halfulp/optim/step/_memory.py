@@ -8,7 +8,7 @@ from ...kernels import has_own_memory, overlaps_itself, plain
 from ...kernels._plain_memory import refuse
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from .._parameter_plan import ParameterPlan
+from ..parameters._parameter_plan import ParameterPlan
 from ..states._float8 import PAYLOADS
 from ..states._storage import STORES, Store
 

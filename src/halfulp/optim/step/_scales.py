@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._parameter_plan import ParameterPlan
+from ..parameters._parameter_plan import ParameterPlan
 from ..states._scaled import finite_amax
 from ._kernel import StepSpec
 

@@ -10,8 +10,8 @@ import torch
 from ...scaled import ScaledTensor
 from .._group_options import check_number
 from .._optimizer import Optimizer, can_step
-from .._outside_writes import drop_stale
-from .._parameter_plan import ParameterPlan, options_of
+from ..parameters._outside_writes import drop_stale
+from ..parameters._parameter_plan import ParameterPlan, options_of
 from ..rules._update_rule import UpdateRule
 from ..states._storage import Store
 from ..step._kernel import StepSpec

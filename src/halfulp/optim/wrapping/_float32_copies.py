@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...mctensor import MCTensor
-from .._local_tensors import local, placed_like
+from ..parameters._local_tensors import local, placed_like
 
 OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
 

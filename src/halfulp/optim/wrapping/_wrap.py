@@ -10,11 +10,11 @@ import torch
 
 from ...formats import Format
 from .._float32_weights import TOGETHER, Room, read_weights, room_for, together
-from .._local_tensors import local, own_parts, placed_like
 from .._optimizer import Optimizer
-from .._outside_writes import mark_current
-from .._parameter_plan import ParameterPlan
-from .._tensor_map import TensorMap
+from ..parameters._local_tensors import local, own_parts, placed_like
+from ..parameters._outside_writes import mark_current
+from ..parameters._parameter_plan import ParameterPlan
+from ..parameters._tensor_map import TensorMap
 from ..rules._update_rule import UpdateRule
 from ..states._storage import F32
 from ..step._memory import gradient_memory

@@ -9,18 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels import IndexMap
-from ..scaled import ScaledTensor
-from ._local_tensors import index_map_of, local, memory, own_parts
-from .rules._update_rule import UpdateRule
-from .states._float8 import PAYLOADS
-from .states._scaled import Scaled
-from .states._state import Codec, Int8Blocks, resolve_codecs
-from .states._storage import STORES, Store
-from .step._kernel import StepSpec
-from .weight_updates._weight_update import WeightUpdate
+from ...kernels import IndexMap
+from ..rules._update_rule import UpdateRule
+from ..step._kernel import StepSpec
+from ._local_tensors import local, memory, own_parts
 
-NARROW = (torch.bfloat16, torch.float16)
 SMALL = 1024
 # Stand for a version counter in `PayloadVersion`.
 ANY, MOVED = -1, -2
@@ -222,55 +215,6 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
     return [tensor.data_ptr() for tensor in stored] == addresses
 
 
-def store_of(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
-    """The store of a parameter of some dtype, or of the payload of a scaled one.
-
-    Raises:
-        ValueError: a dtype that cannot be trained here, or format= on a parameter that is not float32.
-    """
-    if scaled:
-        if format_store is not None:
-            raise ValueError(f"format= is for plain float32 parameters, but {name} is scaled: leave format out")
-        return PAYLOADS[dtype]
-    if dtype not in STORES:
-        raise ValueError(f"parameter {name} is {dtype}: allowed are bfloat16, float16 and float32; convert it first")
-    if format_store is None:
-        return STORES[dtype]
-    if dtype != torch.float32:
-        raise ValueError(f"format= keeps values of a format in float32 parameters, but {name} is {dtype}")
-    return format_store
-
-
-def codecs_for(
-    rule: UpdateRule, update: WeightUpdate, group: Mapping, parameter: torch.Tensor, store: Store, name: str
-) -> tuple[Codec, ...]:
-    """The codecs of a parameter's states; bfloat16 beside 16-bit parameters unless chosen otherwise."""
-    default = torch.bfloat16 if store.dtype in NARROW else torch.float32
-    is_scaled = isinstance(parameter, ScaledTensor)
-    if is_scaled and store.dtype != torch.float32:
-        default = torch.float16
-    codecs = resolve_codecs(group["state_dtype"], rule.states, default, parameter.shape)
-    if not is_scaled and any(isinstance(codec, Scaled) for codec in codecs):
-        raise ValueError(
-            f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "
-            "allowed are torch.float32, torch.bfloat16 and '8bit' there, or scale the model by hu.scalify"
-        )
-    if any(isinstance(codec, Int8Blocks) for codec in codecs):
-        _refuse_cut_blocks(parameter, codecs, name)
-    return codecs
-
-
-def _refuse_cut_blocks(parameter: torch.Tensor, codecs: tuple[Codec, ...], name: str) -> None:
-    block = max(codec.block for codec in codecs if isinstance(codec, Int8Blocks))
-    cut = (index_map_of(parameter).runs()[:, 1:] % block).any()
-    inner = any(getattr(placement, "dim", 0) for placement in getattr(parameter, "placements", ()))
-    if cut or (inner and parameter.shape[-1] % block):
-        raise ValueError(
-            f"parameter {name} of shape {tuple(parameter.shape)} is sharded so that blocks of {block} 8-bit states "
-            "are cut: shard dimension 0, or give it a group with state_dtype=torch.bfloat16"
-        )
-
-
 def refuse_other_states(state: Mapping, wanted: Mapping, name: str) -> None:
     """Refuse states that were made before the parameter was converted or resized.
 
@@ -312,35 +256,3 @@ def state_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size,
     for codec, plan in zip(spec.codecs, spec.rule.states):
         wanted |= codec.tensors(plan.name, shape)
     return wanted
-
-
-def refuse_unscalable(group: Mapping, parameter: torch.Tensor, update: WeightUpdate, name: str) -> None:
-    """Refuse options that have no meaning for a scaled parameter.
-
-    Raises:
-        ValueError: a weight update that keeps bits instead of floats, or param_dtype=.
-        NotImplementedError: a shard of a scaled tensor.
-    """
-    if isinstance(local(parameter), ScaledTensor) and not isinstance(parameter, ScaledTensor):
-        raise NotImplementedError(f"parameter {name} is a DTensor of scaled tensors: torch.optim steps it")
-    if not isinstance(parameter, ScaledTensor):
-        return
-    if group["param_dtype"] is not None:
-        raise ValueError(
-            f"param_dtype= narrows plain parameters, but {name} is scaled: choose the payload's dtype by "
-            "hu.scalify(dtype=...) or parameter.cast_(dtype)"
-        )
-    if not update.scales:
-        raise ValueError(
-            f"weight_update {update.name!r} keeps bits or debts that a scale does not multiply, and parameter {name} "
-            "is scaled: use 'stochastic' (no more memory), 'kahan' (as much again), 'nearest' or 'master'"
-        )
-
-
-def refuse_feedback(rule: UpdateRule, update: WeightUpdate) -> None:
-    """Refuse error feedback for rules without a first moment that the update is proportional to."""
-    if update.feeds_back and rule.error_feedback is None:
-        raise ValueError(
-            f"weight_update 'feedback' puts the lost part into a first moment, which {rule.name} does not offer "
-            "(it takes a sign, a running maximum, or keeps none): use 'stochastic', 'split8' or 'kahan'"
-        )

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..subclass.models._data_parallel import replace_data
-from .states._storage import STORES
-from .weight_updates._split import Split16
+from ...subclass.models._data_parallel import replace_data
+from ..states._storage import STORES
+from ..weight_updates._split import Split16
 
 _HELD, _KEPT = "_halfulp_low_bits", "_halfulp_float32"
 _SPLIT = Split16()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import halfulp as hu
+from halfulp.optim.checkpoint._saved_states import BLOCKS, block_of, saved_value
 from halfulp.optim.states._int8_blocks import Int8Blocks, scale_shape
-from halfulp.optim.states._saved_states import BLOCKS, block_of, saved_value
 
 from ..laws import differing, snapshot
 
@@ -137,7 +137,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 import halfulp as hu
-from halfulp.optim._local_tensors import placed_like
+from halfulp.optim.parameters._local_tensors import placed_like
 
 rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 hu.kernels.engine("reference").__enter__()  # no compilation in three processes

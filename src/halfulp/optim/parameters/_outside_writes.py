@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from ._checksum import as_loaded, checksums_of, differ
+from ._checksums import as_loaded, checksums_of, differ
 from ._parameter_plan import ANY, MOVED, ParameterPlan, PayloadVersion
 from ._tensor_map import TensorMap
 

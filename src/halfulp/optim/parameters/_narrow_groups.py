@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ..subclass.models._averaged_models import warn_of_narrow_averages
-from ..subclass.models._data_parallel import Wrappers, data_parallel_modules, replace_data, sharded_modules
-from ..subclass.models._parameter_holders import check_holders, check_overlaps, living_modules
+from ...subclass.models._averaged_models import warn_of_narrow_averages
+from ...subclass.models._data_parallel import Wrappers, data_parallel_modules, replace_data, sharded_modules
+from ...subclass.models._parameter_holders import check_holders, check_overlaps, living_modules
+from ..states._storage import STORES
 from ._local_tensors import local, memory
 from ._narrowing import is_kept, take_float32
 from ._outside_writes import drop_stale, mark_current
 from ._parameter_plan import ParameterPlan
-from .states._storage import STORES
 
 # Bytes that travel in one message.
 _MESSAGE = 1 << 26

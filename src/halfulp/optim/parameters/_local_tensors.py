@@ -6,9 +6,9 @@ import functools
 
 import torch
 
-from ..kernels import IndexMap
-from ..mctensor import MCTensor
-from ..scaled import ScaledTensor
+from ...kernels import IndexMap
+from ...mctensor import MCTensor
+from ...scaled import ScaledTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

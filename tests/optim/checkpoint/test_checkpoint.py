@@ -12,7 +12,7 @@ from safetensors.torch import save as to_safetensors
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
 
-from .laws import CODECS, UPDATES, build, decoded, differing, narrow_updates, snapshot
+from ..laws import CODECS, UPDATES, build, decoded, differing, narrow_updates, snapshot
 
 CASES = [(u, "default") for u in narrow_updates()] + [
     (u, c) for u in ("split8", "kahan") for c in ("8bit", "fp32", "bf16x2")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from .._local_tensors import local
+from ..parameters._local_tensors import local
 from ..rules._update_rule import StateSlot
-from ._int8_blocks import CODEC_VERSION, Int8Blocks, scale_shape
+from ..states._int8_blocks import CODEC_VERSION, Int8Blocks, scale_shape
 
 ABSENT = object()
 BLOCKS = tuple(1 << power for power in range(4, 11))

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from .._messages import differences, listed
-from ..formats import Format
-from ..mctensor import MCTensor
-from ..scaled import ScaledTensor
-from ._checksum import as_saved, checksums_of
-from ._local_tensors import local, memory, placed_like
-from ._outside_writes import (
+from ..._messages import differences, listed
+from ...formats import Format
+from ...mctensor import MCTensor
+from ...scaled import ScaledTensor
+from ..parameters._checksums import as_saved, checksums_of
+from ..parameters._local_tensors import local, memory, placed_like
+from ..parameters._outside_writes import (
     CHECKSUMS,
     auxiliary_tensors_beside,
     current_auxiliary_tensors,
@@ -22,15 +22,15 @@ from ._outside_writes import (
     mark_current,
     mark_loaded,
 )
-from ._parameter_plan import ParameterPlan
-from ._random_identity import plain_names
+from ..parameters._parameter_plan import ParameterPlan
+from ..parameters._random_identity import plain_names
+from ..states._int8_blocks import scale_shape
+from ..states._scaled import finite_amax
+from ..states._state import as_state
+from ..step._scales import weight_scale
+from ..weight_updates._weight_update import WeightUpdate
+from ._saved_states import ABSENT, block_of, check_version, codec_versions, saved_value
 from ._state_dict_validation import checked_groups, checked_state, whole_step
-from .states._int8_blocks import scale_shape
-from .states._saved_states import ABSENT, block_of, check_version, codec_versions, saved_value
-from .states._scaled import finite_amax
-from .states._state import as_state
-from .step._scales import weight_scale
-from .weight_updates._weight_update import WeightUpdate
 
 
 class CheckpointMixin:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 
-from .._messages import differences
-from ._group_options import check_group
-from ._random_identity import plain_names
-from .weight_updates._weight_update import weight_update
+from ..._messages import differences
+from .._group_options import check_group
+from ..parameters._random_identity import plain_names
+from ..weight_updates._weight_update import weight_update
 
 # Options that torch.optim's groups got later than others, and what older files that lack them mean.
 _LATER = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.optim._tensor_map import TensorMap
+from halfulp.optim.parameters._tensor_map import TensorMap
 
 
 def test_equal_tensors_are_different_keys():

@@ -10,7 +10,7 @@ import zlib
 
 import torch
 
-from ..kernels import row_checksums
+from ...kernels import row_checksums
 from ._parameter_plan import ParameterPlan
 
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 import halfulp as hu
 from halfulp.kernels import IndexMap, engine, same_bits
-from halfulp.optim._local_tensors import index_map_of
+from halfulp.optim.parameters._local_tensors import index_map_of
 from halfulp.optim.step._reference import reference_step
 
-from .laws import CODECS, build, decoded, differing, narrow_updates, snapshot
+from ..laws import CODECS, build, decoded, differing, narrow_updates, snapshot
 
 SHAPE = (7, 6, 32)  # uneven over 2, 3 and 4 along its first dimension
 
