@@ -37,12 +37,12 @@ from ._trace import exponent as exponent
 from ._trace import floor as floor
 from ._trace import gather as gather
 from ._trace import is_finite as is_finite
-from ._trace import narrowed as narrowed
 from ._trace import nearest_integer as nearest_integer
 from ._trace import power as power
 from ._trace import power_below as power_below
 from ._trace import product_error as product_error
 from ._trace import record as record
+from ._trace import round_to_float32 as round_to_float32
 from ._trace import select as select
 from ._trace import shared as shared
 from ._trace import square_root as square_root

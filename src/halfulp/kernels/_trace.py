@@ -241,9 +241,9 @@ def gather(table: tuple[float, ...], index):
     return values[index.nan_to_num(0.0).clamp(0, len(table) - 1).long()]
 
 
-def narrowed(x):
+def round_to_float32(x):
     """A float64 rounded to float32, ties to even, as float64."""
-    return x.trace.emit("narrowed", (x,)) if isinstance(x, Traced) else x.float().double()
+    return x.trace.emit("round_to_float32", (x,)) if isinstance(x, Traced) else x.float().double()
 
 
 def is_finite(x):

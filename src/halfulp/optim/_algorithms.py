@@ -84,7 +84,7 @@ class SGD(Optimizer):
         )
 
     def rule(self, group: dict) -> UpdateRule:
-        """By momentum and Nesterov's."""
+        """Return plain SGD, momentum or Nesterov's momentum."""
         if group["nesterov"]:
             return SGD_NESTEROV
         return SGD_MOMENTUM if group["momentum"] else PLAIN
@@ -148,7 +148,7 @@ class Adam(Optimizer):
         )
 
     def rule(self, group: dict) -> UpdateRule:
-        """With or without the running maximum; the decay in the gradient or beside it."""
+        """Return Adam, with AMSGrad or without, decay coupled or decoupled."""
         coupled, decoupled = (ADAM_AMSGRAD, ADAMW_AMSGRAD) if group["amsgrad"] else (ADAM, ADAMW)
         return decoupled if group["decoupled_weight_decay"] else coupled
 
@@ -215,7 +215,7 @@ class AdamW(Adam):
         )
 
     def rule(self, group: dict) -> UpdateRule:
-        """With or without the running maximum, whatever a loaded group says of the decay."""
+        """Return AdamW, with AMSGrad or without, whatever a loaded group says of the decay."""
         return ADAMW_AMSGRAD if group["amsgrad"] else ADAMW
 
 
@@ -259,5 +259,5 @@ class Lion(Optimizer):
         )
 
     def rule(self, group: dict) -> UpdateRule:
-        """Lion's."""
+        """Return Lion."""
         return LION

@@ -53,7 +53,7 @@ AVERAGE = UpdateRule("average", average, (), ("take",), lambda group, step: (1 -
 
 
 class Averages(ExplicitGradientOptimizer):
-    """The averages of some tensors, stepped by the tensors themselves."""
+    """The optimizer of the averages, which step by the live tensors."""
 
     narrowed_by = "dtype=torch.bfloat16"
 
@@ -174,7 +174,7 @@ class EMA:
         self.updates += 1
 
     def _tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """What is averaged and what is copied, by name, each tensor once."""
+        """Return the averaged and the copied tensors of the model, by name, each once."""
         averaged, copied = dict(self.model.named_parameters()), {}
         for name, tensor in self.model.named_buffers():
             (averaged if self._buffers == "average" and tensor.is_floating_point() else copied)[name] = tensor
@@ -191,7 +191,7 @@ class EMA:
             )
 
     def _live_weights(self, live: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-        """The weights as they are, or in float32 where the optimizer holds more than the parameter shows."""
+        """Yield the weights, in float32 if the optimizer has auxiliary tensors for them."""
         held = _auxiliary_plans(self.optimizer, live)
         shown = {name: weight.detach() for name, weight in live.items() if name not in held}
         if shown:
@@ -223,7 +223,7 @@ class EMA:
                     note_restored(tensor, version, tensor._version)
 
     def _shown(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Every averaged or copied tensor of the model with what takes its place."""
+        """Return every averaged or copied tensor of the model with its replacement."""
         live, copied = self._tensors()
         self._check(live)
         plans, pairs = self._inner.plans(), []

@@ -22,7 +22,7 @@ ALIGNMENT = 16
 
 
 class Room:
-    """Memory for float32 tensors that are not needed together with those before `clear`.
+    """A reusable float32 buffer, from which tensors are taken until `clear`.
 
     One allocation serves a whole step: fresh memory costs the CPU a page fault per 4 KiB, more than the arithmetic.
     """
@@ -32,7 +32,7 @@ class Room:
         self._used = 0
 
     def clear(self) -> None:
-        """Give everything back."""
+        """Make the whole buffer free again."""
         self._used = 0
 
     def take(self, like: torch.Tensor) -> torch.Tensor:

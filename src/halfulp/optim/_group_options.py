@@ -1,4 +1,4 @@
-"""What the groups of an optimizer may say."""
+"""Checks of the options of an optimizer's param groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHER_KEYS = frozenset(("params", "param_names", "identities", "last_lr", "name
 
 
 def check_parameters(params: object) -> None:
-    """Raise TypeError for what holds no parameters to go through, such as a model."""
+    """Raise TypeError for `params` that is not iterable, such as a model."""
     if not isinstance(params, Iterable):
         remedy = "model.parameters() or model.named_parameters()" if isinstance(params, torch.nn.Module) else "a list"
         raise TypeError(
@@ -57,7 +57,7 @@ def check_group(group: dict, options: Iterable[str] = ()) -> None:
 
 
 def _check_keys(group: dict, options: list[str]) -> None:
-    """Raise for a key that is an option misspelt; max_momentum and the like name other things."""
+    """Raise for a key that is a misspelt option; keys such as max_momentum are other things."""
     for key in group:
         if key in options or key in _OTHER_KEYS or not isinstance(key, str):
             continue

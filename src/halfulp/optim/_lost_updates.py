@@ -1,4 +1,4 @@
-"""The lost-update meter: which updates rounding cancelled, and what to do about it."""
+"""The lost-update meter: the share of updates that rounding cancelled, and remedies."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LostUpdateReport:
     below_range: float | None = None
 
     def __str__(self) -> str:
-        """A few lines for a person."""
+        """A readable summary."""
         return "\n".join([*self._updates(), *self._states()])
 
     def _states(self) -> list[str]:
@@ -88,7 +88,7 @@ class LostUpdateReport:
 
 
 def lost_update_report(plans: Iterable[ParameterPlan]) -> LostUpdateReport:
-    """The report over some parameters."""
+    """Return the report over some parameters."""
     plans = list(plans)
     below_range = share_below_range(plans)
     counted = [plan for plan in plans if plan.lost is not None]
@@ -127,7 +127,7 @@ def warn_if_mostly_lost(plans: Iterable[ParameterPlan]) -> None:
 
 
 def _is_below_float32(plan: ParameterPlan) -> bool:
-    """Whether over half of the updates were cancelled, and in the float32 sum, not by a rounding behind it.
+    """Return whether over half of the updates were cancelled in the float32 sum, not by a later rounding.
 
     Where a stochastic rounding follows, which cancels updates of all sizes, their root mean square is held against the
     typical weight's last place.

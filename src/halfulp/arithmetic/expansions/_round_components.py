@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...kernels import is_finite, narrowed, power_below, select
+from ...kernels import is_finite, power_below, round_to_float32, select
 from .._error_free import Terms, sweep
 from ._operators import gathered
 
@@ -14,7 +14,7 @@ _SHAPES = {torch.float16: (11, -14, 65504.0), torch.bfloat16: (8, -126, (2.0 - 2
 def rounded(x, dtype: torch.dtype):
     """A float64 rounded to a narrower type's numbers, ties to even, still as float64."""
     if dtype == torch.float32:
-        return narrowed(x)
+        return round_to_float32(x)
     precision, lowest, largest = _SHAPES[dtype]
     unit = power_below(x) * 2.0 ** (1 - precision)
     smallest = 2.0 ** (lowest + 1 - precision)

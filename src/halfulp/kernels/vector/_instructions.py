@@ -242,7 +242,7 @@ class Instructions:
         known = self.b.select(self.b.fcmp_ordered("ord", k, k), k, self.constant(self.real, 0.0))
         return self.b.fptosi(known, self.word)
 
-    def do_narrowed(self, _, x):
+    def do_round_to_float32(self, _, x):
         return self.b.fpext(self.b.fptrunc(x, self.shape(self.ir.FloatType())), self.real)
 
     def do_gather(self, number, index):

@@ -222,7 +222,7 @@ class _Narrow(_Reduction):
     def conclude(self, held: list, out) -> None:
         """Join the lanes of each column, and write the results."""
         b = self.b
-        self.keep(self.joined(held))
+        self.keep(self.merged(held))
         with self.loop(self.word(0), self.columns, self.word(1)) as column:
             self.finish(1, [b.load(b.gep(part, [column])) for part in self.scratch], b.add(out, column))
 
@@ -278,8 +278,8 @@ class _Narrow(_Reduction):
         lanes = self.ir.Constant(self.ir.VectorType(self.i64, ACROSS), list(range(ACROSS)))
         return self.b.icmp_signed("<", lanes, self.spread(count, ACROSS))
 
-    def joined(self, held: list) -> list:
-        """The rows in the lanes as one row: the second half of them joined to the first, and so on."""
+    def merged(self, held: list) -> list:
+        """Merge the rows in the lanes into one row: the second half into the first, and so on."""
         b, maker = self.b, Instructions(self.b, self.trace, ACROSS)
 
         def halve(_, values: list) -> list:
@@ -289,8 +289,8 @@ class _Narrow(_Reduction):
             base = [b.ptrtoint(b.gep(part, [b.mul(half, self.columns)]), self.i64) for part in self.scratch]
             other = [maker.load((address, self.word(0)), torch.float64) for address in base]
             mask = self.lanes_below(b.mul(b.sub(rows, half), self.columns))
-            joined = self.run(self.merge, ACROSS, [*held, *other])
-            return [half, *(b.select(mask, new, old) for new, old in zip(joined, held))]
+            pairs = self.run(self.merge, ACROSS, [*held, *other])
+            return [half, *(b.select(mask, new, old) for new, old in zip(pairs, held))]
 
         return self.carried(self.word(0), self.levels, 1, [self.several, *held], halve)[1:]
 

@@ -37,7 +37,7 @@ class CheckpointMixin:
     """state_dict, load_state_dict and their float32 counterparts, for Optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's, in plain data: loads with weights_only, every state in the dtype in which it is kept.
+        """Return plain data as torch.optim does: loads with weights_only, every state in its own dtype.
 
         Hooks run as torch.optim's do: those before may change the state, those after see and may replace what is saved.
         """
@@ -48,7 +48,7 @@ class CheckpointMixin:
         return saved
 
     def _packed(self) -> dict[str, Any]:
-        """The state_dict, before the hooks that come after it."""
+        """Return the state_dict before the post hooks have run."""
         self._follow_groups()
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:
@@ -100,7 +100,7 @@ class CheckpointMixin:
             hook(self)
 
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
-        """Load, between the hooks."""
+        """Load a state_dict, between pre and post hooks."""
         self._follow_groups()
         options = checked_groups(self.param_groups, state_dict, self._check_numbers, self.defaults)
         given = []
@@ -143,7 +143,7 @@ class CheckpointMixin:
         self.state.update({key: value for key, value in state_dict["state"].items() if key not in numbers})
 
     def _fitting(self, group: dict, position: int, state: Mapping) -> dict[str, torch.Tensor]:
-        """The saved tensors in the dtypes and layouts of this optimizer."""
+        """Return the saved tensors in the dtypes and layouts of this optimizer."""
         if not state:
             return {}
         plan = self._plan(group, position)
@@ -258,7 +258,7 @@ class CheckpointMixin:
         return found
 
     def _positions(self) -> dict[int, tuple[dict, int]]:
-        """Group and position of every parameter, by its id."""
+        """Return group and position of every parameter, by its id."""
         return {id(p): (group, k) for group in self.param_groups for k, p in enumerate(group["params"])}
 
     def _plan_of(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> ParameterPlan | None:
@@ -266,7 +266,7 @@ class CheckpointMixin:
         return None if place is None else self._plan(*place)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy and pickle: what is derived is left out, and made again."""
+        """For copy and pickle: caches are left out, and made again."""
         self._follow_groups()
         state, kept = super().__getstate__(), []
         held = state["state"] = state["state"].copy()
@@ -281,7 +281,7 @@ class CheckpointMixin:
         return {**state, "_checksums": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The counterpart."""
+        """Restore from `__getstate__`."""
         kept = state.pop("_checksums", ())
         super().__setstate__(state)
         self._start_caches()
@@ -295,7 +295,7 @@ def _could_be_a_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _start_again(plan: ParameterPlan) -> None:
-    """The states of a parameter that has made no step."""
+    """Reset the states of a parameter to those before its first step."""
     for tensor in (tensor for state in plan.states for tensor in state):
         tensor.zero_()
     plan.state["step"] = 0
@@ -306,7 +306,7 @@ def _contiguous_parts(plan: ParameterPlan) -> list[torch.Tensor]:
 
 
 def _as_held(name: str, value: object, state: Mapping, parameter: torch.Tensor) -> object:
-    """A state tensor as a DTensor where its parameter is one, so that distributed checkpoints can re-shard it."""
+    """Return a state tensor as a DTensor if its parameter is one, so that distributed checkpoints can re-shard it."""
     if name == CHECKSUMS:
         return as_saved(value, parameter)
     if local(parameter) is parameter or not isinstance(value, torch.Tensor) or local(value) is not value:
@@ -345,7 +345,7 @@ def _plain_state(given: object) -> object:
 
 
 def _steps_made(state: Mapping, name: str) -> int:
-    """The saved step number; torch's SGD counts none, but a momentum buffer that it has begun has made a step."""
+    """Return the saved step number; torch's SGD saves none, but a momentum buffer implies a step."""
     if "step" not in state and isinstance(state.get("momentum_buffer"), torch.Tensor):
         return 1
     return whole_step(state, name)
@@ -358,7 +358,7 @@ def _is_ours(state: Mapping) -> bool:
 def _fit_state(
     plan: ParameterPlan, codec, rule_state, names: tuple[str, ...], state: Mapping
 ) -> dict[str, torch.Tensor]:
-    """One state of the rule from what was saved, bit for bit where the dtypes agree, through float32 else."""
+    """Return one state of the rule from saved tensors: bit for bit if the dtypes agree, else through float32."""
     given = state.get(f"{rule_state.name}_codes", state.get(rule_state.name, ABSENT))
     if given is ABSENT:
         raise ValueError(
@@ -386,7 +386,7 @@ def _fit_state(
 
 
 def _alike(given: object, own: torch.Tensor) -> bool:
-    """Whether a saved tensor can be copied bit for bit."""
+    """Return whether a saved tensor can be copied bit for bit."""
     return isinstance(given, torch.Tensor) and (local(given).dtype, local(given).shape) == (own.dtype, own.shape)
 
 

@@ -1,4 +1,4 @@
-"""Saved states as float32 values, whatever stored them: floats, two bfloat16, scaled payloads, 8-bit codes."""
+"""Saved states of any storage as float32 values: floats, two bfloat16, scaled payloads, 8-bit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCKS = tuple(1 << power for power in range(4, 11))
 
 
 def codec_versions(state: Mapping[str, object]) -> dict[str, int]:
-    """For every 8-bit state the version of its codes, under the state's own name.
+    """Return the version of the codes of every 8-bit state, under the state's own name.
 
     A reader that knows no codes finds a number where it wants a tensor, and stops, instead of taking codes for moments
     or starting without them.
@@ -24,7 +24,7 @@ def codec_versions(state: Mapping[str, object]) -> dict[str, int]:
 
 
 def check_version(name: str, state: Mapping[str, object]) -> None:
-    """Refuse codes of a version that is not known.
+    """Refuse codes of an unknown version.
 
     Raises:
         ValueError: another version than this one.
@@ -38,7 +38,7 @@ def check_version(name: str, state: Mapping[str, object]) -> None:
 
 
 def block_of(codes: torch.Tensor, scale: torch.Tensor) -> int:
-    """The length of the blocks whose codes and scales were saved.
+    """Return the block length of saved codes and scales.
 
     Raises:
         ValueError: no length fits the shapes.
@@ -54,7 +54,7 @@ def block_of(codes: torch.Tensor, scale: torch.Tensor) -> int:
 
 
 def saved_value(given: torch.Tensor, state: Mapping[str, object], slot: StateSlot) -> torch.Tensor:
-    """A saved state as float32.
+    """Return a saved state as float32.
 
     Args:
         given: its tensor, or its codes.

@@ -1,4 +1,4 @@
-"""What a state_dict must be before anything of it is used."""
+"""Validation of a state_dict before anything of it is used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval")
 def checked_groups(
     groups: list[dict], state_dict: object, check_numbers: Callable[[dict], None], defaults: Mapping
 ) -> list[dict]:
-    """The options that each group takes from a state_dict, if it can belong to these groups.
+    """Return the options that each group takes from a state_dict, if it fits these groups.
 
     Args:
         groups: of the optimizer that loads.
@@ -112,7 +112,7 @@ def _check_updates(mine: dict, theirs: Mapping) -> None:
 
 
 def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[dict], None]) -> dict:
-    """A group's options as they will be, checked as those of a new group are."""
+    """Return a group's options after loading, checked as those of a new group are."""
     taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _KEPT}
     taken = {**{key: value for key, value in _LATER.items() if key in mine}, **taken}
     if mine.get("param_names") and "param_names" in taken:

@@ -12,24 +12,24 @@ from ...scaled import ScaledTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's shard on this rank; any other tensor itself."""
+    """Return a DTensor's shard on this rank; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def memory(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor in which a parameter's numbers lie: a payload, a first component, a DTensor's shard, else itself."""
+    """Return the tensor that stores a parameter: a payload, a first component, a DTensor's shard, else itself."""
     if isinstance(parameter, MCTensor):
         return parameter.components[0]
     return parameter.payload if isinstance(parameter, ScaledTensor) else local(parameter)
 
 
 def own_parts(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in which a parameter's own numbers lie: the components of an MCTensor, else `memory`."""
+    """Return all tensors that store a parameter: the components of an MCTensor, else `memory`."""
     return parameter.components if isinstance(parameter, MCTensor) else (memory(parameter),)
 
 
 def placed_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A local result as a DTensor where its parameter is one."""
+    """Return a local result as a DTensor if its parameter is one."""
     if not hasattr(tensor, "_local_tensor"):
         return value
     from torch.distributed.tensor import DTensor
@@ -39,7 +39,7 @@ def placed_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def index_map_of(parameter: torch.Tensor) -> IndexMap:
-    """Where a parameter's local elements stand in the whole.
+    """Return the map from a parameter's local elements to its global ones.
 
     Raises:
         ValueError: a DTensor that is a pending sum.
@@ -64,7 +64,7 @@ def _whole(shape: torch.Size) -> IndexMap:
 
 
 def _strided_map(parameter: torch.Tensor) -> IndexMap:
-    """A strided shard along one dimension, by sharding the coordinates themselves."""
+    """Return the map of a strided shard, found by sharding the coordinates themselves."""
     from torch.distributed.tensor import distribute_tensor
 
     offset, step = [], []

@@ -22,7 +22,7 @@ _MESSAGE = 1 << 26
 
 
 def check_narrowing(groups: Iterable[dict]) -> Wrappers:
-    """Look for others that hold the float32 parameters which groups ask to be narrow.
+    """Find other holders of the float32 parameters that groups ask to be narrowed.
 
     Raises:
         ValueError: a holder that cannot follow; nothing is changed.
@@ -39,11 +39,11 @@ def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
 
     So are the low bits of parameters that were narrowed before there was an optimizer (`halfulp.convert`).
     """
-    narrowed = {id(group["params"][position]) for group, position in _to_narrow(groups)}
+    to_narrow = {id(group["params"][position]) for group, position in _to_narrow(groups)}
     warn_of_narrow_averages()
     for group in groups:
         for position, parameter in enumerate(group["params"]):
-            if id(parameter) in narrowed:
+            if id(parameter) in to_narrow:
                 value = parameter.detach()
                 replace_data(parameter, torch.empty_like(value, dtype=group["param_dtype"]))
             else:
@@ -57,7 +57,7 @@ def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
 
 
 def _await_wrappers(plan: ParameterPlan) -> None:
-    """Keep what a parameter holds until it has stepped: DistributedDataParallel writes it, and may write the same."""
+    """Keep a copy of the payload for one step: DistributedDataParallel writes the parameter, maybe the same values."""
     held = plan.payload_version
     if held is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         held.payload, held.steps = held.memory.clone(), 1
@@ -72,7 +72,7 @@ def _to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:
 
 
 def name_of(group: dict, position: int) -> str:
-    """A parameter's qualified name where names were given, else its position."""
+    """Return a parameter's qualified name if names were given, else its position."""
     names = group.get("param_names")
     return names[position] if names and position < len(names) else f"#{position}"
 
@@ -96,7 +96,7 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
 
 
 def _broadcast(tensors: list[torch.Tensor], group: torch.distributed.ProcessGroup) -> None:
-    """Send tensors of any dtypes, as bytes."""
+    """Broadcast tensors of any dtypes, as bytes."""
     run, size = [], 0
     for tensor in [*(t for t in tensors if t.numel()), None]:
         if run and (tensor is None or size + tensor.nbytes > _MESSAGE):
@@ -111,7 +111,7 @@ def _broadcast(tensors: list[torch.Tensor], group: torch.distributed.ProcessGrou
 
 
 def refuse_left_behind(optimizer: Any) -> None:
-    """Raise where fully_shard has made new parameters of an optimizer's, which then never have gradients.
+    """Raise if fully_shard has replaced the parameters, which then never have gradients.
 
     Raises:
         ValueError: no module holds any of the parameters.
@@ -127,7 +127,7 @@ def refuse_left_behind(optimizer: Any) -> None:
 
 
 def refuse_overlaps(groups: Iterable[dict]) -> None:
-    """Raise for two parameters over one memory, of which each would step the other's number."""
+    """Raise for two parameters that share memory: each step would write the other too."""
     places = [(group, position) for group in groups for position in range(len(group["params"]))]
     named = [(name_of(group, position), group["params"][position]) for group, position in places]
     is_exact = all(group["param_dtype"] is None and group["format"] is None for group, _ in places)
@@ -136,7 +136,7 @@ def refuse_overlaps(groups: Iterable[dict]) -> None:
 
 
 def refuse_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
-    """Raise where none of the parameters can use the weight update that was chosen for their groups.
+    """Raise if no parameter can use the weight update that was chosen for its group.
 
     Some may be float32 beside narrow ones, or kept so by `halfulp.convert`.
 
@@ -162,7 +162,7 @@ def refuse_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
 
 
 def updates_in_effect(optimizer: Any) -> str:
-    """Which weight update each dtype of an optimizer's parameters gets, whatever its groups ask for.
+    """Describe the weight update that each dtype of an optimizer's parameters gets.
 
     >>> import halfulp as hu
     >>> weights = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]

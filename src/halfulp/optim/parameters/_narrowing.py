@@ -1,4 +1,4 @@
-"""Narrowing a float32 parameter before there is an optimizer: the bits that fall off wait for the first one."""
+"""Narrowing of a float32 parameter before its optimizer is made; the lost bits are kept for that optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPLIT = Split16()
 
 
 class _Held(NamedTuple):
-    """What a parameter lost: bfloat16's low 16 bits, or for float16 the float32 values; and when it was so."""
+    """The bits that narrowing dropped: the low 16 bits for bfloat16, the float32 values for float16."""
 
     tensor: Tensor
     address: int
@@ -42,7 +42,7 @@ def narrow(parameter: Tensor, dtype: torch.dtype) -> None:
 
 
 def take_float32(parameter: Tensor) -> Tensor | None:
-    """The float32 values that `narrow` was given, once; None if they are taken, or the parameter written since."""
+    """Return, once, the float32 values before `narrow`; None if already taken or the parameter was written since."""
     held = getattr(parameter, "__dict__", {}).pop(_HELD, None)
     if held is None or (held.address, held.version) != (parameter.data_ptr(), parameter._version):
         return None
@@ -52,7 +52,7 @@ def take_float32(parameter: Tensor) -> Tensor | None:
 
 
 def widen(parameter: Tensor) -> None:
-    """Make a narrow parameter float32 in place, with the bits that are still held for it."""
+    """Make a narrow parameter float32 in place, with the bits that are still kept for it."""
     value = take_float32(parameter)
     replace_data(parameter, parameter.detach().float() if value is None else value.view_as(parameter))
 
@@ -66,5 +66,5 @@ def keep_float32(parameter: Tensor, kept: bool = True) -> None:
 
 
 def is_kept(parameter: Tensor) -> bool:
-    """Whether the parameter is marked to stay float32."""
+    """Return whether the parameter is marked to stay float32."""
     return getattr(parameter, _KEPT, False)

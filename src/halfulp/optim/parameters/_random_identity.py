@@ -12,7 +12,7 @@ Identity = tuple[str | None, int]
 
 
 def name_identity(name: str) -> int:
-    """63 bits of a hash of a name.
+    """Return 63 bits of a hash of a name.
 
     >>> name_identity("layers.0.weight") == name_identity("layers.0.weight")
     True
@@ -24,7 +24,7 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 
 
 def plain_names(names: Iterable[str]) -> list[str]:
-    """The names that the parameters of a plain model have, from those of a compiled, wrapped or DDP model.
+    """Return the parameter names of the plain model inside a compiled, wrapped or DDP model.
 
     Compiled and checkpointed modules may stand anywhere; DistributedDataParallel's "module." stands before all.
 
@@ -49,14 +49,14 @@ def assign_identities(group: dict, earlier: list[dict]) -> None:
 
 
 def note_identities(group: dict, known: TensorMap[Identity]) -> None:
-    """Remember name and number of every parameter of a group, so that they stay with the parameter."""
+    """Record name and number of every parameter of a group."""
     names = group.get("param_names") or [None] * len(group["params"])
     for parameter, name, number in zip(group["params"], names, group["identities"], strict=True):
         known[parameter] = name, number
 
 
 def follow_parameters(group: dict, groups: list[dict], known: TensorMap[Identity]) -> None:
-    """Let a group's names and identities be those of its parameters, after somebody has changed the list of them.
+    """Update a group's names and identities after its list of parameters was edited.
 
     A parameter that stands in another's place takes over its name and identity; one that was added without a name
     gets the next free number.

@@ -59,7 +59,7 @@ def _weight_update(group: Mapping, store: Store, scaled: bool) -> WeightUpdate:
 
 
 def store_of(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
-    """The store of a parameter of some dtype, or of the payload of a scaled one.
+    """Return the store of a parameter of some dtype, or of a scaled parameter's payload.
 
     Raises:
         ValueError: a dtype that cannot be trained here, or format= on a parameter that is not float32.
@@ -80,7 +80,7 @@ def store_of(dtype: torch.dtype, format_store: Store | None, name: str, scaled: 
 def codecs_for(
     rule: UpdateRule, update: WeightUpdate, group: Mapping, parameter: torch.Tensor, store: Store, name: str
 ) -> tuple[Codec, ...]:
-    """The codecs of a parameter's states; bfloat16 beside 16-bit parameters unless chosen otherwise."""
+    """Return the codecs of a parameter's states; bfloat16 beside 16-bit parameters unless chosen otherwise."""
     default = torch.bfloat16 if store.dtype in NARROW else torch.float32
     is_scaled = isinstance(parameter, ScaledTensor)
     if is_scaled and store.dtype != torch.float32:

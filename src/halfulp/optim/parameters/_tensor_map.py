@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 class TensorMap(Generic[Value]):
-    """Values by the identity of a tensor; an entry goes when its tensor does.
+    """Values by the identity of a tensor; an entry is removed when its tensor is freed.
 
     Attributes:
         by_id: the values by `id(tensor)`, for loops that cannot pay for a method call.
@@ -44,7 +44,7 @@ class TensorMap(Generic[Value]):
         self.by_id[id(tensor)] = value
 
     def reference(self, tensor: torch.Tensor) -> weakref.ref:
-        """A weak reference to a tensor that has a value, or is about to get one."""
+        """Return a weak reference to a tensor that has a value, or is about to get one."""
         key = id(tensor)
         known = self._references.get(key)
         if known is None:
@@ -105,7 +105,7 @@ class _Token:
 
 
 class _Keeper:
-    """Holds a tensor's token among the tensor's attributes, and brings it back when they were swapped away.
+    """Keeps a tensor's token among its attributes, and restores it after a swap of attributes.
 
     `torch.utils.swap_tensors`, by which nn.Module converts wrapper subclasses in place, exchanges the attributes of
     two tensors; those that belonged to the parameter then die with the other one.
@@ -131,7 +131,7 @@ _KEEPER = "_halfulp_keeper"
 
 
 def _reference(tensor: torch.Tensor, forget: Callable[[_Reference], None]) -> _Reference:
-    """By a token only where torch swaps, as its cycle with the tensor is freed later than a plain tensor would be."""
+    """Use a token only if torch swaps tensors: its cycle with the tensor is freed later than a plain tensor."""
     if not (is_traceable_wrapper_subclass(tensor) or torch.__future__.get_swap_module_params_on_conversion()):
         return _Reference(tensor, forget)
     keeper = tensor.__dict__.get(_KEEPER)

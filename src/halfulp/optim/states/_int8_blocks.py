@@ -1,4 +1,4 @@
-"""8-bit states in blocks, in plain torch: the reference of `_block_pieces`."""
+"""8-bit states in blocks, in plain torch: the reference of `_int8_device_functions`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of 8-bit states lies below what their codes reach."""
+"""The share of 8-bit states below the range of their codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._int8_blocks import Int8Blocks
 
 
 def share_below_range(plans: Iterable[ParameterPlan]) -> float | None:
-    """Share of the 8-bit state elements on this rank that hold the smallest code, though what they stand for is not 0.
+    """Return the share of 8-bit state elements on this rank that have the smallest code for a value that is not 0.
 
     That is code 1 of a second moment, which a positive one gets at least, and code 0 of a first moment whose second
     moment is not 0. First moments that have no second one beside them are not counted: their zeros may be true.

@@ -29,11 +29,11 @@ class Scaled:
 
     @property
     def random_bits(self) -> int:
-        """What each rounding draws."""
+        """Random bits of each rounding."""
         return self.store.random_bits if self.stochastic else 0
 
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """The payload, and its scale beside it."""
+        """Shape and dtype of the payload and its scale."""
         return {name: (shape, self.store.dtype), f"{name}_scale": (torch.Size([]), torch.float32)}
 
     def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Scaled:
         self.encode_payload(tensors, value / tensors[1], random)
 
     def encode_payload(self, tensors: list[torch.Tensor], x: torch.Tensor, random: torch.Tensor | None) -> None:
-        """Store payloads (roots for second moments) under the scale that stands there."""
+        """Store payloads (roots for second moments) under the present scale."""
         if self.squared:
             tensors[0].copy_(self._roots(x, random if self.stochastic else None))
         else:
@@ -65,7 +65,7 @@ class Scaled:
         return _tensor(torch.where((code == 0) & (x > 0), 1, code), self.store)
 
     def fitting(self, largest: float) -> float:
-        """The least power of two under which a magnitude fits into the payload; 1 for 0."""
+        """Return the least power of two under which a magnitude fits into the payload; 1 for 0."""
         if largest == 0:
             return 1.0
         fraction, exponent = np.frexp(largest / torch.finfo(self.store.dtype).max)
@@ -99,7 +99,7 @@ class Scaled:
         return "; ".join(steps)
 
     def measured(self, k: int) -> str:
-        """The text of what must fit into the payload."""
+        """The text of the value that must fit into the payload."""
         return f"sqrt(n{k})" if self.squared else f"n{k}"
 
 
@@ -141,5 +141,5 @@ def _mask(store: Store) -> int:
 
 
 def _tensor(code: torch.Tensor, store: Store) -> torch.Tensor:
-    """Codes as the numbers they stand for; one below the first or above the last is never taken."""
+    """Return the numbers of codes; a code outside the store's range is never selected."""
     return (code & _mask(store)).to(torch.int16 if _words(store) == torch.int16 else torch.uint8).view(store.dtype)

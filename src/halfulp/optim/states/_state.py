@@ -75,7 +75,7 @@ class Plain:
 
     @property
     def random_bits(self) -> int:
-        """What each rounding draws."""
+        """Random bits of each rounding."""
         return self.store.random_bits if self.stochastic else 0
 
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -134,14 +134,14 @@ def resolve_codecs(
 
 
 def as_state(given: torch.dtype | str | Components | State | None, default: torch.dtype) -> State:
-    """A State from what a user may give for one."""
+    """Return a State from what a user may give for one."""
     if isinstance(given, State):
         return given
     return State(default if given is None else given)
 
 
 def holds_blocks(shape: torch.Size, block: int) -> bool:
-    """Whether a parameter's states go into blocks: no split along dimension 0 may cut one."""
+    """Return whether a parameter's states fit into blocks: no split along dimension 0 may cut one."""
     if len(shape) < 2:
         return len(shape) == 1 and shape[0] >= 4096 and shape[0] % block == 0
     row = prod(shape[1:])

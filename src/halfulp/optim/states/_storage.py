@@ -1,4 +1,4 @@
-"""How one number lies in memory: its store, with a torch reference and scalar pieces of the same bits.
+"""How one number is stored in memory: a torch reference and device functions with the same bits.
 
 Contract between the pieces: a decoder never yields a NaN whose low 16 bits are set (bfloat16 payloads end in zeros,
 the others are made canonical), and arithmetic passes such NaNs on or makes canonical ones. So an encoder may add

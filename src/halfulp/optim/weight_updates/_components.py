@@ -46,7 +46,7 @@ class Components(WeightUpdate):
         object.__setattr__(self, "residual", rounding_name(self.residual))
 
     def check(self, store: Store) -> None:
-        """Not for float32 as such."""
+        """Refuse plain float32 parameters."""
         if store.name == "fp32":
             raise ValueError("weight_update 'components' is for narrow parameters: give 16-bit ones, or format=")
 
@@ -56,11 +56,11 @@ class Components(WeightUpdate):
         return tuple((name, store.dtype) for name in names)
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """One for the last component where it is stochastic."""
+        """One draw for the last component if it is rounded stochastically."""
         return (store.random_bits,) if self.residual == "stochastic" else ()
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """Pieces for n components."""
+        """The device functions for n components."""
         if self.n == 2:
             return self._kahan.bindings(store)
         pieces = (read_three, write_three) if self.n == 3 else (read_four, write_four)
@@ -73,19 +73,19 @@ class Components(WeightUpdate):
         return Kahan(residual=self.residual)
 
     def read(self, store: Store, parts: Parts) -> torch.Tensor:
-        """The sum, smallest first."""
+        """Return the sum of the components, smallest first."""
         if self.n == 2:
             return self._kahan.read(store, parts)
         return _total(self._held(store, parts))
 
     def _held(self, store: Store, parts: Parts) -> list[torch.Tensor]:
-        """The components' values, those behind the first only where they fit it."""
+        """Return the components; those behind the first are 0 where they cannot belong to it."""
         p, c, *rest = (store.decode(part) for part in parts)
         kept = fitting_tensor(store, 0.5, p, c)
         return [p, kept, *(torch.where(kept == c, x, 0.0) for x in rest)]
 
     def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts) -> torch.Tensor:
-        """Sweep the update through the components from the smallest up, then cut the exact sum from the top."""
+        """Add the update to the components from the smallest up, then split the exact sum from the top."""
         if self.n == 2:
             return self._kahan.write(store, parts, u, draws)
         held = self._held(store, parts)
@@ -96,7 +96,7 @@ class Components(WeightUpdate):
         return self._cut(store, parts, high, low, draws, [torch.where(u == 0, value, torch.nan) for value in held])
 
     def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
-        """Cut the value from the top, all to nearest."""
+        """Round a value to components from the top, all to nearest."""
         if self.n == 2:
             self._kahan.fill(store, parts, value)
         else:

@@ -1,4 +1,4 @@
-"""Stochastic rounding that puts what it lost into the first moment, from where later updates return it."""
+"""Stochastic rounding whose rounding error goes into the first moment, so that later updates return it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Kahan(WeightUpdate):
             raise ValueError("Kahan(literal=True) is the paper's algorithm, which rounds to nearest: leave weight out")
 
     def check(self, store: Store) -> None:
-        """Not for float32 as such."""
+        """Refuse plain float32 parameters."""
         if store.name == "fp32":
             raise ValueError("weight_update 'kahan' is for narrow parameters: give 16-bit ones, or format=")
 
@@ -60,11 +60,11 @@ class Kahan(WeightUpdate):
         return (("residual", store.dtype),)
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """For the weight, then for the residual."""
+        """One draw for each stochastic rounding: the weight, then the residual."""
         return (store.random_bits,) * [self.weight, self.residual].count("stochastic")
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """The compensated pieces."""
+        """The device functions of the compensated sum."""
         stochastic = self.residual == "stochastic"
         both = stochastic and self.weight == "stochastic"
         write = write_literal if self.literal else write_kahan_second if both else write_kahan
@@ -75,12 +75,12 @@ class Kahan(WeightUpdate):
         return pieces | bound
 
     def _ulps(self, store: Store) -> float:
-        """What a residual can come to, its own last place included, in units in the last place of the parameter."""
+        """Return the largest residual, its own last place included, in ulps of the parameter."""
         rest = 1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5
         return rest * (1 + ulp_of_one(store))
 
     def _held(self, store: Store, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
-        """The parameter, and its residual where it fits."""
+        """Return the parameter, and its residual, 0 where it cannot belong to the parameter."""
         p = store.decode(parts[0])
         return p, fitting_tensor(store, self._ulps(store), p, store.decode(parts[1]))
 
@@ -112,7 +112,7 @@ class Kahan(WeightUpdate):
         return s + store.decode(parts[1])
 
     def _literal(self, store: Store, p: torch.Tensor, c: torch.Tensor, u: torch.Tensor) -> Parts:
-        """The paper's algorithm, which knows one scale: for elements that are as they were read."""
+        """Return the paper's algorithm, for elements whose scale does not change."""
 
         def rounded(x: torch.Tensor) -> torch.Tensor:
             return store.decode(store.encode(x, None))
@@ -122,7 +122,7 @@ class Kahan(WeightUpdate):
         return s, rounded(rounded(p - s) + y)
 
     def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
-        """The nearest narrow value, and what it misses."""
+        """Set the parameter to the nearest narrow value, and the residual to the rounding error."""
         parts[0].copy_(store.encode(value, None))
         shown = store.decode(parts[0])
         parts[1].copy_(store.encode(torch.where((shown - shown) == 0, value - shown, 0.0), None))

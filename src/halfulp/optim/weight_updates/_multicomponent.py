@@ -1,4 +1,4 @@
-"""Parameters that hold their own components: MCTensors, whose step is the one of `Components(n)`."""
+"""The weight update of MCTensors, which hold their own components: that of `Components(n)`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._weight_update import WeightUpdate, weight_update
 
 
 def update_of_components(group: Mapping, parameter: MCTensor, name: str) -> WeightUpdate | None:
-    """The weight update of an MCTensor's components; None for a single one, which the group's own update keeps.
+    """Return the weight update of an MCTensor's components; None for a single one, which keeps its group's update.
 
     Raises:
         ValueError: components that no kernel here steps, or an option that means something else for them.

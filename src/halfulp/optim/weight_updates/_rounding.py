@@ -22,16 +22,16 @@ class Rounded(WeightUpdate):
     stochastic: ClassVar[bool] = False
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """One for the weight where it is stochastic."""
+        """One draw for the weight if it is rounded stochastically."""
         return (store.random_bits,) if self.stochastic else ()
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """The plain pieces."""
+        """The device functions of the rounded sum."""
         pieces = {"read_weight": read_plain, "write_weight": write_plain}
         return pieces | store_bindings(store, self.stochastic)
 
     def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
-        """Round."""
+        """Round a float32 to the parameter."""
         parts[0].copy_(store.encode(value, draws[0] if self.stochastic else None))
         return store.decode(parts[0])
 
@@ -46,12 +46,12 @@ class StochasticallyRounded(Rounded):
 
 @dataclass(frozen=True)
 class Exact(Rounded):
-    """Parameters that are float32 themselves."""
+    """w += u in plain float32 parameters."""
 
     name: ClassVar[str] = "exact"
 
     def check(self, store: Store) -> None:
-        """Only float32, whole."""
+        """Refuse all but plain float32 parameters."""
         if store.name != F32.name:
             raise ValueError("weight_update 'exact' is for float32 parameters: choose 'split' for exact bfloat16 ones")
 
@@ -68,7 +68,7 @@ class Master(WeightUpdate):
     scales: ClassVar[bool] = True
 
     def check(self, store: Store) -> None:
-        """A float32 master beside a float32 parameter helps nobody."""
+        """Refuse float32 parameters, which need no float32 master copy."""
         if store.name == F32.name:
             raise ValueError("weight_update 'master' is for 16-bit parameters: float32 ones are their own master")
 
@@ -77,29 +77,29 @@ class Master(WeightUpdate):
         return (("master", torch.float32),)
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """Pieces over the float32 copy."""
+        """The device functions over the float32 copy."""
         return {"read_weight": read_master, "write_weight": write_master} | store_bindings(store, False)
 
     def read(self, store: Store, parts: Parts) -> torch.Tensor:
-        """The copy where the parameter is its nearest value, else the parameter."""
+        """Return the copy where the parameter is its nearest value, else the parameter."""
         copy, shown = F32.decode(parts[1]), store.decode(parts[0])
         nearest = store.decode(store.encode(copy, None))
         same = (shown == nearest) & (shown.signbit() == nearest.signbit())
         return torch.where(same, copy, shown)
 
     def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
-        """Keep the float32, show the nearest narrow value."""
+        """Store the float32 copy, and its nearest narrow value in the parameter."""
         parts[1].copy_(value)
         parts[0].copy_(store.encode(parts[1], None))
         return parts[1]
 
     def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
-        """Exact."""
+        """Store the float32 value exactly in the copy."""
         parts[1].copy_(value)
         parts[0].copy_(store.encode(value, None))
 
     def neutral(self, store: Store, payload: torch.Tensor) -> torch.Tensor:
-        """Its value."""
+        """Return the parameter's value."""
         return store.decode(payload.contiguous())
 
 

@@ -64,11 +64,11 @@ class Split16(WeightUpdate):
 
     @property
     def rounds_sum(self) -> bool:
-        """Not where the exact sum is rounded stochastically."""
+        """False if the exact sum is rounded stochastically."""
         return self.rounding == "nearest"
 
     def check(self, store: Store) -> None:
-        """bfloat16, whose exponent is float32's."""
+        """Refuse all but bfloat16, whose exponent is float32's."""
         if store.dtype != torch.bfloat16:
             raise ValueError(
                 f"weight_update {self.name!r} cuts a float32 word in two, which bfloat16 parameters allow, not "
@@ -80,32 +80,32 @@ class Split16(WeightUpdate):
         return (("low_bits", torch.int16),)
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """One for the sum where it is rounded stochastically."""
+        """One draw for the sum if it is rounded stochastically."""
         return (16,) if self.rounding == "stochastic" else ()
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """Pieces on float32 words."""
+        """The device functions on float32 words."""
         rounded = round_sum if self.rounding == "stochastic" else add_nearest
         pieces = {"read_weight": read_split, "write_weight": write_split, "rounded_sum": rounded}
         return pieces | store_bindings(store, False)
 
     def read(self, store: Store, parts: Parts) -> torch.Tensor:
-        """The float32 word put together."""
+        """Return the float32 that high and low bits form."""
         high = parts[0].contiguous().view(torch.int16).to(torch.int64)
         return _finite_or(words_float((high << 16) + parts[1].to(torch.int64)), store.decode(parts[0]))
 
     def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts) -> torch.Tensor:
-        """The sum, rounded to float32 and cut."""
+        """Write the sum, rounded to float32 and split."""
         w = self.read(store, parts)
         return self.put(store, parts, _rounded_sum(w, u, draws[0]) if draws else w + u, draws)
 
     def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
-        """Cut."""
+        """Split a float32 into high and low bits."""
         self.fill(store, parts, value)
         return value
 
     def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
-        """Exact, NaNs made canonical so that the parameter shows them."""
+        """Split exactly; NaNs are made canonical so that the high bits are NaN too."""
         words = float_words(torch.where(value.isnan(), torch.nan, value))
         low = ((words & 0xFFFF) ^ 0x8000) - 0x8000
         parts[1].copy_(low)
@@ -123,7 +123,7 @@ class Split8(WeightUpdate):
     name: ClassVar[str] = "split8"
 
     def check(self, store: Store) -> None:
-        """Both 16-bit dtypes."""
+        """Refuse all but 16-bit dtypes."""
         if store.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"weight_update 'split8' is for bfloat16 and float16 parameters, not {store.name} in float32 ones: "
@@ -135,11 +135,11 @@ class Split8(WeightUpdate):
         return (("low_bits", torch.int8),)
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """For the last of the 24 bits."""
+        """One draw for the last of the 24 bits."""
         return (16,)
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """Pieces on words for bfloat16, on units of the last place for float16."""
+        """The device functions: on words for bfloat16, on units of the last place for float16."""
         pieces = (read_split8, write_split8) if store.name == "bf16" else (read_split8_fp16, write_split8_fp16)
         return dict(zip(("read_weight", "write_weight"), pieces)) | store_bindings(store, False)
 
@@ -152,12 +152,12 @@ class Split8(WeightUpdate):
         return p + parts[1].float() * _fp16_unit(p)
 
     def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
-        """The low bits by stochastic rounding."""
+        """Write high bits to nearest and low bits by stochastic rounding."""
         self._encode(store, parts, value, draws[0])
         return self.read(store, parts)
 
     def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
-        """Nearest, to 24 bits."""
+        """Write the nearest 24-bit value."""
         half = torch.full(value.shape, 0x80 if store.name == "bf16" else 0x8000, device=value.device, dtype=torch.int64)
         self._encode(store, parts, torch.where(value.isnan(), torch.nan, value), half)
 

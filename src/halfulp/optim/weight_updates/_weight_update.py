@@ -18,7 +18,7 @@ Parts = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One way of adding u to a parameter of few bits.
+    """The base of weight updates: how an update u is added to a parameter of few bits.
 
     A subclass gives the tensors that lie beside the parameter, and the same arithmetic twice: on torch tensors
     (`read`, and `put` or `write`: the reference) and as scalar pieces (`bindings`). `tests/optim` holds the two to
@@ -38,7 +38,7 @@ class WeightUpdate:
         return not self.compensates
 
     def check(self, store: Store) -> None:
-        """Raise ValueError if parameters of this store cannot be updated so."""
+        """Raise ValueError if this weight update does not apply to parameters of this store."""
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """Name and dtype of each tensor kept beside the parameter."""
@@ -99,7 +99,7 @@ def write_plain(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
 
 
 def store_bindings(store: Store, stochastic: bool) -> dict[str, object]:
-    """What the pieces call the parameter's store and rounding."""
+    """Return the bindings of the store's and the rounding's names in device functions."""
     return {
         "weight_load": store.load,
         "weight_save": store.save,
@@ -111,7 +111,7 @@ def store_bindings(store: Store, stochastic: bool) -> dict[str, object]:
 
 
 def rounding_name(given: object) -> str:
-    """The name of a rounding that a weight update can use, from the name or the rounding object.
+    """Return the name of a rounding that a weight update can use, from its name or object.
 
     Raises:
         ValueError: another rounding, or a seed of its own (the optimizer's seed governs).
@@ -128,14 +128,14 @@ REGISTRY: dict[str, WeightUpdate] = {}
 
 
 def register(weight_update: WeightUpdate) -> None:
-    """Give a weight update a name; a name can be given once."""
+    """Register a weight update under its name, which must be new."""
     if weight_update.name in REGISTRY:
         raise ValueError(f"a weight update named {weight_update.name!r} exists already: choose another name")
     REGISTRY[weight_update.name] = weight_update
 
 
 def weight_update(given: WeightUpdate | str | dict) -> WeightUpdate:
-    """A weight update by object, by name, or from its `to_dict`.
+    """Return a weight update by object, by name, or from its `to_dict`.
 
     Raises:
         ValueError: an unknown name, with the near ones.

@@ -39,5 +39,5 @@ def plain_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
 
 
 def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether someone watches an optimizer's steps, and is to see one."""
+    """Return whether an optimizer has step hooks that must run."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -59,7 +59,7 @@ class ExplicitGradientOptimizer(Optimizer):
             raise ValueError(f"lr={value} is not allowed: give a finite number that is not negative")
 
     def _check_switches(self, group: dict) -> None:
-        """They are the wrapped optimizer's."""
+        """Accept all: these options belong to the wrapped optimizer."""
 
     def _current(self, group: dict, position: int, given: Store) -> ParameterPlan:
         """Return a parameter's plan, made anew if it is not valid any more."""

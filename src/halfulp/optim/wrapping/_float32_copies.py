@@ -1,4 +1,4 @@
-"""Float32 shadows of parameters, and torch optimizers over them."""
+"""Float32 copies (shadows) of parameters, and torch optimizers that step them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_
 
 
 def from_class(optimizer: Callable, params: Iterable, options: dict) -> tuple[torch.optim.Optimizer, list[dict], dict]:
-    """An optimizer over shadows of parameters, their groups, and the shadows."""
+    """Make an optimizer over shadows of parameters; return it, its groups and the shadows."""
     if isinstance(params, torch.Tensor):
         raise TypeError("params must be an iterable of tensors, of named tensors, or of groups, not one tensor")
     given = list(params)
@@ -33,7 +33,7 @@ def from_class(optimizer: Callable, params: Iterable, options: dict) -> tuple[to
 
 
 def shadow_group(group: Mapping, shadows: dict) -> tuple[dict, dict]:
-    """A group for the wrapped optimizer, over shadows, and the same over the parameters."""
+    """Return a group over shadows for the wrapped optimizer, and the same over the parameters."""
     members = group["params"]
     members = [members] if isinstance(members, torch.Tensor) else members if isinstance(members, set) else list(members)
     inner = []
@@ -54,20 +54,20 @@ def merged_group(outer: Mapping, inner: Mapping) -> dict:
 
 
 def from_instance(instance: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, list[dict], dict]:
-    """An optimizer like a live one over shadows of its parameters, with its state, its groups, and the shadows."""
+    """Make an optimizer over shadows from a live one; return it with its state, its groups and the shadows."""
     shadows = {p: shadow_of(p) for group in instance.param_groups for p in group["params"]}
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return shadows.get(tensor, tensor)
 
-    def widened(tensor: torch.Tensor) -> torch.Tensor:
+    def to_float32(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, MCTensor):
             return tensor.decode(torch.float32)
         return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
     fields = {k: mapped(v, moved) for k, v in fields_of(instance).items() if k != "state"}
     base = rebuilt(type(instance), {**fields, "state": defaultdict(dict)})
-    base.state.update({moved(key): mapped(state, widened) for key, state in instance.state.items()})
+    base.state.update({moved(key): mapped(state, to_float32) for key, state in instance.state.items()})
     return base, [dict(group) for group in instance.param_groups], shadows
 
 
@@ -90,12 +90,12 @@ def empty_like(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def shadow_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What the wrapped optimizer steps in a parameter's place."""
+    """Return the tensor that the wrapped optimizer steps instead of a parameter."""
     return torch.nn.Parameter(placed_like(empty_like(parameter), parameter), requires_grad=parameter.requires_grad)
 
 
 def point(shadow: torch.Tensor, values: torch.Tensor) -> None:
-    """Let a shadow, or its shard on this rank, have other memory."""
+    """Point a shadow, or its shard on this rank, to other memory."""
     if local(shadow) is shadow:
         shadow.data = values
     else:

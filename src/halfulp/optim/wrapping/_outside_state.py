@@ -1,4 +1,4 @@
-"""What a wrapped optimizer keeps outside its groups and its per-parameter states: saved with them, or refused."""
+"""State of a wrapped optimizer outside its groups and its per-parameter states: saved with them, or refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def restore_outside_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, 
 
 
 def marks_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Marks of all attributes that are no plain data, which are equal while what they hold is."""
+    """Return marks of all attributes that are no plain data; equal marks mean equal content."""
     return {name: _mark(value, _DEEPEST) for name, value in _attributes(optimizer) if not _is_plain(value)}
 
 

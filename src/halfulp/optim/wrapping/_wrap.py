@@ -144,7 +144,7 @@ class Wrapped(ExplicitGradientOptimizer):
         self._marks = marks_of(base)
 
     def rule(self, group: dict) -> UpdateRule:
-        """The new weight, as it comes."""
+        """Return the rule that assigns the new weight."""
         return ASSIGNMENT
 
     def add_param_group(self, param_group: dict) -> None:
@@ -168,7 +168,7 @@ class Wrapped(ExplicitGradientOptimizer):
         self._pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
 
     def _follow_groups(self) -> None:
-        """The same for the wrapped optimizer: its groups hold the shadows of what the groups here hold."""
+        """Do the same for the wrapped optimizer, whose groups hold the shadows of these parameters."""
         super()._follow_groups()
         if not self._complete:
             return
@@ -273,7 +273,7 @@ class Wrapped(ExplicitGradientOptimizer):
         return closure is not None and closure.default is inspect.Parameter.empty
 
     def _runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
-        """What goes through the wrapped optimizer at a time: all, unless its parameters are known to be independent."""
+        """Return the runs of plans that step together: all, unless the wrapped optimizer steps each parameter alone."""
         if not type(self.base).__module__.startswith("torch.optim.") or is_hooked(self.base):
             return [plans]
         whole = [plan for plan in plans if _in_place(plan)]
@@ -386,7 +386,7 @@ class Wrapped(ExplicitGradientOptimizer):
         return {**own, "_inner": (type(self.base), fields_of(self.base))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The counterpart."""
+        """Restore from `__getstate__`."""
         kind, fields = state.pop("_inner")
         self._complete = False
         super().__setstate__(state)
@@ -400,7 +400,7 @@ class Wrapped(ExplicitGradientOptimizer):
 
 
 def _in_place(plan: ParameterPlan) -> bool:
-    """float32 as such: nothing is to be rounded, and the shadow is the parameter."""
+    """Return whether a parameter is plain float32, so that it is its own shadow."""
     return plan.spec.store is F32
 
 
