@@ -1,4 +1,4 @@
-"""The gradients of one run: every node that its operators made rounds what arrives and what leaves."""
+"""Rounding of gradients: every autograd node of an emulated run rounds its incoming and outgoing gradients."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _accumulated(graph: weakref.ref, leaf: Tensor) -> None:
 
 
 def _summed(graph: weakref.ref, gradient: Tensor) -> Tensor | None:
-    """Before a leaf with several uses gets their sum."""
+    """The pre-hook of a leaf with several uses: round their sum."""
     owner = graph()
     if owner is None or owner.task != torch._C._current_graph_task_id():
         return None

@@ -260,7 +260,7 @@ def _round_state(model: nn.Module, rounder: Rounder) -> None:
 
 
 def _misses(value: Tensor, rounder: Rounder) -> int:
-    """How many numbers of a tensor the format lacks."""
+    """How many elements of a tensor are not in the format."""
     if not value.is_floating_point() or value.is_meta:
         return 0
     value = value.detach()

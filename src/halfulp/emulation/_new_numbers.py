@@ -1,4 +1,4 @@
-"""What an ATen operator gives: which of its results are new numbers, read from its schema."""
+"""Which results of an ATen operator are newly computed numbers, read from its schema."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NOTHING_NEW = frozenset(
 
 
 class Results(NamedTuple):
-    """Where the results of one operator are.
+    """Which results of an operator are new, written in place or kept for backward.
 
     Attributes:
         name: such as "aten.addmm".

@@ -71,7 +71,7 @@ class _Mode(TorchDispatchMode):
             capture_hooks(self._pack, self._emulated)
 
     def _settle(self, results: Results, out, args: tuple, kwargs: dict):
-        """Round what an operator gave; the output to hand on."""
+        """Round an operator's results, and return its output."""
         rounder, name = self.rounder, results.name
         count = 0
         if results.aliases_caller:
@@ -119,7 +119,7 @@ def _modes() -> list[_Mode]:
 
 
 class Region:
-    """A `with` block that rounds with a rounder; inside a block of the same settings it joins that one.
+    """A `with` block in which operators are rounded; inside a block of the same settings it joins that one.
 
     Entering raises RuntimeError inside a block of other settings and inside a transform of torch.func, and
     NotImplementedError where a graph is recorded (torch.export, torch.jit.trace, make_fx).

@@ -1,4 +1,4 @@
-"""What an emulation rounded, as a table of words."""
+"""The table of what an emulation rounded."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Rounder:
 
     @property
     def settings(self) -> tuple:
-        """What two rounders must share to round alike."""
+        """The settings by which two rounders give the same results."""
         return self.format, self.rounding, self.overflow
 
     @property

@@ -1,4 +1,4 @@
-"""Casts round a narrow model's modules, as hooks: inputs to the dtype of the weights, float32 where that is kept."""
+"""Hooks that cast between modules of a narrow model: inputs to the dtype of the weights, or to float32."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class _Cast:
         self.dtype = dtype
 
     def inputs(self, args: tuple, kwargs: dict, dtype: torch.dtype) -> tuple[tuple, dict] | None:
-        """Both cast; None where nothing changes."""
+        """Positional and keyword inputs, cast; None where nothing changes."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             return None if args[0].dtype == dtype else ((cast(args[0], dtype),), kwargs)
         return map_tensors(args, lambda x: cast(x, dtype), False), map_tensors(kwargs, lambda x: cast(x, dtype), False)
 
 
 class CastInputs(_Cast):
-    """Before a module: its inputs to the dtype of its own parameters."""
+    """A forward pre-hook that casts inputs to the dtype of the module's own parameters."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """A forward pre-hook."""
@@ -40,7 +40,7 @@ class CastInputs(_Cast):
 
 
 class WidenInputs(_Cast):
-    """Before a module that is kept in float32: its inputs to float32."""
+    """A forward pre-hook of a module that is kept in float32: casts its inputs to float32."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """A forward pre-hook."""
@@ -48,7 +48,7 @@ class WidenInputs(_Cast):
 
 
 class CastOutputs(_Cast):
-    """After a module: its outputs, nested ones too."""
+    """A forward hook that casts a module's outputs, nested ones too."""
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """A forward hook."""
@@ -61,7 +61,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def install(model: nn.Module, islands: set[str], dtype: torch.dtype) -> None:
-    """Cast what the model's modules are given, and give float32 back.
+    """Install the hooks: modules get inputs in their dtype, and the model returns float32.
 
     Args:
         model: whose parameters are narrow, but for those inside islands.
@@ -87,7 +87,7 @@ def install_inputs(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def remove(model: nn.Module) -> None:
-    """Take away every hook of this file."""
+    """Remove every hook of this file from a model."""
     for module in model.modules():
         for hooks, options in (
             (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
@@ -110,7 +110,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether its inputs meet its own weights in products, where torch wants one dtype.
+    """Whether a module multiplies its inputs by its own weights, for which torch wants one dtype.
 
     A layer, with no weights below it, does. So does a composite that owns a weight by that name (MultiheadAttention's
     ``in_proj_weight``). One that owns a class token or a table of positions adds it, which type promotion settles, and

@@ -170,7 +170,7 @@ def _records(model: nn.Module) -> list[_Record]:
 
 
 def _to_narrow(model: nn.Module, kept: set[str], dtype: torch.dtype) -> tuple[str, ...]:
-    """Parameters narrow but for the kept ones, and casts between the two."""
+    """Narrow the parameters that are not kept, and install casts between the two kinds."""
     keeps = kept_parameters(model, kept)
     for parameter in model.parameters():
         if id(parameter) in keeps:
@@ -208,7 +208,7 @@ def _cast_buffers(model: nn.Module, names: list[str], dtype: torch.dtype) -> Non
 
 @contextmanager
 def _as_it_was(model: nn.Module, recipe: Recipe) -> Iterator[None]:
-    """Where a perturbed model is refused, give its weights back."""
+    """A block that restores a perturbed model's weights where conversion is refused."""
     held = [(p, p.detach().clone()) for p in model.parameters()] if recipe.perturb else []
     try:
         yield
@@ -230,7 +230,7 @@ def _perturb(model: nn.Module, size: float, seed: int) -> None:
 
 
 def _check_holders(model: nn.Module, recipe: Recipe, what: str) -> Wrappers:
-    """Whom a change of dtype in place concerns; multicomponent and scalify look for themselves."""
+    """Refuse a change of dtype where others hold the parameters (multicomponent and scalify check by themselves)."""
     in_place = recipe.narrow or recipe.param_dtype == "float64"
     if not in_place or recipe.components or recipe.payload:
         return Wrappers()

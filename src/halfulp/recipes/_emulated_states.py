@@ -1,4 +1,4 @@
-"""Optimizer states held to the values of a format, for the model of a processor that knows no other."""
+"""Optimizer states rounded to the values of a format, to emulate a processor that has no other."""
 
 import torch
 

@@ -13,7 +13,7 @@ from ._recipe import Recipe
 
 
 class _Readings:
-    """What ``halfulp.optim``'s optimizers tell about themselves, for one of torch.optim."""
+    """The measurements of ``halfulp.optim``'s optimizers, for an optimizer of torch.optim."""
 
     def report(self) -> LostUpdateReport:
         """Nothing is metered."""

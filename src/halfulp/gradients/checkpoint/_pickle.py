@@ -8,7 +8,7 @@ from torch import nn
 
 
 def reduced(scaler: Any, base: type) -> tuple:
-    """What ``__reduce__`` gives: how to make the scaler again, and what it holds besides.
+    """The result of ``__reduce__``: how to make the scaler again, and its state.
 
     Args:
         scaler: an AdaptiveGradScaler, or an instance of a subclass.
@@ -48,7 +48,7 @@ def restored(base: type, kind: type, models: list[nn.Module], options: dict[str,
 
 
 def resume(scaler: Any, state: dict[str, Any]) -> None:
-    """Let a scaler that was made again be where the other was."""
+    """Restore the state of a scaler that `restored` made."""
     vars(scaler).update(state["own"])
     scaler.last_step, scaler._device = state["last_step"], state["device"]
     if scaler._enabled:

@@ -20,7 +20,7 @@ _Wanted = dict[str, tuple[str, Callable[[Any], bool]]]
 
 
 def state_of(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """The exponents, and what policies look back on: pairs of a site's name and its entries.
+    """Exponents and histories as plain data: pairs of a site's name and its entries.
 
     A tuple is one entry to torch.distributed.checkpoint, which of a dict loads only the names that it finds before.
     Processes have exponents of their own, and it may be any of them that writes an entry: what exponents are meant for
@@ -57,7 +57,7 @@ def sites_by_name(state_dict: object) -> object:
 
 
 def check_entries(state_dict: object) -> None:
-    """Look at every entry of a scaler's state, or of a GradScaler's, which has neither sites nor progress.
+    """Check every entry of a scaler's state, or of a GradScaler's, which has neither sites nor progress.
 
     Raises:
         ValueError: one is missing, or is not what it should be; the message names it.
@@ -211,7 +211,7 @@ def _belongs(key: str, modules: set[str]) -> bool:
 
 
 def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
-    """Take over every site of a state; ``narrow`` is the format of those that have one."""
+    """Load every site of a state; ``narrow`` is the format of those that have one."""
     for key, values in given.items():
         site: Site = sites.global_site if key == GLOBAL else sites.open(key)
         site.exponent = values["exponent"]

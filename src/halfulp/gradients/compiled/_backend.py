@@ -52,7 +52,7 @@ def backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
 
 
 class Partition:
-    """Parts a joint graph as torch does, and moves gradients in the backward one: a CustomPartitionerFn of Inductor."""
+    """Partitions a joint graph as torch does, and moves gradients in its backward graph: a CustomPartitionerFn."""
 
     def __init__(self, scaler: str, plan: Plan, inner: Any = None) -> None:
         self.scaler = scaler
@@ -67,7 +67,7 @@ class Partition:
         return forward, backward
 
     def uuid(self) -> tuple:
-        """What torch's caches of graphs must know."""
+        """The key of this partitioner in torch's caches of graphs."""
         from torch._inductor.custom_graph_pass import get_hash_for_files
 
         files = (_graph_functions, _graph_operators, _graph_pass, _graph_roles, _graph_sites, _graph_writer, _products)
@@ -102,7 +102,7 @@ _COMPILERS = {"inductor": _inductor, "aot_eager": _aot_eager}
 
 
 def unmark(module: GraphModule, scaler: str) -> None:
-    """Take the marks of this scaler out."""
+    """Remove the marks of this scaler from a graph."""
     for node in list(module.graph.nodes):
         if node.target is scaled_here and node.args[1] == scaler:
             node.replace_all_uses_with(node.args[0])
@@ -111,7 +111,7 @@ def unmark(module: GraphModule, scaler: str) -> None:
 
 
 def check_breaks(inputs: Sequence, backward: Backward) -> None:
-    """Warn where a model's parameters are read outside of its graphs: exponents of their own need a graph.
+    """Warn where a model's parameters are read outside of its graphs, as sites exist only in graphs.
 
     Raises:
         NotImplementedError: the gradients there would not be rounded as all others are.

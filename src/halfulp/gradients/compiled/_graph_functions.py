@@ -1,4 +1,4 @@
-"""Forward functions of a joint graph's backward nodes where torch does not name them: those of in-place functions.
+"""Finds the forward functions of a joint graph's backward nodes that torch does not name: in-place functions.
 
 Torch finds the function that a backward node is in the derivative of by autograd's sequence numbers: a node of the
 forward pass has the number of autograd's latest node as it was made. Two kinds of autograd's nodes have none of the

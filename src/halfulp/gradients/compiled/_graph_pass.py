@@ -17,7 +17,7 @@ from ._graph_roles import HALF, MATRIX, Role, carries, role_of
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the forward graph tells of a backward graph.
+    """What a backward graph needs to know of its forward graph.
 
     Attributes:
         keys: The site of each function of the forward graph, by its path there.
@@ -97,7 +97,7 @@ class Product:
         return any(kind == "passed" for _, kind, _ in self.makes)
 
     def gradients(self) -> Iterator[tuple[Node, str, bool]]:
-        """What is worth measuring: gradients, their kinds, and whether they have the global exponent."""
+        """The gradients to measure, with their kinds, and whether they have the global exponent."""
         yield from ((x, "received", False) for x in self.reads if not self.shared)
         yield from self.makes
 
@@ -148,7 +148,7 @@ class Placement:
             self.sites[node] = self._site(node)
 
     def _collect(self, nodes: Iterable[Node]) -> None:
-        """Gradients are what follows from tangents."""
+        """Find all gradients, which are computed from the tangents, and their roles."""
         for node in nodes:
             if node.op == "placeholder" and "tangents" in node.name:
                 self.gradients[node] = None
@@ -167,7 +167,7 @@ class Placement:
                     self.gradients[node] = None
 
     def _sums_for(self, add: Node) -> str | None:
-        """The function within whose derivative all is made that adds up, so that it reads the tensor itself once."""
+        """The one function, reading the tensor once, in whose derivative all terms of a sum are made; else None."""
         made = list(add.args[:2])
         for x in made:
             made += x.args[:2] if x in self._adds else ()
@@ -183,13 +183,13 @@ class Placement:
         return "opening" if role == "linear" and path in self._plan.opening else role
 
     def _path(self, node: Node) -> str | None:
-        """The forward function that a node is in the derivative of."""
+        """The forward function to whose derivative a node belongs."""
         stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
         paths = (path_of(stack[:end]) for end in range(len(stack), 0, -1))
         return next((path for path in paths if path in self._plan.keys), None)
 
     def _whole(self, node: Node) -> str | None:
-        """The function of the eager front end that a node is in the derivative of."""
+        """The function, as the eager front end sees it, to whose derivative a node belongs."""
         path = self._path(node)
         return self._plan.wholes.get(path, path)
 
@@ -225,7 +225,7 @@ class Placement:
         return f"backward.{node.name}" if path is None else self._plan.keys[path]
 
     def _added(self, add: Node) -> Node | None:
-        """The product that a compiler makes one addmm of, with the sum that alone reads it; the last of two."""
+        """The product that a compiler may fuse with this sum into one addmm; the last of two."""
         if self._plan.rounds:
             # What is rounded before it is added is computed apart.
             return None
@@ -235,7 +235,7 @@ class Placement:
         return next((x for x in reversed(add.all_input_nodes) if x.target is mm and len(x.users) == 1), None)
 
     def _needed(self, reader: Node) -> str | None:
-        """Where a reader wants its gradients; None where it does not mind."""
+        """The site at which a reader needs its gradients; None where any will do."""
         if reader.op == "output":
             return None
         if reader in self._products:
@@ -355,7 +355,7 @@ class Placement:
         return gradient.all_input_nodes[0] if self.roles.get(gradient) == "widening" else gradient
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """In what dtype the gradient is that a site's first product reads."""
+        """The dtype of the gradient that each site's first product reads."""
         dtypes: dict[str, torch.dtype] = {}
         for node, key in self._calls.items():
             read = next(x for x in node.all_input_nodes if x in self.gradients)
@@ -363,7 +363,7 @@ class Placement:
         return dtypes
 
     def kind(self, gradient: Node) -> str:
-        """What a reading of a gradient that a site gives is called."""
+        """The kind of measurement of a gradient that a site gives: "passed" or "weight"."""
         return "passed" if self._leads[gradient] else "weight"
 
     def products(self, moved: Collection[Node]) -> list[Product]:

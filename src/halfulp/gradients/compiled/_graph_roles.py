@@ -58,7 +58,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def role_of(node: Node, gradients: Mapping[Node, None]) -> Role:
-    """What a function is to the gradients among its arguments."""
+    """The role of a function for the gradients among its arguments."""
     if node.target is operator.getitem:
         return "part"
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims", "mkldnn"):
@@ -165,7 +165,7 @@ def _widens(node: Node, gradients: Mapping[Node, None]) -> bool:
 
 
 def base_of(node: Node) -> Node:
-    """What a node is a view of."""
+    """The tensor that a node is a view of."""
     while isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _VIEWS:
         node = node.all_input_nodes[0]
     return node

@@ -54,7 +54,7 @@ def planned(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
 
 
 class _Walk:
-    """What a region does at every torch function, done at every node of a graph."""
+    """Gives every node of a forward graph the site that a region gives its function."""
 
     def __init__(self, backward: Backward, parameters: dict[Node, nn.Parameter]) -> None:
         self.keys: dict[str, str] = {}
@@ -228,7 +228,7 @@ def owner(node: Node, parameter: nn.Parameter, backward: Backward) -> str:
 
 
 def listed(parameter: Tensor, backward: Backward) -> str | None:
-    """The same, where a scaler's model lists it; else None."""
+    """The module that holds a parameter, where a scaler's model lists it; else None."""
     return next((name for name in (one.of(parameter) for one in backward.names) if name), None)
 
 

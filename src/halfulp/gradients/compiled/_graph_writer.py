@@ -25,7 +25,7 @@ from ._runtime_operators import (
 
 
 def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
-    """Write into a backward graph what gives its gradients sites, rounds and measures them."""
+    """Write moves between sites, roundings and measurements into a backward graph."""
     placement = Placement(module, plan)
     edges = placement.edges()
     writer = Writer(module, scaler, placement.keys(), edges)
@@ -86,7 +86,7 @@ def _limiting(
     entering: Entering,
     rounds: bool,
 ) -> dict[str, list[tuple[Node, str, bool]]]:
-    """What is measured at each site, once, as another view of a gradient is none: all that may overflow there.
+    """The gradients to measure at each site: all that may overflow there, each once and not again as a view.
 
     That is what its products read and make and, in a narrow format, what comes to it, becomes narrow there or leaves
     it, between which and its products other functions may lie.
@@ -131,14 +131,14 @@ class Writer:
         self._vectors: dict[torch.device, Node] = {}
 
     def write(self, target: Callable, *args: Any) -> Node:
-        """A call, and what it gives for tensors without data."""
+        """Add a call, with its value for fake tensors in meta."""
         node = self._module.graph.call_function(target, args)
         values = torch.fx.node.map_arg(args, lambda x: x.meta["val"])
         node.meta["val"] = target(*values)
         return node
 
     def move(self, edge: Edge) -> Node:
-        """The node times the factor of its edge, in float32 where it is half as wide; its readers take that."""
+        """Multiply a node by its edge's factor (16-bit ones in float32), and let its readers take the product."""
         node = edge.node
         dtype = node.meta["val"].dtype
         half = dtype in HALF
@@ -156,12 +156,12 @@ class Writer:
         return moved
 
     def copy_rounded(self, edge: Edge) -> Node:
-        """What moves, rounded to the scaler's format, for this edge alone."""
+        """A copy of the moving gradient, rounded to the scaler's format, for this edge alone."""
         with self._module.graph.inserting_before(min(edge.readers)):
             return self.write(rounded, edge.node, self._scaler)
 
     def round(self, node: Node, readers: Collection[Node] | None = None) -> Node:
-        """The node rounded to the scaler's format; its readers take that, or those that are given."""
+        """Round a node to the scaler's format, for all its readers or those that are given."""
         with self._module.graph.inserting_after(node):
             result = self.write(rounded, node, self._scaler)
         taken = list(node.users) if readers is None else readers
@@ -169,14 +169,14 @@ class Writer:
         return result
 
     def observe(self, key: str, gradients: Collection[tuple[Node, str, bool]]) -> None:
-        """What measures the gradients at a site: which, of what kinds, and whether they have the global exponent."""
+        """Add a measurement of gradients at a site, with their kinds and whether they have the global exponent."""
         nodes, kinds, shared = zip(*gradients)
         words = PART.join(kind + SHARED * s for kind, s in zip(kinds, shared))
         with self._module.graph.inserting_after(max(nodes)):
             self.write(observed, list(nodes), self._scaler, key, words)
 
     def watch(self, product: Product) -> Node | None:
-        """What shows the policy both factors of a product; None for one that no policy knows."""
+        """Add a call that shows the policy both factors of a product; None where these have no `Factor`."""
         factor = product.factor()
         if factor is None:
             return None
@@ -185,7 +185,7 @@ class Writer:
             return self.write(watched, gradient, other, self._scaler, product.key, form, groups)
 
     def watch_loss(self, edge: Edge, stored: torch.dtype) -> None:
-        """What shows the policy a gradient at the global exponent, before it takes a site's."""
+        """Add a call that shows the policy a gradient at the global exponent, before it moves to a site."""
         with self._module.graph.inserting_before(min(edge.readers)):
             self.write(watched_loss, edge.node, self._scaler, edge.target, stored)
 

@@ -1,4 +1,4 @@
-"""What runs in compiled graphs: a scaler's factors, roundings and observations, looked up by its handle as they run."""
+"""Operators of compiled graphs: a scaler's factors, roundings and measurements, found by its handle at run time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Factors:
         self._values = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def now(self) -> Tensor:
-        """The factors for the exponents that hold; a new tensor, as compilers may write into it."""
+        """The factors for the present exponents; a new tensor, as compilers may write into it."""
         exponents = [target.exponent - source.exponent for source, target in self._edges]
         if exponents != self._exponents:
             self._exponents = exponents

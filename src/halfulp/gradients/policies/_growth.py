@@ -1,4 +1,4 @@
-"""What GradScaler lets users set of growth and backoff, where a policy says how scales move."""
+"""GradScaler's setters of growth and backoff, of which policies allow some."""
 
 from __future__ import annotations
 

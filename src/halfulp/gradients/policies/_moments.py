@@ -1,4 +1,4 @@
-"""Moments: what the published rules need to know of a tensor, measured where it is and copied to the host once."""
+"""Moments: the statistics that the published rules need, measured on the device and copied to the host once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Moments:
-    """What the rules need to know of a tensor.
+    """Statistics of a tensor that the rules read.
 
     Attributes:
         mean, std: over all elements, zeros too; std divides by the count (no Bessel correction).

@@ -53,7 +53,7 @@ class Factor:
     groups: int = 1
 
     def operands(self, gradient: Tensor) -> Operands:
-        """Both, with the summed dimension at the seam; complex ones as the real numbers of one part of a sum."""
+        """Gradient and weight with the summed dimensions last and first; complex ones as real numbers."""
         gradient, weight, fan = self._seam(gradient.detach(), self.tensor.detach())
         if gradient.is_complex():
             gradient, weight = torch.cat([gradient.real, gradient.imag], -1), torch.cat([weight.real, weight.imag])
@@ -73,7 +73,7 @@ class Factor:
 
 
 def factors_of(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Factor]:
-    """By what a product's gradient is multiplied, for each argument that it is passed on to.
+    """The factors by which a product's gradient is multiplied, one for each argument that it is passed on to.
 
     A layer's input counts even where nothing is passed on to it. Nothing where there is no one such factor, as in a
     fused attention or a recurrent layer.
@@ -99,5 +99,5 @@ def factors_of(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> It
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether a gradient ends here, at a parameter."""
+    """Whether a tensor is a parameter and a leaf, at which its gradient ends."""
     return isinstance(tensor, nn.Parameter) and tensor.is_leaf

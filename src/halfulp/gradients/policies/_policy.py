@@ -120,7 +120,7 @@ class Amax(Policy):
 
 
 def _above(sizes: list[float], room: int | None, format: Format) -> int:
-    """How far the top is to be above 1: by the headroom above the largest size, or one that goes by their spread.
+    """How many powers of two the top is to be above 1: headroom above the largest size, or by the sizes' spread.
 
     3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest,
     and so does what leaves a format too few binades for small gradients (e5m2 has 32).

@@ -1,4 +1,4 @@
-"""Policies with one scale for all gradients: the loss scaling that came before."""
+"""Policies with one scale for all gradients, as in torch.amp.GradScaler."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Measured(Policy):
 def measured_scale(
     policy: Policy, sites: Sites, readings: dict[Site, dict[str, Reading]], iteration: int
 ) -> int | None:
-    """The exponent that all measured gradients allow, short of an overflow that they do not explain.
+    """The exponent that all measured gradients allow, kept below an overflow that they do not explain.
 
     That may have been outside the model, where nothing is measured: in the gradient of a float16 loss, say.
     """

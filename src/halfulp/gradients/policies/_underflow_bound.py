@@ -37,7 +37,7 @@ class Proposal(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OperandStatisticsPolicy(Policy):
-    """What the estimators of Zhao et al. (arXiv 1910.12385, IJCAI-20) have in common.
+    """Base of the policies of Zhao et al. (arXiv 1910.12385, IJCAI-20), which read each product's operands.
 
     Each gives alpha, by which a product's gradient should be multiplied so that what the product passes on stays in
     range, as a lower bound against underflow and an upper one against overflow; of all products of a site the largest
@@ -59,7 +59,7 @@ class OperandStatisticsPolicy(Policy):
         """The base-2 logarithms of alpha, by each rule of the policy; NaN where an operand is not finite."""
 
     def proposed(self, site: Site, operands: Operands, format: Format, global_site: Site) -> Proposal | None:
-        """What a product's operands ask of its site's exponent; the gradient is stored at the present one."""
+        """The bounds of a site's exponent by a product's operands; the gradient is stored at the present one."""
         # Zeros alone say nothing of how far to go.
         if not bool(operands.gradient.any()):
             return None
@@ -82,11 +82,11 @@ class OperandStatisticsPolicy(Policy):
         return Proposal(least, HIGHEST if upper == math.inf else exponent + power_of_two(upper))
 
     def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
-        """The same of a wide gradient that is about to be rounded at a site; none without a rule for it."""
+        """The bounds by a wide gradient that is about to be rounded at a site; None without a rule for it."""
         return None
 
     def exponent(self, site: Site) -> int | None:
-        """The largest that anything asks for against underflow, at most the least that anything allows."""
+        """The largest lower bound of all proposals, at most the smallest upper one."""
         if not site.proposals:
             return None
         return min(max(one.least for one in site.proposals), min(one.most for one in site.proposals))
@@ -112,7 +112,7 @@ class UnderflowBound(OperandStatisticsPolicy):
     name = "underflow-bound"
 
     def log2_alpha(self, operands: Operands, format: Format) -> list[float]:
-        """By the published rule; by that for what arrives, which is stored too; and by what a sample of sums shows."""
+        """By the published rule for the product, by that for its gradient alone, and by a sample of the sums."""
         low, high = bounds(format)
         limits = {"share": self.share, "u_min": low, "u_max": high}
         gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)
@@ -125,7 +125,7 @@ class UnderflowBound(OperandStatisticsPolicy):
         return found
 
     def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
-        """What keeps a gradient at the global exponent from underflow, be it Gaussian, lognormal, or as it is."""
+        """Bounds for a gradient at the global exponent, taken as Gaussian, as lognormal, and as it is."""
         low, high = bounds(format)
         limits = {"share": self.share, "u_min": low, "u_max": high}
         moments = Moments.of(gradient)

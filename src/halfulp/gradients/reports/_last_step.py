@@ -1,4 +1,4 @@
-"""LastStep: what became of an optimizer's step."""
+"""LastStep: whether an optimizer's step was applied, and why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SiteReports: what a scaler tells of its sites, at once and in files."""
+"""SiteReports: a scaler's tables of its sites, and their records in files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SiteTable: what is known of every site, as text and as plain data."""
+"""SiteTable: exponent and last measurement of every site, as text and as plain data."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SiteRow:
 
     @classmethod
     def of(cls, site: Site, kinds: tuple[str, ...] = _KINDS) -> SiteRow:
-        """What a site holds, of these kinds of gradients."""
+        """The row of a site, of these kinds of gradients."""
         readings = {kind: reading for kind, reading in site.readings.items() if kind in kinds}
         return cls(
             site=site.key,

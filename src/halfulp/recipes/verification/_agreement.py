@@ -1,4 +1,4 @@
-"""When two float32 results of one computation agree: the same bits, or what another order of a sum may change."""
+"""Whether two float32 results of one computation agree, up to the order of their sums."""
 
 from __future__ import annotations
 

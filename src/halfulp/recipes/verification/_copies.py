@@ -60,7 +60,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def same_randomness() -> Iterator[None]:
-    """Python's, NumPy's and torch's random bits begin at one place, and are as they were afterwards."""
+    """A block with the same state of Python's, NumPy's and torch's generators each time, restored afterwards."""
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng():
@@ -78,7 +78,7 @@ def same_randomness() -> Iterator[None]:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Make sure that runs of copies leave the model alone; its gradients are put aside meanwhile.
+    """A block in which runs of copies must not change the model; its gradients are put aside meanwhile.
 
     Raises:
         ValueError: they gave the model itself gradients, or wrote its parameters or buffers: a function that the model

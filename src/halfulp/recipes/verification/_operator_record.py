@@ -1,4 +1,4 @@
-"""Every operator of a scaled run beside torch's own on the same values, so that a wrong one is named."""
+"""Compares every operator of a scaled run with torch's own on the same values, to name a wrong one."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ _LARGEST = 2.0**96
 
 
 def _within(x: Tensor, other: Tensor) -> Tensor:
-    """The tensor, bounded where the other is as large: there even an infinity is as good as any such number."""
+    """The tensor, clamped where the other is beyond the bound too, as there any such number will do."""
     if x.shape != other.shape:
         return x
     return torch.where((x.abs() >= _LARGEST) & (other.abs() >= _LARGEST), x.clamp(-_LARGEST, _LARGEST), x)
@@ -123,7 +123,7 @@ def _floats(results: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _same_draws(generator: torch.Generator | None) -> Iterator[Any]:
-    """Gives what puts random bits back to where they are now; afterwards they are where the first call left them."""
+    """A block that yields a function to rewind the generators; at its end they are where the first call left them."""
     source = torch.random.default_generator if generator is None else generator
     before = source.get_state()
     after: list[Tensor] = []

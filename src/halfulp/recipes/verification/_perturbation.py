@@ -1,4 +1,4 @@
-"""Every floating result of a run moved by about a last place: what float32 may lose, where float64 does not run."""
+"""Perturbs every floating result of a run by about an ulp, to estimate float32's error where float64 does not run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Jitter(TorchDispatchMode):
 
 
 def _memory(x: Tensor) -> int:
-    """What tells memory that tensors share from any other."""
+    """The identity of a tensor's memory, the same for tensors that share it."""
     try:
         return x.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # of a tensor without memory of its own

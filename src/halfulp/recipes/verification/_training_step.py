@@ -1,4 +1,4 @@
-"""One forward and backward pass of a model, with all that it gave, for what compares two."""
+"""One forward and backward pass of a model, with all its results, to compare with another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAME_RUN = 1e-2
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one step of a model gave, decoded.
+    """The results of one step of a model, decoded.
 
     Attributes:
         values: the loss, floating outputs and floating buffers, by what they are called in a report.
@@ -75,7 +75,7 @@ def reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Run:
 
 
 def in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Run, step: int = 1) -> Run | None:
-    """The same step in float64, the copy's first or a later one, which tells what float32 loses itself.
+    """The same step in float64, the copy's first or a later one, which shows float32's own error.
 
     Where it does not run there, it is the step in float32 with `Jitter`; None where both are another computation.
     """
@@ -140,7 +140,7 @@ def _values(model: nn.Module, output: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 def pairs(wanted: Run, got: Run) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """What two runs gave, side by side: the loss, outputs, buffers and gradients."""
+    """Pairs of two runs' results: the loss, outputs, buffers and gradients."""
     values = {name: (wanted.values.get(name), got.values.get(name)) for name in {**wanted.values, **got.values}}
     names = {**wanted.gradients, **got.gradients}
     return values | {f"gradient {name!r}": (wanted.gradients.get(name), got.gradients.get(name)) for name in names}

@@ -71,7 +71,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether all that the step gave is plain float32's, up to the order of sums, and no operator fell back."""
+        """Whether all results equal plain float32's, up to the order of sums, and no operator fell back."""
         return not self.wrong and not self.fallbacks
 
     def to_dict(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Proof:
         return merged
 
     def replays(self, merged: list[str]) -> int:
-        """Prove what runs once a graph is known: forward passes that are not watched, whose nodes have hooks.
+        """Check replayed forward passes, which run without a region once their graph is known.
 
         One copy runs several steps beside a plain one, each under other exponents, which follow the loss besides.
         Returns how many of the forward passes were not watched; none where the graph is not the same each time.
