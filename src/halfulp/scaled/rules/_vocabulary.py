@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..._names import unknown
 from ...kernels import present, torch_operators
 from .. import _powers_of_two as _powers
 from .._dtypes import EIGHT_BITS
@@ -98,6 +99,9 @@ def homogeneous(
         family: the heading in tables.
         degrees: by the names of arguments; floating tensors among those that are not named enter as values. The
             results have the storage and dtype of the arguments of another degree than 0.
+
+    Raises:
+        ValueError: an operator has no argument of a name, or has a rule already, or the family is not registered.
     """
     for operator in present(operators):
         rule = _rule_of_degrees(operator, degrees, terms) if degrees else _homogeneous_rule(operator, degree)
@@ -116,9 +120,7 @@ def _homogeneous_rule(operator: OpOverload, degree: int) -> Callable:
 
 
 def _rule_of_degrees(operator: OpOverload, degrees: dict[str, int], terms: Callable | None) -> Callable:
-    names = [argument.name for argument in operator._schema.arguments]
-    if missing := degrees.keys() - set(names):
-        raise AssertionError(f"{operator} has no arguments {', '.join(sorted(missing))}")
+    names = _argument_names(operator, *degrees)
 
     def rule(*arguments: Any, **options: Any) -> Any:
         like = first_scaled(tree_leaves((arguments, options)))
@@ -143,6 +145,15 @@ def _rule_of_degrees(operator: OpOverload, degrees: dict[str, int], terms: Calla
         return payloads_under(results, factors, holders, sum_scale)
 
     return rule
+
+
+def _argument_names(operator: OpOverload, *given: str) -> list[str]:
+    """Return the names of an operator's arguments; raise unless those given are among them."""
+    names = [argument.name for argument in operator._schema.arguments]
+    for name in given:
+        if name not in names:
+            raise ValueError(unknown(f"argument of {operator}", name, names))
+    return names
 
 
 def unit_scale(*operators: OpOverload, family: str = "own") -> None:
@@ -208,8 +219,7 @@ def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False
 
 
 def _gate_rule(operator: OpOverload, of: str | None, at_least_one: bool) -> Callable:
-    names = [argument.name for argument in operator._schema.arguments]
-    position = 0 if of is None else names.index(of)
+    position = 0 if of is None else _argument_names(operator, of).index(of)
 
     def rule(*arguments: Any, **options: Any) -> Any:
         flat = tree_leaves((arguments, options))
