@@ -13,7 +13,7 @@ from .._messages import a_kind, differences, listed
 from ..formats import Format
 from ..mctensor import MCTensor
 from ..subclass.models._module_parameters import check_module
-from ._float32_weights import TOGETHER, read_weights, together
+from ._float32_weights import MOST_ELEMENTS, read_weights, runs_of
 from ._group_options import check_number
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer
@@ -197,7 +197,7 @@ class EMA:
         if shown:
             yield shown
         names = {id(plan): name for name, plan in held.items()}
-        for plans in together(held.values(), TOGETHER):
+        for plans in runs_of(held.values(), MOST_ELEMENTS):
             values = read_weights(plans)
             yield {names[id(plan)]: placed_like(value, plan.parameter) for plan, value in zip(plans, values)}
 

@@ -17,11 +17,11 @@ from .step._placeholders import read_weight
 from .weight_updates._weight_update import WeightUpdate
 
 SIGNATURE = "void(int64, int64, int64[:,::1], int64[:,::1])"
-TOGETHER = 1 << 21
+MOST_ELEMENTS = 1 << 21
 ALIGNMENT = 16
 
 
-class Room:
+class Float32Buffer:
     """A reusable float32 buffer, from which tensors are taken until `clear`.
 
     One allocation serves a whole step: fresh memory costs the CPU a page fault per 4 KiB, more than the arithmetic.
@@ -46,18 +46,18 @@ class Room:
         return self._memory[begin:end].view(like.shape)
 
 
-def read_weights(plans: Sequence[ParameterPlan], room: Room | None = None) -> list[torch.Tensor]:
+def read_weights(plans: Sequence[ParameterPlan], buffer: Float32Buffer | None = None) -> list[torch.Tensor]:
     """Return the float32 weights that parameters and their auxiliary tensors represent.
 
     Args:
         plans: of any step specifications.
-        room: memory for the results; new if None.
+        buffer: memory for the results; new if None.
 
     Returns:
         One contiguous float32 tensor per plan, of its local shape.
     """
-    room = Room(0) if room is None else room
-    out = [room.take(plan.parts[0]) for plan in plans]
+    buffer = Float32Buffer(0) if buffer is None else buffer
+    out = [buffer.take(plan.parts[0]) for plan in plans]
     for update, store in {(plan.spec.update, plan.spec.store) for plan in plans}:
         mine = [k for k, plan in enumerate(plans) if (plan.spec.update, plan.spec.store) == (update, store)]
         parts = [
@@ -67,7 +67,7 @@ def read_weights(plans: Sequence[ParameterPlan], room: Room | None = None) -> li
     return out
 
 
-def together(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[ParameterPlan]]:
+def runs_of(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[ParameterPlan]]:
     """Split plans into runs of at most `most` elements, with at least one plan each."""
     run, held = [], 0
     for plan in plans:
@@ -81,15 +81,15 @@ def together(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[Paramet
         yield run
 
 
-def room_for(runs: Iterable[Sequence[ParameterPlan]]) -> Room:
-    """Return room for the weights and the gradients of the largest of some runs."""
+def buffer_for(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
+    """Return a buffer for the weights and the gradients of the largest of some runs."""
     sizes = ([plan.parts[0].numel() for plan in plans] for plans in runs)
-    return Room(max((2 * sum(size + ALIGNMENT for size in run) for run in sizes), default=0))
+    return Float32Buffer(max((2 * sum(size + ALIGNMENT for size in run) for run in sizes), default=0))
 
 
 def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
     if chosen(parts[0][0].device.type) == "numba":
-        _run(checked_read(update, store), parts, out)
+        _run(checked_read_kernel(update, store), parts, out)
         return
     for own, new in zip(parts, out):
         new.copy_(update.read(store, own))
@@ -109,7 +109,7 @@ def _table(counts: tuple[int, ...]) -> np.ndarray:
 
 @functools.cache
 @undisturbed()
-def checked_read(update: WeightUpdate, store: Store) -> Callable:
+def checked_read_kernel(update: WeightUpdate, store: Store) -> Callable:
     """The kernel of one weight update and store, compared with its reference before its first use in a process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
     kernel = compile_kernel(read_all, SIGNATURE, {**update.bindings(store), "store32": store32, "word": word})

@@ -19,9 +19,9 @@ from .parameters._narrow_groups import (
     check_narrowing,
     name_of,
     narrow,
-    refuse_idle_update,
-    refuse_left_behind,
     refuse_overlaps,
+    refuse_replaced_parameters,
+    refuse_unused_update,
     updates_in_effect,
 )
 from .parameters._narrowing import is_kept
@@ -44,7 +44,7 @@ from .states._state import StateChoice
 from .states._storage import STORES, Store
 from .step._kernel import StepSpec
 from .step._memory import check_memory, check_parameter, gradient_memory, gradient_store
-from .step._run import Tables, make_ready, run_step
+from .step._run import Tables, compile_kernels, run_step
 from .weight_updates._weight_update import WeightUpdate, weight_update
 
 
@@ -95,7 +95,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         super().__init__(
             params, {**defaults, **own, "format": format, "seed": seed, "report_interval": report_interval}
         )
-        refuse_idle_update(self, self.param_groups)
+        refuse_unused_update(self, self.param_groups)
         # After all groups were accepted: what is refused leaves every parameter as it was.
         narrow(self, self.param_groups, check_narrowing(self.param_groups))
         self._made = True
@@ -140,7 +140,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             for position, parameter in enumerate(group["params"]):
                 self._step_spec(group, parameter, None, name_of(group, position))
             refuse_overlaps(self.param_groups)
-            refuse_idle_update(self, [group] if is_chosen else ())
+            refuse_unused_update(self, [group] if is_chosen else ())
             wrappers = check_narrowing([group]) if self._made else None
         except Exception:
             del self.param_groups[before:]
@@ -268,7 +268,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
                 plans[0].spec.metered_twin if metered else plans[0].spec for (_, metered), plans in batches.items()
             ]
             for spec, plans in zip(specs, batches.values()):
-                make_ready(spec, plans[0].gradient.device.type)
+                compile_kernels(spec, plans[0].gradient.device.type)
             for spec, plans in zip(specs, batches.values()):
                 run_step(spec, plans, self._tables)
                 torch.autograd.graph.increment_version([plan.stepping for plan in plans])
@@ -292,7 +292,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             return
         broadcast_auxiliary_tensors(self)
         if not has_gradients:
-            refuse_left_behind(self)
+            refuse_replaced_parameters(self)
         self._stepped = True
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -312,7 +312,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         rule, constants, interval, states = self.rule(group), {}, group["report_interval"], self.state
         options = options_of(group)
         self._check_numbers(group)
-        self._guard_feedback(group)
+        self._warn_of_rate_jump(group)
         if len(group["identities"]) != len(group["params"]):
             self._follow_groups()
         known = self._plans.by_id
@@ -347,7 +347,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             else:
                 batches[key] = [plan]
 
-    def _guard_feedback(self, group: dict) -> None:
+    def _warn_of_rate_jump(self, group: dict) -> None:
         """Warn if the learning rate jumps: pending rounding errors are stored in units of it."""
         chosen = group["weight_update"]
         if chosen is None or not weight_update(chosen).feeds_back:

@@ -12,7 +12,7 @@ from ..._messages import differences, listed
 from ...formats import Format
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from ..parameters._checksums import as_saved, checksums_of
+from ..parameters._checksums import checksums_of, checksums_to_save
 from ..parameters._local_tensors import local, memory, placed_like
 from ..parameters._outside_writes import (
     CHECKSUMS,
@@ -41,13 +41,13 @@ class CheckpointMixin:
 
         Hooks run as torch.optim's do: those before may change the state, those after see and may replace what is saved.
         """
-        saved = self._packed()
+        saved = self._state_dict_before_hooks()
         for hook in tuple(self._optimizer_state_dict_post_hooks.values()):
             changed = hook(self, saved)
             saved = saved if changed is None else changed
         return saved
 
-    def _packed(self) -> dict[str, Any]:
+    def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the state_dict before the post hooks have run."""
         self._follow_groups()
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
@@ -61,7 +61,7 @@ class CheckpointMixin:
                 continue
             group, position = places[number]
             parameter, state = group["params"][position], {**state, **self._auxiliary_tensors_to_save(group, position)}
-            held = {name: _as_held(name, value, state, parameter) for name, value in state.items()}
+            held = {name: _as_saved(name, value, state, parameter) for name, value in state.items()}
             saved["state"][number] = codec_versions(state) | held
         saved["param_groups"] = [_plain_group(group) for group in saved["param_groups"]]
         return saved
@@ -95,11 +95,11 @@ class CheckpointMixin:
             for hook in tuple(self._optimizer_load_state_dict_pre_hooks.values()):
                 changed = hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
-        self._restore(state_dict)
+        self._load_between_hooks(state_dict)
         for hook in tuple(self._optimizer_load_state_dict_post_hooks.values()):
             hook(self)
 
-    def _restore(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state_dict, between pre and post hooks."""
         self._follow_groups()
         options = checked_groups(self.param_groups, state_dict, self._check_numbers, self.defaults)
@@ -113,7 +113,7 @@ class CheckpointMixin:
             group.update(chosen)
         self._invalidate_plans()
         try:
-            trial = [(*one, self._fitting(*one)) for one in given]
+            trial = [(*one, self._fit_tensors(*one)) for one in given]
         except ValueError:
             for group, old in zip(self.param_groups, before):
                 group.clear()
@@ -126,7 +126,7 @@ class CheckpointMixin:
         for group, position, state, tensors in trial:
             parameter = group["params"][position]
             if not state and not is_own and parameter in self._plans:
-                _start_again(self._plans[parameter])  # files of torch.optim have no auxiliary tensors: they stay
+                _reset_states(self._plans[parameter])  # files of torch.optim have no auxiliary tensors: they stay
                 continue
             if not state:
                 self.state.pop(parameter, None)
@@ -142,7 +142,7 @@ class CheckpointMixin:
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
         self.state.update({key: value for key, value in state_dict["state"].items() if key not in numbers})
 
-    def _fitting(self, group: dict, position: int, state: Mapping) -> dict[str, torch.Tensor]:
+    def _fit_tensors(self, group: dict, position: int, state: Mapping) -> dict[str, torch.Tensor]:
         """Return the saved tensors in the dtypes and layouts of this optimizer."""
         if not state:
             return {}
@@ -157,7 +157,7 @@ class CheckpointMixin:
             used.add(name)
             if name in state:
                 fitted[name] = _same_shape(plan, name, state[name], plan.tensors[name], exact=True)
-            elif _is_ours(state):
+            elif _is_own_file(state):
                 raise ValueError(
                     f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
                 )
@@ -294,7 +294,7 @@ def _could_be_a_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
     return same and memory(a).shape == memory(b).shape
 
 
-def _start_again(plan: ParameterPlan) -> None:
+def _reset_states(plan: ParameterPlan) -> None:
     """Reset the states of a parameter to those before its first step."""
     for tensor in (tensor for state in plan.states for tensor in state):
         tensor.zero_()
@@ -305,10 +305,10 @@ def _contiguous_parts(plan: ParameterPlan) -> list[torch.Tensor]:
     return [part.contiguous() for part in plan.parts]
 
 
-def _as_held(name: str, value: object, state: Mapping, parameter: torch.Tensor) -> object:
+def _as_saved(name: str, value: object, state: Mapping, parameter: torch.Tensor) -> object:
     """Return a state tensor as a DTensor if its parameter is one, so that distributed checkpoints can re-shard it."""
     if name == CHECKSUMS:
-        return as_saved(value, parameter)
+        return checksums_to_save(value, parameter)
     if local(parameter) is parameter or not isinstance(value, torch.Tensor) or local(value) is not value:
         return value
     if value.shape == local(parameter).shape:
@@ -351,7 +351,7 @@ def _steps_made(state: Mapping, name: str) -> int:
     return whole_step(state, name)
 
 
-def _is_ours(state: Mapping) -> bool:
+def _is_own_file(state: Mapping) -> bool:
     return isinstance(state.get("step"), int)
 
 
@@ -375,7 +375,7 @@ def _fit_state(
     if given is None and rule_state.name == "momentum_buffer":
         return {name: torch.zeros_like(plan.tensors[name]) for name in names}
     own = [plan.tensors[name] for name in names]
-    if all(_alike(state.get(name), mine) for name, mine in zip(names, own)):
+    if all(_is_same_layout(state.get(name), mine) for name, mine in zip(names, own)):
         check_version(rule_state.name, state)
         return {name: state[name] for name in names}
     given = _same_shape(plan, rule_state.name, given, own[0], exact=False)
@@ -385,7 +385,7 @@ def _fit_state(
     return dict(zip(names, fresh))
 
 
-def _alike(given: object, own: torch.Tensor) -> bool:
+def _is_same_layout(given: object, own: torch.Tensor) -> bool:
     """Return whether a saved tensor can be copied bit for bit."""
     return isinstance(given, torch.Tensor) and (local(given).dtype, local(given).shape) == (own.dtype, own.shape)
 

@@ -27,7 +27,7 @@ def checksums_of(plan: ParameterPlan) -> torch.Tensor | None:
     return torch.where(found == 0, 1, found)
 
 
-def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+def any_row_differs(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether any row differs whose checksums are both known."""
     return bool(((one.to(other.device) != other) & (one.to(other.device) != 0) & (other != 0)).any())
 
@@ -41,7 +41,7 @@ def _is_by_rows(parameter: torch.Tensor) -> bool:
     return all(isinstance(p, Replicate) or (type(p) is Shard and p.dim == 0) for p in parameter.placements)
 
 
-def as_saved(checksums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def checksums_to_save(checksums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return checksums as they are saved: a DTensor if the parameter is one, so that other processes can read them."""
     if not hasattr(parameter, "_local_tensor"):
         return checksums
@@ -54,7 +54,7 @@ def as_saved(checksums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(checksums, mesh, placements, shape=(rows,), stride=(1,), run_check=False)
 
 
-def as_loaded(saved: object, plan: ParameterPlan) -> torch.Tensor | None:
+def checksums_from_saved(saved: object, plan: ParameterPlan) -> torch.Tensor | None:
     """Return the saved checksums of the rows that this process holds; None if the file has none."""
     saved = getattr(saved, "_local_tensor", saved)
     rows = plan.payloads[0].shape[0] if plan.payloads[0].dim() else 1

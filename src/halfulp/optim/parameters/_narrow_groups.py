@@ -52,11 +52,11 @@ def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
                 plan = optimizer._new_plan(group, position, STORES[parameter.dtype])
                 plan.spec.update.fill(plan.spec.store, plan.parts, local(value).contiguous())
                 mark_current(plan)
-                _await_wrappers(plan)
+                _keep_payload_for_wrappers(plan)
     wrappers.follow()
 
 
-def _await_wrappers(plan: ParameterPlan) -> None:
+def _keep_payload_for_wrappers(plan: ParameterPlan) -> None:
     """Keep a copy of the payload for one step: DistributedDataParallel writes the parameter, maybe the same values."""
     held = plan.payload_version
     if held is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -110,7 +110,7 @@ def _broadcast(tensors: list[torch.Tensor], group: torch.distributed.ProcessGrou
             size += tensor.nbytes
 
 
-def refuse_left_behind(optimizer: Any) -> None:
+def refuse_replaced_parameters(optimizer: Any) -> None:
     """Raise if fully_shard has replaced the parameters, which then never have gradients.
 
     Raises:
@@ -135,7 +135,7 @@ def refuse_overlaps(groups: Iterable[dict]) -> None:
         check_overlaps(named, "a narrow weight")
 
 
-def refuse_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
+def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
     """Raise if no parameter can use the weight update that was chosen for its group.
 
     Some may be float32 beside narrow ones, or kept so by `halfulp.convert`.

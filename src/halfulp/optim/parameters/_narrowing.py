@@ -15,7 +15,7 @@ _HELD, _KEPT = "_halfulp_low_bits", "_halfulp_float32"
 _SPLIT = Split16()
 
 
-class _Held(NamedTuple):
+class _DroppedBits(NamedTuple):
     """The bits that narrowing dropped: the low 16 bits for bfloat16, the float32 values for float16."""
 
     tensor: Tensor
@@ -38,7 +38,7 @@ def narrow(parameter: Tensor, dtype: torch.dtype) -> None:
         payload, low = value.to(dtype), value.clone()
     replace_data(parameter, payload)
     if not parameter.is_meta:
-        setattr(parameter, _HELD, _Held(low, parameter.data_ptr(), parameter._version))
+        setattr(parameter, _HELD, _DroppedBits(low, parameter.data_ptr(), parameter._version))
 
 
 def take_float32(parameter: Tensor) -> Tensor | None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from ._checksums import as_loaded, checksums_of, differ
+from ._checksums import any_row_differs, checksums_from_saved, checksums_of
 from ._parameter_plan import ANY, MOVED, ParameterPlan, PayloadVersion
 from ._tensor_map import TensorMap
 
@@ -55,7 +55,7 @@ def is_written(plan: ParameterPlan) -> bool:
     if held is None:
         return False
     if held.version == ANY:
-        return held.checksums is not None and differ(held.checksums, checksums_of(plan))
+        return held.checksums is not None and any_row_differs(held.checksums, checksums_of(plan))
     parameter = plan.parameter
     now = parameter._version
     return held.version != now and _restored.get(parameter) != (held.version, now)
@@ -127,7 +127,9 @@ def mark_current(plan: ParameterPlan) -> None:
 def mark_loaded(plan: ParameterPlan, checksums: object) -> None:
     """Record that auxiliary tensors were loaded, and the checksums of the payload that they belong to."""
     if plan.payload_version is not None:
-        plan.payload_version = PayloadVersion(ANY, plan.payload_version.memory, checksums=as_loaded(checksums, plan))
+        plan.payload_version = PayloadVersion(
+            ANY, plan.payload_version.memory, checksums=checksums_from_saved(checksums, plan)
+        )
 
 
 def note_restored(tensor: torch.Tensor, before: int, after: int) -> None:

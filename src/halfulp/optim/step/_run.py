@@ -73,7 +73,7 @@ def _new_table(plans: list[ParameterPlan]) -> Table:
     )
 
 
-def make_ready(spec: StepSpec, device: str) -> None:
+def compile_kernels(spec: StepSpec, device: str) -> None:
     """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was."""
     if chosen(device) == "numba":
         for one in (spec, *([amax_spec(spec)] if spec.scaled else [])):

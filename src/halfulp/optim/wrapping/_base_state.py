@@ -17,7 +17,7 @@ def placed(value: Any, device: torch.device | None) -> Any:
     return mapped(value, lambda tensor: tensor.clone() if device is None else tensor.to(device, copy=True))
 
 
-def parted(state_dict: Mapping[str, Any]) -> tuple[dict, dict]:
+def split_base_states(state_dict: Mapping[str, Any]) -> tuple[dict, dict]:
     """A state_dict without the wrapped optimizer's states, and those by parameter number."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")

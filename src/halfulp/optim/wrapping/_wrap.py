@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...formats import Format
-from .._float32_weights import TOGETHER, Room, read_weights, room_for, together
+from .._float32_weights import MOST_ELEMENTS, Float32Buffer, buffer_for, read_weights, runs_of
 from .._optimizer import Optimizer
 from ..parameters._local_tensors import local, own_parts, placed_like
 from ..parameters._outside_writes import mark_current
@@ -19,7 +19,7 @@ from ..rules._update_rule import UpdateRule
 from ..states._storage import F32
 from ..step._memory import gradient_memory
 from ..weight_updates._weight_update import WeightUpdate
-from ._base_state import BASE, compare_shapes, parted, placed
+from ._base_state import BASE, compare_shapes, placed, split_base_states
 from ._base_step import is_hooked, plain_step
 from ._explicit_gradient import ASSIGNMENT, ExplicitGradientOptimizer
 from ._float32_copies import (
@@ -223,10 +223,10 @@ class Wrapped(ExplicitGradientOptimizer):
             with torch.enable_grad():
                 loss = closure()
         runs = self._runs(list(self._all_plans(lambda p: p.grad is not None)))
-        room = room_for(runs)
+        buffer = buffer_for(runs)
         for plans in runs:
             try:
-                self._load(plans, room)
+                self._load(plans, buffer)
                 self._step_base()
                 self._write(plans)
             finally:
@@ -237,7 +237,7 @@ class Wrapped(ExplicitGradientOptimizer):
         """A step in which the wrapped optimizer evaluates the model at points of its choice."""
         if closure is None:
             raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
-        plans, nowhere = list(self._all_plans()), Room(0)
+        plans, nowhere = list(self._all_plans()), Float32Buffer(0)
         own = [part.detach() for plan in plans if not _in_place(plan) for part in own_parts(plan.parameter)]
         before = [(part, part.clone()) for part in own]
 
@@ -278,7 +278,7 @@ class Wrapped(ExplicitGradientOptimizer):
             return [plans]
         whole = [plan for plan in plans if _in_place(plan)]
         apart = [plan for plan in plans if not _in_place(plan)]
-        return [*([whole] if whole else []), *together(apart, TOGETHER)]
+        return [*([whole] if whole else []), *runs_of(apart, MOST_ELEMENTS)]
 
     def _all_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
         for group in self.param_groups:
@@ -286,16 +286,16 @@ class Wrapped(ExplicitGradientOptimizer):
                 if wanted(parameter):
                     yield self._current(group, position, F32)
 
-    def _load(self, plans: list[ParameterPlan], room: Room) -> None:
+    def _load(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
         """Fill the shadows and their gradients."""
-        room.clear()
+        buffer.clear()
         apart = [plan for plan in plans if not _in_place(plan)]
-        values = dict(zip(map(id, apart), read_weights(apart, room)))
+        values = dict(zip(map(id, apart), read_weights(apart, buffer)))
         for plan in plans:
             parameter = plan.parameter
             shadow, value = self._shadows[parameter], values.get(id(plan))
             point(shadow, local(parameter).detach() if value is None else value)
-            shadow.grad = _float32(parameter.grad, room)
+            shadow.grad = _float32(parameter.grad, buffer)
 
     def _step_base(self, closure: Callable[[], torch.Tensor] | None = None) -> Any:
         """A step of the wrapped optimizer, under the options of the groups, which get what it writes into its own."""
@@ -320,9 +320,9 @@ class Wrapped(ExplicitGradientOptimizer):
             shadow.grad = None
             point(shadow, empty_like(plan.parameter))
 
-    def _packed(self) -> dict[str, Any]:
+    def _state_dict_before_hooks(self) -> dict[str, Any]:
         """The wrapped optimizer's states, in their dtypes, are "base.<name>" beside auxiliary tensors."""
-        saved = super()._packed()
+        saved = super()._state_dict_before_hooks()
         state, inner = saved["state"], dict(self.base.state)
         for group, packed in zip(self.param_groups, saved["param_groups"]):
             for parameter, number in zip(group["params"], packed["params"]):
@@ -334,16 +334,16 @@ class Wrapped(ExplicitGradientOptimizer):
         beside = outside_state(self.base, self._marks)
         return {**saved, "base": beside} if beside else saved
 
-    def _restore(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this optimizer, or of the wrapped class itself, returned.
 
         The latter's 16-bit states become float32, and the auxiliary tensors stay as they are.
         """
-        own, inner = parted(state_dict)
+        own, inner = split_base_states(state_dict)
         self._follow_groups()
-        inner = self._fitting_base(own, inner)
+        inner = self._fit_base_states(own, inner)
         beside = checked_outside_state(self.base, state_dict.get("base", {}))
-        super()._restore(own)
+        super()._load_between_hooks(own)
         for (group, base_group), saved in zip(self._pairs, own["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
             for name in group.keys() - saved.keys() - self.defaults.keys() - {*_APART}:
@@ -355,7 +355,7 @@ class Wrapped(ExplicitGradientOptimizer):
         self.base.state.update(inner)
         restore_outside_state(self.base, beside)
 
-    def _fitting_base(self, own: Mapping, inner: Mapping) -> dict:
+    def _fit_base_states(self, own: Mapping, inner: Mapping) -> dict:
         """The wrapped optimizer's states by shadow, on the parameters' devices."""
         fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
         for group, packed in zip(self.param_groups, own["param_groups"]):
@@ -404,7 +404,7 @@ def _in_place(plan: ParameterPlan) -> bool:
     return plan.spec.store is F32
 
 
-def _float32(gradient: torch.Tensor | None, room: Room) -> torch.Tensor | None:
+def _float32(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
     """A gradient as it is or converted; one that is not strided keeps its layout."""
     if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
         return gradient
@@ -415,4 +415,4 @@ def _float32(gradient: torch.Tensor | None, room: Room) -> torch.Tensor | None:
     part = local(gradient.detach())
     if part.layout is not torch.strided:
         return gradient.detach().to(torch.float32)
-    return placed_like(room.take(part).copy_(part), gradient)
+    return placed_like(buffer.take(part).copy_(part), gradient)
