@@ -2,12 +2,12 @@
 
 import argparse
 import copy
+import fnmatch
 import json
 import random
 import statistics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -16,7 +16,7 @@ from halfulp.gradients.replay._replay import forwards_without_region
 
 from ._harness import ROOT, Contender, measure
 from ._overhead_models import CASES, workload
-from ._results import Result, Table, save
+from ._results import Result, Table, load, machine, save
 
 TEXT = """Forward and backward of one batch in float32 on one thread, as a multiple of the same without a scaler, \
 eager or compiled by Inductor; every site has another exponent, so that every edge multiplies. In eager mode all \
@@ -24,6 +24,8 @@ exponents follow the loss, as in a training in float16, and the graph of the for
 training's first iterations; it is checked that this is so. Statistics: what a measured iteration \
 costs more, over the 16 iterations that share it. Each figure is the median over processes; the range is over them."""
 INTERVAL = 16
+BARS = {(name, "eager"): case.bar for name, case in CASES.items()}
+BARS |= {(name, "Inductor"): case.compiled for name, case in CASES.items() if case.compiled is not None}
 # So many iterations are enough for a graph to be known.
 KNOWN = 8
 
@@ -82,10 +84,10 @@ def child(case: str, compiled: bool) -> None:
     print(json.dumps({name: timing.to_dict() for name, timing in found.items()}))
 
 
-def spread(case: str, compiled: bool, processes: int) -> dict:
+def spread(case: str, engine: str, processes: int) -> dict:
     """The figures of several fresh processes."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.bench_gradient_overhead", "--child", case]
-    command += ["--compiled"] if compiled else []
+    command += ["--compiled"] if engine == "Inductor" else []
     runs = []
     for _ in range(processes):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -97,12 +99,14 @@ def spread(case: str, compiled: bool, processes: int) -> dict:
     return {
         "model": case,
         "width": CASES[case].sizes["width"],
-        "engine": "Inductor" if compiled else "eager",
+        "engine": engine,
         "plain, ms": statistics.median(run["plain"]["milliseconds"] for run in runs),
         "step": statistics.median(steps),
         "range": f"{min(steps):.3f} to {max(steps):.3f}",
         "statistics": statistics.median(extra),
+        "processes": processes,
         "dropped": sum(timing["dropped"] for run in runs for timing in run.values()),
+        "commit": machine()["commit"],
     }
 
 
@@ -114,37 +118,44 @@ def judged(line: dict, bar: float, most: float | None) -> dict:
     return {**line, "bar": words, "met": met}
 
 
+def table_of(lines: dict[tuple[str, str], dict]) -> Table:
+    """The lines in the order of the cases."""
+    columns = {"model": "", "width": "", "engine": "", "plain, ms": ".1f", "step": ".3f", "range": ""}
+    columns |= {"statistics": "+.2%", "processes": "", "dropped": "", "commit": "", "bar": "", "met": ""}
+    rows = [lines[row] for row in BARS if row in lines]
+    return Table("A step with exponents over one without", columns, rows)
+
+
 def main() -> None:
-    """Every case, eager and compiled, with its bar."""
+    """The chosen rows; the others stay as the file has them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", choices=CASES)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--only", nargs="*", default=["*"], help="patterns of model/engine")
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=1, help="so many at once, one thread each; idle cores at most")
     chosen = parser.parse_args()
     if chosen.child:
         child(chosen.child, chosen.compiled)
         return
-    columns = {"model": "", "width": "", "engine": "", "plain, ms": ".1f", "step": ".3f", "range": ""}
-    table = Table(
-        "A step with exponents over one without", columns | {"statistics": "+.2%", "dropped": "", "bar": "", "met": ""}
-    )
-    bars = {(name, False): case.bar for name, case in CASES.items()}
-    bars |= {(name, True): case.compiled for name, case in CASES.items()}
-
-    def line_of(row: tuple[str, bool]) -> dict:
-        line = judged(spread(*row, chosen.processes), bars[row], CASES[row[0]].statistics)
-        print(line, flush=True)
-        return line
-
-    with ThreadPoolExecutor(chosen.workers) as workers:
-        for line in workers.map(line_of, [row for row, bar in bars.items() if bar is not None]):
-            table.add(**line)
     result = Result(
         "gradient_overhead", "The cost of gradient exponents", TEXT, "python -m benchmarks.bench_gradient_overhead"
     )
-    result.tables.append(table)
-    save(result)
+    kept = load(result.path()).tables[0].rows if result.path().exists() else []
+    lines = {(line["model"], line["engine"]): line for line in kept}
+    failed = []
+    for row, bar in BARS.items():
+        if not any(fnmatch.fnmatch("/".join(row), pattern) for pattern in chosen.only):
+            continue
+        try:
+            lines[row] = judged(spread(*row, chosen.processes), bar, CASES[row[0]].statistics)
+        except RuntimeError as error:
+            failed.append("/".join(row))
+            print(error, flush=True)
+            continue
+        result.tables = [table_of(lines)]
+        save(result)
+    if failed:
+        raise SystemExit(f"not measured, and as they were in the file: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

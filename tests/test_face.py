@@ -34,7 +34,8 @@ FACE = {
     "halfulp.optim": {
         *("Adam", "AdamW", "Lion", "SGD", "Optimizer", "EMA", "wrap", "float32_gradients"),
         *("WeightUpdate", "Components", "Feedback", "Kahan", "KahanStochastic", "Master", "Split"),
-        *("State", "LostUpdateReport"),
+        *("State", "LostUpdateReport", "UpdateRule", "StateSlot"),
+        *("OPTIMIZERS", "register_optimizer", "register_weight_update"),
     },
 }
 

@@ -1,7 +1,57 @@
-"""One wording for every unknown name: what was given, the near names, what is allowed."""
+"""Names in registries: how formats, recipes, optimizers, tasks and policies get in, and what an unknown one is told."""
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+_DESCRIBED: dict[str, dict[str, str]] = {}
+
+
+def enter(kind: str, registry: dict[str, Any], name: str, entry: object, words: str | None) -> None:
+    """Put an entry under its name.
+
+    A class that stands there already may come again from the module that it came from, as when a notebook's cell or a
+    file is run twice.
+
+    Args:
+        kind: what it is, for messages.
+        registry: name -> entry.
+        name: what the library calls it from then on.
+        entry: the entry.
+        words: what tables and pages say of it.
+
+    Raises:
+        ValueError: the name is no word, another entry has it, or there are no words.
+
+    >>> known = {}
+    >>> enter("task", known, "spiral", object, "two spirals, told apart")
+    >>> enter("task", known, "spiral", int, "another spiral")
+    Traceback (most recent call last):
+    ...
+    ValueError: task 'spiral' exists already: choose another name
+    """
+    if not isinstance(name, str) or not name or name != name.strip() or any(c in name for c in ", /\\\n"):
+        raise ValueError(f"{kind}: a name is a word without blanks, commas and slashes, got {name!r}")
+    if words is None or not words.strip():
+        raise ValueError(f"{kind} {name!r} has no words that say what it is: tables and pages print them")
+    if name in registry and not _is_same(registry[name], entry):
+        raise ValueError(f"{kind} {name!r} exists already: choose another name")
+    registry[name] = entry
+    _DESCRIBED.setdefault(kind, {})[name] = " ".join(words.partition("\n\n")[0].split())
+
+
+def described(kind: str) -> dict[str, str]:
+    """The names of one kind that were entered so far, and the first paragraph of what was said of each.
+
+    It imports nothing: whoever named an entry of their own has imported what registers it.
+    """
+    return dict(_DESCRIBED.get(kind, {}))
+
+
+def _is_same(there: object, entry: object) -> bool:
+    if isinstance(entry, type):
+        return all(getattr(there, field, None) == getattr(entry, field) for field in ("__module__", "__qualname__"))
+    return there == entry
 
 
 def unknown(kind: str, given: object, allowed: Iterable[str]) -> str:

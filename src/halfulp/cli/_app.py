@@ -3,6 +3,7 @@
 import sys
 from typing import Annotated, Any, NoReturn
 
+from .._extensions import load, load_inherited
 from ._errors import fail
 
 # What typer makes of a KeyboardInterrupt; older ones raise Abort.
@@ -60,7 +61,16 @@ def application() -> Any:
     def root(
         context: typer.Context,
         version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+        extension: Annotated[
+            list[str] | None,
+            typer.Option(
+                help="A file or module that registers formats, recipes, optimizers, policies or tasks; several: "
+                "one option each.",
+            ),
+        ] = None,
     ) -> None:
+        load_inherited()
+        load(extension or [])
         if version:
             from .. import __version__
 

@@ -91,10 +91,15 @@ def get(format: Format | str | torch.dtype) -> Format:
             return _from_dtype(str(format).removeprefix("torch."))
         raise TypeError(f"a format is a hu.Format, a name such as 'bf16' or a torch.dtype; got {type(format).__name__}")
     key = format.strip().lower().removeprefix("torch.").replace("-", "_")
-    found = CATALOG.get(key) or _ALIASES.get(key) or parse(key)
+    found = is_known(key)
     if found is None:
         raise ValueError(_unknown(format, key))
     return found
+
+
+def is_known(key: str) -> Format | None:
+    """The format that a name in lower case stands for, None where it stands for none."""
+    return CATALOG.get(key) or _ALIASES.get(key) or parse(key)
 
 
 def parse(name: str) -> Format | None:
@@ -134,5 +139,5 @@ def _unknown(given: str, key: str) -> str:
     meant = f"did you mean {', '.join(near)}? " if near else ""
     return (
         f"unknown format {given!r}: {meant}Known are {', '.join(CATALOG)}, torch's dtype names, and eXmY for any IEEE"
-        f' layout; your own is hu.Format("mine", exponent_bits=4, mantissa_bits=4)'
+        f' layout; your own is hu.formats.register(hu.Format("mine", exponent_bits=4, mantissa_bits=4))'
     )

@@ -1,14 +1,18 @@
 """Optimizers that keep parameters and states in 16 and fewer bits: update rules x weight updates."""
 
 from .. import _needs_torch as _needs_torch
+from ._algorithms import OPTIMIZERS as OPTIMIZERS
 from ._algorithms import SGD as SGD
 from ._algorithms import Adam as Adam
 from ._algorithms import AdamW as AdamW
 from ._algorithms import Lion as Lion
+from ._algorithms import register_optimizer as register_optimizer
 from ._ema import EMA as EMA
 from ._float32_gradients import float32_gradients as float32_gradients
 from ._lost_updates import LostUpdateReport as LostUpdateReport
 from ._optimizer import Optimizer as Optimizer
+from .rules._update_rule import StateSlot as StateSlot
+from .rules._update_rule import UpdateRule as UpdateRule
 from .states._state import State as State
 from .weight_updates._components import Components as Components
 from .weight_updates._error_feedback import Feedback as Feedback
@@ -17,4 +21,5 @@ from .weight_updates._kahan import KahanStochastic as KahanStochastic
 from .weight_updates._rounding import Master as Master
 from .weight_updates._split import Split as Split
 from .weight_updates._weight_update import WeightUpdate as WeightUpdate
+from .weight_updates._weight_update import register_weight_update as register_weight_update
 from .wrapping._wrap import wrap as wrap

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from .._names import enter
 from ..formats import Format
 from ._group_options import refuse_torch_switches
 from ._optimizer import Optimizer
@@ -261,3 +262,32 @@ class Lion(Optimizer):
     def rule(self, group: dict) -> UpdateRule:
         """Return Lion."""
         return LION
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (SGD, Adam, AdamW, Lion)}
+
+
+def register_optimizer(kind: type[Optimizer]) -> type[Optimizer]:
+    """Make an optimizer known by its class's name, to tasks, recipes and comparisons; a decorator of the class.
+
+    Returns:
+        The class.
+
+    Raises:
+        TypeError: it is no subclass of Optimizer, or has no `rule`.
+        ValueError: another optimizer has the name, or this one has no docstring.
+
+    >>> @register_optimizer
+    ... class Lion(Optimizer):
+    ...     "Another Lion."
+    ...     def rule(self, group): ...
+    Traceback (most recent call last):
+    ...
+    ValueError: optimizer 'Lion' exists already: choose another name
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise TypeError(f"an optimizer is a subclass of hu.optim.Optimizer, got {kind!r}")
+    if kind.rule is Optimizer.rule:
+        raise TypeError(f"{kind.__name__} has no rule: write rule(self, group), which gives an UpdateRule")
+    enter("optimizer", OPTIMIZERS, kind.__name__, kind, vars(kind).get("__doc__"))
+    return kind

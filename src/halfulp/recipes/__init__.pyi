@@ -2,9 +2,9 @@
 
 from ._catalog import get as get
 from ._catalog import names as names
+from ._catalog import register as register
 from ._convert import convert as convert
 from ._convert import revert as revert
-from ._optimizer import RULES as RULES
 from ._optimizer import optimizer as optimizer
 from ._optimizer import scaler as scaler
 from ._plan import Explanation as Explanation

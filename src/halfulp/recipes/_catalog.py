@@ -1,6 +1,6 @@
 """The named recipes."""
 
-from .._names import unknown
+from .._names import enter, unknown
 from ._recipe import Recipe
 
 
@@ -167,3 +167,24 @@ def get(name: str | Recipe) -> Recipe:
     if name not in _CATALOG:
         raise ValueError(unknown("recipe", name, _CATALOG))
     return _CATALOG[name]
+
+
+def register(recipe: Recipe) -> Recipe:
+    """Make a recipe known by its name: to `halfulp.convert`, to comparisons and to the command line.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        TypeError: it is no Recipe.
+        ValueError: another recipe has the name, or this one has no description.
+
+    >>> register(Recipe(name="bf16-kahan", description="another", param_dtype="bfloat16"))
+    Traceback (most recent call last):
+    ...
+    ValueError: recipe 'bf16-kahan' exists already: choose another name
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"a recipe is a hu.Recipe, got {type(recipe).__name__}")
+    enter("recipe", _CATALOG, recipe.name, recipe, recipe.description)
+    return recipe

@@ -17,8 +17,6 @@ from ._recipe import Recipe
 if TYPE_CHECKING:
     from ..gradients import AdaptiveGradScaler
 
-RULES = ("SGD", "Adam", "AdamW", "Lion")
-
 
 def optimizer(
     model: nn.Module, rule: str = "AdamW", *, seed: int = 0, report_interval: int = 50, **hyper: Any
@@ -31,7 +29,8 @@ def optimizer(
     Args:
         model: converted by `halfulp.convert`, or a wrapper round one (DistributedDataParallel, a compiled model, a
             LightningModule).
-        rule: ``"SGD"``, ``"Adam"``, ``"AdamW"`` or ``"Lion"``: a class of ``halfulp.optim``.
+        rule: ``"SGD"``, ``"Adam"``, ``"AdamW"``, ``"Lion"`` or the name of an optimizer of your own
+            (`halfulp.optim.register_optimizer`).
         seed: governs the recipe's stochastic rounding.
         report_interval: how often the lost-update meter samples, in steps.
         **hyper: the rule's own hyper-parameters, ``lr=`` and so on.
@@ -49,18 +48,19 @@ def optimizer(
     >>> type(hu.recipes.optimizer(model, "AdamW", lr=1e-3)).__name__
     'AdamW'
     """
-    if rule not in RULES:
-        raise ValueError(unknown("rule", rule, RULES))
-    recipe = recipe_of(model)
     from .. import optim
 
+    if rule not in optim.OPTIMIZERS:
+        raise ValueError(unknown("rule", rule, optim.OPTIMIZERS))
+    recipe = recipe_of(model)
     if recipe.by_torch:
         return _by_torch.optimizer(recipe, model, rule, **hyper)
     choices = {"state_dtype": _state(recipe, rule, hyper), "format": recipe.format}
     if isinstance(recipe.weight_update, str) and not _all_float32(recipe, model):
         choices["weight_update"] = _object(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
-    made = getattr(optim, rule)(_groups(recipe, model), seed=seed, report_interval=report_interval, **options, **hyper)
+    kind = optim.OPTIMIZERS[rule]
+    made = kind(_groups(recipe, model), seed=seed, report_interval=report_interval, **options, **hyper)
     if recipe.format and recipe.state_dtype == recipe.format:
         hold_states(made, recipe.format, seed)
     if recipe.gradient_format:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .._names import unknown
+from .._names import described, unknown
 
 WEIGHT_UPDATES = (
     "nearest",
@@ -143,7 +143,7 @@ class Recipe:
         _check_among("param_dtype", self.param_dtype, PARAM_DTYPES)
         _check_among("state_dtype", self.state_dtype, (*STATE_DTYPES, *([self.format] if self.format else [])))
         for name in self.update_names():
-            _check_among("weight update", name, WEIGHT_UPDATES)
+            _check_among("weight update", name, _known(WEIGHT_UPDATES, "weight update"))
         for field in ("format", "emulate", "gradient_format"):
             _check_format(getattr(self, field))
         if self.format and self.param_dtype:
@@ -206,11 +206,11 @@ class Recipe:
     def _check_gradients(self) -> None:
         scale = self.gradient_scale
         if isinstance(scale, str):
-            _check_among("gradient scale", scale, GRADIENT_SCALES)
+            _check_among("gradient scale", scale, _known(GRADIENT_SCALES, "policy"))
         elif scale is not None and not _power_of_two(scale):
             raise ValueError(
                 f"gradient_scale={scale!r}: allowed are a power of two from 2^-30 to 2^60, or a policy: "
-                f"{', '.join(GRADIENT_SCALES)}"
+                f"{', '.join(_known(GRADIENT_SCALES, 'policy'))}"
             )
         if scale is not None and self.gradient_format is None:
             raise ValueError(
@@ -312,6 +312,11 @@ def _globs(given: object) -> tuple[str, ...]:
     return tuple(given)
 
 
+def _known(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    """The library's names, and those that somebody has registered."""
+    return (*names, *(name for name in described(kind) if name not in names))
+
+
 def _check_among(kind: str, given: object, allowed: tuple[str, ...]) -> None:
     if given is not None and given not in allowed:
         raise ValueError(unknown(kind, given, allowed))
@@ -368,9 +373,13 @@ def _storage_words(recipe: Recipe) -> list[str]:
 
 def _update_words(recipe: Recipe) -> list[str]:
     if isinstance(recipe.weight_update, str):
-        return [f"Each is updated {_UPDATE_WORDS[recipe.weight_update]}."]
+        return [f"Each is updated {_words_of_update(recipe.weight_update)}."]
     pairs = recipe.weight_update or ()
-    return [f"Those that match {glob!r} are updated {_UPDATE_WORDS[name]}." for glob, name in pairs]
+    return [f"Those that match {glob!r} are updated {_words_of_update(name)}." for glob, name in pairs]
+
+
+def _words_of_update(name: str) -> str:
+    return _UPDATE_WORDS.get(name) or f"by {name}: {described('weight update')[name].rstrip('.')}"
 
 
 def _arithmetic_words(recipe: Recipe) -> str:
@@ -392,7 +401,8 @@ def _gradient_words(recipe: Recipe) -> list[str]:
     how = ", up or down at random" if recipe.gradient_rounding == "stochastic" else ""
     said = [f"every one that a product reads or makes is rounded to that{how}."]
     if isinstance(recipe.gradient_scale, str):
-        said.append(_GRADIENT_SCALE_WORDS[recipe.gradient_scale])
+        name = recipe.gradient_scale
+        said.append(_GRADIENT_SCALE_WORDS.get(name) or f"Scales go by {name}: {described('policy')[name]}")
     elif recipe.gradient_scale is None:
         said.append("They have no scale.")
     else:

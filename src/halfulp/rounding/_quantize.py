@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from ..formats import BlockFormat, Format, get, get_block
+from ..formats import BlockFormat, Format, block_names, get, get_block
 from ..kernels import define_operator
 from ..kernels._plain_memory import refuse
 from ._graph_constants import traced_target
@@ -76,7 +76,7 @@ def quantize(
 def is_block(format: object) -> bool:
     """Whether a format, or what looks like the name of one, is of blocks."""
     if isinstance(format, str):
-        return format.strip().lower().startswith(("mx", "nvfp"))
+        return format.strip().lower().startswith(("mx", "nvfp")) or format.strip().lower() in block_names()
     return isinstance(format, BlockFormat)
 
 

@@ -5,7 +5,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.weight_updates._weight_update import register, weight_update
+from halfulp.optim.weight_updates._weight_update import register_weight_update, weight_update
 
 from ..laws import RULES, UPDATES, Adder, allowed, build, decoded, narrow_updates, stored_updates
 
@@ -225,7 +225,7 @@ def test_a_rounding_that_no_update_has_is_refused(given):
 
 def test_a_name_can_be_given_once():
     with pytest.raises(ValueError, match="exists already"):
-        register(hu.Kahan())
+        register_weight_update(hu.Kahan())
 
 
 @pytest.mark.parametrize(("rule", "update"), [(rule, "feedback") for rule in RULES])

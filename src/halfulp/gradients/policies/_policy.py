@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from ..._messages import a_kind
+from ..._names import enter
 from ...formats import Format
 from .._site import Site
 
@@ -38,7 +39,7 @@ class Policy(abc.ABC):
 
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
-            _BY_NAME[cls.name] = cls
+            enter("policy", _BY_NAME, cls.name, cls, vars(cls).get("__doc__"))
 
     @abc.abstractmethod
     def exponent(self, site: Site) -> int | None:

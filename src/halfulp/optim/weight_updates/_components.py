@@ -13,7 +13,7 @@ from ..states._storage import Store
 from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_save
 from ._kahan import Kahan
 from ._residual_bound import fit_bindings, fitting, fitting_tensor
-from ._weight_update import Parts, WeightUpdate, register, rounding_name, store_bindings
+from ._weight_update import Parts, WeightUpdate, register_weight_update, rounding_name, store_bindings
 
 
 @dataclass(frozen=True)
@@ -215,4 +215,4 @@ def write_four(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
     return read_four(a0, a1, a2, a3, i)[0]
 
 
-register(Components())
+register_weight_update(Components())

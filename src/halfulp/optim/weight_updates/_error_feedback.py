@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ._rounding import StochasticallyRounded
-from ._weight_update import register
+from ._weight_update import register_weight_update
 
 
 @dataclass(frozen=True)
@@ -25,4 +25,4 @@ class Feedback(StochasticallyRounded):
     scales: ClassVar[bool] = False
 
 
-register(Feedback())
+register_weight_update(Feedback())

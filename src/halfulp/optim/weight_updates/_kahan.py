@@ -12,7 +12,7 @@ from ...kernels.scalar._operations import sub, word
 from ..states._storage import Store
 from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_round, weight_save
 from ._residual_bound import fit_bindings, fitting, fitting_tensor, ulp_of_one
-from ._weight_update import Parts, WeightUpdate, register, rounding_name, store_bindings
+from ._weight_update import Parts, WeightUpdate, register_weight_update, rounding_name, store_bindings
 
 ZERO, NEGATIVE_ZERO = np.float32(0.0), np.float32(-0.0)
 
@@ -199,4 +199,4 @@ class KahanStochastic(Kahan):
 
 
 for _update in (Kahan(), KahanStochastic()):
-    register(_update)
+    register_weight_update(_update)

@@ -10,7 +10,7 @@ import torch
 from ...kernels.scalar._operations import load32, store32, word
 from ..states._storage import F32, Store, f32_real
 from ..step._placeholders import weight_load, weight_nearest, weight_real, weight_save
-from ._weight_update import Parts, WeightUpdate, read_plain, register, store_bindings, write_plain
+from ._weight_update import Parts, WeightUpdate, read_plain, register_weight_update, store_bindings, write_plain
 
 
 @dataclass(frozen=True)
@@ -120,4 +120,4 @@ def write_master(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
 
 
 for _update in (Rounded(), StochasticallyRounded(), Exact(), Master()):
-    register(_update)
+    register_weight_update(_update)

@@ -27,7 +27,7 @@ from ...kernels.scalar._operations import (
 )
 from ..states._storage import Store, float_words, words_float
 from ..step._placeholders import weight_load, weight_nearest, weight_real, weight_save
-from ._weight_update import Parts, WeightUpdate, register, rounding_name, store_bindings
+from ._weight_update import Parts, WeightUpdate, register_weight_update, rounding_name, store_bindings
 
 ZERO, ONE, S8, S15, S16 = (np.uint32(n) for n in (0, 1, 8, 15, 16))
 HALF_16, LOW_8, TOP_24 = np.uint32(0x8000), np.uint32(0xFF), np.uint32(0xFFFFFF00)
@@ -342,4 +342,4 @@ def Split(bits: int = 16, rounding: str | None = None) -> WeightUpdate:
 
 
 for _update in (Split16(), SplitStochastic(), Split8()):
-    register(_update)
+    register_weight_update(_update)

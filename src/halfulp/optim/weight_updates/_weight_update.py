@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from ..._names import enter
 from ..states._storage import Store
 from ..step._placeholders import weight_load, weight_real, weight_round, weight_save
 
@@ -127,11 +128,16 @@ def rounding_name(given: object) -> str:
 REGISTRY: dict[str, WeightUpdate] = {}
 
 
-def register(weight_update: WeightUpdate) -> None:
-    """Register a weight update under its name, which must be new."""
+def register_weight_update(weight_update: WeightUpdate) -> None:
+    """Make a weight update known by its name, to optimizers, recipes and files.
+
+    Raises:
+        ValueError: another weight update has the name, or the class of this one has no docstring.
+    """
+    words = type(weight_update).__doc__
     if weight_update.name in REGISTRY:
-        raise ValueError(f"a weight update named {weight_update.name!r} exists already: choose another name")
-    REGISTRY[weight_update.name] = weight_update
+        raise ValueError(f"weight update {weight_update.name!r} exists already: choose another name")
+    enter("weight update", REGISTRY, weight_update.name, weight_update, words)
 
 
 def weight_update(given: WeightUpdate | str | dict) -> WeightUpdate:

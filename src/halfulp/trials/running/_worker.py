@@ -6,6 +6,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..._extensions import load_inherited
 from ..tasks import Data
 from ._plan import Trial
 
@@ -22,6 +23,7 @@ def main(connection: Connection, log: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    load_inherited()
     loaded: dict[str, Data] = {}
     try:
         connection.send(("ready", None))

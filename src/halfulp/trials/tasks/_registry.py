@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ..._names import unknown
+from ..._names import enter, unknown
 
 if TYPE_CHECKING:
     from ._task import Task
 
-# Name: file and class.
-_TASKS = {
+# Name: file and class, or the class of a task that somebody registered.
+_TASKS: dict[str, str | type[Task]] = {
     "digits": "_digits.Digits",
     "digits-fpu": "_digits_fpu.DigitsFPU",
     "text": "_text.Text",
@@ -64,6 +64,33 @@ def kind_of(name: str) -> type[Task]:
     return _class(name) if name in _TASKS else Task
 
 
+def register(kind: type[Task]) -> type[Task]:
+    """Make a task known by its name, to comparisons and to the command line; a decorator of its class.
+
+    Worker processes import the class from its module, which a script of its own, an installed package or a file that
+    `halfulp --extension` names is.
+
+    Returns:
+        The class.
+
+    Raises:
+        TypeError: it is no subclass of Task, or lacks an attribute that a task must have.
+        ValueError: another task has the name, or this one has no title.
+    """
+    from ._task import Task
+
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise TypeError(f"a task is a subclass of hu.trials.tasks.Task, got {kind!r}")
+    lacking = [name for name in ("name", "title", "rule", "hyper", "steps", "batch") if not hasattr(kind, name)]
+    if lacking or kind.__abstractmethods__:
+        raise TypeError(f"{kind.__name__} lacks {', '.join([*lacking, *sorted(kind.__abstractmethods__)])}")
+    enter("task", _TASKS, kind.name, kind, kind.title)
+    return kind
+
+
 def _class(name: str) -> type[Task]:
-    file, kind = _TASKS[name].split(".")
+    entry = _TASKS[name]
+    if isinstance(entry, type):
+        return entry
+    file, kind = entry.split(".")
     return getattr(importlib.import_module(f".{file}", __package__), kind)

@@ -1,0 +1,45 @@
+"""Formats of one's own under a name that the whole library knows."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from .._names import enter
+from ._block import BLOCKS, BlockFormat
+from ._catalog import CATALOG, is_known
+from ._format import Format
+
+Named = TypeVar("Named", Format, BlockFormat)
+
+
+def register(format: Named) -> Named:
+    """Make a format known by its name wherever a format's name is taken.
+
+    Optimizers, recipes, `quantize`, `emulate`, the command line and files know it then as they know a catalogued one. A
+    format need not be registered to be used: the object serves as well.
+
+    Args:
+        format: the format; its name is in lower case.
+
+    Returns:
+        The format.
+
+    Raises:
+        TypeError: it is no format.
+        ValueError: the name stands for another format already, or is not in lower case.
+
+    >>> register(Format("bfloat16", exponent_bits=4, mantissa_bits=5))
+    Traceback (most recent call last):
+    ...
+    ValueError: the name 'bfloat16' stands for bf16 already: choose another name
+    """
+    if not isinstance(format, Format | BlockFormat):
+        raise TypeError(f"a format is a hu.Format or a hu.BlockFormat; got {type(format).__name__}")
+    registry: dict = CATALOG if isinstance(format, Format) else BLOCKS
+    if format.name != format.name.lower().replace("-", "_"):
+        raise ValueError(f"a format is looked up in lower case and with _ for -: name it so, not {format.name!r}")
+    known = is_known(format.name) or BLOCKS.get(format.name)
+    if known is not None and known != format and registry.get(format.name) != format:
+        raise ValueError(f"the name {format.name!r} stands for {known.name} already: choose another name")
+    enter("format", registry, format.name, format, str(format))
+    return format

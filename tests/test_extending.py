@@ -1,0 +1,132 @@
+"""What a stranger adds in one file is known by its name everywhere: examples/extending, each in a fresh process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parents[1] / "examples" / "extending"
+FILES = sorted(path.name for path in HERE.glob("*.py"))
+
+# What each example must be good for; the code runs after the file was loaded, as `extension`.
+USES = {
+    "format_e4m3b11fnuz.py": """
+        x = torch.tensor([0.1, 3.0, 1e3])
+        near, same, overflow = hu.quantize(x, "e4m3b11fnuz").tolist()
+        assert (near, same) == (0.1015625, 3.0) and overflow != overflow
+        assert "e4m3b11fnuz" in hu.formats.names() and hu.formats.get("e4m3b11fnuz") is extension.e4m3b11fnuz
+        recipe = hu.recipes.get("gradients-e4m3b11fnuz")
+        model = hu.convert(torch.nn.Linear(4, 4), recipe)
+        optimizer, scaler = hu.recipes.optimizer(model, "SGD", lr=1e-2), hu.recipes.scaler(recipe, model)
+        before = model.weight.detach().clone()
+        for _ in range(8):  # the first scale is too large for a format that ends at 30
+            scaler.scale(model(torch.randn(2, 4)).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert not torch.equal(before, model.weight)
+        assert hu.Recipe.from_json(recipe.to_json()) == recipe
+    """,
+    "adabelief.py": """
+        from math import sqrt
+        torch.manual_seed(0)
+        start, gradients = torch.randn(64), torch.randn(20, 64)
+        w, m, s = start.double(), torch.zeros(64).double(), torch.zeros(64).double()
+        parameter = torch.nn.Parameter(start.bfloat16())
+        float32 = torch.nn.Parameter(start.clone())
+        narrow = hu.optim.OPTIMIZERS["AdaBelief"]([parameter], lr=0.01, weight_update="split")
+        wide = extension.AdaBelief([float32], lr=0.01)
+        for t, g in enumerate(gradients.double(), 1):
+            m = 0.9 * m + 0.1 * g
+            s = 0.999 * s + 0.001 * (g - m) ** 2 + 1e-16
+            w = w - 0.01 / (1 - 0.9**t) * m / ((s / (1 - 0.999**t)).sqrt() + 1e-16)
+            for optimizer, p in ((narrow, parameter), (wide, float32)):
+                p.grad = g.to(p.dtype)
+                optimizer.step()
+        assert (float32.double() - w).abs().max() < 1e-5
+        assert (parameter.double() - w).abs().max() < 0.03
+        model = hu.convert(torch.nn.Linear(4, 4), "bf16-kahan")
+        assert type(hu.recipes.optimizer(model, "AdaBelief", lr=0.01)).__name__ == "AdaBelief"
+    """,
+    "coarse_policy.py": """
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        recipe = hu.recipes.get("e5m2-coarse")
+        assert 'Scales go by coarse: The exponent of "amax", rounded down' in " ".join(recipe.explain().split())
+        model = hu.convert(model, recipe)
+        optimizer = hu.recipes.optimizer(model, "SGD", lr=0.1)
+        scaler = hu.recipes.scaler(recipe, model)
+        for _ in range(40):
+            scaler.scale(model(torch.randn(16, 8)).square().mean() * 1e-3).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        exponents = {row.exponent for row in scaler.sites() if row.format and row.amax}
+        assert exponents - {16} and not any(exponent % 4 for exponent in exponents), exponents
+    """,
+    "spiral_task.py": """
+        assert hu.trials.tasks.get("spirals").title.startswith("two spirals")
+        assert "spirals" in hu.trials.tasks.names()
+    """,
+}
+
+
+def run(code: str, folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_every_example_has_a_use():
+    assert sorted(USES) == FILES
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_it_is_known_by_name(name, tmp_path):
+    import textwrap
+
+    run(f"import torch\nimport halfulp as hu\nimport {name[:-3]} as extension\n{textwrap.dedent(USES[name])}", tmp_path)
+
+
+def test_the_command_line_and_its_workers_know_extensions(tmp_path):
+    """A task with its optimizer and a format's recipe, trained by worker processes."""
+    sys_path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    extensions = [f"--extension={HERE / name}" for name in ("spiral_task.py", "format_e4m3b11fnuz.py")]
+    options = ["--task", "spirals", "--recipe", "fp32,gradients-e4m3b11fnuz", "--seeds", "1", "--steps", "20"]
+    command = [sys.executable, "-m", "halfulp.cli", *extensions, "compare", *options, "--workers", "1", "--json"]
+    done = subprocess.run([*command, "--out", "out"], cwd=tmp_path, env=sys_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    trials = json.loads(done.stdout)["trials"]
+    assert [trial["settings"]["task"]["rule"] for trial in trials] == ["AdaBelief", "AdaBelief"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("raise RuntimeError('no')", "RuntimeError: no"),
+        ("import halfulp as hu\nhu.formats.register(hu.Format('bf16', 4, 3))", "stands for bf16 already"),
+        ("import halfulp as hu\nhu.formats.register(hu.Format('Mine', 4, 3))", "lower case"),
+        ("import halfulp as hu\nhu.recipes.register(hu.Recipe(name='fp32', description='x'))", "exists already"),
+        ("import halfulp as hu\nhu.recipes.register(hu.Recipe(name='x', description=' '))", "no words"),
+        ("import halfulp as hu\n@hu.trials.tasks.register\nclass T(hu.trials.tasks.Task): name = 't'", "lacks title"),
+        ("import halfulp as hu\n@hu.optim.register_optimizer\nclass O(hu.optim.Optimizer):\n    'o'", "has no rule"),
+        (
+            "import halfulp as hu\nclass P(hu.gradients.Amax):\n    name = 'dynamic'\n    'p'",
+            "no words|exists already",
+        ),
+    ],
+)
+def test_what_cannot_be_registered_is_refused(text, words, tmp_path):
+    from halfulp import _extensions
+
+    file = tmp_path / f"extension_{abs(hash(text))}.py"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        _extensions.load([str(file)])
+    assert file.stem not in sys.modules
+    with pytest.raises(ValueError, match="no such file"):
+        _extensions.load([str(tmp_path / "absent.py")])
