@@ -1,11 +1,10 @@
 """The house: imports go one way, importing does no work, every file is one idea with a name and a docstring."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 import halfulp
 
@@ -33,10 +32,11 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
 MOST_LINES = 420
+MOST_FILES = 15
 
 
-def _imported_packages(path: Path) -> set[str]:
-    """The first-level packages of halfulp that a file imports, anywhere in it."""
+def _imported(path: Path) -> set[str]:
+    """What a file imports of halfulp, anywhere in it, as "optim._optimizer.Optimizer"."""
     package = ["halfulp", *path.relative_to(ROOT).parent.parts]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -48,23 +48,57 @@ def _imported_packages(path: Path) -> set[str]:
             names = [".".join([*module, alias.name]) for alias in node.names]
         else:
             continue
-        found |= {name.split(".")[1] for name in names if name.startswith("halfulp.")}
+        found |= {name.removeprefix("halfulp.") for name in names if name.startswith("halfulp.")}
     return found
+
+
+def _imported_packages(path: Path) -> set[str]:
+    """The first-level packages of halfulp among them."""
+    return {name.split(".")[0] for name in _imported(path)}
 
 
 def _home(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_imports_only_what_lies_below_it(path):
-    home = _home(path)
-    if home in ("__init__", "__main__"):
-        return
-    assert home in LEVEL, f"{home} has no place in the order of layers"
-    for name in _imported_packages(path) - {home, "__version__"}:
-        assert name in LEVEL, f"{path.name} imports halfulp.{name}, which is no layer"
-        assert LEVEL[name] < LEVEL[home], f"{home} imports {name}: not below it"
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _files_imported(path: Path, modules: set[str]) -> set[str]:
+    """The modules that a file imports, a package's names as what they stand in where that is a module of its own."""
+    found = {name if name in modules else name.rpartition(".")[0] for name in _imported(path)}
+    return {name for name in found & modules if not _module(path).startswith(f"{name}.")} - {_module(path)}
+
+
+def test_a_file_imports_only_what_lies_below_it():
+    wrong = []
+    for path in FILES:
+        home = _home(path)
+        if home in ("__init__", "__main__"):
+            continue
+        assert home in LEVEL, f"{home} has no place in the order of layers"
+        for name in _imported_packages(path) - {home, "__version__"}:
+            assert name in LEVEL, f"{path.relative_to(ROOT)} imports halfulp.{name}, which is no layer"
+            if LEVEL[name] >= LEVEL[home]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}, which is not below {home}")
+    assert not wrong, wrong
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports inside functions count: to hide a circle there is no cure of it."""
+    modules = {_module(path) for path in FILES} - {"__init__"}
+    imports = {_module(path): _files_imported(path, modules) for path in FILES if _module(path) in modules}
+    graphlib.TopologicalSorter(imports).prepare()
+
+
+def test_no_folder_is_crowded():
+    crowded = {
+        str(folder.relative_to(ROOT)): count
+        for folder in {path.parent for path in FILES} - {ROOT}
+        if (count := sum(path.name != "__init__.py" for path in folder.glob("*.py"))) > MOST_FILES
+    }
+    assert not crowded, f"{crowded}: find rooms inside whose names say what lies there"
 
 
 def test_the_parser_sees_relative_and_absolute_imports(tmp_path, monkeypatch):
@@ -77,13 +111,16 @@ def test_the_parser_sees_relative_and_absolute_imports(tmp_path, monkeypatch):
     assert _imported_packages(file) == {"formats", "rounding", "cli", "optim"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_is_short_and_says_what_it_is(path):
-    text = path.read_text()
-    docstring = ast.get_docstring(ast.parse(text), clean=False)
-    assert docstring, "no module docstring"
-    assert docstring.splitlines()[0].strip().endswith((".", "?", "!", ")")), "the first line is no sentence"
-    assert len(text.splitlines()) <= MOST_LINES
+def test_a_file_is_short_and_says_what_it_is():
+    wrong = []
+    for path in FILES:
+        text = path.read_text()
+        docstring = (ast.get_docstring(ast.parse(text), clean=False) or "").splitlines() or [""]
+        if not docstring[0].strip().endswith((".", "?", "!", ")")):
+            wrong.append(f"{path.relative_to(ROOT)}: the first line is no sentence")
+        if len(text.splitlines()) > MOST_LINES:
+            wrong.append(f"{path.relative_to(ROOT)}: {len(text.splitlines())} lines")
+    assert not wrong, wrong
 
 
 def test_importing_does_no_work():
