@@ -132,8 +132,11 @@ def register_weight_update(weight_update: WeightUpdate) -> None:
     """Make a weight update known by its name, to optimizers, recipes and files.
 
     Raises:
+        TypeError: it is no WeightUpdate.
         ValueError: another weight update has the name, or the class of this one has no docstring.
     """
+    if not isinstance(weight_update, WeightUpdate):
+        raise TypeError(f"a weight update is an object of a subclass of hu.optim.WeightUpdate, got {weight_update!r}")
     words = type(weight_update).__doc__
     if weight_update.name in REGISTRY:
         raise ValueError(f"weight update {weight_update.name!r} exists already: choose another name")
