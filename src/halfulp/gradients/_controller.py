@@ -303,8 +303,8 @@ class Controller:
     def _lower(self, site: Site) -> None:
         """Lower a site that overflowed, at least to the exponent that the policy derives from its history."""
         wanted = None if self.policy.wants_operands else self.policy.exponent(site)
-        lowered = self.policy.lowered(site)
-        self._set(site, lowered if wanted is None else min(lowered, wanted))
+        fallen = self.policy.exponent_after_overflow(site)
+        self._set(site, fallen if wanted is None else min(fallen, wanted))
 
     def _settle_doubts(self, readings: dict[Site, dict[str, Reading]]) -> None:
         """Use a measured iteration without overflow to decide which suspected sites overflowed earlier.
@@ -352,7 +352,7 @@ class Controller:
         if not narrow or self.sites.global_site in readings or any(reading.amax != 0 for reading in narrow):
             return False
         for site in readings:
-            self._set(site, self._halved(site, 2 * site.exponent - self.policy.lowered(site)))
+            self._set(site, self._halved(site, 2 * site.exponent - self.policy.exponent_after_overflow(site)))
         return True
 
     def _allowed(self, site: Site, exponent: int) -> int:
@@ -364,7 +364,7 @@ class Controller:
 
     def _short(self, site: Site) -> int:
         """How many powers of two a site stays below its overflow; another overflow takes it further down."""
-        return min(_SHORT, site.exponent - self.policy.lowered(site))
+        return min(_SHORT, site.exponent - self.policy.exponent_after_overflow(site))
 
     def _halved(self, site: Site, exponent: int) -> int:
         short = None if self.policy.wants_operands else self._short(site)
@@ -387,7 +387,7 @@ class Controller:
             if not self._skipped and not self.backward.measuring:
                 return
             found = measured_scale(self.policy, self.sites, readings, self.iteration)
-            wanted = self.policy.lowered(global_site) if self._skipped else found
+            wanted = self.policy.exponent_after_overflow(global_site) if self._skipped else found
         if wanted is not None and (wanted != global_site.exponent or self._skipped):
             self.since = 0
             self._set(global_site, wanted)

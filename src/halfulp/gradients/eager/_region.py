@@ -386,9 +386,9 @@ class Region(TorchFunctionMode):
         site = self.site_of(out)
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
-            widened = out.float()
-            widened.grad_fn.register_prehook(self._backward.edge_hook(site, self._global_site))
-            return untagged(self._tagged(widened, self._global_site))
+            float32_out = out.float()
+            float32_out.grad_fn.register_prehook(self._backward.edge_hook(site, self._global_site))
+            return untagged(self._tagged(float32_out, self._global_site))
         return untagged(self._tagged(self.edge(out, site, self._global_site, leaving=True), self._global_site))
 
 

@@ -53,7 +53,7 @@ class Moments:
         smallest = torch.where(x == 0, torch.inf, x.abs()).amin()
         row = torch.stack([mean, std, low, high, smallest, *_split(x.count_nonzero(), x.dtype)])
         mean, std, low, high, smallest, *parts = row.tolist()
-        nonzero, amax = _joined(*parts), max(high, -low)
+        nonzero, amax = _from_split(*parts), max(high, -low)
         return cls(
             mean=mean * amax,
             # CUDA means are sums times a rounded 1 / count: equal numbers may lie a rounding beside theirs.
@@ -108,7 +108,7 @@ class LogMoments:
         std = (squares.sum() / nonzero.clamp(min=1)).sqrt()
         row = torch.stack([mean, std, size.amax(), *_split(nonzero, size.dtype)])
         mean, std, amax, *parts = row.tolist()
-        return cls(mean * math.log(2), std * math.log(2), amax, _joined(*parts), math.isfinite(amax))
+        return cls(mean * math.log(2), std * math.log(2), amax, _from_split(*parts), math.isfinite(amax))
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -123,5 +123,5 @@ def _split(count: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     return (count // 2**20).to(dtype), (count % 2**20).to(dtype)
 
 
-def _joined(upper: float, lower: float) -> int:
+def _from_split(upper: float, lower: float) -> int:
     return int(upper) * 2**20 + int(lower)

@@ -45,7 +45,7 @@ class Policy(abc.ABC):
     def exponent(self, site: Site) -> int | None:
         """The exponent of a site that was measured and did not overflow; None leaves it."""
 
-    def lowered(self, site: Site) -> int:
+    def exponent_after_overflow(self, site: Site) -> int:
         """The exponent of a site that overflowed."""
         return site.exponent - (min(8, site.format.binades // 2) if site.format else 8)
 

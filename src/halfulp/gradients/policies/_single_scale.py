@@ -65,7 +65,7 @@ def measured_scale(
     wanted = lowest(policy, sites)
     if wanted is None and readings:
         # Every gradient is stored as zero.
-        wanted = 2 * global_site.exponent - policy.lowered(global_site)
+        wanted = 2 * global_site.exponent - policy.exponent_after_overflow(global_site)
     if wanted is None or global_site.overflowed is None:
         return wanted
     if any(explains(kinds, global_site.overflowed) for kinds in readings.values()):

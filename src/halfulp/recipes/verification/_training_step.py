@@ -100,11 +100,11 @@ def _like(plain: Run, steps: Callable[[], Run]) -> Run | None:
     if any((a is None) != (b is None) or (a is not None and a.shape != b.shape) for a, b in both):
         return None
     # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
-    ours, theirs = (_joined(run.gradients.values()) for run in (plain, other))
+    ours, theirs = (_concatenated(run.gradients.values()) for run in (plain, other))
     return other if relative(plain.loss, other.loss) < _SAME_RUN and relative(ours, theirs) < _SAME_RUN else None
 
 
-def _joined(gradients: Iterable[Tensor | None]) -> Tensor:
+def _concatenated(gradients: Iterable[Tensor | None]) -> Tensor:
     return torch.cat([gradient.double().flatten() for gradient in gradients if gradient is not None])
 
 
