@@ -66,6 +66,14 @@ USES = {
         exponents = {row.exponent for row in scaler.sites() if row.format and row.amax}
         assert exponents - {16} and not any(exponent % 4 for exponent in exponents), exponents
     """,
+    "swiglu_rule.py": """
+        torch.manual_seed(0)
+        gate, x = torch.randn(64), torch.randn(64) * 2.0**30
+        hu.testing.check_rule(torch.ops.extending.swiglu, lambda: (torch.randn(5), torch.randn(5)), gradients=False)
+        found = torch.ops.extending.swiglu(hu.ScaledTensor.encode(gate), hu.ScaledTensor.encode(x))
+        assert type(found) is hu.ScaledTensor and found.payload.dtype == torch.float16
+        torch.testing.assert_close(found.decode(), extension.swiglu(gate, x), rtol=4e-3, atol=0.0)
+    """,
     "spiral_task.py": """
         assert hu.trials.tasks.get("spirals").title.startswith("two spirals")
         assert "spirals" in hu.trials.tasks.names()
