@@ -42,9 +42,9 @@ from .rules._update_rule import UpdateRule
 from .states._float8 import PAYLOADS
 from .states._state import StateChoice
 from .states._storage import STORES, Store
-from .step._kernel import StepSpec
 from .step._memory import check_memory, check_parameter, gradient_memory, gradient_store
 from .step._run import Tables, compile_kernels, run_step
+from .step._spec import StepSpec
 from .weight_updates._weight_update import WeightUpdate, weight_update
 
 

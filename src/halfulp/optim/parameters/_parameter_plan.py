@@ -11,7 +11,7 @@ import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
-from ..step._kernel import StepSpec
+from ..step._spec import StepSpec
 from ._local_tensors import local, memory, own_parts
 
 SMALL = 1024

@@ -14,7 +14,7 @@ from ..states._format_values import format_store
 from ..states._scaled import Scaled
 from ..states._state import Codec, Int8Blocks, resolve_codecs
 from ..states._storage import STORES, Store
-from ..step._kernel import StepSpec
+from ..step._spec import StepSpec
 from ..weight_updates._multicomponent import update_of_components
 from ..weight_updates._weight_update import REGISTRY, WeightUpdate, weight_update
 from ._local_tensors import index_map_of, local, memory

@@ -10,7 +10,7 @@ from ...kernels import IndexMap, on_tensors
 from ...rounding._random_bits import random_words
 from ..states._scaled import Scaled, finite_amax
 from ..states._state import Int8Blocks
-from ._kernel import Draw, StepSpec, draws_of
+from ._spec import Draw, StepSpec, draws_of
 
 
 def reference_step(

@@ -13,9 +13,10 @@ import torch
 from ...kernels import CHUNK, IndexMap, address, check_bits, chosen, chunk_table, chunks, note, plain, run_chunks
 from ...rounding._random_bits import mix64_many
 from ..parameters._parameter_plan import ParameterPlan
-from ._kernel import StepSpec, compiled, draws_of, pointer_count
+from ._kernel import compiled
 from ._reference import reference_amax, reference_step
 from ._scales import choose_scales, keep_scales, with_present_scales
+from ._spec import StepSpec, draws_of, pointer_count
 
 METER_COLUMNS, GRADIENT = 4, 4
 

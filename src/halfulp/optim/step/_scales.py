@@ -9,7 +9,7 @@ import torch
 
 from ..parameters._parameter_plan import ParameterPlan
 from ..states._scaled import finite_amax
-from ._kernel import StepSpec
+from ._spec import StepSpec
 
 # Binades of a payload's largest magnitude: the first and the last in which a scale is kept; where a new one puts it.
 WINDOWS = {

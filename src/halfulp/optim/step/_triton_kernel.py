@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ...kernels import CHUNK
 from ...kernels.triton._source import module_source
 from . import _triton_functions as _triton_pieces
-from ._kernel import StepSpec, bindings, bits_of, codec_name, draws_of, element_update, pointer_count, state_pointers
+from ._kernel import bindings, codec_name, element_update
+from ._spec import StepSpec, bits_of, draws_of, pointer_count, state_pointers
 
 TILE = 1024
 PARTS = CHUNK // TILE

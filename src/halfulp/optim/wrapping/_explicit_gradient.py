@@ -14,7 +14,7 @@ from ..parameters._outside_writes import drop_stale
 from ..parameters._parameter_plan import ParameterPlan, options_of
 from ..rules._update_rule import UpdateRule
 from ..states._storage import Store
-from ..step._kernel import StepSpec
+from ..step._spec import StepSpec
 
 
 def assignment(w, g):

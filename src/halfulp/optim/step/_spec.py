@@ -1,0 +1,162 @@
+"""The step specification: what the parameters of one fused call have in common, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from ..rules._update_rule import UpdateRule
+from ..states._scaled import Scaled
+from ..states._state import Codec, Int8Blocks
+from ..states._storage import Store
+from ..weight_updates._weight_update import WeightUpdate
+
+POINTERS_BEFORE_STATES = 5
+# The scale that a payload is read under, the reciprocal of the one it is written under, the gradient's; what the
+# payload as read is multiplied by to be under the new scale, and that scale.
+WEIGHT_SCALES = ("weight_scale", "weight_inverse", "gradient_scale", "weight_ratio", "new_scale")
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What the parameters of one fused call have in common: rule, weight update, storage of weight and states.
+
+    Attributes:
+        rule: the update rule.
+        update: the weight update.
+        store: of the parameter.
+        gradient: of the gradient.
+        codecs: of the states, in the rule's order.
+        metered: whether lost updates are counted.
+        scaled: whether the parameter is a payload with a scale; scales are then further constants.
+        finds_amax: nothing is written; the largest finite magnitudes that a step would store are found.
+        in_parameter: the auxiliary tensors are components of the parameter itself; the kernel is the same.
+    """
+
+    rule: UpdateRule
+    update: WeightUpdate
+    store: Store
+    gradient: Store
+    codecs: tuple[Codec, ...]
+    metered: bool = False
+    scaled: bool = False
+    finds_amax: bool = False
+    in_parameter: bool = False
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """The names of the rule's constants, then of the scales before and after the step."""
+        if not self.scaled:
+            return self.rule.constants
+        own = [name for k in self.scaled_states for name in (f"scale_{k}", f"inverse_{k}")]
+        return (*self.rule.constants, *WEIGHT_SCALES, *own)
+
+    @functools.cached_property
+    def constant_places(self) -> dict[str, int]:
+        """The position of each constant."""
+        return {name: place for place, name in enumerate(self.constants)}
+
+    @property
+    def scaled_states(self) -> tuple[int, ...]:
+        """The numbers of the states that have a scale."""
+        return tuple(k for k, codec in enumerate(self.codecs) if isinstance(codec, Scaled))
+
+    @property
+    def block(self) -> int | None:
+        """Length of the 8-bit blocks, None if there are none."""
+        return next((codec.block for codec in self.codecs if isinstance(codec, Int8Blocks)), None)
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether elements too large to square in float32, but not for 8-bit codes, are scaled down for the rule."""
+        squares = any(state.degree == 2 for state in self.rule.states)
+        return bool(self.block) and not self.scaled and squares and self.rule.homogeneous is not None
+
+    @property
+    def assigns(self) -> bool:
+        """Whether the new weight itself is written, instead of the sum of the old one and a difference."""
+        return self.rule.assigns and not self.update.compensates
+
+    @functools.cached_property
+    def metered_twin(self) -> StepSpec:
+        """The same specification, metered."""
+        return dataclasses.replace(self, metered=True)
+
+    @functools.cached_property
+    def auxiliary_names(self) -> tuple[str, ...]:
+        """The names of the auxiliary tensors beside the parameter."""
+        return () if self.in_parameter else tuple(name for name, _ in self.update.auxiliary_tensors(self.store))
+
+    @functools.cached_property
+    def state_tensors(self) -> tuple[tuple[str, ...], ...]:
+        """Per state of the rule, the names of its tensors."""
+        return tuple(
+            tuple(codec.tensors(state.name, torch.Size([1]))) for codec, state in zip(self.codecs, self.rule.states)
+        )
+
+    @functools.cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of all tensors that a parameter's state holds: auxiliary tensors, then states."""
+        return tuple(itertools.chain(self.auxiliary_names, *self.state_tensors))
+
+    @property
+    def name(self) -> str:
+        """The name in messages and in the cache."""
+        suffix = "_amax" if self.finds_amax else "_scaled" if self.scaled else ""
+        return f"{self.rule.name}_{self.update.name}_{self.store.name}{suffix}".replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The source of a stochastic rounding's bits: a random word, or its high or low half."""
+
+    word: int
+    part: str
+
+
+@functools.cache
+def draws_of(spec: StepSpec) -> tuple[tuple[Draw, ...], tuple[Draw, ...], int]:
+    """The draws of the weight update, of the states, and the number of words. Halves of one word are shared."""
+    first_pass = [("weight", bits) for bits in spec.update.draws(spec.store)]
+    first_pass += [(k, codec.random_bits) for k, codec in enumerate(spec.codecs) if not isinstance(codec, Int8Blocks)]
+    second_pass = [(k, codec.random_bits) for k, codec in enumerate(spec.codecs) if isinstance(codec, Int8Blocks)]
+    placed: list[tuple[object, Draw]] = []
+    words, half = 0, None
+    for position, (owner, bits) in enumerate(first_pass + second_pass):
+        if position == len(first_pass):
+            half = None
+        if bits == 0:
+            placed.append((owner, Draw(-1, "none")))
+        elif bits > 16:
+            placed.append((owner, Draw(words, "full")))
+            words += 1
+        elif half is None:
+            placed.append((owner, Draw(words, "high")))
+            half, words = words, words + 1
+        else:
+            placed.append((owner, Draw(half, "low")))
+            half = None
+    weight = tuple(draw for owner, draw in placed if owner == "weight")
+    of_state = {owner: draw for owner, draw in placed if owner != "weight"}
+    return weight, tuple(of_state[k] for k in range(len(spec.codecs))), words
+
+
+def pointer_count(spec: StepSpec) -> int:
+    """Columns of the pointer table: parameter, three auxiliary tensors, gradient, then the tensors of the states."""
+    return POINTERS_BEFORE_STATES + sum(codec.columns for codec in spec.codecs)
+
+
+def state_pointers(spec: StepSpec) -> list[int]:
+    """Return the first column of each state's tensors in the pointer table."""
+    widths = [codec.columns for codec in spec.codecs]
+    return [POINTERS_BEFORE_STATES + before for before in itertools.accumulate([0, *widths[:-1]])] if widths else []
+
+
+def bits_of(draw: Draw) -> str:
+    """The text of the random bits of a rounding."""
+    form = {"none": "UNDRAWN", "full": "x{}", "high": "shr(x{}, S16)", "low": "bit_and(x{}, LOW)"}[draw.part]
+    return form.format(draw.word)
