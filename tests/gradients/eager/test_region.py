@@ -119,6 +119,7 @@ class Late(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.last, self.function, self.patched = mlp(1), mlp(1), None, []
+        self.kept = None
 
     def forward(self, x):
         self.patched.append("apply" in vars(_SingleLevelFunction))
@@ -176,6 +177,27 @@ def test_nothing_is_replaced_until_a_custom_function_is_met(kind, seed):
     run()
     assert model.patched == [True]
     assert_nothing_is_left()
+
+
+def test_what_a_custom_function_gave_may_be_kept(seed):
+    model, x = Late(), batch()
+    model.last.register_forward_hook(
+        lambda layer, args, out: setattr(model, "kept", Tripled.apply(args[0], False) if model.function else None)
+    )
+
+    def run():
+        out = mean_square(model(x))
+        return out if model.kept is None else out + mean_square(model.kept)
+
+    scaler = watched(model, run)
+    model.function = lambda h: h
+    for _ in range(2):
+        clear(model)
+        scaler.scale(run()).backward()
+        found = {key: g / scaler.get_scale() for key, g in gradients(model).items()}
+        scaler._controller.backward.end_iteration()
+        assert scaler._controller.backward.custom_functions
+        assert_same(found, plainly(seed, run, model))
 
 
 class Failing(nn.Module):

@@ -21,7 +21,8 @@ from .._site import Site, Sites
 from ..distributed._processes import Processes
 from ..policies._operand_statistics import Factor
 from ..policies._policy import Policy
-from ._site_boundaries import Unmarked, check_exits
+from ._site_boundaries import Unmarked, check_exits, reached
+from ._strides import is_custom
 
 Hook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
@@ -139,8 +140,15 @@ class Backward:
         Raises:
             ValueError: it is none.
         """
-        if check_exits(node, self.sites.global_site, self.unmarked):
-            self.use_one_scale()
+        try:
+            if check_exits(node, self.sites.global_site, self.unmarked):
+                self.use_one_scale()
+        except ValueError:
+            # What an unwatched custom Function gave may be read anywhere, as at the global exponent.
+            behind = reached([node], lambda one: self.sites.global_site in one.metadata)
+            if self.custom_functions is not False or not any(map(is_custom, behind)):
+                raise
+            self.note_custom_function()
 
     def use_one_scale(self) -> None:
         """Use one global scale until the next update, and never replay a known graph again."""

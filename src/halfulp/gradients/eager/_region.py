@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +21,7 @@ from ._backward import Backward, Widening
 from ._current_region import by_itself, current, put, unwatched
 from ._products import kind_of, name_of
 from ._site_boundaries import LEAF, is_exit, mark
-from ._strides import CopyWithStrides, copy_with_strides
+from ._strides import copy_with_strides, is_custom
 
 _TAG = "_halfulp_site"
 
@@ -177,10 +176,13 @@ class Region(TorchFunctionMode):
     def _may_be_custom(self, tensor: Tensor) -> bool:
         """Whether a custom Function of this region may have made a tensor, or written into it or into a view of it."""
         node = (tensor if tensor._base is None else tensor._base).grad_fn
-        if not isinstance(node, BackwardCFunction) and type(node).__name__ != "CopySlices":
+        if not is_custom(node) and type(node).__name__ != "CopySlices":
             return False
-        own = type(node) in (Widening._backward_cls, CopyWithStrides._backward_cls)
-        return not own and self.begun <= node._sequence_nr() and not is_exit(node, self._global_site)
+        return (
+            not isinstance(node, Widening._backward_cls)
+            and self.begun <= node._sequence_nr()
+            and not is_exit(node, self._global_site)
+        )
 
     def _check_known(self, tensor: Tensor) -> None:
         """Refuse a tensor that was made in this region unseen, whose gradient has unknown units."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from ...kernels import untraced
 
@@ -97,6 +99,11 @@ class CopyWithStrides(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> Tensor:
         """The same gradient."""
         return gradient
+
+
+def is_custom(node: Any) -> bool:
+    """Whether a node is that of a custom Function, and not of a `CopyWithStrides`."""
+    return isinstance(node, BackwardCFunction) and type(node) is not CopyWithStrides._backward_cls
 
 
 def copy_with_strides(tensor: Tensor) -> Tensor:
