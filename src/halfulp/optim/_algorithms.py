@@ -277,13 +277,10 @@ def register_optimizer(kind: type[Optimizer]) -> type[Optimizer]:
         TypeError: it is no subclass of Optimizer, or has no `rule`.
         ValueError: another optimizer has the name, or this one has no docstring.
 
-    >>> @register_optimizer
-    ... class Lion(Optimizer):
-    ...     "Another Lion."
-    ...     def rule(self, group): ...
+    >>> register_optimizer(torch.optim.Adagrad)
     Traceback (most recent call last):
     ...
-    ValueError: optimizer 'Lion' exists already: choose another name
+    TypeError: an optimizer is a subclass of hu.optim.Optimizer, got <class 'torch.optim.adagrad.Adagrad'>
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise TypeError(f"an optimizer is a subclass of hu.optim.Optimizer, got {kind!r}")
