@@ -57,7 +57,8 @@ def run(tests: list[str], setting: dict[str, str]) -> tuple[dict[str, int], list
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-300:]
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
     if not counts:
-        raise RuntimeError(f"pytest counted no tests: {last}")
+        where = re.findall(r'^  File ".*/(tests/\S+\.py)", line \d+ in (test_\w+)', done.stderr, re.MULTILINE)
+        return {"error": 1}, [f"ended with code {done.returncode} in {'::'.join(where[0]) if where else last}"]
     return counts, re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
 
 
