@@ -55,7 +55,9 @@ from .scalar._operations import divide as divide
 from .scalar._operations import maximum as maximum
 from .scalar._operations import sign_of as sign_of
 from .scalar._operations import sqrt as sqrt
+from .scalar._processor import has_half_conversions as has_half_conversions
 from .scalar._processor import vector_bits as vector_bits
+from .vector._half import half_to_float as half_to_float
 from .vector._loop import LANES as LANES
 from .vector._loop import compile_trace as compile_trace
 from .vector._reductions import ACROSS as ACROSS

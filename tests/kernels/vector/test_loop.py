@@ -1,6 +1,5 @@
 """Traces as machine code: rows of any length, and networks that a long trace holds once and calls."""
 
-import array
 import math
 from fractions import Fraction
 
@@ -8,6 +7,8 @@ import pytest
 import torch
 
 from halfulp.kernels import LANES, compile_trace, record, same_bits, select, shared
+
+from .rows import run_rows
 
 
 @shared
@@ -32,16 +33,6 @@ def _short(a, b):
     return [*_mixed([a], [b], 1), a + b]
 
 
-def _run(kernel, per_row: int, inputs: list, steps: list, outputs: list) -> None:
-    words = [per_row, outputs[0].numel()]
-    for part, (row, neighbour) in zip(inputs, steps):
-        words += (part.data_ptr(), row, neighbour)
-    for part in outputs:
-        words += (part.data_ptr(), per_row, 1)
-    table = array.array("q", words)
-    kernel(0, -(-outputs[0].numel() // per_row), table.buffer_info()[0])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("function", [_short, _long])
 def test_every_length_has_the_bits_of_tensors(function, dtype, cache, seed):
@@ -52,10 +43,10 @@ def test_every_length_has_the_bits_of_tensors(function, dtype, cache, seed):
         expected = function(a, b)
         behind = torch.full((2, count + LANES), 7.0, dtype=dtype)
         outputs = [part[:count] for part in behind]
-        _run(kernel, count, [a, b], [(count, 1)] * 2, outputs)
+        run_rows(kernel, count, [a, b], [(count, 1)] * 2, outputs)
         assert all(map(same_bits, outputs, expected))
         assert bool((behind[:, count:] == 7.0).all())
-        _run(kernel, count, [a, b], [(count, 1)] * 2, [a, b])
+        run_rows(kernel, count, [a, b], [(count, 1)] * 2, [a, b])
         assert all(map(same_bits, [a, b], expected))
 
 
@@ -67,7 +58,7 @@ def test_rows_with_a_broadcast_operand(dtype, cache, seed):
         a, b = torch.randn(rows, columns).to(dtype), torch.randn(rows, 1).to(dtype)
         outputs = [torch.empty(rows, columns, dtype=torch.float64) for _ in range(2)]
         repeated = b.expand(-1, LANES).contiguous()
-        _run(kernel, columns, [a, repeated], [(columns, 1), (LANES, 0)], outputs)
+        run_rows(kernel, columns, [a, repeated], [(columns, 1), (LANES, 0)], outputs)
         assert all(map(same_bits, outputs, _long(a.double(), b.double())))
 
 
@@ -120,7 +111,7 @@ def test_results_are_stored_to_nearest(stored, dtype, cache, seed):
     halves = (values / 2).to(dtype)
     values = halves.double() * 2
     out = torch.empty(len(values), dtype=stored)
-    _run(kernel, len(values), [halves], [(len(values), 1)], [out])
+    run_rows(kernel, len(values), [halves], [(len(values), 1)], [out])
     for value, found in zip(values.tolist(), out):
         assert same_bits(found, _nearest(value, stored)), value
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ...kernels import vector_bits
+from ...kernels import half_to_float, vector_bits
 from ._accumulator import LAYOUTS
 
 _PLACES = 3  # where sums begin in a block's record
@@ -258,8 +258,10 @@ class _Block:
         if self.dtype == torch.bfloat16:
             i32 = self.shape(ir.IntType(32), lanes)
             words = b.shl(b.zext(words, i32), self.constant(i32, 16))
-        kind = {torch.float16: ir.HalfType(), torch.float64: self.f64}.get(self.dtype, ir.FloatType())
-        value = b.bitcast(words, self.shape(kind, lanes))
+        if self.dtype == torch.float16:
+            value = half_to_float(b, words, lambda kind: self.shape(kind, lanes))
+        else:
+            value = b.bitcast(words, self.shape(self.f64 if self.wide else ir.FloatType(), lanes))
         return value if self.wide else b.fpext(value, self.shape(self.f64, lanes))
 
     def put(self, terms, i, value) -> None:

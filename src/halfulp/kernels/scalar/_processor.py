@@ -25,3 +25,8 @@ def has_fused_vectors(bits: int) -> bool:
     """Whether vectors of that width can be multiplied and added with one rounding."""
     wanted = {256: ("avx2", "fma"), 512: ("avx512f",)}.get(bits)
     return wanted is not None and has_features(*wanted)
+
+
+def has_half_conversions() -> bool:
+    """Whether float16 is converted by instructions: not by every x86, by every other processor that LLVM knows here."""
+    return not processor()[0].startswith("x86") or has_features("f16c")

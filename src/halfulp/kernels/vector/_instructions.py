@@ -7,6 +7,7 @@ import hashlib
 import torch
 
 from .._trace import Piece, Trace
+from ._half import float_to_half, half_to_float
 
 _PREDICATES = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
 
@@ -70,11 +71,11 @@ class Instructions:
             raw = b.load(self.pointer(place, ir.IntType(16)), align=2)
             words = self.shape(ir.IntType(32))
             value = b.bitcast(b.shl(b.zext(raw, words), self.constant(words, 16)), self.shape(ir.FloatType()))
+        elif dtype == torch.float16:
+            value = half_to_float(b, b.load(self.pointer(place, ir.IntType(16)), align=2), self.shape)
         else:
-            scalar = {torch.float16: ir.HalfType(), torch.float32: ir.FloatType()}.get(dtype, ir.DoubleType())
+            scalar = ir.FloatType() if dtype == torch.float32 else ir.DoubleType()
             value = b.load(self.pointer(place, scalar), align=size_of(dtype))
-            if dtype == torch.float16:
-                value = b.fpext(value, self.shape(ir.FloatType()))
         if dtype == torch.float64:
             return value if self.wide else b.fptrunc(value, self.real)
         return b.fpext(value, self.real) if self.wide else value
@@ -97,8 +98,9 @@ class Instructions:
             b.store(b.trunc(high, self.shape(ir.IntType(16))), self.pointer(place, ir.IntType(16)), align=2)
             return
         if dtype == torch.float16:
-            value = b.fptrunc(value, self.shape(ir.HalfType()))
-        scalar = {torch.float16: ir.HalfType(), torch.float32: ir.FloatType()}.get(dtype, ir.DoubleType())
+            b.store(float_to_half(b, value, self.shape), self.pointer(place, ir.IntType(16)), align=2)
+            return
+        scalar = ir.FloatType() if dtype == torch.float32 else ir.DoubleType()
         b.store(value, self.pointer(place, scalar), align=size_of(dtype))
 
     def to_float32(self, value, to_odd: bool):

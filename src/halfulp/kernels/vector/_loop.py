@@ -59,7 +59,7 @@ def _dispatcher(run: Callable, name: str, key: str) -> Callable:
 @functools.cache
 def _source() -> str:
     here = Path(__file__)
-    files = (here, here.with_name("_instructions.py"))
+    files = (here, here.with_name("_instructions.py"), here.with_name("_half.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
