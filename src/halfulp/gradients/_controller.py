@@ -292,7 +292,9 @@ class Controller:
         if self.following.several:
             self.following.resumes = self.iteration + _MEMORY * self.interval
         reached = dict.fromkeys([*self.backward.reached(), self.sites.global_site])
-        highest = max(site.exponent for site in reached)
+        # The global one, which limits few gradients, may be far above all others: it falls to them at once.
+        own = [site for site in reached if not site.follows_global] or [self.sites.global_site]
+        highest = max(site.exponent for site in own)
         for site in self.sites:
             if site.exponent > highest - _FALL:
                 self._set(site, highest - _FALL)
@@ -312,7 +314,7 @@ class Controller:
         A site that would have overflowed then explains them. While there is none, all that may have overflowed fall.
         """
         doubted = [site for site in self.sites if site.doubted]
-        if any(explains(kinds, site.overflowed) for site, kinds in readings.items() if site.doubted):
+        if any(explains(kinds, site.overflowed) for site, kinds in readings.items() if site.overflowed is not None):
             self._acquit()
             return
         for site in doubted:
@@ -326,7 +328,7 @@ class Controller:
     def _acquit(self) -> None:
         for site in self.sites:
             if site.doubted:
-                site.forget_overflow()
+                site.acquit()
 
     def _follow(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
         """Set the exponent of a site that was measured and did not overflow; ``lost``: all arrives as zero there."""
