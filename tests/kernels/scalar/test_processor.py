@@ -1,5 +1,9 @@
 """What a processor has decides how kernels are compiled, under which name they are cached, and no bit of a result."""
 
+import os
+
+import pytest
+
 from halfulp.kernels import vector_bits
 from halfulp.kernels.scalar import _processor
 
@@ -34,6 +38,8 @@ def test_features_are_those_of_the_machine_codes_target(monkeypatch):
 
 
 def test_a_lesser_processor_gives_the_same_bits_from_entries_of_its_own(cache, python):
+    if os.environ.get("NUMBA_CPU_NAME") == RESTRICTED["NUMBA_CPU_NAME"]:
+        pytest.skip("this run is on the lesser processor already")
     bits, here = python(RESULTS).split()
     count = len(set(cache.iterdir()))
     assert count
