@@ -146,7 +146,7 @@ class Training:
         scale = self.scaler.get_scale()
         return {"global": round(math.log2(scale)) if scale else -math.inf}
 
-    def lowered(self, before: dict) -> dict[str, float]:
+    def below(self, before: dict) -> dict[str, float]:
         """The sites whose exponent is less than before, and by how much."""
         return {site: before[site] - e for site, e in self.exponents().items() if e < before[site]}
 
@@ -154,7 +154,7 @@ class Training:
         """After how many steps no exponent is less than before; PATIENCE where that never happens."""
         steps, lone = 0, nn.Parameter(torch.zeros(1))
         other = torch.optim.SGD([lone], lr=0.0)
-        while self.lowered(before) and not (self.ours and steps == PATIENCE):
+        while self.below(before) and not (self.ours and steps == PATIENCE):
             steps += 1
             if self.ours:
                 self.step()
@@ -175,14 +175,14 @@ def spiked(name: str, where: str, lasting: int, iterations: int, make) -> dict:
         before, run.skipped = run.exponents(), 0
         run.step(SPIKE)
         culprits |= {site for site, _ in run.scaler.last_step.overflow_sources} if run.ours else set()
-        first.append(run.lowered(before))
+        first.append(run.below(before))
         for _ in range(lasting - 1):
             run.step(SPIKE)
-        last.append(run.lowered(before))
+        last.append(run.below(before))
         others |= {site for site in {**first[-1], **last[-1]} if run.ours and not site.startswith(run.reached)}
         back.append(run.back(before))
         skipped.append(run.skipped)
-        stuck |= set(run.lowered(before))
+        stuck |= set(run.below(before))
 
     def words(found: list[dict]) -> str:
         amounts = [amount for one in found for amount in one.values()]

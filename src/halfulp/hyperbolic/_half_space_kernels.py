@@ -12,7 +12,7 @@ import torch
 from .. import arithmetic
 from ..arithmetic.expansions._fused import Fused
 from ..arithmetic.expansions._operators import added, finished, multiplied, negated
-from ..arithmetic.expansions._round_components import lifted, lowered
+from ..arithmetic.expansions._round_components import round_to_components, to_float64_terms
 from ..arithmetic.functions._exp_log import expm1
 from ..arithmetic.functions._hyperbolic import asinh
 from ..kernels import select, square_root
@@ -36,7 +36,9 @@ def geodesic(width: int, components: int, dtype: torch.dtype) -> Fused:
         height = [select(small, a, b) for a, b in zip(grown, scaled)]
         low = height[0] < _LEAST[dtype]
         moved.append([select(low, _LEAST[dtype], height[0]), *(select(low, 0.0, t) for t in height[1:])])
-        return [t for terms in moved for t in (terms if dtype == torch.float64 else lowered(terms, dtype, components))]
+        if dtype != torch.float64:
+            moved = [round_to_components(terms, dtype, components) for terms in moved]
+        return [t for terms in moved for t in terms]
 
     count = width * components
     return Fused("half_space_exp", function, torch.float64, (dtype,) * (count + width), (dtype,) * count)
@@ -72,7 +74,7 @@ def pairs(width: int, components: int, dtype: torch.dtype) -> Fused:
 
 def _coordinates(values: tuple, width: int, components: int, dtype: torch.dtype) -> list[list]:
     parts = [list(values[k * components : (k + 1) * components]) for k in range(width)]
-    return parts if dtype == torch.float64 else [lifted(terms) for terms in parts]
+    return parts if dtype == torch.float64 else [to_float64_terms(terms) for terms in parts]
 
 
 def _move(y, step: tuple) -> tuple[list, object, object]:

@@ -170,7 +170,7 @@ def packed(w, a, u, c):
     s = minus(c[BASE], choose(e > c[HIGHEST], c[HIGHEST], e))
     keep = left(c[ONES], s)
     r = both(plus(a, addend(w, a, u, s, keep, c)), keep)
-    small = choose(lifted(w, a, u, c), c[TINY], c[FLOOR])
+    small = choose(reaches_smallest(w, a, u, c), c[TINY], c[FLOOR])
     return choose(a < c[TINY], small, r)
 
 
@@ -203,7 +203,7 @@ def half_addend_fixed(w, a, u, s, keep, c):
     return plus(right(lost, c[ONE]), both(both(right(a, s), c[ONE]), lost))
 
 
-def half_lifted(w, a, u, c):
+def half_reaches_smallest(w, a, u, c):
     """Piece: beyond half the smallest number."""
     return a >= c[TIE]
 
@@ -213,7 +213,7 @@ def no_addend(w, a, u, s, keep, c):
     return minus(a, a)
 
 
-def not_lifted(w, a, u, c):
+def never_reaches_smallest(w, a, u, c):
     """Piece: toward zero."""
     return a > c[INFINITY]
 
@@ -223,7 +223,7 @@ def random_addend(w, a, u, s, keep, c):
     return right(aligned(u, c), minus(c[LAST_BIT], s))
 
 
-def randomly_lifted(w, a, u, c):
+def randomly_reaches_smallest(w, a, u, c):
     """Piece: with the probability a / TINY; the sum carries into the sign bit."""
     return plus(aligned(u, c), fraction(a, c)) >= c[SIGN]
 
@@ -233,7 +233,7 @@ def away_addend(w, a, u, s, keep, c):
     return choose(outward(w, c), flip(keep, c[ONES]), minus(a, a))
 
 
-def away_lifted(w, a, u, c):
+def away_reaches_smallest(w, a, u, c):
     """Piece: whatever is not zero moves, if outward."""
     return (a > minus(a, a)) & outward(w, c)
 

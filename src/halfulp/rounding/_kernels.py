@@ -16,13 +16,22 @@ from ._reference import from_words, round_words, to_words
 from ._target import DOWN, NEAREST, STOCHASTIC, UP, Target
 
 _MODES = {
-    NEAREST: {"addend": p.half_addend, "lifted": p.half_lifted, "limited": p.limited_outward},
-    STOCHASTIC: {"addend": p.random_addend, "lifted": p.randomly_lifted, "limited": p.limited_outward},
+    NEAREST: {"addend": p.half_addend, "reaches_smallest": p.half_reaches_smallest, "limited": p.limited_outward},
+    STOCHASTIC: {
+        "addend": p.random_addend,
+        "reaches_smallest": p.randomly_reaches_smallest,
+        "limited": p.limited_outward,
+    },
     UP: {"outward": p.positive},
     DOWN: {"outward": p.negative},
 }
-_TOWARD_ZERO = {"addend": p.no_addend, "lifted": p.not_lifted, "outward": p.never, "limited": p.limited_directed}
-_DIRECTED = {"addend": p.away_addend, "lifted": p.away_lifted, "limited": p.limited_directed}
+_TOWARD_ZERO = {
+    "addend": p.no_addend,
+    "reaches_smallest": p.never_reaches_smallest,
+    "outward": p.never,
+    "limited": p.limited_directed,
+}
+_DIRECTED = {"addend": p.away_addend, "reaches_smallest": p.away_reaches_smallest, "limited": p.limited_directed}
 _PATHS = {"fixed": p.fixed, "adder": p.adder, "scaled": p.scaled, "packed": p.packed}
 _CONTAINERS = {
     torch.float32: {"load": load32, "store": store32},

@@ -79,7 +79,7 @@ KERNELS = {
     "to_word64": from_real64,
     "widen": wider,
 }
-MEMORY = ["load8", "load16", "load32", "load64", "store8", "store16", "store32", "store64", "peak16x16", "peak16x32"]
+MEMORY = ["load8", "load16", "load32", "load64", "store8", "store16", "store32", "store64", "amax16x16", "amax16x32"]
 INDEX = ["low_word", "high_word"]
 SIXTEEN = ["signed_cubes16", "unsigned_cubes16", "scaled16", "largest16"]
 
@@ -140,7 +140,7 @@ def highest(n, a, b, out):
         store32(out, i, peak(a, i))  # noqa: F821
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("peak16x16", np.uint16), ("peak16x32", np.uint32)])
+@pytest.mark.parametrize(("name", "dtype"), [("amax16x16", np.uint16), ("amax16x32", np.uint32)])
 def test_peaks(name, dtype, cache, seed):
     """Also where the 16 neighbours are not aligned."""
     rng = np.random.default_rng(seed)

@@ -14,7 +14,7 @@ from ...kernels import LANES, SERIAL_BELOW, address, chosen, compile_trace, defi
 from .._error_free import Terms
 from ..functions._angle_reduction import beyond_reach, reduced_exactly
 from ..functions._table import DIVISIONS, FUNCTIONS, NETWORKS, STEP
-from ._round_components import lifted, lowered
+from ._round_components import round_to_components, to_float64_terms
 
 Parts = tuple[torch.Tensor, ...]
 PRECISION = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
@@ -52,11 +52,11 @@ class Call:
         operands, rest = [], list(values)
         for dtype, count in self.operands:
             parts, rest = rest[:count], rest[count:]
-            operands.append(parts if dtype == self.arithmetic else lifted(parts))
+            operands.append(parts if dtype == self.arithmetic else to_float64_terms(parts))
         terms = NETWORKS[self.name].network(operands, self.working)
         if self.dtype == self.arithmetic:
             return terms[: self.components]
-        return lowered(terms, self.dtype, self.components)
+        return round_to_components(terms, self.dtype, self.components)
 
     @functools.cached_property
     def kernel(self) -> Callable:

@@ -15,7 +15,7 @@ from ...kernels import ACROSS, BLOCK, SERIAL_BELOW, Fold, address, chosen, compi
 from .._error_free import Terms, two_sum
 from ._operators import added, gathered, multiplied, quotient
 from ._pointwise import PRECISION, Parts, pointwise
-from ._round_components import lowered
+from ._round_components import round_to_components
 
 _LARGE = 2**17  # elements of a matrix from which on its rows are reduced in segments, each by one thread
 _SEGMENT = 2**16  # elements of a segment
@@ -248,7 +248,7 @@ class _Pieces(NamedTuple):
         if self.kind == "mean":
             terms = quotient(terms, [count], self.held)
         if self.dtype != torch.float64:
-            return lowered(terms, self.dtype, self.components)
+            return round_to_components(terms, self.dtype, self.components)
         return terms if self.held == self.components else gathered(terms, self.held)[: self.components]
 
     @property
@@ -318,8 +318,8 @@ def _segment(pieces: _Pieces, parts: list[torch.Tensor], cut: _Cut) -> Terms:
     while several > 1:
         half = (several + 1) // 2
         own, alone, other = (several - half) * columns, half * columns, several * columns
-        joined = pieces.merge(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
-        held = [torch.cat([new, old[:, own:alone]], 1) for new, old in zip(joined, held)]
+        merged = pieces.merge(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
+        held = [torch.cat([new, old[:, own:alone]], 1) for new, old in zip(merged, held)]
         several = half
     return pieces.close(*held, held[0].new_tensor(float(cut.count)))
 

@@ -28,7 +28,7 @@ def rounded(x, dtype: torch.dtype):
     return select(is_finite(x) & (nearest != 0.0), nearest, select(is_finite(x), x * 0.0, x))
 
 
-def lowered(terms: Terms, dtype: torch.dtype, n: int) -> Terms:
+def round_to_components(terms: Terms, dtype: torch.dtype, n: int) -> Terms:
     """n components of a narrower type, largest first; behind an infinity or NaN follow zeros."""
     rest, out = list(terms), []
     for _ in range(n):
@@ -50,6 +50,6 @@ def _head(rest: Terms, dtype: torch.dtype):
     return select(same_side & (rounded(other, dtype) == other), other, part)
 
 
-def lifted(parts: Terms) -> Terms:
+def to_float64_terms(parts: Terms) -> Terms:
     """A narrower type's components, converted to float64, as a canonical float64 expansion."""
     return list(parts) if len(parts) == 1 else gathered(list(parts), len(parts))

@@ -138,7 +138,7 @@ def cholesky_by_elimination(work: Work, a: Parts, task: str) -> Parts:
     near = _proven(a, task, lambda components: _root_inverted(a, components), lambda z: z @ matrix @ z.mT)
     count = len(near)
     start, transposed = _root(a, count), tuple(part.mT for part in near)
-    progress, factor = Progress(work, task), work.lift(start)
+    progress, factor = Progress(work, task), work.to_float64(start)
     for _ in range(LIMIT):
         known = Integers.of(factor)
         rest = (matrix - known @ known.mT).parts(device)

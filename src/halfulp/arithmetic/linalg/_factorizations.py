@@ -18,7 +18,7 @@ _MATRIX = (-2, -1)
 
 def cholesky(work: Work, a: Parts) -> Parts:
     """Lower L with L L^T = a, of which the lower triangle is read: L += L phi(L^-1 (a - L L^T) L^-T)."""
-    a = tuple(part.tril() + part.tril(-1).mT for part in work.lift(a))
+    a = tuple(part.tril() + part.tril(-1).mT for part in work.to_float64(a))
     diagonal = a[0].diagonal(dim1=-2, dim2=-1)
     if not bool((diagonal > 0).all()):
         _refuse_indefinite()
@@ -50,7 +50,7 @@ def _refuse_indefinite() -> None:
 
 
 def _refined_cholesky(work: Work, a: Parts, start: torch.Tensor, task: str) -> Parts:
-    progress, factor = Progress(work, task), work.lift((start,))
+    progress, factor = Progress(work, task), work.to_float64((start,))
     for _ in range(LIMIT):
         rest = work.residual(a, factor, tuple(part.mT for part in factor))
         near = torch.linalg.solve_triangular(start, rest, upper=False)
@@ -70,13 +70,13 @@ def qr(work: Work, a: Parts) -> tuple[Parts, Parts]:
     m, n = a[0].shape[-2:]
     if m < n:
         q, left = qr(work, tuple(part[..., :m] for part in a))
-        right = work.matmul(tuple(part.mT for part in q), tuple(part[..., m:] for part in work.lift(a)))
+        right = work.matmul(tuple(part.mT for part in q), tuple(part[..., m:] for part in work.to_float64(a)))
         return q, tuple(torch.cat(parts, -1) for parts in zip(left, right, strict=True))
-    a, columns = scaled(work.lift(a), -2)
+    a, columns = scaled(work.to_float64(a), -2)
     start = torch.linalg.qr(a[0]).R
     if bool((start.diagonal(dim1=-2, dim2=-1) == 0).any()):
         refuse_singular(torch.ones((), dtype=torch.float32, device="cpu"), "qr")
-    near = _divided(work, a, work.lift((start,)), start)
+    near = _divided(work, a, work.to_float64((start,)), start)
     gram = work.matmul(tuple(part.mT for part in near), near)
     lower, info = torch.linalg.cholesky_ex(gram[0])
     refuse_singular(info, "qr")
@@ -92,7 +92,7 @@ def _divided(work: Work, a: Parts, r: Parts, start: torch.Tensor) -> Parts:
     progress, x, rest = Progress(work, "qr"), None, a[0]
     for _ in range(LIMIT):
         step = torch.linalg.solve_triangular(start, rest, upper=True, left=False)
-        x = work.lift((step,)) if x is None else work.add(x, (step,))
+        x = work.to_float64((step,)) if x is None else work.add(x, (step,))
         if progress.done(largest(step, _MATRIX), largest(x[0], _MATRIX)):
             break
         rest = work.residual(a, x, r)
@@ -105,13 +105,13 @@ def determinant(work: Work, a: Parts) -> Parts:
     Raises:
         torch.linalg.LinAlgError: float64's factors are too far off to refine.
     """
-    a, rows = scaled(work.lift(a), -1)
+    a, rows = scaled(work.to_float64(a), -1)
     a, columns = scaled(a, -2)
     factors, pivots, info = torch.linalg.lu_factor_ex(a[0])
     refuse_singular(info, "det")
     permutation, low, high = torch.lu_unpack(factors, pivots)
     a = tuple(permutation.mT @ part for part in a)
-    lower, upper, progress = work.lift((low,)), work.lift((high,)), Progress(work, "det")
+    lower, upper, progress = work.to_float64((low,)), work.to_float64((high,)), Progress(work, "det")
     for _ in range(LIMIT):
         rest = work.residual(a, lower, upper)
         near = torch.linalg.solve_triangular(low, rest, upper=False, unitriangular=True)

@@ -140,7 +140,7 @@ def _run(name: str, parts: list, count: int, components: int, dtype: torch.dtype
     if b:
         batch = torch.broadcast_shapes(a[0].shape[:-2], b[0].shape[:-2])
         a, b = (tuple(part.expand(*batch, *part.shape[-2:]) for part in some) for some in (a, b))
-    work = Work.towards(components, dtype)
+    work = Work.for_result(components, dtype)
     made = _computed(name, work, a, b)
     fit = [pointwise("renormalize", x, components=components, dtype=dtype) for x in made]
     return [part for x in fit for part in x]

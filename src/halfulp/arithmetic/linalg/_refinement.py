@@ -26,13 +26,13 @@ class Work:
     bits: int
 
     @classmethod
-    def towards(cls, components: int, dtype: torch.dtype) -> Work:
-        """For results of so many components of a dtype."""
+    def for_result(cls, components: int, dtype: torch.dtype) -> Work:
+        """Return the working precision for results of so many components of a dtype."""
         bits = components * PRECISION[dtype]
         return cls(min(MOST, -(-(bits + 50) // 53)), bits)
 
-    def lift(self, parts: Parts) -> Parts:
-        """Operands in float64."""
+    def to_float64(self, parts: Parts) -> Parts:
+        """Return operands as float64 components, as many as the work has or more."""
         return pointwise("renormalize", parts, components=max(self.components, len(parts)), dtype=torch.float64)
 
     def add(self, x: Parts, y: Parts) -> Parts:

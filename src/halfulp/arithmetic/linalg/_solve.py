@@ -17,9 +17,9 @@ from ._refinement import LIMIT, Progress, Work, largest, prove_regular, refuse_s
 
 def solve(work: Work, a: Parts, b: Parts, task: str = "solve") -> Parts:
     """x with a x = b, corrected until the correction no longer counts; rows and columns are of about unit size."""
-    a, rows = scaled(work.lift(a), -1)
+    a, rows = scaled(work.to_float64(a), -1)
     a, columns = scaled(a, -2)
-    b = times_power_of_two(work.lift(b), -rows)
+    b = times_power_of_two(work.to_float64(b), -rows)
     x = _started(_solve_refined, solve_by_elimination, work, a, b, task)
     return times_power_of_two(x, -columns.mT)
 
@@ -48,7 +48,7 @@ def _solve_refined(work: Work, a: Parts, b: Parts, task: str) -> Parts:
     rest = b[0]
     for _ in range(LIMIT):
         step = torch.linalg.lu_solve(factors, pivots, rest)
-        x = work.lift((step,)) if x is None else work.add(x, (step,))
+        x = work.to_float64((step,)) if x is None else work.add(x, (step,))
         if progress.done(largest(step), largest(x[0])):
             break
         rest = work.residual(b, a, x)
@@ -64,8 +64,8 @@ def inverse(work: Work, a: Parts) -> Parts:
 
 def lstsq(work: Work, a: Parts, b: Parts) -> Parts:
     """x of least |b - a x|, by refinement of r + a x = b, a^T r = 0 (Bjorck 1967); a has full column rank."""
-    a, columns = scaled(work.lift(a), -2)
-    x = _started(_lstsq_refined, least_squares_by_elimination, work, a, work.lift(b), "lstsq")
+    a, columns = scaled(work.to_float64(a), -2)
+    x = _started(_lstsq_refined, least_squares_by_elimination, work, a, work.to_float64(b), "lstsq")
     return times_power_of_two(x, -columns.mT)
 
 
@@ -84,8 +84,8 @@ def _lstsq_refined(work: Work, a: Parts, b: Parts, task: str) -> Parts:
         seen = q.mT @ upper
         step = torch.linalg.solve_triangular(r, seen - height, upper=True)
         change = upper - q @ (seen - height)
-        x = work.lift((step,)) if x is None else work.add(x, (step,))
-        rest = work.lift((change,)) if rest is None else work.add(rest, (change,))
+        x = work.to_float64((step,)) if x is None else work.add(x, (step,))
+        rest = work.to_float64((change,)) if rest is None else work.add(rest, (change,))
         if progress.done(largest(step), _resolved(work, x[0], b[0])):
             break
         upper = work.sub(work.sub(b, rest), work.matmul(a, x))[0]

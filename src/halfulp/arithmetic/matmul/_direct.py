@@ -56,14 +56,14 @@ def sum_of_products(left: Parts, right: Parts, components: int, dtype: torch.dty
     """The sum over the first dimension of left times right, which broadcast in the others."""
     shape = torch.broadcast_shapes(left[0].shape, right[0].shape)[1:]
     few = components * PRECISION[dtype] <= 106 and max(len(left), len(right)) <= 2
-    one_piece, joined, result = (_cascaded, _sums_joined, _cascade_result) if few else (_expanded, _added, _same)
+    one_piece, add, result = (_cascaded, _add_cascades, _cascade_result) if few else (_expanded, _added, _same)
     step = max(_AT_ONCE, _PIECE // max(1, shape.numel()) // _AT_ONCE * _AT_ONCE)
     pieces = []
     for first in range(0, left[0].shape[0], step):
         x, y = (_dense(parts, slice(first, first + step), shape) for parts in (left, right))
         pieces.append(one_piece(x, y, components, dtype))
     stacked = tuple(torch.stack(parts) for parts in zip(*pieces, strict=True))
-    known = result(_halved_by(joined, stacked))
+    known = result(_halved_by(add, stacked))
     return pointwise("renormalize", tuple(x.reshape(shape) for x in known), components=components, dtype=dtype)
 
 
@@ -85,7 +85,7 @@ def _cascaded(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
     chunks = [part[k * rows : (k + 1) * rows] for k in range(_AT_ONCE) for part in (*x, *y)]
     out = tuple(torch.empty_like(chunks[0], dtype=torch.float64) for _ in range(4))
     _cascade(x[0].dtype, len(x), y[0].dtype, len(y))(chunks, out)
-    return _halved_by(_sums_joined, out)
+    return _halved_by(_add_cascades, out)
 
 
 def _halved_by(join: Callable, parts: Parts) -> Parts:
@@ -93,13 +93,13 @@ def _halved_by(join: Callable, parts: Parts) -> Parts:
     while parts[0].shape[0] > 1:
         count = parts[0].shape[0]
         half = (count + 1) // 2
-        joined = join(tuple(part[: count - half] for part in parts), tuple(part[half:] for part in parts))
+        merged = join(tuple(part[: count - half] for part in parts), tuple(part[half:] for part in parts))
         middle = [part[count - half : half] for part in parts]
-        parts = joined if count == 2 * half else tuple(map(torch.cat, zip(joined, middle, strict=True)))
+        parts = merged if count == 2 * half else tuple(map(torch.cat, zip(merged, middle, strict=True)))
     return tuple(part[0] for part in parts)
 
 
-def _sums_joined(x: Parts, y: Parts) -> Parts:
+def _add_cascades(x: Parts, y: Parts) -> Parts:
     out = tuple(torch.empty_like(part) for part in x)
     _join()([*x, *y], out)
     return out
@@ -117,7 +117,7 @@ def _cascade(left: torch.dtype, a: int, right: torch.dtype, b: int) -> Fused:
         sums = None
         for k in range(0, len(values), a + b):
             made = _product(values[k : k + a], values[k + a : k + a + b])
-            sums = made if sums is None else _joined(sums, made)
+            sums = made if sums is None else _add_terms(sums, made)
         return sums
 
     inputs = ((left,) * a + (right,) * b) * _AT_ONCE
@@ -127,7 +127,7 @@ def _cascade(left: torch.dtype, a: int, right: torch.dtype, b: int) -> Fused:
 @functools.cache
 def _join() -> Fused:
     double = torch.float64
-    return Fused("matmul_join", lambda *x: _joined(x[:4], x[4:]), double, (double,) * 8, (double,) * 4)
+    return Fused("matmul_join", lambda *x: _add_terms(x[:4], x[4:]), double, (double,) * 8, (double,) * 4)
 
 
 @functools.cache
@@ -151,7 +151,7 @@ def _product(x: tuple, y: tuple) -> Terms:
     return [first, second, third, plain]
 
 
-def _joined(x: Terms, y: Terms) -> Terms:
+def _add_terms(x: Terms, y: Terms) -> Terms:
     first, second = two_sum(x[0], y[0])
     middle, third = two_sum(x[1], y[1])
     second, rest = two_sum(second, middle)

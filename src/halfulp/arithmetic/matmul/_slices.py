@@ -11,7 +11,7 @@ from ...kernels import exponent, floor, is_finite, power, select, times_power
 from .._error_free import Terms, distill, sweep, two_sum
 from ..expansions._fused import Fused
 from ..expansions._pointwise import PRECISION
-from ..expansions._round_components import lifted, lowered
+from ..expansions._round_components import round_to_components, to_float64_terms
 
 BITS = 22  # of the first slice; the later ones have one more, for their sign
 BLOCK = 512  # 2 BITS + log2(BLOCK) = 53: inner products of slices are exact up to this length
@@ -61,7 +61,7 @@ def slicer(dtype: torch.dtype, count: int, slices: int) -> Fused:
 
     def cut(*values) -> Terms:
         first, second = values[count], values[count + 1]
-        rest = list(values[:count]) if dtype == torch.float64 else lifted(list(values[:count]))
+        rest = list(values[:count]) if dtype == torch.float64 else to_float64_terms(list(values[:count]))
         rest = [part * first * second for part in rest]
         out, size = [], abs(rest[0])
         for k in range(slices):
@@ -96,7 +96,7 @@ def summer(results: int, carried: int, components: int, dtype: torch.dtype) -> F
             terms = distill([*known, *terms], working)
         head = terms[0]
         terms = [head, *(select(is_finite(head), term, 0.0) for term in terms[1:])]
-        return terms if dtype == torch.float64 else lowered(terms, dtype, components)
+        return terms if dtype == torch.float64 else round_to_components(terms, dtype, components)
 
     inputs = (torch.float64,) * (results + 2 + carried)
     return Fused("matmul_sum", add_up, torch.float64, inputs, (dtype,) * components)

@@ -15,7 +15,7 @@ from .._workspace import workspace
 from ..expansions._fused import Fused
 from ..expansions._operators import finished
 from ..expansions._pointwise import PRECISION, Parts
-from ..expansions._round_components import lowered
+from ..expansions._round_components import round_to_components
 from ._plain import multiply
 
 _PIECE = 512  # inner length from which on a product is taken in pieces
@@ -159,7 +159,7 @@ def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: in
         terms = list(products)
         if pieces > 1:
             terms = finished(functools.reduce(operator.add, terms), distill(terms, 2))
-        return lowered(terms, dtype, components) if dtype != work else terms[:1]
+        return round_to_components(terms, dtype, components) if dtype != work else terms[:1]
 
     return Fused("matmul_split", cut, work, (work,) * pieces, (dtype,) * components)
 

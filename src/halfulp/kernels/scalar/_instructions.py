@@ -69,7 +69,7 @@ def _store(width: ir.IntType) -> Callable:
     return emit
 
 
-def _peak(width: ir.IntType) -> Callable:
+def _amax(width: ir.IntType) -> Callable:
     """The largest magnitude of 16 neighbours, which LLVM does not vectorize from a loop of so few turns."""
 
     def emit(builder, address, i):
@@ -186,8 +186,8 @@ INTRINSICS: dict[str, Callable] = {
     "store8": _operation("store8", *_STORE, _store(_I8)),
     "store16": _operation("store16", *_STORE, _store(_I16)),
     "store32": _operation("store32", *_STORE, _store(_I32)),
-    "peak16x16": _operation("peak16x16", *_LOAD, _peak(_I16)),
-    "peak16x32": _operation("peak16x32", *_LOAD, _peak(_I32)),
+    "amax16x16": _operation("amax16x16", *_LOAD, _amax(_I16)),
+    "amax16x32": _operation("amax16x32", *_LOAD, _amax(_I32)),
     "add64": _binary64("add64", "add"),
     "sub64": _binary64("sub64", "sub"),
     "and64": _binary64("and64", "and_"),

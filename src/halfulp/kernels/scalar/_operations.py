@@ -282,13 +282,13 @@ def largest16(buffer, j, top):
 
 
 @_scalar
-def peak16x16(address, i):
+def amax16x16(address, i):
     """The largest of 16 16-bit elements from i on, their top bits left out, as a word."""
     return max(bit_and(_read(16, address, int(i) + k), 0x7FFF) for k in range(16))
 
 
 @_scalar
-def peak16x32(address, i):
+def amax16x32(address, i):
     """The largest of 16 words from element i on, their top bits left out."""
     return max(bit_and(_read(32, address, int(i) + k), 0x7FFFFFFF) for k in range(16))
 

@@ -95,7 +95,7 @@ def double(x):
     return x.to(tl.float64)
 
 
-def row_peak(x):
+def row_amax(x):
     """The word of the largest finite magnitude of each row of a tile."""
     size = x.to(tl.uint32, bitcast=True) & tl.full([], 0x7FFFFFFF, tl.uint32)
     tl.debug_barrier()  # every warp has read the old scales before one writes new ones

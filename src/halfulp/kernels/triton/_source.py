@@ -144,8 +144,8 @@ class _Translation(ast.NodeTransformer):
         return _call("tl.where", [self.visit(node.test), self.visit(node.body), self.visit(node.orelse)])
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        joined = ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr()
-        return functools.reduce(lambda a, b: ast.BinOp(a, joined, b), [self.visit(value) for value in node.values])
+        operator = ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr()
+        return functools.reduce(lambda a, b: ast.BinOp(a, operator, b), [self.visit(value) for value in node.values])
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
         if not isinstance(node.op, ast.USub):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...kernels.scalar._operations import bit_xor, load8, load16, real, shl, store8, store16, sub, to_real
-from ...kernels.triton._operations import row_peak
+from ...kernels.triton._operations import row_amax
 from ..states._int8_device_functions import (
     NAN,
     S16,
@@ -35,14 +35,14 @@ def decode_squared(codes, scales, i, b):
 
 def encode_signed(codes, scales, i, b, value, random):
     """Piece: values into scales and codes."""
-    scale = scale_code(row_peak(value))
+    scale = scale_code(row_amax(value))
     store16(scales, b, scale)
     store8(codes, i, signed_code(in_units(value, inverse_of(scale)), random))
 
 
 def encode_squared(codes, scales, i, b, value, random):
     """Piece: roots into scales and codes."""
-    scale = scale_code(row_peak(value))
+    scale = scale_code(row_amax(value))
     store16(scales, b, scale)
     store8(codes, i, squared_code(in_units(value, inverse_of(scale)), random))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from ...kernels.scalar._operations import add as plus
 from ...kernels.scalar._operations import add as plus32
+from ...kernels.scalar._operations import amax16x16, amax16x32, divide, real, word
 from ...kernels.scalar._operations import bit_and as both
 from ...kernels.scalar._operations import bit_or as either
 from ...kernels.scalar._operations import bit_xor as flip
-from ...kernels.scalar._operations import divide, peak16x16, peak16x32, real, word
 from ...kernels.scalar._operations import shl as left
 from ...kernels.scalar._operations import shr as right
 from ...kernels.scalar._operations import sub as minus
@@ -63,16 +63,16 @@ def measure_blocks(first, last, table, source, scales, constants):
     """Kernel: the largest magnitude of every block of the groups [first, last)."""
     c = all_constants(constants)
     for group in range(first, last):
-        peaks(source, scales, table[group, 0], table[group, 1], table[group, 2], table[group, 3], c)
+        block_amax(source, scales, table[group, 0], table[group, 1], table[group, 2], table[group, 3], c)
 
 
-def peaks(source, scales, begin, whole, rest, block, c):
+def block_amax(source, scales, begin, whole, rest, block, c):
     """Piece: the largest magnitude of each block, as words, among which NaN is the largest."""
     for k in range(whole):
         start = begin + k * BLOCK
         largest = minus(c[ONE], c[ONE])
         for i in range(start, start + BLOCK, AT_ONCE):
-            a = peak(source, i, c)
+            a = amax(source, i, c)
             largest = choose(a > largest, a, largest)
         store_scale(scales, block + k, largest)
     if rest > 0:
@@ -84,24 +84,24 @@ def peaks(source, scales, begin, whole, rest, block, c):
         store_scale(scales, block + whole, largest)
 
 
-def peak_of_one(source, i, c):
+def amax_of_one(source, i, c):
     """Piece: a magnitude."""
     return both(load(source, i), c[MAGNITUDE])
 
 
-def peak_of_float32(source, i, c):
+def amax_of_float32(source, i, c):
     """Piece: the largest magnitude of 16 float32."""
-    return peak16x32(source, i)
+    return amax16x32(source, i)
 
 
-def peak_of_bfloat16(source, i, c):
+def amax_of_bfloat16(source, i, c):
     """Piece: the largest magnitude of 16 bfloat16, as a float32's word."""
-    return bfloat16_word(peak16x16(source, i))
+    return bfloat16_word(amax16x16(source, i))
 
 
-def peak_of_float16(source, i, c):
+def amax_of_float16(source, i, c):
     """Piece: the largest magnitude of 16 float16, as a float32's word."""
-    return float16_word(peak16x16(source, i))
+    return float16_word(amax16x16(source, i))
 
 
 def already(source, scales, begin, whole, rest, block, c):

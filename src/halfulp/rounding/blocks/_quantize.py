@@ -151,10 +151,10 @@ def _kernels(dtype: torch.dtype, target: BlockTarget, layout: Layout):
     return _compiled(dtype, target.element.mode, kind, target.block, target.powers, target.choice == CLOSEST)
 
 
-_PEAKS = {
-    torch.float32: b.peak_of_float32,
-    torch.bfloat16: b.peak_of_bfloat16,
-    torch.float16: b.peak_of_float16,
+_AMAX = {
+    torch.float32: b.amax_of_float32,
+    torch.bfloat16: b.amax_of_bfloat16,
+    torch.float16: b.amax_of_float16,
 }
 
 
@@ -166,11 +166,11 @@ def _compiled(
     word = "uint64" if wide else "uint32"
     bind = {**mode_pieces(mode, kind, wide), **container_pieces(dtype), "BLOCK": block}
     bind |= {"load_scale": load64 if wide else load32, "store_scale": store64 if wide else store32}
-    at_once = block % 16 == 0 and dtype in _PEAKS
-    bind |= {"peak": _PEAKS[dtype] if at_once else b.peak_of_one, "AT_ONCE": 16 if at_once else 1}
+    at_once = block % 16 == 0 and dtype in _AMAX
+    bind |= {"amax": _AMAX[dtype] if at_once else b.amax_of_one, "AT_ONCE": 16 if at_once else 1}
     kept = mode in (UP, DOWN)
     if powers:
-        bind |= {"measured": b.peaks, "scale_of": b.exponent_of_scale, "factor_of": b.power}
+        bind |= {"measured": b.block_amax, "scale_of": b.exponent_of_scale, "factor_of": b.power}
         bind |= {"inverse_of": b.inverse_power, "payload": b.multiplied_kept if kept else b.multiplied}
     else:
         bind |= {"measured": b.already, "scale_of": b.product_of_scale, "factor_of": b.itself, "inverse_of": b.itself}

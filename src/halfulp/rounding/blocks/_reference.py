@@ -41,10 +41,10 @@ def _in_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _round_blocks(blocks: torch.Tensor, target: BlockTarget, bits: torch.Tensor | None) -> torch.Tensor:
-    peak = blocks.abs().amax(-1, keepdim=True)
-    bad = ~peak.isfinite()
-    peak = torch.where(bad, 1, peak)
-    scale = _power_scale(peak, target) if target.powers else _product_scale(torch.where(bad, 0, peak), target)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    bad = ~amax.isfinite()
+    amax = torch.where(bad, 1, amax)
+    scale = _power_scale(amax, target) if target.powers else _product_scale(torch.where(bad, 0, amax), target)
     scale = torch.where(bad, torch.nan, scale)
     payload = blocks / scale
     payload = torch.where((payload == 0) & (blocks != 0), torch.copysign(_tiny(payload), blocks), payload)
@@ -58,10 +58,10 @@ def _tiny(like: torch.Tensor) -> torch.Tensor:
     return torch.full_like(like, 5e-324 if like.dtype == torch.float64 else 2.0**-149)
 
 
-def _power_scale(peak: torch.Tensor, target: BlockTarget) -> torch.Tensor:
+def _power_scale(amax: torch.Tensor, target: BlockTarget) -> torch.Tensor:
     """The power of two of each block, from its largest magnitude in float64."""
     largest, emax = target.element.max, frexp(target.element.max)[1] - 1
-    half, e = torch.frexp(peak)
+    half, e = torch.frexp(amax)
     ratio, e = half * 2.0 ** (emax + 1), e.long() - 1  # the ratio is in [2^emax, 2^(emax + 1))
     if target.choice == FLOOR:
         k = e - emax
@@ -70,26 +70,26 @@ def _power_scale(peak: torch.Tensor, target: BlockTarget) -> torch.Tensor:
     else:
         k = e - emax + (ratio > largest).long()
     lowest, highest = target.scale.tiny_exponent, frexp(target.scale.max)[1] - 1
-    k = torch.where(peak == 0, lowest, k).clamp(lowest, highest)
+    k = torch.where(amax == 0, lowest, k).clamp(lowest, highest)
     return from_words((k + WORD64.bias) << WORD64.mantissa, torch.float64)
 
 
-def _product_scale(peak: torch.Tensor, target: BlockTarget) -> torch.Tensor:
+def _product_scale(amax: torch.Tensor, target: BlockTarget) -> torch.Tensor:
     """Each block's rounded scale times the tensor's."""
-    tensor, unit = tensor_scale(float(peak.max()), target)
-    tensor, unit = (torch.tensor(value, dtype=peak.dtype, device="cpu") for value in (tensor, unit))
-    quotient = peak / unit.to(peak.device)
-    layout = WORD64 if peak.dtype == torch.float64 else WORD32
-    scale = from_words(round_words(to_words(quotient.contiguous()), target.scale, layout, None), peak.dtype)
+    tensor, unit = tensor_scale(float(amax.max()), target)
+    tensor, unit = (torch.tensor(value, dtype=amax.dtype, device="cpu") for value in (tensor, unit))
+    quotient = amax / unit.to(amax.device)
+    layout = WORD64 if amax.dtype == torch.float64 else WORD32
+    scale = from_words(round_words(to_words(quotient.contiguous()), target.scale, layout, None), amax.dtype)
     scale = scale.clamp(min=2.0**target.scale.tiny_exponent)
-    return scale * tensor.to(peak.device)
+    return scale * tensor.to(amax.device)
 
 
-def tensor_scale(peak: float, target: BlockTarget) -> tuple[float, float]:
+def tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
     """The tensor's scale, and its product with the largest element, as float32 numbers."""
     if not target.tensor_scale:
         return 1.0, target.element.max
-    numbers = [peak, target.element.max * target.scale.max, target.element.max]
+    numbers = [amax, target.element.max * target.scale.max, target.element.max]
     single = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     scale = (single[0] / single[1]).clamp(min=_SMALLEST_NORMAL)
     return float(scale), float(scale * single[2])

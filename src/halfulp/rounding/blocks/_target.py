@@ -75,18 +75,18 @@ def make_block_target(format: BlockFormat, rounding: Rounding, overflow: str | N
 
 
 def scale_threshold(target: BlockTarget, mantissa: int) -> tuple[int, int]:
-    """How a power-of-two scale follows from amax = 2^e (1 + f): its exponent is e - first + (f >= second).
+    """How a power-of-two scale follows from largest = 2^e (1 + f): its exponent is e - first + (f >= second).
 
     `second` is in units of 2^-mantissa; a value that f never reaches stands for never.
     """
-    peak = Fraction(target.element.max)
+    largest = Fraction(target.element.max)
     never = 1 << mantissa
     if target.choice == FLOOR:
-        return _exponent(peak), never
+        return _exponent(largest), never
     if target.choice == CLOSEST:
-        peak = peak * 3 / 2
-    first = _exponent(peak)
-    second = (peak / Fraction(2) ** first - 1) * never
+        largest = largest * 3 / 2
+    first = _exponent(largest)
+    second = (largest / Fraction(2) ** first - 1) * never
     return first, int(second) + (target.choice == RAISED)
 
 
