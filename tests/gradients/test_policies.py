@@ -121,12 +121,14 @@ def test_formats_of_few_binades_leave_less_of_them_free(format, room):
 
 
 @pytest.mark.parametrize("format", ["e3m4", "e4m3fn", "e5m2", "fp16"])
-def test_exponents_settle_from_any_start(format, seed):
+@pytest.mark.parametrize("start", ["low", "high", "highest"])
+def test_exponents_settle_from_any_start(format, start, seed):
     """Between an overflow and zeros alone lies a step that is found, however narrow the format."""
     model, x = mlp(), batch(64)
-    scaler = hu.AdaptiveGradScaler(model, format=format, init_scale=2.0 ** random.randint(-20, 40))
+    start = {"low": random.randint(-20, 10), "high": random.randint(11, 40), "highest": 40}[start]
+    scaler = hu.AdaptiveGradScaler(model, format=format, init_scale=2.0**start)
     applied = [stepped(scaler, model, lambda: mean_square(model(x)), lr=1e-3) for _ in range(40)]
-    assert all(applied[16:])
+    assert all(applied[16:]), applied
     zeros = {row.site: row.zero for row in scaler.sites() if row.site != "global"}
     assert all(zero < 0.5 for zero in zeros.values()), zeros
 
