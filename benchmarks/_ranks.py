@@ -81,7 +81,7 @@ class Rank:
     """One of two processes: the weights of a seed, and a batch and exponents of its own."""
 
     def __init__(self, architecture: str, rank: int, seed: int):
-        from tests.gradients.architectures import build
+        from tests.gradients.models.architectures import build
 
         self.case, self.rank = build(architecture, seed + rank), rank
         self.case.model.load_state_dict(build(architecture, seed).model.state_dict())

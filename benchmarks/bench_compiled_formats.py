@@ -11,7 +11,7 @@ from typing import Any
 from ._harness import ROOT, set_threads
 from ._results import Result, Table, save
 
-TEXT = """Every architecture of tests/gradients/architectures.py, tiny, with random weights, under \
+TEXT = """Every architecture of tests/gradients/models/architectures.py, tiny, with random weights, under \
 `hu.AdaptiveGradScaler(model, format="e5m2")` and random exponents from 2 to 10: the gradients of all parameters, \
 compiled (aot_eager), against those of eager mode, bit for bit. Gradients that meet in one tensor are added in another \
 order where a graph is compiled, which may take a sum to the other of two neighbours in the format: up to 1% of the \
@@ -46,7 +46,7 @@ _SAME = ", on one path"
 def both(name: str, seed: int) -> list[dict]:
     """The gradients by name, eager and compiled, with the same exponents: the state of the first."""
     import torch
-    from tests.gradients.architectures import build
+    from tests.gradients.models.architectures import build
 
     import halfulp as hu
 
@@ -107,7 +107,7 @@ def main() -> None:
     import sys
 
     sys.path.insert(0, str(ROOT))
-    from tests.gradients.architectures import ARCHITECTURES, HF
+    from tests.gradients.models.architectures import ARCHITECTURES, HF
 
     columns = {"architecture": "", "parameters": "", "same bits": "", "most": ".2%", "reason": "", "bar": "", "met": ""}
     table = Table("Gradients with format=, compiled beside eager", columns)

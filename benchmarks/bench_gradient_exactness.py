@@ -6,16 +6,16 @@ import warnings
 
 from ._results import FOLDER, Result, Table, load, save
 
-TEXT = """Every architecture of tests/gradients/architectures.py, tiny, with random weights. Eager and compiled: \
-gradients of all parameters in float32 under random exponents from -12 to 24, another draw for each of three trials, \
-against plain backward (compiled: by torch's aot_eager backend, with and without exponents; Inductor: by that, for the \
-architectures that the script lists); a gradient counts where every bit is equal. "Not compiled" is where torch breaks \
-the graph so that no site is left in it. Inductor cuts an expression by how much it reads, and with that decides what \
-it computes with vectors and what one by one (exp, a sum), in other last bits; a factor is one read more. Where bits \
-differ, the same without vectors (cpp.simdlen=1, with and without exponents) tells whether that is the cause. \
-float16: under autocast, against torch.amp.GradScaler at 2^8, with one scale for all (policy "constant"), and with \
-edges at equal exponents, where sums over the uses of a parameter, and of outputs, are made in float32 and not in \
-float16, so that some differ in last bits. A dash is where torch itself cannot run the model so."""
+TEXT = """Every architecture of tests/gradients/models/architectures.py, tiny, with random weights. Eager and \
+compiled: gradients of all parameters in float32 under random exponents from -12 to 24, another draw for each of \
+three trials, against plain backward (compiled: by torch's aot_eager backend, with and without exponents; Inductor: \
+by that, for the architectures that the script lists); a gradient counts where every bit is equal. "Not compiled" is \
+where torch breaks the graph so that no site is left in it. Inductor cuts an expression by how much it reads, and \
+with that decides what it computes with vectors and what one by one (exp, a sum), in other last bits; a factor is one \
+read more. Where bits differ, the same without vectors (cpp.simdlen=1, with and without exponents) tells whether that \
+is the cause. float16: under autocast, against torch.amp.GradScaler at 2^8, with one scale for all (policy \
+"constant"), and with edges at equal exponents, where sums over the uses of a parameter, and of outputs, are made in \
+float32 and not in float16, so that some differ in last bits. A dash is where torch itself cannot run the model so."""
 TRIALS = 3
 COLUMNS = (
     *("architecture", "sites", "eager", "compiled sites", "compiled", "Inductor", "Inductor, no vectors"),
@@ -33,7 +33,7 @@ INDUCTOR = (
 
 def names() -> list[str]:
     """Ours, then transformers'."""
-    from tests.gradients.architectures import ARCHITECTURES, HF
+    from tests.gradients.models.architectures import ARCHITECTURES, HF
 
     return [*ARCHITECTURES, *(name if name.startswith("hf-") else f"hf-{name}" for name in HF)]
 
@@ -41,7 +41,7 @@ def names() -> list[str]:
 def case(name: str, seed: int):
     """A model, its batch and its loss, always the same for a seed."""
     import torch
-    from tests.gradients.architectures import build
+    from tests.gradients.models.architectures import build
 
     torch.manual_seed(seed)
     return build(name, seed)

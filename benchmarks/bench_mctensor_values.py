@@ -16,7 +16,7 @@ smallest subnormals included; wrong is what is beyond it, or not finite where th
 def table(count: int, seed: int) -> Table:
     """One row for a function and a kind of components."""
     import mpmath
-    from tests.tensors.function_values import CASES, KINDS, drawn, judged
+    from tests.mctensor.function_values import CASES, KINDS, drawn, judged
 
     from halfulp.kernels import engine
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from halfulp.kernels import same_bits
 
-from .architectures import ARCHITECTURES, HF, build
+from .models.architectures import ARCHITECTURES, HF, build
 
 ALL = [*ARCHITECTURES, *(f"hf-{name}" for name in HF)]
 WIDTH = 8

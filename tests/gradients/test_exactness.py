@@ -24,7 +24,7 @@ from .exponents import (
 )
 
 # Within one module the arms of a tensor that it reads twice add up before they meet those outside, or a parameter is
-# read past its module: test_modules.py has these.
+# read past its module: eager/test_module_mode.py has these.
 NOT_BY_MODULE = {"truncated", "embedding-bag", "hf-llama", "hf-t5", "hf-mixtral", "hf-mamba", "hf-whisper"}
 # Torch has no such kernel in 16 bits, or its loss overflows at 2^10.
 NO_HALF = {"lstm", "bilinear", "two-heads"}

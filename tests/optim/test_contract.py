@@ -198,7 +198,7 @@ PAIRS = [(rule, "kahan") for rule in RULES] + [("momentum", update) for update i
 def test_state_dict_load_state_dict_is_the_identity(rule, update):
     """Into itself, and into a fresh optimizer, which then draws the same bits.
 
-    By the reference, whose bits every kernel has: test_program.
+    By the reference, whose bits every kernel has: test_kernel.
     """
     store = "bf16"
 

@@ -17,7 +17,7 @@ from halfulp.gradients.eager._backward import Backward
 from halfulp.gradients.policies._policy import get_policy
 from halfulp.kernels import same_bits
 
-from ..architectures import Case, build
+from ..models.architectures import Case, build
 
 # torch's own compilers use what torch warns of.
 pytestmark = [

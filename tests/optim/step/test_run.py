@@ -130,7 +130,7 @@ def test_two_threads_give_the_bits_of_one(seed, update, codec):
 
 
 def test_a_process_without_numba_runs_the_reference_and_says_so():
-    """Its bits are those of the kernels: test_program."""
+    """Its bits are those of the kernels: test_kernel."""
     body = """
         import importlib.util
         real = importlib.util.find_spec

@@ -13,7 +13,7 @@ from halfulp.gradients import AbsRange, Amax, Constant, Dynamic, ElementWise, Me
 from halfulp.gradients._site import Reading, Site
 from halfulp.gradients.policies._policy import _BY_NAME
 
-from .exponents import Spiked, batch, clear, mean_square, mlp, own, sites
+from ..exponents import Spiked, batch, clear, mean_square, mlp, own, sites
 
 OWN = Format("e6m3", exponent_bits=6, mantissa_bits=3)
 SITES = ("0", "2", "4")

@@ -8,7 +8,7 @@ from torch import nn
 
 import halfulp as hu
 
-from .exponents import WIDTH, assert_same, batch, clear, gradients, mean_square, mlp, plainly, scrambled
+from ..exponents import WIDTH, assert_same, batch, clear, gradients, mean_square, mlp, plainly, scrambled
 
 
 class Keeping(nn.Module):

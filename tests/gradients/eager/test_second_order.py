@@ -6,7 +6,7 @@ from torch import nn
 
 import halfulp as hu
 
-from .exponents import WIDTH, assert_same, batch, clear, gradients, mean_square, mlp, plainly, scramble, scrambled
+from ..exponents import WIDTH, assert_same, batch, clear, gradients, mean_square, mlp, plainly, scramble, scrambled
 
 
 def penalised(model, x, scaler):

@@ -7,7 +7,7 @@ from torch import nn
 import halfulp as hu
 from halfulp.kernels import same_bits
 
-from .exponents import WIDTH, assert_same, batch, mean_square, plainly, scrambled
+from ..exponents import WIDTH, assert_same, batch, mean_square, plainly, scrambled
 
 
 class Written(nn.Module):

@@ -13,7 +13,7 @@ from halfulp.gradients.eager._forward import Forward
 from halfulp.gradients.replay import _replay
 from halfulp.gradients.replay._graph_walk import Matcher, Surroundings, walk
 
-from .exponents import ALL, WIDTH, assert_same, batch, case_of, clear, gradients, mean_square, plainly, scramble
+from ..exponents import ALL, WIDTH, assert_same, batch, case_of, clear, gradients, mean_square, plainly, scramble
 
 HALF = ["multilayer-perceptron", "hf-gpt2", "hf-llama", "lstm-cell"]
 # Custom Functions, writes into views, and parameters that a module writes itself stay with regions.

@@ -14,7 +14,7 @@ from halfulp.gradients.compiled._graph_functions import name_functions
 from halfulp.gradients.compiled._runtime_operators import factors_of_edges, observed, rounded, watched, watched_loss
 from halfulp.kernels import same_bits
 
-from .architectures import Case, build
+from ..models.architectures import Case, build
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),

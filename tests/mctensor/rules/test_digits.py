@@ -11,7 +11,7 @@ from halfulp.kernels import engine
 from halfulp.mctensor import MCTensor
 from halfulp.subclass import strict
 
-from .exact_values import exact
+from ..exact_values import exact
 
 FORMATS = {(torch.float64, 2): 96, (torch.float32, 3): 62}
 

@@ -10,7 +10,7 @@ from torch.func import functional_call, jvp, stack_module_state, vmap
 import halfulp as hu
 from halfulp.kernels import same_bits
 
-from .exponents import WIDTH, assert_same, batch, clear, mean_square, mlp, plainly, scrambled
+from ..exponents import WIDTH, assert_same, batch, clear, mean_square, mlp, plainly, scrambled
 
 MODES = ["function", "module"]
 
