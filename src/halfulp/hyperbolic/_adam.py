@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from ._manifold import Manifold
 from ._optimizer import RiemannianOptimizer, check_share, follow
@@ -41,7 +41,7 @@ class RiemannianAdam(RiemannianOptimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
         manifold: str | Manifold = "half-space",
         betas: tuple[float, float] = (0.9, 0.999),

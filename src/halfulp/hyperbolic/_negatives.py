@@ -37,7 +37,10 @@ class RankingSets:
             raise ValueError(f"edges name nodes {int(edges.min())} to {int(edges.max())}, there are 0 to {nodes - 1}")
         if others < 1 or batch < 1:
             raise ValueError(f"others={others} and batch={batch} are at least 1")
-        self.edges, self.nodes, self.others, self.batch = edges, nodes, others, batch
+        self.edges: torch.Tensor = edges
+        self.nodes: int = nodes
+        self.others: int = others
+        self.batch: int = batch
         self._barred = torch.eye(nodes, dtype=torch.bool, device="cpu")
         self._barred[edges[:, 0], edges[:, 1]] = True
         full = self._barred[edges[:, 0].unique()].all(1)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from ..mctensor import MCTensor
 from ._manifold import Manifold
 from ._models import manifold
 from ._values import write
+
+_Loss = TypeVar("_Loss", bound=float | torch.Tensor)
 
 
 class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -32,7 +35,7 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         TypeError: a parameter without floating numbers.
     """
 
-    def __init__(self, params: Iterable, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         defaults["manifold"] = _name(defaults["manifold"])
         super().__init__(params, defaults)
 
@@ -45,9 +48,15 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         for parameter in group["params"]:
             manifold(group["manifold"]).check(parameter)
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], _Loss]) -> _Loss: ...
+
     @torch._disable_dynamo
     @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+    def step(self, closure: Callable[[], _Loss] | None = None) -> _Loss | None:
         """Move all points that have a gradient.
 
         Args:
@@ -64,11 +73,11 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(group, parameter, manifold(group["manifold"]))
+                    self._step_one(group, parameter, parameter.grad, manifold(group["manifold"]))
         return loss
 
-    def _step_one(self, group: dict[str, Any], parameter: torch.Tensor, space: Manifold) -> None:
-        rows, gradient = _touched(parameter)
+    def _step_one(self, group: dict[str, Any], parameter: torch.Tensor, given: torch.Tensor, space: Manifold) -> None:
+        rows, gradient = _touched(given)
         if not torch.isfinite(gradient).all():
             raise ValueError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is not finite: no point was moved; "
@@ -131,9 +140,8 @@ def _name(which: str | Manifold) -> str:
     return manifold(which).name
 
 
-def _touched(parameter: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _touched(gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
     """The rows that have a gradient, each once, and their gradients; None for all rows."""
-    gradient = parameter.grad
     if isinstance(gradient, MCTensor) or gradient.layout == torch.strided:
         return None, gradient
     if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:

@@ -119,7 +119,7 @@ class _Margin(torch.autograd.Function):
         if point.dtype != torch.float64:
             wide = point.double()
             return (1 - (wide * wide).sum(-1, keepdim=True)).to(point.dtype)
-        rest = (torch.ones_like(point[..., :1]),)
+        rest: tuple[torch.Tensor, ...] = (torch.ones_like(point[..., :1]),)
         for x in point.unbind(-1):
             part = x.unsqueeze(-1)
             rest = arithmetic.pointwise("addcmul", rest, (-part,), (part,), components=2, dtype=torch.float64)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from ._manifold import Manifold
 from ._optimizer import RiemannianOptimizer, check_share, follow
@@ -37,7 +37,7 @@ class RiemannianSGD(RiemannianOptimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: ParamsT,
         lr: float | torch.Tensor,
         manifold: str | Manifold = "half-space",
         momentum: float = 0.0,

@@ -13,6 +13,7 @@ from ._convert import recipe_of
 from ._emulated_states import hold_states
 from ._plan import named, update_of
 from ._recipe import Recipe
+from ._torch_optimizers import MeasuredOptimizer
 
 if TYPE_CHECKING:
     from ..gradients import AdaptiveGradScaler
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def optimizer(
     model: nn.Module, rule: str = "AdamW", *, seed: int = 0, report_interval: int = 50, **hyper: Any
-) -> torch.optim.Optimizer:
+) -> MeasuredOptimizer:
     """The optimizer that goes with a converted model: its weight updates and states are the recipe's.
 
     The first optimizer of a converted model takes over the low bits of the float32 start, wherever the weight update

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from .._names import unknown
 from ..mctensor import MCTensor
 from ..mctensor._state_dict import plain_state_dict
+from ..optim import Optimizer
 from ..optim._lost_updates import LostUpdateReport, lost_update_report
 from ._recipe import Recipe
 
 
-class _Readings:
+class TorchOptimizer(torch.optim.Optimizer):
     """The measurements of ``halfulp.optim``'s optimizers, for an optimizer of torch.optim."""
 
     def report(self) -> LostUpdateReport:
@@ -33,22 +34,26 @@ class _Readings:
         return {name: value.float() if value.is_floating_point() else value for name, value in plain.items()}
 
 
-class SGD(_Readings, torch.optim.SGD):
+class SGD(TorchOptimizer, torch.optim.SGD):
     """torch.optim.SGD."""
 
 
-class Adam(_Readings, torch.optim.Adam):
+class Adam(TorchOptimizer, torch.optim.Adam):
     """torch.optim.Adam."""
 
 
-class AdamW(_Readings, torch.optim.AdamW):
+class AdamW(TorchOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW."""
+
+
+# What `halfulp.recipes.optimizer` gives: either measures itself.
+MeasuredOptimizer = Optimizer | TorchOptimizer
 
 
 _KINDS = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 
 
-def optimizer(recipe: Recipe, model: nn.Module, rule: str, **hyper: Any) -> torch.optim.Optimizer:
+def optimizer(recipe: Recipe, model: nn.Module, rule: str, **hyper: Any) -> TorchOptimizer:
     """torch.optim's optimizer of a converted model.
 
     Raises:

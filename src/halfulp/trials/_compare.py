@@ -15,7 +15,7 @@ from .running._plan import Trial, plan
 from .running._store import Store, write
 from .tasks import Task
 
-Listener = Callable[[str, Trial, Any], None]
+Listener = Callable[[str, Trial | None, Any], None]
 
 
 def compare(

@@ -39,9 +39,10 @@ def losers(evidence: FinishedTrials) -> list[str]:
         if diverged:
             said.append(f"On {task}, {' and '.join(diverged)} diverged.")
         unclear = [row.recipe for row in rows if row.verdict == "unclear"]
-        rows = [row for row in rows if row.gap is not None and row.recipe not in unclear and not _keeps(evidence, row)]
-        if rows:
-            worst = max(rows, key=lambda row: row.gap)
+        rows = [row for row in rows if row.recipe not in unclear and not _keeps(evidence, row)]
+        gaps = [(row.gap, row) for row in rows if row.gap is not None]
+        if gaps:
+            gap, worst = max(gaps, key=lambda pair: pair[0])
             lost = f": rounding cancelled {percent(worst.cancelled, 0)} of its updates" if worst.cancelled else ""
             if worst.underflow:
                 lost = f": {percent(worst.underflow, 0)} of its gradients underflowed"
@@ -50,8 +51,7 @@ def losers(evidence: FinishedTrials) -> list[str]:
             if lost and worst.realised is not None and worst.realised < 0.5:
                 lost += f", and only {percent(worst.realised, 0)} of the wanted movement took place"
             said.append(
-                f"On {task}, {worst.recipe} ends {number(worst.gap, 3)} nats above fp32 in "
-                f"{loss_name(evidence, task)}{lost}."
+                f"On {task}, {worst.recipe} ends {number(gap, 3)} nats above fp32 in {loss_name(evidence, task)}{lost}."
             )
         if unclear:
             said.append(f"On {task}, {' and '.join(unclear)} need{'s' * (len(unclear) == 1)} more seeds for a verdict.")

@@ -58,7 +58,7 @@ def line_styles(recipes: Sequence[str]) -> dict[str, LineStyle]:
     (True, None, (5.0, 2.0))
     """
     controls = {REFERENCE: LineStyle(0), TWIN: LineStyle(1, dash=_DASHES[1])}
-    styles = {}
+    styles: dict[str, LineStyle] = {}
     for recipe in recipes:
         turn, place = divmod(sum(other not in controls for other in styles), _OWN)
         own = LineStyle(2 + place, _MARKERS[place], _DASHES[turn % len(_DASHES)])

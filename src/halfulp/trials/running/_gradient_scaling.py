@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import recipes
 from ...gradients import AdaptiveGradScaler
-from ...recipes import Recipe, scaler
+from ...recipes import Recipe
 from ..tasks import Batch
 
 # Underflow is counted in steps that a scaler measures anyway: every sixteenth, and no more than so many of them.
@@ -52,10 +53,12 @@ class Rounded(Scaling):
     not zero there, the share that is stored as zero.
     """
 
-    def __init__(self, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    def __init__(
+        self, scaler: AdaptiveGradScaler, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
+    ) -> None:
         super().__init__(optimizer)
         self._model = model
-        self._scaler = scaler(recipe, model)
+        self._scaler = scaler
         self._sample_interval = INTERVAL * max(1, steps // (INTERVAL * SAMPLES))
         self._skipped = 0
         self._lost: dict[str, list[tuple[float, float]]] = {}
@@ -75,11 +78,11 @@ class Rounded(Scaling):
         """Step unless a gradient is not finite, and set the next scales."""
         self._scaler.step(self._optimizer)
         self._scaler.update()
-        self._skipped += not self._scaler.last_step.applied
+        self._skipped += not self._applied()
 
     def after(self, step: int, loss: Loss, batch: Batch) -> None:
         """At a sampled step, count what underflowed; what overflowed is skipped and shows nothing."""
-        if self._copy is None or not self._scaler.last_step.applied:
+        if self._copy is None or not self._applied():
             return
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
@@ -92,26 +95,31 @@ class Rounded(Scaling):
     def readings(self) -> dict[str, Any]:
         """Steps skipped, and shares that underflowed: of all sampled elements, and of the worst site's."""
         sites = {key: _share(counts) for key, counts in self._lost.items()}
-        worst = max(sites, key=sites.get, default=None)
+        worst = max(sites, key=lambda site: sites[site], default=None)
         counts = [pair for pairs in self._lost.values() for pair in pairs]
         mean = _share(counts) if counts else None
         return {
             "skipped": self._skipped,
-            "underflow": {"mean": mean, "worst": sites.get(worst), "site": worst},
+            "underflow": {"mean": mean, "worst": None if worst is None else sites[worst], "site": worst},
         }
 
     def close(self) -> None:
         """Give the model its plain forward pass back."""
         self._scaler.detach()
 
+    def _applied(self) -> bool:
+        last = self._scaler.last_step
+        return last is not None and last.applied
+
 
 @contextlib.contextmanager
 def scaling(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Scaling]:
     """The recipe's way to differentiate and step, while it trains."""
-    if recipe.gradient_format is None:
+    scaler = recipes.scaler(recipe, model)
+    if scaler is None:
         yield Scaling(optimizer)
         return
-    rounded = Rounded(recipe, model, optimizer, steps)
+    rounded = Rounded(scaler, model, optimizer, steps)
     try:
         yield rounded
     finally:
@@ -131,7 +139,8 @@ def _exact_zeros(model: nn.Module, loss: Loss, batch: Batch) -> Zeros:
 
 def _zeros(scaler: AdaptiveGradScaler) -> Zeros:
     """Zeros of the last measured step's gradients, as stored, and how many elements there are, by site."""
-    return {row.site: (row.zero * row.elements, row.elements) for row in scaler.sites() if row.elements}
+    rows = [row for row in scaler.sites() if row.elements]
+    return {row.site: (row.zero * row.elements, row.elements) for row in rows if row.zero is not None}
 
 
 def _share(counts: list[tuple[float, float]]) -> float:

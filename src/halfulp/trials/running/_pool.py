@@ -5,8 +5,8 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Generator, Iterator, Sequence
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class _Worker:
             self.process.join()
 
 
-def work(trials: Sequence[Trial], workers: int) -> Iterator[Event]:
+def work(trials: Sequence[Trial], workers: int) -> Generator[Event, None, None]:
     """Train all trials and yield ("start", trial, None), ("progress", trial, (step, loss)), ("done", trial, result).
 
     Leaving the loop early, by an exception or otherwise, ends the workers.
@@ -73,7 +73,7 @@ def work(trials: Sequence[Trial], workers: int) -> Iterator[Event]:
     waiting = list(reversed(trials))
     open_trials = len(waiting)
     with tempfile.TemporaryDirectory(prefix="halfulp-") as logs, contextlib.ExitStack() as stack:
-        crew: dict[Connection, _Worker] = {}
+        crew: dict[Any, _Worker] = {}
         for number in range(min(workers, open_trials)):
             worker = _Worker(number, logs)
             stack.callback(worker.end)
@@ -82,13 +82,11 @@ def work(trials: Sequence[Trial], workers: int) -> Iterator[Event]:
             for connection in wait(list(crew)):
                 worker = crew[connection]
                 kind, content = _receive(worker)
-                if kind == "progress":
-                    yield "progress", worker.trial, content
-                    continue
+                if worker.trial is not None:  # what has none yet is ready for its first
+                    yield kind, worker.trial, content
                 if kind == "done":
                     open_trials -= 1
-                    yield "done", worker.trial, content
-                if waiting:
+                if kind != "progress" and waiting:
                     trial = waiting.pop()
                     worker.give(trial)
                     yield "start", trial, None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ... import recipes
 from ...recipes import Recipe
+from ...recipes._torch_optimizers import MeasuredOptimizer
 from ..tasks import Batch, Data, Task
 from ._gradient_scaling import Scaling, scaling
 
@@ -60,7 +61,7 @@ def _train(
     task: Task,
     model: nn.Module,
     loss_of: Loss,
-    optimizer: torch.optim.Optimizer,
+    optimizer: MeasuredOptimizer,
     batches: Iterator[Batch],
     steps: int,
     report: Report | None,
@@ -102,7 +103,7 @@ def _train(
 def _course(
     curve: list[list[float]],
     seconds: list[float],
-    optimizer: torch.optim.Optimizer,
+    optimizer: MeasuredOptimizer,
     memory: float | None,
     diverged_at: int | None,
 ) -> dict[str, Any]:

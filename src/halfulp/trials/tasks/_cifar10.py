@@ -3,7 +3,6 @@
 import dataclasses
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -38,8 +37,8 @@ class Cifar10(Task):
 
     def load(self) -> Data:
         """All training images; of the test images the first 2,000."""
-        train = _read(Path(self.data) / "train.parquet")
-        validation = _read(Path(self.data) / "test.parquet", 2000)
+        train = _read(f"{self.data}/train.parquet")
+        validation = _read(f"{self.data}/test.parquet", 2000)
         note = f"CIFAR-10: {len(train[1]):,} images to train on, {len(validation[1]):,} test images"
         return Data(train=train, validation=(_pixels(validation[0]), validation[1]), note=note)
 
@@ -76,7 +75,7 @@ def _pixels(images: Tensor) -> Tensor:
     return (images.float() - 121.0) / 64.0
 
 
-def _read(path: Path, limit: int | None = None) -> Batch:
+def _read(path: str, limit: int | None = None) -> Batch:
     try:
         import numpy as np
         import pyarrow.parquet as parquet

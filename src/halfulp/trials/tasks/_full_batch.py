@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ... import recipes
 from ...mctensor import MCTensor
 from ...recipes import Recipe
+from ...recipes._torch_optimizers import MeasuredOptimizer
 from ._task import Batch, Data, Task
 
 _POINTS = 60
@@ -88,7 +89,7 @@ class FullBatch(Task):
     def _course(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: MeasuredOptimizer,
         train: list[Tensor],
         steps: int,
         report: Callable[[int, float], None] | None,
@@ -137,7 +138,7 @@ def plain(x: Tensor) -> Tensor:
     return x.decode(torch.float64) if isinstance(x, MCTensor) else x.double()
 
 
-def decoded(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def decoded(model: nn.Module, optimizer: MeasuredOptimizer) -> dict[str, Tensor]:
     """The weights in float64, with what the optimizer keeps beside them."""
     if any(isinstance(parameter, MCTensor) or parameter.dtype == torch.float64 for parameter in model.parameters()):
         return {name: plain(parameter.detach()) for name, parameter in model.named_parameters()}
@@ -269,8 +270,11 @@ def _cancer() -> tuple[Batch, Batch]:
 
 
 def _parts(train: Any, validation: Any, train_labels: Any, validation_labels: Any) -> tuple[Batch, Batch]:
-    both = ((train, train_labels), (validation, validation_labels))
-    return tuple((torch.from_numpy(inputs), torch.from_numpy(labels).double()) for inputs, labels in both)
+    return _part(train, train_labels), _part(validation, validation_labels)
+
+
+def _part(inputs: Any, labels: Any) -> Batch:
+    return torch.from_numpy(inputs), torch.from_numpy(labels).double()
 
 
 def _sklearn() -> tuple[Any, Any, Any]:

@@ -36,6 +36,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token ids (batch, time) to logits (batch, time, vocabulary); weights start as N(0, 0.02)."""
 
+    future: Tensor
+
     def __init__(
         self,
         vocabulary: int,

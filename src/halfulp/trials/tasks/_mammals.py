@@ -75,13 +75,12 @@ class Mammals(Task):
         edges = [[numbers.setdefault(name, len(numbers)) for name in pair] for pair in pairs]
         return torch.tensor(edges, dtype=torch.int64, device="cpu"), list(numbers)
 
-    def model(self, data: Data, seed: int) -> nn.Module:
+    def model(self, data: Data, seed: int) -> "Points":
         """Points within 1e-4 of (0, 1)."""
         generator = torch.Generator().manual_seed(seed)
         count = 1 + int(data.train[0][:, :2].max())
-        kind = {"dtype": torch.float32, "device": "cpu"}
-        around = (torch.rand(count, 2, generator=generator, **kind) * 2 - 1) * 1e-4
-        return Points(around + torch.tensor([0.0, 1.0], **kind))
+        around = torch.rand(count, 2, generator=generator, dtype=torch.float32, device="cpu") * 2 - 1
+        return Points(1e-4 * around + torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu"))
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
         """Shuffled epochs, each with negatives of its own; in the burn-in popular ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..._names import enter, unknown
@@ -53,7 +54,7 @@ def get(task: str | Task, data: str | None = None) -> Task:
         return task
     if task not in _TASKS:
         raise ValueError(unknown("task", task, _TASKS))
-    kind = _class(task)
+    kind: Callable[..., Task] = _class(task)
     return kind(data=data) if "data" in getattr(kind, "__dataclass_fields__", {}) else kind()
 
 

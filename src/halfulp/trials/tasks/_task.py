@@ -97,7 +97,7 @@ class Task(abc.ABC):
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides a trial's result apart from recipe, seed and length, as plain data."""
-        own = (
+        own: dict[str, Any] = (
             {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
             if (dataclasses.is_dataclass(self))
             else {}

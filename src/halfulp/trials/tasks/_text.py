@@ -30,11 +30,11 @@ class CharacterGPT(Task):
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
         """Windows of 64 characters at random places of the training text."""
         stream = data.train[0]
-        kind = {"dtype": torch.int64, "device": "cpu"}
-        window = torch.arange(TIME, **kind)
+        window = torch.arange(TIME, dtype=torch.int64, device="cpu")
         generator = torch.Generator().manual_seed(seed)
         for _ in range(steps):
-            starts = torch.randint(len(stream) - TIME, (self.batch,), generator=generator, **kind)
+            shape = (self.batch,)
+            starts = torch.randint(len(stream) - TIME, shape, generator=generator, dtype=torch.int64, device="cpu")
             places = starts[:, None] + window
             yield stream[places], stream[places + 1]
 

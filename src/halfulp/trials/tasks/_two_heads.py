@@ -59,18 +59,18 @@ class TwoHeads(Task):
         torch.manual_seed(seed)
         return Detector()
 
-    def loss(self, logits: Found, targets: Tensor) -> Tensor:
+    def loss(self, logits: Tensor | Found, targets: Tensor) -> Tensor:
         """Both heads' losses; see the class."""
         boxes, classes = logits
         return (boxes - targets[:, 1:]).square().sum() + WEIGHT * F.cross_entropy(classes, cells(targets))
 
-    def judge(self, logits: Found, targets: Tensor) -> Tensor:
+    def judge(self, logits: Tensor | Found, targets: Tensor) -> Tensor:
         """Both heads in nats; see the class."""
         boxes, classes = logits
         distance = (boxes - targets[:, 1:]).abs().mean() / STRIDE
         return F.nll_loss(image_classes(classes), targets[:, 0]) + distance
 
-    def hits(self, logits: Found, targets: Tensor) -> Tensor:
+    def hits(self, logits: Tensor | Found, targets: Tensor) -> Tensor:
         """Whether the image's class is right."""
         return image_classes(logits[1]).argmax(1) == targets[:, 0]
 
@@ -93,9 +93,9 @@ class Detector(nn.Module):
         down = nn.MaxPool2d(2)
         self.box = nn.Sequential(
             *(*_layer(width, twice), down, *_layer(twice, twice), down, nn.Flatten()),
-            *(nn.Linear(twice * (SIDE // 4) ** 2, 32), nn.ReLU(), nn.Linear(32, 4)),
+            *(nn.Linear(twice * (SIDE // 4) ** 2, 32), nn.ReLU(), (last := nn.Linear(32, 4))),
         )
-        nn.init.constant_(self.box[-1].bias, SIDE / 2)
+        nn.init.constant_(last.bias, SIDE / 2)
         self.classes = nn.Sequential(
             *(*_layer(width, twice), down, *_layer(twice, twice), down, *_layer(twice, twice)),
             nn.ConvTranspose2d(twice, CLASSES, 4, stride=4),
@@ -140,9 +140,10 @@ def placed(images: Tensor, labels: Tensor, generator: torch.Generator) -> Batch:
     """
     images, labels = images.repeat(_COPIES, 1), labels.repeat(_COPIES)
     count, page = len(images), SIDE * STRIDE
-    draw = {"generator": generator, "device": "cpu"}
-    sizes = torch.randint(8 * STRIDE, 16 * STRIDE + 1, (count, 2), dtype=torch.int64, **draw)
-    middles = (sizes.float() / 2 + torch.rand(count, 2, dtype=torch.float32, **draw) * (page - sizes)).round().long()
+    shape = (count, 2)
+    sizes = torch.randint(8 * STRIDE, 16 * STRIDE + 1, shape, generator=generator, dtype=torch.int64, device="cpu")
+    places = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+    middles = (sizes.float() / 2 + places * (page - sizes)).round().long()
     # From places on the page to places in the digit, both in [-1, 1].
     zoom = page / sizes.float()
     maps = torch.cat([torch.diag_embed(zoom), (zoom * (1 - 2 * middles / page))[:, :, None]], 2)
