@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from halfulp import kernels
-from halfulp.kernels import compile_kernel
+from halfulp.kernels import compile_kernel, source_digest
 from halfulp.kernels._cache import cache_folder
 from halfulp.kernels.scalar._operations import add, load32, store32
 
@@ -177,10 +177,21 @@ def test_a_file_belongs_to_a_compiler_a_processor_and_a_signature(cache, monkeyp
         "numba": (numba, "__version__", "0"),
         "llvmlite": (llvmlite, "__version__", "0"),
         "processor": (_cache, "processor", lambda: ("x86_64", "another", "")),
-        "machinery": (_cache, "_machinery", lambda: "edited"),
+        "machinery": (_cache, "source_digest", lambda *folders: "edited"),
     }
     if ingredient in changes:
         monkeypatch.setattr(*changes[ingredient])
     after = _cache.MachineCodeCache("kernel", key)._path(None)
     assert before != after
     assert before.parent == after.parent
+
+
+def test_the_digest_of_sources_tells_every_edit_of_any_of_them(tmp_path):
+    digests = []
+    for name, text in (("_a.py", "a = 1\n"), ("_a.py", "a = 2\n"), ("_b.py", ""), ("_b.py", "b = 1\n")):
+        (tmp_path / name).write_text(text)
+        source_digest.cache_clear()
+        digests.append(source_digest(tmp_path))
+    assert digests[1] == digests[2], "an empty file generates nothing"
+    assert len(set(digests)) == 3
+    assert source_digest(tmp_path) == digests[-1]

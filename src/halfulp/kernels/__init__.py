@@ -1,6 +1,7 @@
 """How a kernel runs: pieces in plain Python, a torch reference, compiled twins with the same bits."""
 
 from .. import _needs_torch as _needs_torch
+from ._cache import source_digest as source_digest
 from ._canary import KernelMismatchError as KernelMismatchError
 from ._canary import check_bits as check_bits
 from ._canary import same_bits as same_bits
@@ -51,13 +52,17 @@ from ._trace import trace_is_wide as trace_is_wide
 from .scalar._compile import compile_kernel as compile_kernel
 from .scalar._compile import digest as digest
 from .scalar._compile import on_tensors as on_tensors
+from .scalar._machine_code import machine_code as machine_code
 from .scalar._operations import divide as divide
 from .scalar._operations import maximum as maximum
 from .scalar._operations import sign_of as sign_of
 from .scalar._operations import sqrt as sqrt
 from .scalar._processor import has_half_conversions as has_half_conversions
 from .scalar._processor import vector_bits as vector_bits
-from .vector._half import half_to_float as half_to_float
+from .vector._builder import VectorBuilder as VectorBuilder
+from .vector._builder import lanes_of as lanes_of
+from .vector._builder import numba_intrinsic as numba_intrinsic
+from .vector._builder import scalar_of as scalar_of
 from .vector._loop import LANES as LANES
 from .vector._loop import compile_trace as compile_trace
 from .vector._reductions import ACROSS as ACROSS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import pickle
@@ -12,6 +13,7 @@ from ._engine import note
 from .scalar._processor import processor
 
 _TAG = b"halfulp-kernel-1"
+_GENERATORS = tuple(Path(__file__).parent / name for name in ("scalar", "vector"))
 
 
 def cache_folder() -> Path | None:
@@ -80,14 +82,13 @@ class MachineCodeCache:
         import numba
 
         folder = cache_folder()
-        machine = (numba.__version__, llvmlite.__version__, processor(), _machinery())
+        machine = (numba.__version__, llvmlite.__version__, processor(), source_digest(*_GENERATORS))
         key = hashlib.sha256(repr((self._key, machine)).encode()).hexdigest()[:32]
         return None if folder is None else folder / f"{self._name}-{key}.kernel"
 
 
-def _machinery() -> str:
-    """The sources that shape every kernel."""
-    return "".join(
-        (Path(__file__).parent / "scalar" / name).read_text()
-        for name in ("_instructions.py", "_compile.py", "_pipeline.py")
-    )
+@functools.cache
+def source_digest(*folders: Path) -> str:
+    """A hash of all sources in folders: the part of a cache key that changes with whatever generates code there."""
+    files = (file for folder in folders for file in sorted(folder.glob("*.py")))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from ...kernels.scalar._machine_code import machine_code
+from ...kernels import machine_code, source_digest
 from ._accumulate import A_STEP, B_STEP, BLOCKS, COLUMNS, ONE_BY_ONE, PER_ROW, RECORD, SHARE, SIZE, SMALLEST, A, B
 from ._accumulator import BLOCK, LAYOUTS, Layout, block_size
 from ._vector_loops import extracted, keeps_subnormals, peeled, ranges, unfolded
@@ -30,7 +29,7 @@ def compile_blocks(dtype: torch.dtype, product: bool) -> Callable:
 
     layout = LAYOUTS[dtype]
     name = f"exact_blocks_{str(dtype).removeprefix('torch.')}{'_product' if product else ''}"
-    key = f"{name} {_source()}"
+    key = f"{name} {source_digest(Path(__file__).parent)}"
 
     def inlined(function: Callable) -> Callable:
         function.__qualname__ = f"{function.__name__}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -138,9 +137,3 @@ def _peeling(dtype: torch.dtype, product: bool, cutting: Callable) -> Callable:
 def _cutting(exponent):
     """The bits of 1.5 * 2^exponent."""
     return ((exponent + 1023) << 52) | (1 << 51)
-
-
-@functools.cache
-def _source() -> str:
-    files = ("_block_sums.py", "_vector_loops.py", "_accumulator.py", "_accumulate.py")
-    return hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in files)).hexdigest()

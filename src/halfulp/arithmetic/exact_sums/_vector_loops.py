@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
-from ...kernels import half_to_float, vector_bits
-from ._accumulator import LAYOUTS
+from ...kernels import VectorBuilder, lanes_of, numba_intrinsic, scalar_of, vector_bits
 
 _PLACES = 3  # where sums begin in a block's record
 
@@ -20,7 +18,7 @@ def ranges(dtype: torch.dtype, product: bool) -> Callable:
     many terms are -0. The bits of the terms' sum in float64, exact where the range allows. For products the second
     figure of a, and of b. Terms are the elements at a, or their products with those at b, in float64.
     """
-    return _intrinsic(lambda builder, values: _Block(builder, dtype, product).ranges(*values), 4)
+    return numba_intrinsic(lambda builder, *values: _Block(builder, dtype, product).ranges(*values), 4)
 
 
 def extracted(dtype: torch.dtype, product: bool) -> Callable:
@@ -30,7 +28,7 @@ def extracted(dtype: torch.dtype, product: bool) -> Callable:
     being exact; the summands are the cut parts' sums and that of the last rests. Products of float64, each the rounded
     product and its error, are cut twice, all others once.
     """
-    return _intrinsic(lambda builder, values: _Block(builder, dtype, product).extracted(*values), 6)
+    return numba_intrinsic(lambda builder, *values: _Block(builder, dtype, product).extracted(*values), 6)
 
 
 def unfolded(dtype: torch.dtype, product: bool) -> Callable:
@@ -38,7 +36,7 @@ def unfolded(dtype: torch.dtype, product: bool) -> Callable:
 
     A product of float64 becomes two, the rounded one and its error; the errors stand from place `count` on.
     """
-    return _intrinsic(lambda builder, values: _Block(builder, dtype, product).unfolded(*values), 4)
+    return numba_intrinsic(lambda builder, *values: _Block(builder, dtype, product).unfolded(*values), 4)
 
 
 def peeled() -> Callable:
@@ -46,7 +44,7 @@ def peeled() -> Callable:
 
     Writes the cut parts' sum to word 0 at the address `found`, and the largest word of a rest, without its sign, to 1.
     """
-    return _intrinsic(lambda builder, values: _Block(builder, torch.float64, False).peeled(*values), 4)
+    return numba_intrinsic(lambda builder, *values: _Block(builder, torch.float64, False).peeled(*values), 4)
 
 
 def keeps_subnormals() -> Callable:
@@ -55,33 +53,12 @@ def keeps_subnormals() -> Callable:
     The bits must not be known to the compiler, which would answer for a mode of its own.
     """
 
-    def emit(builder, values):
-        from llvmlite import ir
+    def emit(builder, bits):
+        block = _Block(builder, torch.float64, False)
+        half = builder.fmul(builder.bitcast(bits, block.f64), block.constant(block.f64, 0.5))
+        return builder.zext(builder.fcmp_unordered("!=", half, block.constant(block.f64, 0.0)), block.i64)
 
-        number = builder.bitcast(values[0], ir.DoubleType())
-        half = builder.fmul(number, ir.Constant(number.type, 0.5))
-        return builder.zext(builder.fcmp_unordered("!=", half, ir.Constant(number.type, 0.0)), ir.IntType(64))
-
-    return _intrinsic(emit, 1)
-
-
-def _intrinsic(emit: Callable, count: int) -> Callable:
-    """An intrinsic of int64 arguments; its result is an int64, what `emit` returns or 0."""
-    from llvmlite import ir
-    from numba.core import types
-    from numba.extending import intrinsic
-
-    def codegen(context, builder, signature, values):
-        value = emit(builder, values)
-        return ir.Constant(ir.IntType(64), 0) if value is None else value
-
-    result = types.int64(*[types.int64] * count)
-    makers = {
-        1: lambda typing, a: (result, codegen),
-        4: lambda typing, a, b, c, d: (result, codegen),
-        6: lambda typing, a, b, c, d, e, f: (result, codegen),
-    }
-    return intrinsic(makers[count])
+    return numba_intrinsic(emit, 1, "int64")
 
 
 def _lanes() -> int:
@@ -89,18 +66,13 @@ def _lanes() -> int:
     return 4 * vector_bits() // 64
 
 
-class _Block:
-    """The two loops, each over vectors and then over what is left one by one."""
+class _Block(VectorBuilder):
+    """The loops, each over vectors and then over what is left one by one."""
 
     def __init__(self, builder, dtype: torch.dtype, product: bool) -> None:
-        from llvmlite import ir
-
-        self.ir, self.b, self.product = ir, builder, product
-        self.layout = LAYOUTS[dtype]
-        self.wide = dtype == torch.float64
-        self.dtype = dtype
-        self.stored = ir.IntType(self.layout.width)
-        self.i64, self.f64 = ir.IntType(64), ir.DoubleType()
+        super().__init__(builder)
+        self.dtype, self.product, self.wide = dtype, product, dtype == torch.float64
+        self.stored = self.memory_type(dtype)
 
     def ranges(self, a, b, count, record) -> None:
         word = self.i64 if self.product else self.stored
@@ -114,15 +86,15 @@ class _Block:
                 value = self.b.bitcast(value, self.i64)
             elif value.type.width < 64:
                 value = (self.b.sext if merge == self.smallest else self.b.zext)(value, self.i64)
-            self.store(record, k, value)
+            self.store_word(record, k, value)
 
     def seen(self, lanes: int, a, b, i, carried: list) -> list:
-        words = self.load(a, i, lanes)
-        value = self.real(words, lanes)
+        words = self.load_bits(a, i, self.dtype, lanes)
+        value = self.reals(words, self.dtype, self.f64)
         factors = []
         if self.product:
-            factors = [words, self.load(b, i, lanes)]
-            value = self.b.fmul(value, self.real(factors[1], lanes))
+            factors = [words, self.load_bits(b, i, self.dtype, lanes)]
+            value = self.b.fmul(value, self.reals(factors[1], self.dtype, self.f64))
             words = self.b.bitcast(value, self.shape(self.i64, lanes))
         sign = 1 << (self.width(words) - 1)
         negative_zero = self.b.icmp_signed("==", words, self.constant(words.type, -sign))
@@ -135,7 +107,7 @@ class _Block:
         ]
 
     def width(self, words) -> int:
-        return getattr(words.type, "element", words.type).width
+        return scalar_of(words.type).width
 
     def size(self, words):
         """Words without their signs."""
@@ -152,16 +124,16 @@ class _Block:
         finals = self.both(a, b, count, [self.f64] * len(starts), starts, self.cut)
         for k, (many, one) in enumerate(finals):
             if k < len(cuts):
-                many = self.b.fsub(many, self.splat(cuts[k], many.type.count))
+                many = self.b.fsub(many, self.spread(cuts[k], lanes_of(many.type)))
                 one = self.b.fsub(one, cuts[k])
             value = self.b.fadd(self.folded(self.b.fadd, many), one)
-            self.store(record, _PLACES + k, self.b.bitcast(value, self.i64))
+            self.store_word(record, _PLACES + k, self.b.bitcast(value, self.i64))
 
     def cut(self, lanes: int, a, b, i, carried: list) -> list:
-        left = self.real(self.load(a, i, lanes), lanes)
+        left = self.term(a, i, lanes)
         rests = [left]
         if self.product:
-            right = self.real(self.load(b, i, lanes), lanes)
+            right = self.term(b, i, lanes)
             rests = [self.b.fmul(left, right)]
         sums = list(carried)
         for k in range(len(carried) - 1):
@@ -179,13 +151,13 @@ class _Block:
         errors = self.b.add(terms, self.b.mul(count, self.word(8)))
 
         def body(lanes: int, a, b, i, carried: list) -> list:
-            value = self.real(self.load(a, i, lanes), lanes)
+            value = self.term(a, i, lanes)
             if self.product:
-                left, right = value, self.real(self.load(b, i, lanes), lanes)
+                left, right = value, self.term(b, i, lanes)
                 value = self.b.fmul(left, right)
                 if self.wide:
-                    self.put(errors, i, self.product_error(left, right, value))
-            self.put(terms, i, value)
+                    self.store(errors, i, torch.float64, self.product_error(left, right, value))
+            self.store(terms, i, torch.float64, value)
             return []
 
         self.both(a, b, count, [], [], body)
@@ -194,83 +166,41 @@ class _Block:
         cut = self.b.bitcast(cut, self.f64)
 
         def body(lanes: int, a, b, i, carried: list) -> list:
-            term = self.real(self.load(a, i, lanes), lanes)
+            term = self.term(a, i, lanes)
             grown = self.b.fadd(carried[0], term)
             rest = self.b.fsub(term, self.b.fsub(grown, carried[0]))
-            self.put(a, i, rest)
+            self.store(a, i, torch.float64, rest)
             return [grown, self.largest(carried[1], self.size(self.b.bitcast(rest, self.shape(self.i64, lanes))))]
 
         (sums, last_sum), (most, last_most) = self.both(terms, None, count, [self.f64, self.i64], [cut, 0], body)
-        sums = self.b.fsub(sums, self.splat(cut, sums.type.count))
+        sums = self.b.fsub(sums, self.spread(cut, lanes_of(sums.type)))
         total = self.b.fadd(self.folded(self.b.fadd, sums), self.b.fsub(last_sum, cut))
-        self.store(found, 0, self.b.bitcast(total, self.i64))
-        self.store(found, 1, self.largest(self.folded(self.largest, most), last_most))
+        self.store_word(found, 0, self.b.bitcast(total, self.i64))
+        self.store_word(found, 1, self.largest(self.folded(self.largest, most), last_most))
 
     def product_error(self, x, y, p):
-        name = "llvm.fma.f64" if x.type is self.f64 else f"llvm.fma.v{x.type.count}f64"
-        function = self.b.module.globals.get(name)
-        if function is None:
-            function = self.ir.Function(self.b.module, self.ir.FunctionType(x.type, [x.type] * 3), name)
-        return self.b.call(function, [x, y, self.b.fneg(p)])
+        return self.intrinsic("fma", x, y, self.b.fneg(p))
 
     def both(self, a, b, count, kinds: list, starts: list, body: Callable) -> list[tuple]:
         """Run a body on all elements; what the vectors carried and what the rest carried."""
         lanes, finals = _lanes(), []
         whole = self.b.mul(self.b.udiv(count, self.word(lanes)), self.word(lanes))
         for size, low, high in ((lanes, self.word(0), whole), (1, whole, count)):
-            first = [self.spread(kind, start, size) for kind, start in zip(kinds, starts)]
-            with self.loop(low, high, size, first) as (i, carried, turn):
-                turn.extend(body(size, a, b, i, carried))
-            finals.append(carried)
+            values = [self.start(kind, start, size) for kind, start in zip(kinds, starts)]
+            with self.loop(low, high, size, values) as i:
+                values[:] = body(size, a, b, i, values)
+            finals.append(values)
         return list(zip(*finals))
 
-    @contextlib.contextmanager
-    def loop(self, low, high, step: int, first: list) -> Iterator:
-        """A counting loop: yields the counter, the carried values, and a list for what they become."""
-        b = self.b
-        before = b.block
-        head, body, done = (b.append_basic_block(n) for n in ("head", "body", "done"))
-        b.branch(head)
-        b.position_at_end(head)
-        i = b.phi(self.i64)
-        i.add_incoming(low, before)
-        carried = [b.phi(value.type) for value in first]
-        for phi, value in zip(carried, first):
-            phi.add_incoming(value, before)
-        b.cbranch(b.icmp_signed("<", i, high), body, done)
-        b.position_at_end(body)
-        turn: list = []
-        yield i, carried, turn
-        i.add_incoming(b.add(i, self.word(step)), b.block)
-        for phi, value in zip(carried, turn, strict=True):
-            phi.add_incoming(value, b.block)
-        b.branch(head)
-        b.position_at_end(done)
+    def start(self, kind, start, lanes: int):
+        """A number or a scalar value in all lanes."""
+        if isinstance(start, int | float):
+            return self.constant(self.shape(kind, lanes), start)
+        return self.spread(start, lanes)
 
-    def load(self, address, i, lanes: int):
-        pointer = self.b.gep(self.b.inttoptr(address, self.stored.as_pointer()), [i])
-        pointer = self.b.bitcast(pointer, self.shape(self.stored, lanes).as_pointer())
-        return self.b.load(pointer, align=self.layout.width // 8)
-
-    def real(self, words, lanes: int):
-        """The elements as float64."""
-        ir, b = self.ir, self.b
-        if self.dtype == torch.bfloat16:
-            i32 = self.shape(ir.IntType(32), lanes)
-            words = b.shl(b.zext(words, i32), self.constant(i32, 16))
-        if self.dtype == torch.float16:
-            value = half_to_float(b, words, lambda kind: self.shape(kind, lanes))
-        else:
-            value = b.bitcast(words, self.shape(self.f64 if self.wide else ir.FloatType(), lanes))
-        return value if self.wide else b.fpext(value, self.shape(self.f64, lanes))
-
-    def put(self, terms, i, value) -> None:
-        pointer = self.b.gep(self.b.inttoptr(terms, self.f64.as_pointer()), [i])
-        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=8)
-
-    def store(self, record, k: int, value) -> None:
-        pointer = self.b.inttoptr(record, self.i64.as_pointer())
-        self.b.store(value, self.b.gep(pointer, [self.word(k)]), align=8)
+    def term(self, address, i, lanes: int):
+        """Elements as float64."""
+        return self.load(address, i, self.dtype, self.shape(self.f64, lanes))
 
     def largest(self, x, y):
         return self.b.select(self.b.icmp_unsigned(">", x, y), x, y)
@@ -280,31 +210,6 @@ class _Block:
 
     def folded(self, merge: Callable, vector):
         """All lanes merged, halves at a time."""
-        while vector.type.count > 1:
-            half = vector.type.count // 2
-            parts = []
-            for start in (0, half):
-                mask = self.ir.Constant(self.ir.VectorType(self.ir.IntType(32), half), list(range(start, start + half)))
-                parts.append(self.b.shuffle_vector(vector, self.ir.Constant(vector.type, self.ir.Undefined), mask))
-            vector = merge(*parts)
-        return self.b.extract_element(vector, self.ir.Constant(self.ir.IntType(32), 0))
-
-    def spread(self, kind, start, lanes: int):
-        if isinstance(start, int | float):
-            return self.constant(self.shape(kind, lanes), start)
-        return start if lanes == 1 else self.splat(start, lanes)
-
-    def splat(self, value, lanes: int):
-        kind, i32 = self.ir.VectorType(value.type, lanes), self.ir.IntType(32)
-        one = self.b.insert_element(self.ir.Constant(kind, self.ir.Undefined), value, self.ir.Constant(i32, 0))
-        mask = self.ir.Constant(self.ir.VectorType(i32, lanes), [0] * lanes)
-        return self.b.shuffle_vector(one, self.ir.Constant(kind, self.ir.Undefined), mask)
-
-    def shape(self, scalar, lanes: int):
-        return scalar if lanes == 1 else self.ir.VectorType(scalar, lanes)
-
-    def constant(self, kind, value):
-        return self.ir.Constant(kind, [value] * kind.count if isinstance(kind, self.ir.VectorType) else value)
-
-    def word(self, value: int):
-        return self.ir.Constant(self.i64, value)
+        while half := lanes_of(vector.type) // 2:
+            vector = merge(self.part(vector, 0, half), self.part(vector, half, half))
+        return self.lane(vector, 0)

@@ -13,9 +13,9 @@ _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
 
 
-def _operation(name: str, result, arguments: tuple, emit: Callable) -> Callable:
+def operation(name: str, result, arguments: tuple, emit: Callable) -> Callable:
     """An intrinsic of fixed types; `emit(builder, *values)` returns its LLVM value."""
-    names = ", ".join("abcde"[: len(arguments)])
+    names = ", ".join("abcdef"[: len(arguments)])
     namespace: dict = {"result": result, "arguments": arguments, "emit": emit}
     source = (
         f"def {name}(context, {names}):\n"
@@ -29,11 +29,11 @@ def _operation(name: str, result, arguments: tuple, emit: Callable) -> Callable:
 
 
 def _binary(name: str, instruction: str) -> Callable:
-    return _operation(name, types.uint32, (types.uint32, types.uint32), lambda b, x, y: getattr(b, instruction)(x, y))
+    return operation(name, types.uint32, (types.uint32, types.uint32), lambda b, x, y: getattr(b, instruction)(x, y))
 
 
 def _binary64(name: str, instruction: str) -> Callable:
-    return _operation(name, types.uint64, (types.uint64, types.uint64), lambda b, x, y: getattr(b, instruction)(x, y))
+    return operation(name, types.uint64, (types.uint64, types.uint64), lambda b, x, y: getattr(b, instruction)(x, y))
 
 
 def _sqrt(builder, x):
@@ -166,28 +166,28 @@ INTRINSICS: dict[str, Callable] = {
     "bit_xor": _binary("bit_xor", "xor"),
     "shl": _binary("shl", "shl"),
     "shr": _binary("shr", "lshr"),
-    "low_word": _operation("low_word", types.uint32, (types.int64,), lambda b, x: b.trunc(x, _I32)),
-    "high_word": _operation("high_word", types.uint32, (types.int64,), _high),
-    "word": _operation("word", types.uint32, (types.float32,), lambda b, x: b.bitcast(x, _I32)),
-    "real": _operation("real", types.float32, (types.uint32,), lambda b, x: b.bitcast(x, _F32)),
-    "to_real": _operation("to_real", types.float32, (types.uint32,), lambda b, x: b.sitofp(x, _F32)),
-    "to_word": _operation("to_word", types.uint32, (types.float32,), lambda b, x: b.fptosi(x, _I32)),
-    "divide": _operation("divide", types.float32, (types.float32, types.float32), lambda b, x, y: b.fdiv(x, y)),
-    "sqrt": _operation("sqrt", types.float32, (types.float32,), _sqrt),
-    "maximum": _operation("maximum", types.float32, (types.float32, types.float32), _maximum),
-    "sign_of": _operation("sign_of", types.float32, (types.float32,), _sign_of),
-    "signed_cubes16": _operation("signed_cubes16", *_SIXTEEN, _cubes16(True)),
-    "unsigned_cubes16": _operation("unsigned_cubes16", *_SIXTEEN, _cubes16(False)),
-    "scaled16": _operation("scaled16", types.void, (types.int64, types.int64, types.float32), _scaled16),
-    "largest16": _operation("largest16", types.uint32, (types.int64, types.int64, types.uint32), _largest16),
-    "load8": _operation("load8", *_LOAD, _load(_I8)),
-    "load16": _operation("load16", *_LOAD, _load(_I16)),
-    "load32": _operation("load32", *_LOAD, _load(_I32)),
-    "store8": _operation("store8", *_STORE, _store(_I8)),
-    "store16": _operation("store16", *_STORE, _store(_I16)),
-    "store32": _operation("store32", *_STORE, _store(_I32)),
-    "amax16x16": _operation("amax16x16", *_LOAD, _amax(_I16)),
-    "amax16x32": _operation("amax16x32", *_LOAD, _amax(_I32)),
+    "low_word": operation("low_word", types.uint32, (types.int64,), lambda b, x: b.trunc(x, _I32)),
+    "high_word": operation("high_word", types.uint32, (types.int64,), _high),
+    "word": operation("word", types.uint32, (types.float32,), lambda b, x: b.bitcast(x, _I32)),
+    "real": operation("real", types.float32, (types.uint32,), lambda b, x: b.bitcast(x, _F32)),
+    "to_real": operation("to_real", types.float32, (types.uint32,), lambda b, x: b.sitofp(x, _F32)),
+    "to_word": operation("to_word", types.uint32, (types.float32,), lambda b, x: b.fptosi(x, _I32)),
+    "divide": operation("divide", types.float32, (types.float32, types.float32), lambda b, x, y: b.fdiv(x, y)),
+    "sqrt": operation("sqrt", types.float32, (types.float32,), _sqrt),
+    "maximum": operation("maximum", types.float32, (types.float32, types.float32), _maximum),
+    "sign_of": operation("sign_of", types.float32, (types.float32,), _sign_of),
+    "signed_cubes16": operation("signed_cubes16", *_SIXTEEN, _cubes16(True)),
+    "unsigned_cubes16": operation("unsigned_cubes16", *_SIXTEEN, _cubes16(False)),
+    "scaled16": operation("scaled16", types.void, (types.int64, types.int64, types.float32), _scaled16),
+    "largest16": operation("largest16", types.uint32, (types.int64, types.int64, types.uint32), _largest16),
+    "load8": operation("load8", *_LOAD, _load(_I8)),
+    "load16": operation("load16", *_LOAD, _load(_I16)),
+    "load32": operation("load32", *_LOAD, _load(_I32)),
+    "store8": operation("store8", *_STORE, _store(_I8)),
+    "store16": operation("store16", *_STORE, _store(_I16)),
+    "store32": operation("store32", *_STORE, _store(_I32)),
+    "amax16x16": operation("amax16x16", *_LOAD, _amax(_I16)),
+    "amax16x32": operation("amax16x32", *_LOAD, _amax(_I32)),
     "add64": _binary64("add64", "add"),
     "sub64": _binary64("sub64", "sub"),
     "and64": _binary64("and64", "and_"),
@@ -195,10 +195,10 @@ INTRINSICS: dict[str, Callable] = {
     "xor64": _binary64("xor64", "xor"),
     "shl64": _binary64("shl64", "shl"),
     "shr64": _binary64("shr64", "lshr"),
-    "widen": _operation("widen", types.uint64, (types.uint32,), lambda b, x: b.zext(x, _I64)),
-    "real64": _operation("real64", types.float64, (types.uint64,), lambda b, x: b.bitcast(x, _F64)),
-    "word64": _operation("word64", types.uint64, (types.float64,), lambda b, x: b.bitcast(x, _I64)),
-    "to_word64": _operation("to_word64", types.uint64, (types.float64,), _truncated),
-    "load64": _operation("load64", types.uint64, (types.int64, types.int64), _load_64),
-    "store64": _operation("store64", types.void, (types.int64, types.int64, types.uint64), _store_64),
+    "widen": operation("widen", types.uint64, (types.uint32,), lambda b, x: b.zext(x, _I64)),
+    "real64": operation("real64", types.float64, (types.uint64,), lambda b, x: b.bitcast(x, _F64)),
+    "word64": operation("word64", types.uint64, (types.float64,), lambda b, x: b.bitcast(x, _I64)),
+    "to_word64": operation("to_word64", types.uint64, (types.float64,), _truncated),
+    "load64": operation("load64", types.uint64, (types.int64, types.int64), _load_64),
+    "store64": operation("store64", types.void, (types.int64, types.int64, types.uint64), _store_64),
 }

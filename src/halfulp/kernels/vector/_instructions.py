@@ -7,12 +7,12 @@ import hashlib
 import torch
 
 from .._trace import Piece, Trace
-from ._half import float_to_half, half_to_float
+from ._builder import VectorBuilder, scalar_of
 
 _PREDICATES = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
 
 
-class Instructions:
+class Instructions(VectorBuilder):
     """One method per operation of a trace, on scalars or vectors.
 
     Args:
@@ -24,14 +24,13 @@ class Instructions:
     """
 
     def __init__(self, builder, trace: Trace, lanes: int, one=None, calls: bool = False) -> None:
-        from llvmlite import ir
-
-        self.ir, self.b, self.trace, self.lanes, self.calls = ir, builder, trace, lanes, calls
+        super().__init__(builder)
+        self.trace, self.lanes, self.calls = trace, lanes, calls
         self.wide = trace.dtype == torch.float64
         self.one, self.sums, self.products = one, 0, 0
         self.mantissa, self.bias = (52, 1023) if self.wide else (23, 127)
-        self.real = self.shape(ir.DoubleType() if self.wide else ir.FloatType())
-        self.word = self.shape(ir.IntType(64 if self.wide else 32))
+        self.real = self.shape(self.f64 if self.wide else self.f32, lanes)
+        self.bits = self.shape(self.i64 if self.wide else self.i32, lanes)
 
     def run(self, inputs: list) -> list:
         """Every instruction's value."""
@@ -44,77 +43,6 @@ class Instructions:
             else:
                 values.append(getattr(self, f"do_{operation}")(extra, *(values[k] for k in operands)))
         return values
-
-    def shape(self, scalar):
-        return scalar if self.lanes == 1 else self.ir.VectorType(scalar, self.lanes)
-
-    def constant(self, kind, value):
-        return self.ir.Constant(kind, value if self.lanes == 1 else [value] * self.lanes)
-
-    def intrinsic(self, name: str, *values):
-        kind = values[0].type
-        suffix = f"{'f64' if self.wide else 'f32'}"
-        name = f"llvm.{name}.{suffix if self.lanes == 1 else f'v{self.lanes}{suffix}'}"
-        function = self.b.module.globals.get(name)
-        if function is None:
-            function = self.ir.Function(self.b.module, self.ir.FunctionType(kind, [kind] * len(values)), name)
-        return self.b.call(function, values)
-
-    def pointer(self, place, scalar):
-        base, i = place
-        at = self.b.gep(self.b.inttoptr(base, scalar.as_pointer()), [i])
-        return self.b.bitcast(at, self.shape(scalar).as_pointer())
-
-    def load(self, place, dtype: torch.dtype):
-        ir, b = self.ir, self.b
-        if dtype == torch.bfloat16:
-            raw = b.load(self.pointer(place, ir.IntType(16)), align=2)
-            words = self.shape(ir.IntType(32))
-            value = b.bitcast(b.shl(b.zext(raw, words), self.constant(words, 16)), self.shape(ir.FloatType()))
-        elif dtype == torch.float16:
-            value = half_to_float(b, b.load(self.pointer(place, ir.IntType(16)), align=2), self.shape)
-        else:
-            scalar = ir.FloatType() if dtype == torch.float32 else ir.DoubleType()
-            value = b.load(self.pointer(place, scalar), align=size_of(dtype))
-        if dtype == torch.float64:
-            return value if self.wide else b.fptrunc(value, self.real)
-        return b.fpext(value, self.real) if self.wide else value
-
-    def store(self, place, dtype: torch.dtype, value) -> None:
-        ir, b = self.ir, self.b
-        if dtype != torch.float64 and self.wide:
-            value = self.to_float32(value, to_odd=dtype != torch.float32)
-        elif dtype == torch.float64 and not self.wide:
-            value = b.fpext(value, self.shape(ir.DoubleType()))
-        if dtype == torch.bfloat16:
-            words = self.shape(ir.IntType(32))
-            bits = b.bitcast(value, words)
-            shown = b.lshr(bits, self.constant(words, 16))
-            half = b.add(b.and_(shown, self.constant(words, 1)), self.constant(words, 0x7FFF))
-            high = b.lshr(b.add(bits, half), self.constant(words, 16))
-            # A NaN whose payload lies in the lower half would become an infinity, and one of ones a zero.
-            quiet = b.or_(shown, self.constant(words, 64))
-            high = b.select(b.fcmp_unordered("uno", value, value), quiet, high)
-            b.store(b.trunc(high, self.shape(ir.IntType(16))), self.pointer(place, ir.IntType(16)), align=2)
-            return
-        if dtype == torch.float16:
-            b.store(float_to_half(b, value, self.shape), self.pointer(place, ir.IntType(16)), align=2)
-            return
-        scalar = ir.FloatType() if dtype == torch.float32 else ir.DoubleType()
-        b.store(value, self.pointer(place, scalar), align=size_of(dtype))
-
-    def to_float32(self, value, to_odd: bool):
-        """float64 as float32: to nearest, or to odd where another rounding follows, which then sees what was lost."""
-        ir, b = self.ir, self.b
-        near = b.fptrunc(value, self.shape(ir.FloatType()))
-        if not to_odd:
-            return near
-        words = self.shape(ir.IntType(32))
-        back, bits = b.fpext(near, self.real), b.bitcast(near, words)
-        beyond = b.fcmp_ordered(">", self.intrinsic("fabs", back), self.intrinsic("fabs", value))
-        below = b.sub(bits, b.zext(beyond, words))
-        odd = b.or_(below, b.zext(b.fcmp_ordered("!=", back, value), words))
-        return b.bitcast(odd, self.shape(ir.FloatType()))
 
     def do_call(self, number, *values):
         """A list of the results of a piece: from its function where there is one, else written out."""
@@ -141,7 +69,7 @@ class Instructions:
         builder = ir.IRBuilder(function.append_basic_block("entry"))
         one = None if self.one is None else hidden_one(builder, self.real)
         computed = Instructions(builder, piece.trace, self.lanes, one, self.calls).run(list(function.args))
-        together = ir.Constant(kind.return_type, ir.Undefined)
+        together = self.undefined(kind.return_type)
         for k, number in enumerate(piece.results):
             together = builder.insert_value(together, computed[number], k)
         builder.ret(together)
@@ -227,47 +155,46 @@ class Instructions:
         return self.b.select(condition, x, y)
 
     def do_power_below(self, _, x):
-        mask = self.constant(self.word, (2 * self.bias + 1) << self.mantissa)
-        return self.b.bitcast(self.b.and_(self.b.bitcast(x, self.word), mask), self.real)
+        mask = self.constant(self.bits, (2 * self.bias + 1) << self.mantissa)
+        return self.b.bitcast(self.b.and_(self.b.bitcast(x, self.bits), mask), self.real)
 
     def do_exponent(self, _, x):
-        shifted = self.b.lshr(self.b.bitcast(x, self.word), self.constant(self.word, self.mantissa))
-        biased = self.b.and_(shifted, self.constant(self.word, 2 * self.bias + 1))
-        return self.b.sitofp(self.b.sub(biased, self.constant(self.word, self.bias)), self.real)
+        shifted = self.b.lshr(self.b.bitcast(x, self.bits), self.constant(self.bits, self.mantissa))
+        biased = self.b.and_(shifted, self.constant(self.bits, 2 * self.bias + 1))
+        return self.b.sitofp(self.b.sub(biased, self.constant(self.bits, self.bias)), self.real)
 
     def do_power(self, _, k):
-        whole = self.b.add(self.integer(k), self.constant(self.word, self.bias))
-        return self.b.bitcast(self.b.shl(whole, self.constant(self.word, self.mantissa)), self.real)
+        whole = self.b.add(self.integer(k), self.constant(self.bits, self.bias))
+        return self.b.bitcast(self.b.shl(whole, self.constant(self.bits, self.mantissa)), self.real)
 
     def integer(self, k):
         """A real integer as a word; NaN, which no integer stands for, as 0."""
         known = self.b.select(self.b.fcmp_ordered("ord", k, k), k, self.constant(self.real, 0.0))
-        return self.b.fptosi(known, self.word)
+        return self.b.fptosi(known, self.bits)
 
     def do_round_to_float32(self, _, x):
-        return self.b.fpext(self.b.fptrunc(x, self.shape(self.ir.FloatType())), self.real)
+        return self.b.fpext(self.b.fptrunc(x, self.like(x, self.f32)), self.real)
 
     def do_gather(self, number, index):
         ir, b = self.ir, self.b
         values = self.trace.tables[number]
-        scalar = ir.DoubleType() if self.wide else ir.FloatType()
         name = f"halfulp_table_{hashlib.sha256(repr((self.wide, values)).encode()).hexdigest()[:16]}"
         table = b.module.globals.get(name)
         if table is None:
-            kind = ir.ArrayType(scalar, len(values))
+            kind = ir.ArrayType(scalar_of(self.real), len(values))
             table = ir.GlobalVariable(b.module, kind, name)
             table.initializer, table.global_constant, table.linkage = ir.Constant(kind, list(values)), True, "internal"
         last = self.constant(self.real, float(len(values) - 1))
         zero = self.constant(self.real, 0.0)
         inside = b.select(b.fcmp_ordered(">", index, zero), index, zero)
         inside = b.select(b.fcmp_ordered("<", inside, last), inside, last)
-        whole = b.fptosi(inside, self.word)
-        first = ir.Constant(ir.IntType(32), 0)
+        whole = b.fptosi(inside, self.bits)
+        first = ir.Constant(self.i32, 0)
         if self.lanes == 1:
             return b.load(b.gep(table, [first, whole]))
-        made = ir.Constant(self.real, ir.Undefined)
+        made = self.undefined(self.real)
         for k in range(self.lanes):
-            lane = ir.Constant(ir.IntType(32), k)
+            lane = ir.Constant(self.i32, k)
             made = b.insert_element(made, b.load(b.gep(table, [first, b.extract_element(whole, lane)])), lane)
         return made
 
@@ -278,8 +205,3 @@ def hidden_one(builder, kind):
 
     one = ir.Constant(kind, [1.0] * kind.count)
     return builder.asm(ir.FunctionType(kind, [kind]), "", "=v,0", [one], side_effect=True)
-
-
-def size_of(dtype: torch.dtype) -> int:
-    """Bytes of an element in memory."""
-    return {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}.get(dtype, 8)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
 from .._trace import Trace
 from ..scalar._machine_code import machine_code
 from ..scalar._processor import has_fused_vectors, vector_bits
-from ._instructions import Instructions, hidden_one, size_of
+from ._builder import VectorBuilder, numba_intrinsic, size_of
+from ._instructions import Instructions, hidden_one
 
 LANES = 16  # neighbours that a broadcast operand repeats: the widest vector of any kernel
 _HEADER = 2  # words of the table before the operands: elements per row, elements in all
@@ -37,141 +35,81 @@ def compile_trace(
     neighbour stride (0 or 1). An input with neighbour stride 0 must hold LANES equal values from each row's address.
     """
     key = hashlib.sha256(repr((trace.digest(), tuple(results), tuple(stored), tuple(written))).encode()).hexdigest()
-    body = _intrinsic_of(lambda builder: Loop(builder, trace, tuple(results), tuple(stored), tuple(written)))
-
-    def run(first, last, table):
-        body(first, last, table)
-
-    return _dispatcher(run, name, key)
+    given = trace, tuple(results), tuple(stored), tuple(written)
+    return compile_rows(name, key, lambda builder, *values: _Loop(builder, *given).build(*values))
 
 
-def _dispatcher(run: Callable, name: str, key: str) -> Callable:
+def compile_rows(name: str, key: str, emit: Callable) -> Callable:
+    """A function (first row, last row, table address) of the instructions that emit(builder, *these) writes."""
     import numba
 
     from ..scalar._pipeline import KernelCompiler
 
+    body = numba_intrinsic(emit, 3)
+
+    def run(first, last, table):
+        body(first, last, table)
+
     run.__name__ = run.__qualname__ = f"{name}_{key[:16]}"
     compiler = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
-    dispatcher = compiler(run)
-    return machine_code(dispatcher, name, key + _source(), "void(int64, int64, int64)")
+    return machine_code(compiler(run), name, key, "void(int64, int64, int64)")
 
 
-@functools.cache
-def _source() -> str:
-    here = Path(__file__)
-    files = (here, here.with_name("_instructions.py"), here.with_name("_half.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def _intrinsic_of(loop: Callable) -> Callable:
-    from numba.core import types
-    from numba.extending import intrinsic
-
-    @intrinsic
-    def body(typing, first, last, table):
-        def codegen(context, builder, signature, arguments):
-            loop(builder).build(*arguments)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64), codegen
-
-    return body
-
-
-def _native_lanes(dtype: torch.dtype) -> int:
+def native_lanes(dtype: torch.dtype) -> int:
+    """Lanes of a vector register of the processor."""
     return vector_bits() // (64 if dtype == torch.float64 else 32)
 
 
-class Loop:
+class _Loop(VectorBuilder):
     """Rows, then vectors of neighbours, then what is left one by one."""
 
     def __init__(self, builder, trace: Trace, results: tuple, stored: tuple, written: tuple) -> None:
-        from llvmlite import ir
-
-        self.ir, self.b, self.trace = ir, builder, trace
-        self.results, self.stored, self.written = results, stored, written
-        self.wide = trace.dtype == torch.float64
-        self.real = ir.DoubleType() if self.wide else ir.FloatType()
-        self.i64 = ir.IntType(64)
+        super().__init__(builder)
+        self.trace, self.results, self.stored, self.written = trace, results, stored, written
+        self.lanes = native_lanes(trace.dtype)
+        self.real = self.shape(self.f64 if trace.dtype == torch.float64 else self.f32, self.lanes)
         self.calls = trace.size() > _LONG
 
-    def word(self, value: int):
-        return self.ir.Constant(self.i64, value)
-
     def build(self, first, last, table) -> None:
-        b, lanes = self.b, _native_lanes(self.trace.dtype)
-        self.hide_ones(lanes)
-        words = b.inttoptr(table, self.i64.as_pointer())
-        read = lambda k: b.load(b.gep(words, [self.word(k)]))  # noqa: E731
-        per_row, total = read(0), read(1)
+        b, lanes = self.b, self.word(self.lanes)
+        self.one = hidden_one(b, self.real) if has_fused_vectors(vector_bits()) else None
+        per_row, total = self.load_word(table, 0), self.load_word(table, 1)
         operands = []
         for k in range(len(self.stored) + len(self.written)):
-            operands.append(tuple(read(_HEADER + _WORDS * k + j) for j in range(_WORDS)))
-        with self.loop(first, last, self.word(1)) as row:
+            operands.append(tuple(self.load_word(table, _HEADER + _WORDS * k + j) for j in range(_WORDS)))
+        with self.loop(first, last, 1) as row:
             start = b.mul(row, per_row)
-            left = b.sub(total, start)
-            count = b.select(b.icmp_signed("<", left, per_row), left, per_row)
+            count = self.lesser(b.sub(total, start), per_row)
             bases = [
                 b.add(address, b.mul(b.mul(row, step), self.word(size_of(dtype))))
                 for (address, step, _), dtype in zip(operands, self.stored + self.written)
             ]
-            whole = b.mul(b.sdiv(count, self.word(lanes)), self.word(lanes))
-            with self.loop(self.word(0), whole, self.word(lanes)) as i:
-                self.element(lanes, [(base, b.mul(i, near)) for base, (_, _, near) in zip(bases, operands)])
+            whole = b.mul(b.sdiv(count, lanes), lanes)
+            with self.loop(self.word(0), whole, self.lanes) as i:
+                self.element([(base, b.mul(i, near)) for base, (_, _, near) in zip(bases, operands)])
             with b.if_then(b.icmp_signed("<", whole, count)):
-                self.rest(lanes, bases, [near for _, _, near in operands], whole, count)
+                self.rest(bases, [near for _, _, near in operands], whole, count)
 
-    def rest(self, lanes: int, bases: list, nears: list, whole, count) -> None:
+    def rest(self, bases: list, nears: list, whole, count) -> None:
         """The last neighbours of a row, fewer than a vector: copied, the last of them repeated, and back."""
-        b, last = self.b, self.b.sub(count, self.word(1))
-        kinds = [self.ir.IntType(8 * size_of(dtype)) for dtype in self.stored + self.written]
-        with b.goto_entry_block():
-            copies = [b.alloca(kind, size=self.word(lanes)) for kind in kinds]
+        b, last, lanes = self.b, self.b.sub(count, self.word(1)), self.lanes
+        kinds = [self.memory_type(dtype) for dtype in self.stored + self.written]
+        copies = [self.allocate(kind, lanes) for kind in kinds]
         inputs = list(zip(kinds, copies, bases, nears))[: len(self.stored)]
         outputs = list(zip(kinds, copies, bases))[len(self.stored) :]
-        with self.loop(self.word(0), self.word(lanes), self.word(1)) as j:
+        with self.loop(self.word(0), self.word(lanes), 1) as j:
             i = b.add(whole, j)
             i = b.select(b.icmp_signed("<", i, count), i, last)
             for kind, copy, base, near in inputs:
-                b.store(b.load(b.gep(b.inttoptr(base, kind.as_pointer()), [b.mul(i, near)])), b.gep(copy, [j]))
-        self.element(lanes, [(b.ptrtoint(copy, self.i64), self.word(0)) for copy in copies])
-        with self.loop(whole, count, self.word(1)) as i:
+                b.store(b.load(self.pointer(base, b.mul(i, near), kind)), b.gep(copy, [j]))
+        self.element([(b.ptrtoint(copy, self.i64), self.word(0)) for copy in copies])
+        with self.loop(whole, count, 1) as i:
             for kind, copy, base in outputs:
-                value = b.load(b.gep(copy, [b.sub(i, whole)]))
-                b.store(value, b.gep(b.inttoptr(base, kind.as_pointer()), [i]))
+                b.store(b.load(b.gep(copy, [b.sub(i, whole)])), self.pointer(base, i, kind))
 
-    def hide_ones(self, lanes: int) -> None:
-        """A hidden 1 for a vector width that has fused operations."""
-        self.ones: dict = {}
-        kind = self.ir.VectorType(self.real, lanes)
-        bits = lanes * (64 if self.wide else 32)
-        if has_fused_vectors(bits):
-            self.ones[lanes] = hidden_one(self.b, kind)
-
-    def loop(self, low, high, step):
-        """A counting loop as a context manager that yields the counter."""
-        b = self.b
-
-        @contextlib.contextmanager
-        def made():
-            before = b.block
-            head, body, done = (b.append_basic_block(n) for n in ("head", "body", "done"))
-            b.branch(head)
-            b.position_at_end(head)
-            i = b.phi(self.i64)
-            i.add_incoming(low, before)
-            b.cbranch(b.icmp_signed("<", i, high), body, done)
-            b.position_at_end(body)
-            yield i
-            i.add_incoming(b.add(i, step), b.block)
-            b.branch(head)
-            b.position_at_end(done)
-
-        return made()
-
-    def element(self, lanes: int, places: list) -> None:
-        """All instructions for `lanes` neighbours."""
-        maker = Instructions(self.b, self.trace, lanes, self.ones.get(lanes), self.calls)
-        values = maker.run([maker.load(place, dtype) for place, dtype in zip(places, self.stored)])
-        for k, (number, dtype) in enumerate(zip(self.results, self.written)):
-            maker.store(places[len(self.stored) + k], dtype, values[number])
+    def element(self, places: list) -> None:
+        """All instructions for a vector of neighbours."""
+        inputs = [self.load(*place, dtype, self.real) for place, dtype in zip(places, self.stored)]
+        values = Instructions(self.b, self.trace, self.lanes, self.one, self.calls).run(inputs)
+        for number, place, dtype in zip(self.results, places[len(self.stored) :], self.written):
+            self.store(*place, dtype, values[number])

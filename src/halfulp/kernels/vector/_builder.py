@@ -1,0 +1,211 @@
+"""What every generated loop is made of: lanes, types, memory of every dtype, counting loops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ._half import float_to_half, half_to_float
+
+
+class VectorBuilder:
+    """Writes LLVM instructions on scalars and vectors; a value's type tells how many lanes it has.
+
+    Args:
+        builder: llvmlite's, at the place where the instructions go.
+    """
+
+    def __init__(self, builder) -> None:
+        from llvmlite import ir
+
+        self.ir, self.b = ir, builder
+        self.i16, self.i32, self.i64 = (ir.IntType(bits) for bits in (16, 32, 64))
+        self.f16, self.f32, self.f64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+
+    def shape(self, scalar, lanes: int):
+        """The type of so many lanes of a scalar type; of one lane it is the scalar type."""
+        return scalar if lanes == 1 else self.ir.VectorType(scalar, lanes)
+
+    def like(self, value, scalar):
+        """The type of a value's lanes with another scalar type."""
+        return self.shape(scalar, lanes_of(value.type))
+
+    def constant(self, kind, value):
+        """The same constant in all lanes of a type."""
+        return self.ir.Constant(kind, [value] * kind.count if isinstance(kind, self.ir.VectorType) else value)
+
+    def word(self, value: int):
+        """A constant of 64 bits."""
+        return self.ir.Constant(self.i64, value)
+
+    def undefined(self, kind):
+        """A value to fill lane by lane."""
+        return self.ir.Constant(kind, self.ir.Undefined)
+
+    def indices(self, numbers: list[int]):
+        """Places of lanes, for a shuffle."""
+        return self.ir.Constant(self.ir.VectorType(self.i32, len(numbers)), numbers)
+
+    def spread(self, value, lanes: int):
+        """A scalar in all lanes."""
+        if lanes == 1:
+            return value
+        nothing = self.undefined(self.shape(value.type, lanes))
+        one = self.b.insert_element(nothing, value, self.ir.Constant(self.i32, 0))
+        return self.b.shuffle_vector(one, nothing, self.indices([0] * lanes))
+
+    def part(self, vector, first: int, lanes: int):
+        """Some lanes of a vector, as a vector."""
+        return self.b.shuffle_vector(vector, vector, self.indices(list(range(first, first + lanes))))
+
+    def lane(self, vector, k: int):
+        """One lane of a vector, as a scalar."""
+        return self.b.extract_element(vector, self.ir.Constant(self.i32, k))
+
+    def lesser(self, x, y):
+        """The lesser of two signed integers."""
+        return self.b.select(self.b.icmp_signed("<", x, y), x, y)
+
+    def intrinsic(self, name: str, *values):
+        """A function of reals that LLVM has an instruction for, such as "fma"."""
+        kind = values[0].type
+        lanes, suffix = lanes_of(kind), "f64" if scalar_of(kind) == self.f64 else "f32"
+        name = f"llvm.{name}.{suffix if lanes == 1 else f'v{lanes}{suffix}'}"
+        declared = self.b.module.declare_intrinsic(name, fnty=self.ir.FunctionType(kind, [kind] * len(values)))
+        return self.b.call(declared, values)
+
+    @contextlib.contextmanager
+    def loop(self, low, high, step: int, values: list | None = None) -> Iterator:
+        """A counting loop over [low, high) as a context; yields the counter.
+
+        `values` are carried: in the loop the list holds a turn's, what the body puts there is the next turn's, and
+        behind the loop it holds what they came to.
+        """
+        b, before, values = self.b, self.b.block, [] if values is None else values
+        head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
+        b.branch(head)
+        b.position_at_end(head)
+        i = b.phi(self.i64)
+        phis = [b.phi(value.type) for value in values]
+        for phi, value in zip((i, *phis), (low, *values)):
+            phi.add_incoming(value, before)
+        b.cbranch(b.icmp_signed("<", i, high), body, done)
+        b.position_at_end(body)
+        values[:] = phis
+        yield i
+        for phi, value in zip((i, *phis), (b.add(i, self.word(step)), *values), strict=True):
+            phi.add_incoming(value, b.block)
+        b.branch(head)
+        b.position_at_end(done)
+        values[:] = phis
+
+    def allocate(self, kind, count: int):
+        """Room for so many elements of a type for the whole call, wherever in a loop it is asked for."""
+        with self.b.goto_entry_block():
+            return self.b.alloca(kind, size=self.word(count))
+
+    def memory_type(self, dtype: torch.dtype):
+        """The integer type of an element's size."""
+        return self.ir.IntType(8 * size_of(dtype))
+
+    def pointer(self, address, i, kind):
+        """To elements of an array at an address, from element i on, as a type: a scalar or several lanes."""
+        at = self.b.gep(self.b.inttoptr(address, scalar_of(kind).as_pointer()), [i])
+        return self.b.bitcast(at, kind.as_pointer())
+
+    def load_word(self, address, k: int):
+        """Word k of a table of 64-bit integers."""
+        return self.b.load(self.pointer(address, self.word(k), self.i64), align=8)
+
+    def store_word(self, address, k: int, value) -> None:
+        """Write word k of a table of 64-bit integers."""
+        self.b.store(value, self.pointer(address, self.word(k), self.i64), align=8)
+
+    def load_bits(self, address, i, dtype: torch.dtype, lanes: int):
+        """Elements from place i of an array as integers of their size."""
+        kind = self.shape(self.memory_type(dtype), lanes)
+        return self.b.load(self.pointer(address, i, kind), align=size_of(dtype))
+
+    def load(self, address, i, dtype: torch.dtype, kind):
+        """Elements from place i of an array as a type of float32 or float64, which tells how many."""
+        return self.reals(self.load_bits(address, i, dtype, lanes_of(kind)), dtype, scalar_of(kind))
+
+    def reals(self, bits, dtype: torch.dtype, scalar):
+        """What integers of a dtype's size stand for, as float32 or float64."""
+        b, own = self.b, self.f64 if dtype == torch.float64 else self.f32
+        if dtype == torch.bfloat16:
+            words = self.like(bits, self.i32)
+            bits = b.shl(b.zext(bits, words), self.constant(words, 16))
+        value = half_to_float(self, bits) if dtype == torch.float16 else b.bitcast(bits, self.like(bits, own))
+        if own == scalar:
+            return value
+        return (b.fptrunc if own == self.f64 else b.fpext)(value, self.like(bits, scalar))
+
+    def store(self, address, i, dtype: torch.dtype, value) -> None:
+        """Write reals from place i of an array on, rounded to nearest."""
+        wide = scalar_of(value.type) == self.f64
+        if dtype != torch.float64 and wide:
+            value = self._to_float32(value, to_odd=dtype != torch.float32)
+        elif dtype == torch.float64 and not wide:
+            value = self.b.fpext(value, self.like(value, self.f64))
+        if dtype == torch.bfloat16:
+            value = self._to_bfloat16(value)
+        elif dtype == torch.float16:
+            value = float_to_half(self, value)
+        self.b.store(value, self.pointer(address, i, value.type), align=size_of(dtype))
+
+    def _to_float32(self, value, to_odd: bool):
+        """float64 as float32: to nearest, or to odd where another rounding follows, which then sees what was lost."""
+        b = self.b
+        near = b.fptrunc(value, self.like(value, self.f32))
+        if not to_odd:
+            return near
+        words = self.like(value, self.i32)
+        back, bits = b.fpext(near, value.type), b.bitcast(near, words)
+        beyond = b.fcmp_ordered(">", self.intrinsic("fabs", back), self.intrinsic("fabs", value))
+        below = b.sub(bits, b.zext(beyond, words))
+        odd = b.or_(below, b.zext(b.fcmp_ordered("!=", back, value), words))
+        return b.bitcast(odd, near.type)
+
+    def _to_bfloat16(self, value):
+        b, words = self.b, self.like(value, self.i32)
+        bits = b.bitcast(value, words)
+        shown = b.lshr(bits, self.constant(words, 16))
+        half = b.add(b.and_(shown, self.constant(words, 1)), self.constant(words, 0x7FFF))
+        high = b.lshr(b.add(bits, half), self.constant(words, 16))
+        # A NaN whose payload lies in the lower half would become an infinity, and one of ones a zero.
+        quiet = b.or_(shown, self.constant(words, 64))
+        high = b.select(b.fcmp_unordered("uno", value, value), quiet, high)
+        return b.trunc(high, self.like(value, self.i16))
+
+
+def lanes_of(kind) -> int:
+    """How many lanes a type has."""
+    return getattr(kind, "count", 1)
+
+
+def scalar_of(kind):
+    """The type of a lane."""
+    return getattr(kind, "element", kind)
+
+
+def size_of(dtype: torch.dtype) -> int:
+    """Bytes of an element in memory."""
+    return {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}.get(dtype, 8)
+
+
+def numba_intrinsic(emit: Callable, arguments: int, result: str = "void") -> Callable:
+    """What a Numba function calls to have the instructions that emit(builder, *values) writes, on int64 arguments.
+
+    Args:
+        emit: returns the LLVM value of the result; nothing where the result is "void".
+        arguments: how many.
+        result: the name of the result's Numba type.
+    """
+    from numba.core import types
+
+    from ..scalar._instructions import operation
+
+    return operation("loop", getattr(types, result), (types.int64,) * arguments, emit)
