@@ -99,9 +99,11 @@ def _operators(torch: ModuleType) -> Any:
     A saved graph (torch.export) names its operators by their namespace alone.
     """
 
-    class Operators(torch._ops._OpNamespace):
+    namespace: Any = torch._ops._OpNamespace
+
+    class Operators(namespace):
         # Inductor pickles operators by the module that their namespace says: torch's own.
-        __module__ = torch._ops._OpNamespace.__module__
+        __module__ = namespace.__module__
 
         def __getattr__(self, name: str) -> Any:
             try:

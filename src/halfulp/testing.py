@@ -71,7 +71,8 @@ def check_rule(
             trial = _Trial(operator, make_arguments(), number, gradients)
             plain, under_one = trial.run(None), trial.run(lambda: 0)
             _compare(plain, under_one, tolerance, f"{name}: {{}} is not the plain operator's: {{}} (seed={number})")
-            chance, drawn = random.Random(number), []
+            chance = random.Random(number)
+            drawn: list[int] = []
 
             def exponent(chance: random.Random = chance, drawn: list[int] = drawn) -> int:
                 drawn.append(chance.randint(-_LARGEST_EXPONENT, _LARGEST_EXPONENT))
@@ -132,7 +133,8 @@ def _represented(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:
 
 
 def _value(x: Any) -> Any:
-    return x.detach().decode() if isinstance(x, ScaledTensor) else x.detach() if isinstance(x, Tensor) else x
+    values = x.detach() if isinstance(x, Tensor) else x
+    return values.decode() if isinstance(values, ScaledTensor) else values
 
 
 def _compare(expected: dict[str, Any], found: dict[str, Any], tolerance: float | None, message: str) -> None:

@@ -56,10 +56,11 @@ def _run(tasks: list[str], recipes: list[str], out: str, options: dict[str, Any]
             fail(f"interrupted; {_kept(progress, out)}")
         except TrialError as error:
             progress.bars.stop()
+            more = ""
             if error.details:
                 Path(out, "error.log").write_text(error.details, encoding="utf-8")
-                error = f"{error} (more in {Path(out, 'error.log')})"
-            fail(f"{error}; {_kept(progress, out)}")
+                more = f" (more in {Path(out, 'error.log')})"
+            fail(f"{error}{more}; {_kept(progress, out)}")
 
 
 def _kept(progress: Any, out: str) -> str:

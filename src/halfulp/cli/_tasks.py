@@ -1,6 +1,13 @@
 """halfulp tasks: the jobs that recipes are compared on."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from ._output import Json, console, plain_table, print_json
+
+if TYPE_CHECKING:
+    from ..trials.tasks import Task
 
 
 def tasks(json: Json = False) -> None:
@@ -18,7 +25,7 @@ def tasks(json: Json = False) -> None:
     console().print(table)
 
 
-def _row(kind: type) -> dict:
+def _row(kind: type[Task]) -> dict[str, Any]:
     return {
         "name": kind.name,
         "title": kind.title,

@@ -41,7 +41,11 @@ def verify(
         fail("give either a target, package.module:function, or --task with a task's name")
     if out is not None:
         _check_writable(out)
-    model, batch, loss = _of_task(task, data, seed) if task else _of_target(target)
+    if target is not None:
+        model, batch, loss = _of_target(target)
+    else:
+        assert task is not None
+        model, batch, loss = _of_task(task, data, seed)
     with or_fail(f"verifying {target or task} raised", (ValueError, TypeError, NotImplementedError)):
         found = verify(model, batch, recipe, loss=loss, trials=trials, seed=seed)
     if json:

@@ -25,7 +25,7 @@ def capture_hooks(pack: Callable, emulated: Wrapper) -> None:
         return
     cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or ()))
     frame = cells["frame"].cell_contents if "frame" in cells else None
-    if not callable(getattr(frame, "recompute_fn", None)):
+    if frame is None or not callable(getattr(frame, "recompute_fn", None)):
         raise NotImplementedError(f"emulate does not know this torch's activation checkpointing: {_ADVICE}")
     frame.recompute_fn = emulated(frame.recompute_fn)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +51,11 @@ class Emulation:
         return self._original.__code__
 
     @property
-    def __globals__(self) -> dict:
+    def __globals__(self) -> dict[str, Any]:
         """What torch.jit.script reads first; it then compiles the source of what stands here, and not the plain one."""
         raise NotScriptedError(untraceable("torch.jit.script"))
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, or the function, with every operator rounded.
 
         Raises:
@@ -72,7 +73,7 @@ class Emulation:
     def _emulated(self, *args, **kwargs):
         refuse_recording()
         if isinstance(self.target, nn.Module):
-            self._check_parameters()
+            self._check_parameters(self.target)
         args, kwargs = self._each(self._rounded, args, kwargs)
         with Region(self.rounder):
             args, kwargs = self._each(_cloned, args, kwargs)
@@ -108,7 +109,7 @@ class Emulation:
         name = getattr(self.target, "__name__", type(self.target).__name__)
         return f"Emulation({name}, {self.rounder.format.name}, {self.rounder.rounding})"
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_seen": {}}
 
     def _rounded(self, tensor: Tensor) -> Tensor:
@@ -120,17 +121,17 @@ class Emulation:
         """Arguments with every tensor changed, also inside lists, tuples and dicts."""
         return [_inside(change, value) for value in args], {k: _inside(change, value) for k, value in kwargs.items()}
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, model: nn.Module) -> None:
         """Raise if a parameter that was written since the last call holds numbers that the format lacks."""
         if self.parameters == "keep":
             return
-        for parameter in self.target.parameters():
+        for parameter in model.parameters():
             # A write through .data changes no version.
             state = parameter._version, _checksum(parameter)
             if self._seen.get(id(parameter)) == state:
                 continue
             if _misses(parameter, self.rounder):
-                names = [name for name, value in self.target.named_parameters() if value is parameter]
+                names = [name for name, value in model.named_parameters() if value is parameter]
                 raise ValueError(
                     f"parameter {names[0]!r} was given numbers that {self.rounder.format.name} does not have: update "
                     f"it with an optimizer of halfulp.optim and format={self.rounder.format.name!r}, or say "
@@ -213,7 +214,7 @@ def emulate(
     return emulation
 
 
-emulate.region = region  # hu.emulate is this function and hides the package that holds region
+emulate.region = region  # type: ignore[attr-defined]  # hu.emulate is this function and hides the package that holds region
 
 
 def _inside(change: Callable[[Tensor], Tensor], value):

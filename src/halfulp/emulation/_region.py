@@ -30,7 +30,7 @@ class _Mode(TorchDispatchMode):
         self._graph = Graph(rounder, self._emulated)
         self._pending: list = []
         self._promised: list[weakref.ref] = []
-        self._pack = None
+        self._pack: Callable | None = None
         self._with_gradients = torch.is_grad_enabled()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -61,9 +61,9 @@ class _Mode(TorchDispatchMode):
                     self._graph.add(tensor)
         self._pending.clear()
         for promise in self._promised:
-            tensor = promise()
-            if tensor is not None:
-                self._graph.add(tensor)
+            promised = promise()
+            if promised is not None:
+                self._graph.add(promised)
         self._promised.clear()
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and hooks[0] is not self._pack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ class Rounder:
     """
 
     def __init__(self, format: Format | str | torch.dtype, rounding: Rounding | str, overflow: str | None) -> None:
-        self.format = _checked_format(format)
-        self.rounding = get_rounding(rounding)
+        self.format: Format = _checked_format(format)
+        self.rounding: Rounding = get_rounding(rounding)
         self.overflow = overflow
         for dtype in CONTAINERS:
             target_for(self.format, self.rounding, overflow, dtype)
@@ -45,7 +46,7 @@ class Rounder:
         self._draws = itertools.count()
 
     @property
-    def settings(self) -> tuple:
+    def settings(self) -> tuple[Format, Rounding, str | None]:
         """The settings by which two rounders give the same results."""
         return self.format, self.rounding, self.overflow
 
@@ -54,12 +55,12 @@ class Rounder:
         """Whether running the same operators again under the same generator state gives the same bits."""
         return not isinstance(self.rounding, Stochastic) or self.rounding.seed is None
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         """Settings and position in the random stream; the tally starts anew in a copy."""
         return {"settings": self.settings, "draws": self._draws.__reduce__()[1]}
 
-    def __setstate__(self, state: dict) -> None:
-        self.__init__(*state["settings"])
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Rounder.__init__(self, *state["settings"])
         self._draws = itertools.count(*state["draws"])
 
     def round_in_place(self, x: Tensor, source: str) -> int:
@@ -138,14 +139,14 @@ class Rounder:
         )
 
 
-def _checked_format(format: Format | str | torch.dtype) -> Format:
-    if isinstance(format, BlockFormat) or format in block_names():
-        format = get_block(format)
+def _checked_format(given: Format | BlockFormat | str | torch.dtype) -> Format:
+    if isinstance(given, BlockFormat) or (isinstance(given, str) and given in block_names()):
+        block = get_block(given)
         raise ValueError(
-            f"{format.name} is a block format, and an operator's output has no blocks: take its element format, "
-            f"{format.element.name}, or quantize the operands of the matmuls yourself"
+            f"{block.name} is a block format, and an operator's output has no blocks: take its element format, "
+            f"{block.element.name}, or quantize the operands of the matmuls yourself"
         )
-    format = get(format)
+    format = get(given)
     if not (format.signed and format.zero):
         lacks = "zero" if not format.zero else "negative numbers"
         raise ValueError(f"{format.name} has no {lacks}, so no operator can compute in it: take a signed format with 0")

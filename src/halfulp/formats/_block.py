@@ -1,7 +1,7 @@
 """Block formats as data: elements that share a scale."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ._catalog import e2m1fn, e2m3fn, e3m2fn, e4m3fn, e5m2, e8m0
 from ._format import Format
@@ -66,6 +66,11 @@ class BlockFormat:
             self, "_key", repr((self.name, *formats, self.block, self.tensor_scale, self.scale_rounding))
         )
 
+    if TYPE_CHECKING:
+
+        @property
+        def _key(self) -> str: ...
+
     @property
     def bits_per_value(self) -> float:
         """Bits of an element with its share of the block's scale."""
@@ -81,14 +86,14 @@ class BlockFormat:
 
 # OCP Microscaling formats v1.0, with scales rounded up: floor clips, and training was seen to diverge by it
 # (arXiv 2506.08027).
-mxfp8_e4m3 = BlockFormat("mxfp8_e4m3", e4m3fn, e8m0, 32)
-mxfp8_e5m2 = BlockFormat("mxfp8_e5m2", e5m2, e8m0, 32)
-mxfp6_e3m2 = BlockFormat("mxfp6_e3m2", e3m2fn, e8m0, 32)
-mxfp6_e2m3 = BlockFormat("mxfp6_e2m3", e2m3fn, e8m0, 32)
-mxfp4 = BlockFormat("mxfp4", e2m1fn, e8m0, 32)
+mxfp8_e4m3: BlockFormat = BlockFormat("mxfp8_e4m3", e4m3fn, e8m0, 32)
+mxfp8_e5m2: BlockFormat = BlockFormat("mxfp8_e5m2", e5m2, e8m0, 32)
+mxfp6_e3m2: BlockFormat = BlockFormat("mxfp6_e3m2", e3m2fn, e8m0, 32)
+mxfp6_e2m3: BlockFormat = BlockFormat("mxfp6_e2m3", e2m3fn, e8m0, 32)
+mxfp4: BlockFormat = BlockFormat("mxfp4", e2m1fn, e8m0, 32)
 
 # NVIDIA's FP4 (arXiv 2509.25149).
-nvfp4 = BlockFormat("nvfp4", e2m1fn, e4m3fn, 16, tensor_scale=True, scale_rounding="nearest")
+nvfp4: BlockFormat = BlockFormat("nvfp4", e2m1fn, e4m3fn, 16, tensor_scale=True, scale_rounding="nearest")
 
 BLOCKS = {b.name: b for b in (mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ._format import Format
@@ -11,27 +12,27 @@ from ._format import Format
 if TYPE_CHECKING:
     import torch
 
-fp64 = Format("fp64", 11, 52)
-fp32 = Format("fp32", 8, 23)
-tf32 = Format("tf32", 8, 10)
-fp16 = Format("fp16", 5, 10)
-bf16 = Format("bf16", 8, 7)
+fp64: Format = Format("fp64", 11, 52)
+fp32: Format = Format("fp32", 8, 23)
+tf32: Format = Format("tf32", 8, 10)
+fp16: Format = Format("fp16", 5, 10)
+bf16: Format = Format("bf16", 8, 7)
 
 # The 14, 12 and 10 bits of "Revisiting BFloat16 Training" (arXiv 2010.06192): bfloat16's range, less precision.
-e8m5 = Format("e8m5", 8, 5)
-e8m3 = Format("e8m3", 8, 3)
-e8m1 = Format("e8m1", 8, 1)
+e8m5: Format = Format("e8m5", 8, 5)
+e8m3: Format = Format("e8m3", 8, 3)
+e8m1: Format = Format("e8m1", 8, 1)
 
-e5m2 = Format("e5m2", 5, 2)
-e5m2fnuz = Format("e5m2fnuz", 5, 2, infinities=False, nan="negative_zero")
-e4m3 = Format("e4m3", 4, 3)
-e4m3fn = Format("e4m3fn", 4, 3, infinities=False, nan="all_ones")
-e4m3fnuz = Format("e4m3fnuz", 4, 3, infinities=False, nan="negative_zero")
-e3m4 = Format("e3m4", 3, 4)
-e3m2fn = Format("e3m2fn", 3, 2, infinities=False, nan=None)
-e2m3fn = Format("e2m3fn", 2, 3, infinities=False, nan=None)
-e2m1fn = Format("e2m1fn", 2, 1, infinities=False, nan=None)
-e8m0 = Format(
+e5m2: Format = Format("e5m2", 5, 2)
+e5m2fnuz: Format = Format("e5m2fnuz", 5, 2, infinities=False, nan="negative_zero")
+e4m3: Format = Format("e4m3", 4, 3)
+e4m3fn: Format = Format("e4m3fn", 4, 3, infinities=False, nan="all_ones")
+e4m3fnuz: Format = Format("e4m3fnuz", 4, 3, infinities=False, nan="negative_zero")
+e3m4: Format = Format("e3m4", 3, 4)
+e3m2fn: Format = Format("e3m2fn", 3, 2, infinities=False, nan=None)
+e2m3fn: Format = Format("e2m3fn", 2, 3, infinities=False, nan=None)
+e2m1fn: Format = Format("e2m1fn", 2, 1, infinities=False, nan=None)
+e8m0: Format = Format(
     "e8m0", 8, 0, infinities=False, nan="all_ones", subnormals=False, signed=False, zero=False, overflow="nan"
 )
 
@@ -117,8 +118,8 @@ def parse(name: str) -> Format | None:
     if match is None:
         return None
     exponent, mantissa, bias, fnuz = match.groups()
-    kind = {"infinities": False, "nan": "negative_zero"} if fnuz else {}
-    made = Format(name, int(exponent), int(mantissa), bias=None if bias is None else int(bias), **kind)
+    layout = Format if bias is None else partial(Format, bias=int(bias))
+    made = layout(name, int(exponent), int(mantissa), infinities=not fnuz, nan="negative_zero" if fnuz else "ieee")
     return next((known for known in CATALOG.values() if known.layout == made.layout), made)
 
 

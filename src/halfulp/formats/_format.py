@@ -76,6 +76,11 @@ class Format:
         # A compiler takes integers of an argument for variables, a string for a constant (rounding._traced).
         object.__setattr__(self, "_key", repr(tuple(getattr(self, field.name) for field in fields(self))))
 
+    if TYPE_CHECKING:
+
+        @property
+        def _key(self) -> str: ...
+
     # sizes ------------------------------------------------------------------------------------------------
 
     @property
@@ -143,10 +148,10 @@ class Format:
     # kin --------------------------------------------------------------------------------------------------
 
     @property
-    def layout(self) -> tuple:
+    def layout(self) -> tuple[int, int, int, bool, NaN | None, bool, bool, bool, bool]:
         """All that fixes the meaning of a code: every field but ``name`` and ``overflow``."""
         specials = (self.infinities, self.nan, self.subnormals, self.signed, self.signed_zero, self.zero)
-        return (self.exponent_bits, self.mantissa_bits, self.bias, *specials)
+        return self.exponent_bits, self.mantissa_bits, self.bias, *specials
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -218,7 +223,7 @@ class Format:
         return f"Format({self.name!r}, {self.exponent_bits}, {self.mantissa_bits}{''.join(special)})"
 
 
-def _defaults(format: Format) -> dict:
+def _defaults(format: Format) -> dict[str, object]:
     """What ``None`` stands for, given the other fields."""
     at_zero = format.nan == "negative_zero"
     return {

@@ -64,7 +64,7 @@ def round_exact(
         return math.nan
     if sign < 0 and not format.signed and magnitude != 0:
         return math.nan
-    if magnitude == math.inf:
+    if isinstance(magnitude, float):  # an infinity
         return _overflowed(sign, format, policy)
     rounded = _round_magnitude(magnitude, sign, format, mode, u)
     if rounded > format.max:
@@ -115,7 +115,7 @@ def encode(value: float | Fraction, format: Format) -> int:
     if magnitude is None:
         return _code_of_nan(format)
     _check_member(value, sign, magnitude, format)
-    if magnitude == math.inf:
+    if isinstance(magnitude, float):  # an infinity
         code = format.max_code + 1
     elif magnitude < Fraction(format.smallest_normal):
         code = int(magnitude / Fraction(format.smallest_subnormal))

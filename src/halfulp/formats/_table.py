@@ -1,17 +1,19 @@
 """The catalogue as rows of plain data, for a table or JSON."""
 
+from typing import Any
+
 from ._block import BLOCKS
 from ._catalog import CATALOG
 
 
-def rows() -> list[dict]:
+def rows() -> list[dict[str, Any]]:
     """One dict of plain values per format: its fields, its derived properties, and its dtype's names.
 
     >>> row = rows()[3]
     >>> row["name"], row["bits"], row["max"], row["binades"], row["torch_dtype"]
     ('fp16', 16, 65504.0, 40, 'float16')
     """
-    fields = ("name", "bits", "exponent_bits", "mantissa_bits", "bias", "max", "min")
+    fields: tuple[str, ...] = ("name", "bits", "exponent_bits", "mantissa_bits", "bias", "max", "min")
     fields += ("smallest_normal", "smallest_subnormal", "eps", "emax", "emin", "binades")
     fields += ("infinities", "nan", "subnormals", "signed", "signed_zero", "zero", "overflow")
     return [
@@ -24,7 +26,7 @@ def rows() -> list[dict]:
     ]
 
 
-def block_rows() -> list[dict]:
+def block_rows() -> list[dict[str, Any]]:
     """One dict of plain values per block format.
 
     >>> block_rows()[-1]

@@ -17,12 +17,12 @@ from ._modes import Rounding, get_rounding
 from ._target import Target, make_target
 from .blocks._target import BlockTarget, make_block_target
 
-_ERRORS = {kind.__name__: kind for kind in (NotImplementedError, TypeError, ValueError)}
+_ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (NotImplementedError, TypeError, ValueError)}
 
 
 def traced_target(format: Format, rounding: Rounding, overflow: str | None, dtype: torch.dtype) -> Target | None:
     """`make_target`, guarded by all fields of the format."""
-    flat, error, message = _target(format._key, rounding.name, overflow, dtype)  # type: ignore[attr-defined]
+    flat, error, message = _target(format._key, rounding.name, overflow, dtype)
     if error:
         raise _ERRORS[error](message)
     return Target(*flat) if flat else None
@@ -32,7 +32,7 @@ def traced_block_target(
     format: BlockFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> BlockTarget:
     """`make_block_target`, guarded by all fields of the block format and of the two formats in it."""
-    flat, error, message = _block_target(format._key, rounding.name, overflow, dtype)  # type: ignore[attr-defined]
+    flat, error, message = _block_target(format._key, rounding.name, overflow, dtype)
     if error:
         raise _ERRORS[error](message)
     return BlockTarget.of(list(flat))

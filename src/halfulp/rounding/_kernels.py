@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
 
 import numpy as np
@@ -15,7 +16,7 @@ from ._random_bits import random_words
 from ._reference import from_words, round_words, to_words
 from ._target import DOWN, NEAREST, STOCHASTIC, UP, Target
 
-_MODES = {
+_MODES: dict[int, dict[str, Callable]] = {
     NEAREST: {"addend": p.half_addend, "reaches_smallest": p.half_reaches_smallest, "limited": p.limited_outward},
     STOCHASTIC: {
         "addend": p.random_addend,
@@ -25,15 +26,19 @@ _MODES = {
     UP: {"outward": p.positive},
     DOWN: {"outward": p.negative},
 }
-_TOWARD_ZERO = {
+_TOWARD_ZERO: dict[str, Callable] = {
     "addend": p.no_addend,
     "reaches_smallest": p.never_reaches_smallest,
     "outward": p.never,
     "limited": p.limited_directed,
 }
-_DIRECTED = {"addend": p.away_addend, "reaches_smallest": p.away_reaches_smallest, "limited": p.limited_directed}
+_DIRECTED: dict[str, Callable] = {
+    "addend": p.away_addend,
+    "reaches_smallest": p.away_reaches_smallest,
+    "limited": p.limited_directed,
+}
 _PATHS = {"fixed": p.fixed, "adder": p.adder, "scaled": p.scaled, "packed": p.packed}
-_CONTAINERS = {
+_CONTAINERS: dict[torch.dtype, dict[str, Callable]] = {
     torch.float32: {"load": load32, "store": store32},
     torch.float64: {"load": load64, "store": store64},
     torch.bfloat16: {"load": p.load_bfloat16, "store": p.store_bfloat16},
@@ -100,7 +105,7 @@ def _table(numel: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @cache
-def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], in_place: bool):
+def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], in_place: bool) -> Callable:
     bind = {**mode_pieces(mode, kind, dtype == torch.float64), **container_pieces(dtype)}
     bind["destination"] = p.in_place if in_place else p.elsewhere
     word = "uint64" if dtype == torch.float64 else "uint32"
@@ -108,10 +113,10 @@ def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], in_plac
     return compile_kernel(p.quantize_pieces, signature, bind)
 
 
-def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict:
+def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str, Callable]:
     """What the free names of `rounded` stand for; kind is the path, plainness and saturation of `Constants`."""
     path, plain, saturating = kind
-    bind = {
+    bind: dict[str, Callable] = {
         **(_DIRECTED if mode in (UP, DOWN) else _TOWARD_ZERO if mode not in _MODES else {}),
         **_MODES.get(mode, {}),
         **(p.WIDE if wide else {}),
@@ -129,7 +134,7 @@ def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict:
     return bind
 
 
-def container_pieces(dtype: torch.dtype) -> dict:
+def container_pieces(dtype: torch.dtype) -> dict[str, Callable]:
     """How elements of a dtype become words and back."""
     return _CONTAINERS[dtype]
 

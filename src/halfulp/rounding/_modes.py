@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -78,10 +78,15 @@ class Stochastic(Rounding):
         # As a string it is a constant of a compiler's graph: see rounding._traced.
         object.__setattr__(self, "_signed_seed", str(self.seed - (self.seed >> 63 << 64)))
 
+    if TYPE_CHECKING:
+
+        @property
+        def _signed_seed(self) -> str: ...
+
     @property
     def signed_seed(self) -> int:
         """The bits of the seed as a signed integer, as a torch operator takes it; 0 without one."""
-        return 0 if self.seed is None else int(self._signed_seed)  # type: ignore[attr-defined]
+        return 0 if self.seed is None else int(self._signed_seed)
 
 
 MODES: dict[str, type[Rounding]] = {mode.name: mode for mode in (Nearest, TowardZero, Up, Down, Stochastic)}

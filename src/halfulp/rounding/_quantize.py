@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeAlias, TypeGuard
 
 import torch
 
@@ -16,10 +17,12 @@ from ._random_bits import mix64
 from ._target import DTYPES, STOCHASTIC, Target, make_target
 from .blocks._quantize import block_target_for, quantize_block_format
 
+AnyFormat: TypeAlias = Format | BlockFormat | str | torch.dtype
+
 
 def quantize(
     x: torch.Tensor,
-    format: Format | BlockFormat | str | torch.dtype,
+    format: AnyFormat,
     rounding: Rounding | str = Nearest(),  # noqa: B008  frozen, and every default call may share it
     *,
     overflow: str | None = None,
@@ -68,16 +71,16 @@ def quantize(
     plain = x.detach()
     if out is not None:
         check_out(out, x)
-    if is_block(format):
+    if isinstance(format, BlockFormat) or names_block(format):
         return quantize_block_format(plain, get_block(format), rounding, overflow, dim, counter, out)
     return apply(plain, target_for(format, rounding, overflow, x.dtype), rounding, counter, out)
 
 
-def is_block(format: object) -> bool:
-    """Whether a format, or what looks like the name of one, is of blocks."""
-    if isinstance(format, str):
-        return format.strip().lower().startswith(("mx", "nvfp")) or format.strip().lower() in block_names()
-    return isinstance(format, BlockFormat)
+def names_block(format: object) -> TypeGuard[str]:
+    """Whether this is, or looks like, the name of a block format."""
+    return isinstance(format, str) and (
+        format.strip().lower().startswith(("mx", "nvfp")) or format.strip().lower() in block_names()
+    )
 
 
 def apply(
@@ -132,9 +135,9 @@ def check_tensor(x: torch.Tensor) -> None:
         raise TypeError(f"x is float16, bfloat16, float32 or float64; got {x.dtype}: {remedy}")
 
 
-def check_format(x: torch.Tensor, format, rounding: Rounding, overflow: str | None) -> None:
+def check_format(x: torch.Tensor, format: AnyFormat, rounding: Rounding, overflow: str | None) -> None:
     """Raise what `quantize` would."""
-    if is_block(format):
+    if isinstance(format, BlockFormat) or names_block(format):
         block_target_for(get_block(format), rounding, overflow, x.dtype)
     else:
         target_for(format, rounding, overflow, x.dtype)

@@ -79,7 +79,7 @@ def mix64_many(*values: np.ndarray) -> np.ndarray:
     True
     """
     with np.errstate(over="ignore"):
-        key = np.uint64(0x243F6A8885A308D3)
+        key: np.ndarray | np.uint64 = np.uint64(0x243F6A8885A308D3)
         for value in values:
             key = key + value.astype(np.uint64) * np.uint64(0xD1342543DE82EF95) + np.uint64(0x9E3779B97F4A7C15)
             key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -74,6 +74,7 @@ def _goes_away(
     if target.mode in (UP, DOWN):
         return (fraction > 0) & (negative if target.mode == DOWN else ~negative)
     if target.mode == STOCHASTIC:
+        assert bits is not None  # stochastic rounding is given its bits
         count = random_bits(target)
         kept = (fraction << (count - s).clamp(min=0)) >> (s - count).clamp(min=0, max=62)
         return (bits >> 32 - count) + kept >= 1 << count

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..formats import BlockFormat, Format
 from ..kernels import under_transform
 from ._modes import Nearest, Rounding, Stochastic, get_rounding
-from ._quantize import check_format, check_tensor, quantize
+from ._quantize import AnyFormat, check_format, check_tensor, quantize
 from ._random_bits import mix64
 
-AnyFormat = Format | BlockFormat | str | torch.dtype
 _BACKWARD = 0x6261636B
 
 
@@ -119,9 +117,10 @@ class StraightThrough(nn.Module):
         overflow: str | None = None,
     ) -> None:
         super().__init__()
-        self.forward_format, self.backward_format = forward, backward
-        self.rounding = get_rounding(rounding)
-        self.backward_rounding = None if backward_rounding is None else get_rounding(backward_rounding)
+        self.forward_format: AnyFormat | None = forward
+        self.backward_format: AnyFormat | None = backward
+        self.rounding: Rounding = get_rounding(rounding)
+        self.backward_rounding: Rounding | None = None if backward_rounding is None else get_rounding(backward_rounding)
         self.overflow = overflow
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
