@@ -1,18 +1,20 @@
 """The named recipes."""
 
+from typing import Any
+
 from .._names import enter, unknown
 from ._recipe import Recipe
 
 
-def _bf16(suffix: str, description: str, **fields: object) -> Recipe:
+def _bf16(suffix: str, description: str, **fields: Any) -> Recipe:
     return Recipe(name=f"bf16{suffix}", description=description, param_dtype="bfloat16", **fields)
 
 
-def _fp16(suffix: str, description: str, **fields: object) -> Recipe:
+def _fp16(suffix: str, description: str, **fields: Any) -> Recipe:
     return Recipe(name=f"fp16{suffix}", description=description, param_dtype="float16", **fields)
 
 
-def _scaled(name: str, description: str, **fields: object) -> Recipe:
+def _scaled(name: str, description: str, **fields: Any) -> Recipe:
     return Recipe(name=name, description=description, payload="float16", **fields)
 
 

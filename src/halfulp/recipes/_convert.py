@@ -91,13 +91,13 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
         _perturb(model, recipe.perturb, seed)
         if recipe.components:
             # All components of gradients too: a float16 gradient alone underflows without loss scaling.
-            multicomponent(model, recipe.components, getattr(torch, recipe.param_dtype), gradients="components")
+            multicomponent(model, recipe.components, _param_dtype(recipe), gradients="components")
         elif recipe.payload:
             scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul, wide="none")
         elif recipe.param_dtype == "float64":
             buffers = _to_float64(model)
         elif recipe.narrow:
-            buffers = _to_narrow(model, kept, getattr(torch, recipe.param_dtype))
+            buffers = _to_narrow(model, kept, _param_dtype(recipe))
     wrappers.follow()
     model.__dict__[_RECORD] = _Record(recipe, buffers)
     return model
@@ -136,12 +136,12 @@ def revert(model: M) -> M:
         unscalify(model)
     elif recipe.narrow or recipe.param_dtype == "float64":
         for parameter in model.parameters():
-            if parameter.dtype == getattr(torch, recipe.param_dtype):
+            if parameter.dtype == _param_dtype(recipe):
                 widen(parameter)
             keep_float32(parameter, False)
         for name in record.buffers:
             owner, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            owner._buffers[key] = owner._buffers[key].float()
+            owner._buffers[key] = owner.get_buffer(key).float()
     wrappers.follow()
     _casts.remove(model)
     del model.__dict__[_RECORD]
@@ -167,6 +167,11 @@ def recipe_of(model: nn.Module) -> Recipe:
 def _records(model: nn.Module) -> list[_Record]:
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return [module.__dict__[_RECORD] for module in modules if _RECORD in module.__dict__]
+
+
+def _param_dtype(recipe: Recipe) -> torch.dtype:
+    """The dtype that a recipe names for parameters."""
+    return getattr(torch, str(recipe.param_dtype))
 
 
 def _to_narrow(model: nn.Module, kept: set[str], dtype: torch.dtype) -> tuple[str, ...]:
@@ -203,7 +208,7 @@ def _to_float64(model: nn.Module) -> tuple[str, ...]:
 def _cast_buffers(model: nn.Module, names: list[str], dtype: torch.dtype) -> None:
     for name in names:
         owner, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        owner._buffers[key] = owner._buffers[key].to(dtype)
+        owner._buffers[key] = owner.get_buffer(key).to(dtype)
 
 
 @contextmanager

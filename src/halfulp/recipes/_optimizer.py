@@ -56,7 +56,7 @@ def optimizer(
     recipe = recipe_of(model)
     if recipe.by_torch:
         return _by_torch.optimizer(recipe, model, rule, **hyper)
-    choices = {"state_dtype": _state(recipe, rule, hyper), "format": recipe.format}
+    choices: dict[str, Any] = {"state_dtype": _state(recipe, rule, hyper), "format": recipe.format}
     if isinstance(recipe.weight_update, str) and not _all_float32(recipe, model):
         choices["weight_update"] = _object(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
@@ -134,7 +134,7 @@ def _state(recipe: Recipe, rule: str, hyper: dict[str, Any]) -> object:
         second = ["exp_avg_sq"] if rule in ("Adam", "AdamW") else []
         second += ["max_exp_avg_sq"] if second and hyper.get("amsgrad") else []
         return dict.fromkeys(second, recipe.state_dtype) or None
-    if recipe.state_dtype in (None, "8bit", "fp8"):
+    if recipe.state_dtype is None or recipe.state_dtype in ("8bit", "fp8"):
         return recipe.state_dtype
     return torch.float32 if recipe.state_dtype == recipe.format else getattr(torch, recipe.state_dtype)
 

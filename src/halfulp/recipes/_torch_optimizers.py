@@ -1,5 +1,6 @@
 """Recipes that torch.optim steps: weights of several components or of float64, and a trial's readings of them."""
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from ._recipe import Recipe
 
 class TorchOptimizer(torch.optim.Optimizer):
     """The measurements of ``halfulp.optim``'s optimizers, for an optimizer of torch.optim."""
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
 
     def report(self) -> LostUpdateReport:
         """Nothing is metered."""

@@ -79,7 +79,9 @@ class OperatorCheck(TorchDispatchMode):
         place = "the backward pass" if torch._C._current_graph_task_id() != -1 else self._places[-1]
         found = Difference(str(operator), place, max(map(relative, wanted, got)))
         self.unequal = self.unequal or found
-        best = list(map(_within, exact, wanted)) if len(exact) == len(wanted) else [None] * len(wanted)
+        best: list[Tensor | None] = [None] * len(wanted)
+        if len(exact) == len(wanted):
+            best[:] = map(_within, exact, wanted)
         if not all(map(agrees, wanted, got, best)):
             self.wrong.append(found)
 
@@ -103,7 +105,7 @@ def _decoded(x: Any, dtype: torch.dtype) -> Any:
     if not isinstance(x, Tensor):
         return x
     values = x.detach()
-    values = values.decode(torch.float32) if isinstance(x, ScaledTensor) else values.clone()
+    values = values.decode(torch.float32) if isinstance(values, ScaledTensor) else values.clone()
     return values.to(dtype) if values.dtype == torch.float32 else values
 
 

@@ -37,8 +37,8 @@ class Jitter(TorchDispatchMode):
     def _moved(self, x: Any, given: set[int]) -> Any:
         if type(x) is not Tensor or x.dtype != torch.float32 or _memory(x) in given:
             return x
-        kind = {"generator": self._generator, "dtype": torch.float32, "device": "cpu"}
-        factor = 1 + _PLACE * torch.randint(-1, 2, x.shape, **kind).to(x.device)
+        steps = torch.randint(-1, 2, x.shape, generator=self._generator, dtype=torch.float32, device="cpu")
+        factor = 1 + _PLACE * steps.to(x.device)
         # Counts, indices and what stands for no value have no rounding errors.
         return torch.where((x == x.round()) | (x.abs() > _LARGEST), x, x * factor)
 

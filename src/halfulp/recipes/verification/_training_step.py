@@ -97,7 +97,7 @@ def _like(plain: Run, steps: Callable[[], Run]) -> Run | None:
     except Exception:  # whatever a model of somebody else's raises in another dtype
         return None
     both = list(pairs(plain, other).values())
-    if any((a is None) != (b is None) or (a is not None and a.shape != b.shape) for a, b in both):
+    if any((a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape) for a, b in both):
         return None
     # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
     ours, theirs = (_concatenated(run.gradients.values()) for run in (plain, other))
@@ -178,8 +178,9 @@ def default_loss(seed: int) -> LossOf:
         floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad]
         if not floats:
             raise ValueError("no floating output depends on the parameters: give loss=lambda output: ...")
-        kind = {"dtype": torch.float32, "device": "cpu", "generator": generator}
-        return sum((x * torch.randn(x.shape, **kind).to(x.device)).sum() for x in floats)
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "generator": generator}
+        first, *others = ((x * torch.randn(x.shape, **kind).to(x.device)).sum() for x in floats)
+        return sum(others, first)
 
     return loss_of
 

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..._messages import a_kind
 from ...gradients import AdaptiveGradScaler
@@ -83,7 +83,7 @@ class Verification:
         return data
 
     def __str__(self) -> str:
-        worst = max(self.gradients, key=self.gradients.get, default=None)
+        worst = max(self.gradients, key=lambda name: self.gradients[name], default=None)
         under = "exponents" if self.technique == "gradients" else "scales"
         said = [f"{self.equal} of {len(self.gradients)} gradients are bit-equal to float32's under random {under}"]
         if worst is not None and self.gradients[worst]:
@@ -249,11 +249,12 @@ def _check(model: nn.Module, loss: LossOf | None, trials: int) -> None:
 
 def _shift(parameters: Any, generator: torch.Generator) -> None:
     for parameter in parameters:
-        if isinstance(parameter, ScaledTensor):
-            parameter.data = _moved(parameter.data, generator)
+        data = parameter.data
+        if isinstance(data, ScaledTensor):
+            parameter.data = _moved(data, generator)
 
 
-def _moved(x: ScaledTensor, generator: torch.Generator) -> ScaledTensor:
+def _moved(x: ScaledTensor, generator: torch.Generator) -> Tensor:
     power = int(torch.randint(-SPREAD, SPREAD + 1, (), generator=generator, dtype=torch.int64, device="cpu"))
     return x.with_scale((x.scale * 2.0**power).clamp(2.0**-126, 2.0**127)).detach()
 

@@ -80,7 +80,7 @@ class Proof:
     def __init__(self, model: nn.Module, batch: Any, loss: LossOf, mode: str, generator: torch.Generator) -> None:
         self._model, self._batch, self._loss, self._mode = model, batch, loss, mode
         self._generator = generator
-        self._state: Mapping[str, Any] | None = None
+        self._state: dict[str, Any] | None = None
         self.plain = reference(model, batch, loss)
         self._exact = Exact(model, batch, loss, self.plain)
         self.gradients = {name: 0.0 for name, value in self.plain.gradients.items() if value is not None}
@@ -90,6 +90,7 @@ class Proof:
     def merged(self, trials: int) -> list[str]:
         """Draw exponents and merge sites until all draws are exact, or every site is merged."""
         baseline = self._run({})
+        assert self._state is not None  # the first run keeps its scaler's
         self._judge(baseline, "")
         keys = [key for key in self._state["sites"] if key != _GLOBAL]
         for exponent in (LOWEST, HIGHEST):
@@ -117,6 +118,7 @@ class Proof:
         """
         ours, theirs = copy_of(self._model), copy_of(self._model)
         scaler = AdaptiveGradScaler(ours, mode=self._mode, init_scale=1.0, float32_outputs=False)
+        assert self._state is not None  # `merged` ran
         scaler.load_state_dict(self._state)
         binade = int(torch.randint(LOWEST, -LOWEST, (), generator=self._generator, dtype=torch.int64, device="cpu"))
         for step in range(1, _STEPS + 1):
@@ -156,8 +158,8 @@ class Proof:
                 self.wrong[f"{name}{where}"] = None
 
     def _draw(self, keys: list[str]) -> dict[str, int]:
-        kind = {"dtype": torch.int64, "device": "cpu"}
-        draws = torch.randint(LOWEST, HIGHEST + 1, (len(keys),), generator=self._generator, **kind)
+        size = (len(keys),)
+        draws = torch.randint(LOWEST, HIGHEST + 1, size, generator=self._generator, dtype=torch.int64, device="cpu")
         return dict(zip(keys, draws.tolist()))
 
     def _run(self, exponents: dict[str, int], merged: list[str] | None = None) -> Run:
