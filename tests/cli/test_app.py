@@ -228,6 +228,10 @@ def test_verify_names_what_a_target_raises(run, tmp_path, monkeypatch) -> None:
         assert_refused(run("verify", target), words)
 
 
+def test_verify_refuses_a_task_without_a_name(run) -> None:
+    assert_refused(run("verify", "--task", ""), "unknown task ''")
+
+
 def test_verify_checks_the_output_file_before_the_work(run, tmp_path, monkeypatch) -> None:
     (tmp_path / "late_to_verify.py").write_text("def made():\n    raise RuntimeError('too late')\n")
     monkeypatch.chdir(tmp_path)

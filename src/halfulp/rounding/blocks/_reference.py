@@ -78,6 +78,9 @@ def _product_scale(amax: torch.Tensor, target: BlockTarget) -> torch.Tensor:
     """Each block's rounded scale times the tensor's."""
     numbers = tensor_scale(float(amax.max()), target)
     tensor, unit = (torch.tensor(value, dtype=amax.dtype, device="cpu") for value in numbers)
+    quotient = amax / unit.to(amax.device)
+    layout = WORD64 if amax.dtype == torch.float64 else WORD32
+    scale = from_words(round_words(to_words(quotient.contiguous()), target.scale, layout, None), amax.dtype)
     scale = scale.clamp(min=2.0**target.scale.tiny_exponent)
     return scale * tensor.to(amax.device)
 
