@@ -178,8 +178,8 @@ def default_loss(seed: int) -> LossOf:
         floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad]
         if not floats:
             raise ValueError("no floating output depends on the parameters: give loss=lambda output: ...")
-        kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "generator": generator}
-        first, *others = ((x * torch.randn(x.shape, **kind).to(x.device)).sum() for x in floats)
+        weights = (torch.randn(x.shape, dtype=torch.float32, device="cpu", generator=generator) for x in floats)
+        first, *others = ((x * weight.to(x.device)).sum() for x, weight in zip(floats, weights))
         return sum(others, first)
 
     return loss_of
