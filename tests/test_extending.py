@@ -51,6 +51,57 @@ USES = {
         model = hu.convert(torch.nn.Linear(4, 4), "bf16-kahan")
         assert type(hu.recipes.optimizer(model, "AdaBelief", lr=0.01)).__name__ == "AdaBelief"
     """,
+    "yogi.py": """
+        torch.manual_seed(0)
+        start, gradients = torch.randn(64), torch.randn(20, 64)
+        w, m, v = start.double(), torch.zeros(64).double(), torch.full((64,), 0.5).double()
+        parameters = [torch.nn.Parameter(start.bfloat16()), torch.nn.Parameter(start.clone())]
+        options = {"lr": 0.01, "initial_accumulator_value": 0.5}
+        optimizers = [hu.optim.OPTIMIZERS["Yogi"](parameters[:1], weight_update="split", **options)]
+        optimizers += [extension.Yogi(parameters[1:], **options)]
+        for g in gradients.double():
+            m = 0.9 * m + 0.1 * g
+            v = v - 0.001 * torch.sign(v - g**2) * g**2
+            w = w - 0.01 * m / (v.sqrt() + 1e-3)
+            for optimizer, p in zip(optimizers, parameters):
+                p.grad = g.to(p.dtype)
+                optimizer.step()
+        assert (parameters[1].double() - w).abs().max() < 1e-5
+        assert (parameters[0].double() - w).abs().max() < 0.03
+        model = hu.convert(torch.nn.Linear(4, 4), "bf16-kahan")
+        assert type(hu.recipes.optimizer(model, "Yogi", lr=0.01)).__name__ == "Yogi"
+        try:
+            extension.Yogi(parameters, initial_accumulator_value=-1.0)
+        except ValueError as error:
+            assert "'exp_avg_sq' begins with -1.0" in str(error)
+    """,
+    "adan.py": """
+        torch.manual_seed(0)
+        start, gradients = torch.randn(64), torch.randn(20, 64)
+        w, before = start.double(), gradients[0].double()
+        m = d = n = torch.zeros(64).double()
+        parameters = [torch.nn.Parameter(start.bfloat16()), torch.nn.Parameter(start.clone())]
+        options = {"lr": 0.01, "betas": (0.98, 0.92, 0.99), "weight_decay": 0.1}
+        optimizers = [hu.optim.OPTIMIZERS["Adan"](parameters[:1], weight_update="split", **options)]
+        optimizers += [extension.Adan(parameters[1:], **options)]
+        for t, g in enumerate(gradients.double(), 1):
+            m = 0.98 * m + 0.02 * g
+            d = 0.92 * d + 0.08 * (g - before)
+            n = 0.99 * n + 0.01 * (g + 0.92 * (g - before)) ** 2
+            step = (m / (1 - 0.98**t) + 0.92 * d / (1 - 0.92**t)) / ((n / (1 - 0.99**t)).sqrt() + 1e-8)
+            w, before = (w - 0.01 * step) / (1 + 0.01 * 0.1), g
+            for optimizer, p in zip(optimizers, parameters):
+                p.grad = g.to(p.dtype)
+                optimizer.step()
+        assert (parameters[1].double() - w).abs().max() < 1e-5
+        assert (parameters[0].double() - w).abs().max() < 0.03
+        model = hu.convert(torch.nn.Linear(4, 4), "bf16-kahan")
+        assert type(hu.recipes.optimizer(model, "Adan", lr=0.01)).__name__ == "Adan"
+        try:
+            extension.Adan(parameters, betas=(0.9, 0.99))
+        except ValueError as error:
+            assert "give three numbers" in str(error)
+    """,
     "coarse_policy.py": """
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))

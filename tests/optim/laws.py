@@ -4,9 +4,11 @@ A named weight update needs no line: the registry is read. `SPECIAL` holds the n
 """
 
 import functools
+import importlib.util
 import itertools
 import random
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -18,6 +20,16 @@ from halfulp.optim.states._format_values import format_store
 from halfulp.optim.states._storage import STORES
 from halfulp.optim.weight_updates._weight_update import REGISTRY
 
+
+def _example(name: str):
+    """One of examples/extending, whose optimizers pass the laws of those that the library has."""
+    path = Path(__file__).resolve().parents[2] / "examples" / "extending" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 RULES = {
     "sgd": (hu.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
     "momentum": (hu.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
@@ -27,6 +39,8 @@ RULES = {
     "adamw": (hu.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "adamw-amsgrad": (hu.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
     "lion": (hu.optim.Lion, {"lr": 0.01, "weight_decay": 0.1}),
+    "yogi": (_example("yogi").Yogi, {"lr": 0.01, "weight_decay": 0.1}),
+    "adan": (_example("adan").Adan, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.8, 0.9999)}),
 }
 VARIANTS = {
     "kahan-nearest": hu.Kahan(residual="nearest"),

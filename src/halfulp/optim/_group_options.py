@@ -109,14 +109,23 @@ def check_numbers(group: dict) -> None:
             value = float(group[name])
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} is not allowed: give a finite number that is not negative")
-    betas = group.get("betas", (0.0, 0.0))
-    for beta in betas if isinstance(betas, tuple | list) else ():
-        check_number("beta", beta)
-    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
-        raise ValueError(f"betas={betas!r} are not allowed: give two numbers in [0, 1)")
     check_number("dampening", group.get("dampening", 0.0))
     if not math.isfinite(float(group.get("dampening", 0.0))):
         raise ValueError(f"dampening={group['dampening']} is not allowed: give a finite number")
+
+
+def check_betas(group: dict, count: int | None) -> None:
+    """Check the option `betas`, if there is one: `count` numbers, or any if that is None."""
+    if "betas" not in group:
+        return
+    given = group["betas"]
+    betas = given if isinstance(given, tuple | list) else ()
+    for beta in betas:
+        check_number("beta", beta)
+    counted = len(betas) == count if count is not None else bool(betas)
+    if not counted or not all(0 <= float(beta) < 1 for beta in betas):
+        wanted = {None: "numbers", 1: "one number", 2: "two numbers", 3: "three numbers"}
+        raise ValueError(f"betas={given!r} are not allowed: give {wanted.get(count, f'{count} numbers')} in [0, 1)")
 
 
 SWITCHES = ("foreach", "differentiable", "capturable", "fused")

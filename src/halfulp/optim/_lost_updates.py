@@ -12,8 +12,10 @@ from .states._int8_range import share_below_range
 
 MANY_SAMPLES = 100
 MUCH_BELOW_RANGE = 0.01
+WIDE_STALL = 0.01
 _CURE = "use weight_update='split8' (one more byte), 'kahan' (two), or 'stochastic' (none, some noise)"
 _CURE_BELOW_RANGE = "give them State('8bit', block=16), which fewer share, or torch.bfloat16"
+_CURE_STALLED = "give it State(torch.bfloat16), which is rounded stochastically, or torch.float32"
 _CURE_BELOW_FLOAT32 = "use weight_update='split-stochastic' (bfloat16) or 'kahan', float32 ones with param_dtype="
 
 
@@ -51,22 +53,30 @@ class LostUpdateReport:
         realised: wanted update that was realised, over all parameters; None before the first metered step.
         below_range: share of the elements of 8-bit states that are so much smaller than their block's largest that
             only the smallest code is left for them; None without such states.
+        stalled: the names of states that are decaying means rounded to nearest, each with the share of a steady value
+            within which it no longer moves, the largest over the parameters.
     """
 
     rows: tuple[LostUpdateRow, ...]
     cancelled: float | None
     realised: float | None
     below_range: float | None = None
+    stalled: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         """A readable summary."""
         return "\n".join([*self._updates(), *self._states()])
 
     def _states(self) -> list[str]:
+        lines = [
+            f"state {name}, rounded to nearest, stops within {width:.0%} of a steady mean: {_CURE_STALLED}"
+            for name, width in self.stalled
+            if width > WIDE_STALL
+        ]
         if self.below_range is None:
-            return []
+            return lines
         said = f"8-bit states: {self.below_range:.2%} of the elements lie below the range of their block's codes"
-        return [said + (f": {_CURE_BELOW_RANGE}" if self.below_range > MUCH_BELOW_RANGE else "")]
+        return [said + (f": {_CURE_BELOW_RANGE}" if self.below_range > MUCH_BELOW_RANGE else ""), *lines]
 
     def _updates(self) -> list[str]:
         if self.cancelled is None:
@@ -87,8 +97,8 @@ class LostUpdateReport:
         return lines
 
 
-def lost_update_report(plans: Iterable[ParameterPlan]) -> LostUpdateReport:
-    """Return the report over some parameters."""
+def lost_update_report(plans: Iterable[ParameterPlan], stalled: tuple[tuple[str, float], ...] = ()) -> LostUpdateReport:
+    """Return the report over some parameters, whose states stall as `stall_widths` says."""
     plans = list(plans)
     below_range = share_below_range(plans)
     counted = [plan for plan in plans if plan.lost is not None]
@@ -106,11 +116,11 @@ def lost_update_report(plans: Iterable[ParameterPlan]) -> LostUpdateReport:
     ]
     rows.sort(key=lambda row: -row.cancelled)
     if not counted:
-        return LostUpdateReport((), None, None, below_range)
+        return LostUpdateReport((), None, None, below_range, stalled)
     seen, cancelled, wanted, kept = (
         sum(getattr(plan.lost, name) for plan in counted) for name in ("seen", "cancelled", "wanted", "kept")
     )
-    return LostUpdateReport(tuple(rows), _share(cancelled, seen), _share(kept, wanted), below_range)
+    return LostUpdateReport(tuple(rows), _share(cancelled, seen), _share(kept, wanted), below_range, stalled)
 
 
 def warn_if_mostly_lost(plans: Iterable[ParameterPlan]) -> None:

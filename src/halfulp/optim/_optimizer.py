@@ -10,7 +10,7 @@ import torch
 from ..formats import Format
 from ..kernels import plain
 from ..subclass.models import _gathered_states as _whole_states
-from ._group_options import SWITCHES, check_group, check_numbers, check_parameters, refuse_torch_switches
+from ._group_options import SWITCHES, check_betas, check_group, check_numbers, check_parameters, refuse_torch_switches
 from ._lost_updates import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from .checkpoint._checkpoint import CheckpointMixin
 from .parameters._local_tensors import index_map_of, local, memory, own_parts
@@ -29,17 +29,20 @@ from .parameters._outside_writes import drop_stale, mark_current, payload_versio
 from .parameters._parameter_plan import (
     ParameterPlan,
     allocate,
+    can_step,
     is_valid,
     options_of,
     refuse_other_dtype,
     refuse_other_states,
+    set_initial,
     state_spec,
 )
 from .parameters._random_identity import Identity, assign_identities, follow_parameters, note_identities
 from .parameters._step_spec import step_spec_of
 from .parameters._tensor_map import TensorMap
-from .rules._update_rule import UpdateRule
+from .rules._update_rule import UpdateRule, check_initial_values
 from .states._float8 import PAYLOADS
+from .states._stalled import stall_widths
 from .states._state import StateChoice
 from .states._storage import STORES, Store
 from .step._memory import check_memory, check_parameter, gradient_memory, gradient_store
@@ -135,6 +138,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         try:
             self._check_numbers(group)
             check_group(group, self.defaults)
+            check_initial_values(self.rule(group), group)
             self._check_switches(group)
             assign_identities(group, self.param_groups[:before])
             for position, parameter in enumerate(group["params"]):
@@ -196,6 +200,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         refuse_other_states(state, wanted, name)
         missing = {key: value for key, value in wanted.items() if key not in state}
         state |= allocate(missing, parameter)
+        set_initial(spec, group, {key: local(value) for key, value in state.items() if key in missing})
         state.setdefault("step", 0)
         part, known = memory(parameter), self._plans.get(parameter)
         index_map, plain = index_map_of(parameter), part is parameter
@@ -302,6 +307,7 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
     def _check_numbers(self, group: dict) -> None:
         """Check the hyper-parameters that a scheduler may write; raises ValueError."""
         check_numbers(group)
+        check_betas(group, self.rule(group).betas)
 
     def _check_switches(self, group: dict) -> None:
         """Refuse the options that choose another implementation in torch.optim."""
@@ -363,8 +369,13 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             )
 
     def report(self) -> LostUpdateReport:
-        """Return the share of updates that rounding cancelled on metered steps, and of 8-bit states below range."""
-        return lost_update_report(self._plans.values())
+        """Return the share of updates that rounding cancelled on metered steps, and which states lose what."""
+        stalled: dict[str, float] = {}
+        for group in self.param_groups:
+            for plan in filter(None, map(self._plans.get, group["params"])):
+                for name, width in stall_widths(plan, group).items():
+                    stalled[name] = max(width, stalled.get(name, 0.0))
+        return lost_update_report(self._plans.values(), tuple(stalled.items()))
 
     def bytes_per_parameter(self) -> float:
         """Bytes of weights (and copies kept after outside writes), auxiliary tensors, states, gradients per element."""
@@ -382,11 +393,3 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
     def __repr__(self) -> str:
         """torch.optim's description, then how each dtype is updated, then the lost updates."""
         return f"{super().__repr__()}\n{updates_in_effect(self)}\n{self.report()}"
-
-
-def can_step(
-    plan: ParameterPlan, parameter: torch.Tensor, gradient: torch.Tensor, rule: UpdateRule, options: tuple, state: dict
-) -> bool:
-    """Return whether a plan still matches the parameter and fits a gradient."""
-    fits = gradient.dtype is plan.spec.gradient.dtype and gradient.layout is torch.strided
-    return fits and is_valid(plan, parameter, rule, options, state)

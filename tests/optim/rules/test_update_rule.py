@@ -15,6 +15,7 @@ from halfulp.optim.rules._sgd import SGD, SGD_MOMENTUM, SGD_NESTEROV
 from ..laws import RULES, build
 
 ALL = (ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD, LION, SGD, SGD_MOMENTUM, SGD_NESTEROV)
+ALL += tuple(RULES[name][0].rule(None, {}) for name in ("yogi", "adan"))
 CALLS = {"sqrt", "divide", "maximum", "sign_of"}
 FUNCTIONS = [f for rule in ALL for f in (rule.update, rule.error_feedback) if f is not None]
 
@@ -91,7 +92,28 @@ def _lion(w, grads, o):
     return w
 
 
-ORACLES = {"SGD": _sgd, "Lion": _lion}
+def _yogi(w, grads, o):
+    m, v = torch.zeros_like(w), torch.full_like(w, 1e-6)
+    for g in grads:
+        m = 0.9 * m + (1 - 0.9) * g
+        v = v - (1 - 0.999) * _left_out(v - g * g, v + g * g, 2**-19).sign() * g * g
+        w = (1 - o["lr"] * o.get("weight_decay", 0)) * w - o["lr"] * m / (v.sqrt() + 1e-3)
+    return w
+
+
+def _adan(w, grads, o):
+    m = d = n = torch.zeros_like(w)
+    b1, b2, b3 = o["betas"]
+    for t, g in enumerate(grads, 1):
+        change = g - grads[max(t - 2, 0)]
+        m, d = b1 * m + (1 - b1) * g, b2 * d + (1 - b2) * change
+        n = b3 * n + (1 - b3) * (g + b2 * change) ** 2
+        step = (m / (1 - b1**t) + b2 * d / (1 - b2**t)) / ((n / (1 - b3**t)).sqrt() + 1e-8)
+        w = (w - o["lr"] * step) / (1 + o["lr"] * o.get("weight_decay", 0))
+    return w
+
+
+ORACLES = {"SGD": _sgd, "Lion": _lion, "Yogi": _yogi, "Adan": _adan}
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -230,7 +230,9 @@ def test_a_name_can_be_given_once():
 
 @pytest.mark.parametrize(("rule", "update"), [(rule, "feedback") for rule in RULES])
 def test_feedback_is_refused_where_there_is_no_first_moment_to_put_it(rule, update):
-    assert allowed(rule, update, "bf16") == (rule not in ("sgd", "lion", "adam-amsgrad", "adamw-amsgrad"))
+    assert allowed(rule, update, "bf16") == (
+        rule not in ("sgd", "lion", "adam-amsgrad", "adamw-amsgrad", "yogi", "adan")
+    )
 
 
 @pytest.mark.parametrize("update", ["split", "split8", "kahan", "master", "components"])

@@ -22,15 +22,16 @@ from ..parameters._outside_writes import (
     mark_current,
     mark_loaded,
 )
-from ..parameters._parameter_plan import ParameterPlan
+from ..parameters._parameter_plan import ParameterPlan, set_initial
 from ..parameters._random_identity import plain_names
 from ..states._int8_blocks import scale_shape
 from ..states._scaled import finite_amax
 from ..states._state import as_state
 from ..step._scales import weight_scale
 from ..weight_updates._weight_update import WeightUpdate
-from ._saved_states import ABSENT, block_of, check_version, codec_versions, saved_value
-from ._state_dict_validation import checked_groups, checked_state, whole_step
+from ._fitted_states import checked_shape, fit_state, steps_made
+from ._saved_states import block_of, codec_versions
+from ._state_dict_validation import checked_groups, checked_state
 
 
 class CheckpointMixin:
@@ -126,7 +127,9 @@ class CheckpointMixin:
         for group, position, state, tensors in trial:
             parameter = group["params"][position]
             if not state and not is_own and parameter in self._plans:
-                _reset_states(self._plans[parameter])  # files of torch.optim have no auxiliary tensors: they stay
+                _reset_states(
+                    self._plans[parameter], group
+                )  # files of torch.optim have no auxiliary tensors: they stay
                 continue
             if not state:
                 self.state.pop(parameter, None)
@@ -135,7 +138,7 @@ class CheckpointMixin:
             held = self.state[parameter]
             for name, tensor in tensors.items():
                 local(held[name]).copy_(local(tensor))
-            held["step"] = _steps_made(state, "")
+            held["step"] = steps_made(state, "")
             mark_loaded(self._plans[parameter], state.get(CHECKSUMS))
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
@@ -147,16 +150,16 @@ class CheckpointMixin:
         if not state:
             return {}
         plan = self._plan(group, position)
-        _steps_made(state, plan.name)
+        steps_made(state, plan.name)
         fitted: dict[str, torch.Tensor] = {}
         used = {"step", CHECKSUMS, "payload_checksum"}  # the latter in older files, which are trusted
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in ("", "_codes", "_scale", "_residual")}
-            fitted |= _fit_state(plan, codec, rule_state, names, state)
+            fitted |= fit_state(plan, group, codec, rule_state, names, state)
         for name in plan.spec.auxiliary_names:
             used.add(name)
             if name in state:
-                fitted[name] = _same_shape(plan, name, state[name], plan.tensors[name], exact=True)
+                fitted[name] = checked_shape(plan, name, state[name], plan.tensors[name], exact=True)
             elif _is_own_file(state):
                 raise ValueError(
                     f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
@@ -294,10 +297,11 @@ def _could_be_a_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
     return same and memory(a).shape == memory(b).shape
 
 
-def _reset_states(plan: ParameterPlan) -> None:
+def _reset_states(plan: ParameterPlan, group: Mapping) -> None:
     """Reset the states of a parameter to those before its first step."""
     for tensor in (tensor for state in plan.states for tensor in state):
         tensor.zero_()
+    set_initial(plan.spec, group, plan.tensors)
     plan.state["step"] = 0
 
 
@@ -344,56 +348,5 @@ def _plain_state(given: object) -> object:
     return {"dtype": dtype, "rounding": state.rounding, "block": state.block}
 
 
-def _steps_made(state: Mapping, name: str) -> int:
-    """Return the saved step number; torch's SGD saves none, but a momentum buffer implies a step."""
-    if "step" not in state and isinstance(state.get("momentum_buffer"), torch.Tensor):
-        return 1
-    return whole_step(state, name)
-
-
 def _is_own_file(state: Mapping) -> bool:
     return isinstance(state.get("step"), int)
-
-
-def _fit_state(
-    plan: ParameterPlan, codec, rule_state, names: tuple[str, ...], state: Mapping
-) -> dict[str, torch.Tensor]:
-    """Return one state of the rule from saved tensors: bit for bit if the dtypes agree, else through float32."""
-    given = state.get(f"{rule_state.name}_codes", state.get(rule_state.name, ABSENT))
-    if given is ABSENT:
-        raise ValueError(
-            f"state of parameter {plan.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
-        )
-    if isinstance(given, int):
-        raise ValueError(
-            f"state {rule_state.name!r} of parameter {plan.name} was saved in 8-bit codes of version {given}, but "
-            f"without the codes {rule_state.name + '_codes'!r}: torch.distributed.checkpoint leaves out what this "
-            "optimizer does not keep; load the file into one with state_dtype='8bit', and the state_dict of that here"
-        )
-    if isinstance(given, (ScaledTensor, MCTensor)):
-        state = {**state, rule_state.name: (given := given.decode(torch.float32))}
-    if given is None and rule_state.name == "momentum_buffer":
-        return {name: torch.zeros_like(plan.tensors[name]) for name in names}
-    own = [plan.tensors[name] for name in names]
-    if all(_is_same_layout(state.get(name), mine) for name, mine in zip(names, own)):
-        check_version(rule_state.name, state)
-        return {name: state[name] for name in names}
-    given = _same_shape(plan, rule_state.name, given, own[0], exact=False)
-    value = saved_value(local(given), state, rule_state)
-    fresh = [torch.zeros_like(mine) for mine in own]
-    codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
-    return dict(zip(names, fresh))
-
-
-def _is_same_layout(given: object, own: torch.Tensor) -> bool:
-    """Return whether a saved tensor can be copied bit for bit."""
-    return isinstance(given, torch.Tensor) and (local(given).dtype, local(given).shape) == (own.dtype, own.shape)
-
-
-def _same_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
-    if not isinstance(given, torch.Tensor) or local(given).shape != own.shape:
-        shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
-        raise ValueError(f"state {name!r} of parameter {plan.name} has shape {shape}, {tuple(own.shape)} is needed")
-    if exact and local(given).dtype != own.dtype:
-        raise ValueError(f"state {name!r} of parameter {plan.name} is {local(given).dtype}, {own.dtype} is needed")
-    return given

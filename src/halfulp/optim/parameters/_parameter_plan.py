@@ -11,6 +11,7 @@ import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
+from ..states._state import constant_of
 from ..step._spec import StepSpec
 from ._local_tensors import local, memory, own_parts
 
@@ -215,6 +216,14 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
     return [tensor.data_ptr() for tensor in stored] == addresses
 
 
+def can_step(
+    plan: ParameterPlan, parameter: torch.Tensor, gradient: torch.Tensor, rule: UpdateRule, options: tuple, state: dict
+) -> bool:
+    """Return whether a plan still matches the parameter and fits a gradient."""
+    fits = gradient.dtype is plan.spec.gradient.dtype and gradient.layout is torch.strided
+    return fits and is_valid(plan, parameter, rule, options, state)
+
+
 def refuse_other_states(state: Mapping, wanted: Mapping, name: str) -> None:
     """Refuse states that were made before the parameter was converted or resized.
 
@@ -247,6 +256,21 @@ def allocate(tensors: dict, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Zeros for each (local shape, dtype), on the parameter's device."""
     device = local(parameter).device
     return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in tensors.items()}
+
+
+def set_initial(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give states the values that they have before the first step.
+
+    Args:
+        spec: the step specification.
+        group: the options that these values may depend on.
+        tensors: the new ones, local and zero; a state is left as it is where one of its tensors is not among them.
+    """
+    for codec, slot, names in zip(spec.codecs, spec.rule.states, spec.state_tensors):
+        value = slot.initial_value(group)
+        if value and tensors.keys() >= set(names):
+            for name, number in zip(names, constant_of(codec, value)):
+                tensors[name].copy_(number.expand(tensors[name].shape))
 
 
 def state_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...kernels import sign_of
-from ._update_rule import StateSlot, UpdateRule
+from ._update_rule import StateSlot, UpdateRule, beta
 
 
 def lion(w, g, m, sign, decay, keep, take, keep_m, take_m, lr):
@@ -24,7 +24,8 @@ def _values(group: Mapping, step: int) -> tuple[float, ...]:
 LION = UpdateRule(
     "lion",
     lion,
-    (StateSlot("exp_avg", 1),),
+    (StateSlot("exp_avg", 1, retention=beta(1)),),
     ("sign", "decay", "keep", "take", "keep_m", "take_m", "lr"),
     _values,
+    betas=2,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ._update_rule import StateSlot, UpdateRule
 
-_BUFFER = (StateSlot("momentum_buffer", 1),)
+_BUFFER = (StateSlot("momentum_buffer", 1, retention=lambda group: group["momentum"]),)
 _CONSTANTS = ("sign", "decay", "keep", "take", "lr", "feedback_gain")
 
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+# A number, or a function of a param group's options that gives it.
+Number = float | Callable[[Mapping[str, Any]], float]
+_LARGEST = (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
@@ -13,10 +18,59 @@ class StateSlot:
     Attributes:
         name: its key in the optimizer's state, torch.optim's where torch has it.
         degree: 1 where the state grows as the gradient does, 2 where it grows as its square.
+        initial: its value before the first step, rounded to nearest where it is stored.
+        retention: the share of it that a step keeps where it is a decaying mean, as a beta; None for other states.
+
+    >>> StateSlot("sum", 2, initial=lambda group: group["initial_accumulator_value"]).initial_value(
+    ...     {"initial_accumulator_value": 0.1}
+    ... )
+    0.1
     """
 
     name: str
     degree: int
+    initial: Number = 0.0
+    retention: Number | None = None
+
+    def initial_value(self, group: Mapping[str, Any]) -> float:
+        """Return the value before the first step under a group's options.
+
+        Raises:
+            TypeError: it is no number.
+            ValueError: it is not finite in float32, or a second moment's is negative.
+        """
+        given: Any = self.initial(group) if callable(self.initial) else self.initial
+        try:
+            value = float(given)
+        except (TypeError, ValueError):
+            raise TypeError(f"state {self.name!r} begins with {given!r}: give a number") from None
+        if not abs(value) <= _LARGEST or (self.degree == 2 and value < 0):
+            sign = " that is not negative" if self.degree == 2 else ""
+            raise ValueError(f"state {self.name!r} begins with {value}: give a finite float32 number{sign}")
+        return value
+
+    def retained(self, group: Mapping[str, Any]) -> float | None:
+        """Return the share that a step keeps under a group's options."""
+        return float(self.retention(group)) if callable(self.retention) else self.retention
+
+
+def beta(number: int) -> Callable[[Mapping[str, Any]], float]:
+    """Return the function that reads one of a group's `betas`, for `StateSlot.retention`.
+
+    >>> beta(1)({"betas": (0.9, 0.999)})
+    0.999
+    """
+
+    def read(group: Mapping[str, Any]) -> float:
+        return float(group["betas"][number])
+
+    return read
+
+
+def check_initial_values(rule: UpdateRule, group: Mapping[str, Any]) -> None:
+    """Raise ValueError or TypeError for a state that cannot begin with what a group's options say."""
+    for state in rule.states:
+        state.initial_value(group)
 
 
 @dataclass(frozen=True)
@@ -38,14 +92,16 @@ class UpdateRule:
         assigns: the gradient's place holds the new weight, and u is what it differs by.
         decays: the weight enters u by its decay alone. One that is infinite or NaN then has none and stays as it is,
             where inf - wd inf, or 0 inf without decay, would be NaN.
+        betas: how many numbers the option `betas` holds; None where there is none, or any count will do.
     """
 
     name: str
-    update: Callable
+    update: Callable[..., Any]
     states: tuple[StateSlot, ...]
     constants: tuple[str, ...]
-    values: Callable[[Mapping, int], tuple[float, ...]]
+    values: Callable[[Mapping[str, Any], int], tuple[float, ...]]
     homogeneous: tuple[str, ...] | None = None
-    error_feedback: Callable | None = None
+    error_feedback: Callable[..., Any] | None = None
     assigns: bool = False
     decays: bool = True
+    betas: int | None = None

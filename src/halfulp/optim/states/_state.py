@@ -109,6 +109,14 @@ Codec = Plain | DoubleBF16 | Int8Blocks | Scaled
 StateChoice = torch.dtype | str | Components | State | Mapping | None
 
 
+def constant_of(codec: Codec, value: float) -> list[torch.Tensor]:
+    """Return one element of each tensor of a state whose elements all are one value, rounded to nearest."""
+    shape = torch.Size([codec.block if isinstance(codec, Int8Blocks) else 1])
+    made = [torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in codec.tensors("", shape).values()]
+    codec.encode(made, torch.full(shape, value, dtype=torch.float32, device="cpu"), None)
+    return [tensor.reshape(-1)[0] for tensor in made]
+
+
 def resolve_codecs(
     given: StateChoice, slots: tuple[StateSlot, ...], default: torch.dtype, shape: torch.Size
 ) -> tuple[Codec, ...]:

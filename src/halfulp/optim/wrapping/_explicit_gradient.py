@@ -9,9 +9,9 @@ import torch
 
 from ...scaled import ScaledTensor
 from .._group_options import check_number
-from .._optimizer import Optimizer, can_step
+from .._optimizer import Optimizer
 from ..parameters._outside_writes import drop_stale
-from ..parameters._parameter_plan import ParameterPlan, options_of
+from ..parameters._parameter_plan import ParameterPlan, can_step, options_of
 from ..rules._update_rule import UpdateRule
 from ..states._storage import Store
 from ..step._spec import StepSpec

@@ -1,0 +1,69 @@
+"""Saved states of one parameter, in the dtypes and layouts of the optimizer that loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ...mctensor import MCTensor
+from ...scaled import ScaledTensor
+from ..parameters._local_tensors import local
+from ..parameters._parameter_plan import ParameterPlan, set_initial
+from ..rules._update_rule import StateSlot
+from ..states._state import Codec
+from ._saved_states import ABSENT, check_version, saved_value
+from ._state_dict_validation import whole_step
+
+
+def steps_made(state: Mapping, name: str) -> int:
+    """Return the saved step number; torch's SGD saves none, but a momentum buffer implies a step."""
+    if "step" not in state and isinstance(state.get("momentum_buffer"), torch.Tensor):
+        return 1
+    return whole_step(state, name)
+
+
+def fit_state(
+    plan: ParameterPlan, group: Mapping, codec: Codec, rule_state: StateSlot, names: tuple[str, ...], state: Mapping
+) -> dict[str, torch.Tensor]:
+    """Return one state of the rule from saved tensors: bit for bit if the dtypes agree, else through float32."""
+    given = state.get(f"{rule_state.name}_codes", state.get(rule_state.name, ABSENT))
+    if given is ABSENT:
+        raise ValueError(
+            f"state of parameter {plan.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
+        )
+    if isinstance(given, int):
+        raise ValueError(
+            f"state {rule_state.name!r} of parameter {plan.name} was saved in 8-bit codes of version {given}, but "
+            f"without the codes {rule_state.name + '_codes'!r}: torch.distributed.checkpoint leaves out what this "
+            "optimizer does not keep; load the file into one with state_dtype='8bit', and the state_dict of that here"
+        )
+    if isinstance(given, (ScaledTensor, MCTensor)):
+        state = {**state, rule_state.name: (given := given.decode(torch.float32))}
+    if given is None and rule_state.name == "momentum_buffer":
+        new = {name: torch.zeros_like(plan.tensors[name]) for name in names}
+        set_initial(plan.spec, group, new)
+        return new
+    own = [plan.tensors[name] for name in names]
+    if all(_is_same_layout(state.get(name), mine) for name, mine in zip(names, own)):
+        check_version(rule_state.name, state)
+        return {name: state[name] for name in names}
+    given = checked_shape(plan, rule_state.name, given, own[0], exact=False)
+    value = saved_value(local(given), state, rule_state)
+    fresh = [torch.zeros_like(mine) for mine in own]
+    codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
+    return dict(zip(names, fresh))
+
+
+def _is_same_layout(given: object, own: torch.Tensor) -> bool:
+    """Return whether a saved tensor can be copied bit for bit."""
+    return isinstance(given, torch.Tensor) and (local(given).dtype, local(given).shape) == (own.dtype, own.shape)
+
+
+def checked_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
+    if not isinstance(given, torch.Tensor) or local(given).shape != own.shape:
+        shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+        raise ValueError(f"state {name!r} of parameter {plan.name} has shape {shape}, {tuple(own.shape)} is needed")
+    if exact and local(given).dtype != own.dtype:
+        raise ValueError(f"state {name!r} of parameter {plan.name} is {local(given).dtype}, {own.dtype} is needed")
+    return given

@@ -1,0 +1,34 @@
+"""How far from a steady mean a state that is rounded to nearest stops moving."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..parameters._parameter_plan import ParameterPlan
+from ._double_bfloat16 import DoubleBF16
+from ._scaled import Scaled
+from ._state import Codec, Plain
+
+
+def stall_widths(plan: ParameterPlan, group: Mapping[str, Any]) -> dict[str, float]:
+    """Return, for each decaying mean rounded to nearest, within which share of a steady value it no longer moves.
+
+    A step moves it by (1 - retention) of its distance, which rounding cancels below half a unit in the last place. A
+    share of 1 or more is a state that never moves but by larger values.
+    """
+    found = {}
+    for codec, slot in zip(plan.spec.codecs, plan.spec.rule.states):
+        kept, bits = slot.retained(group), _nearest_bits(codec)
+        if kept is not None and bits is not None and 0 < kept < 1:
+            found[slot.name] = 2.0 ** -(bits + 1) / (1 - kept)
+    return found
+
+
+def _nearest_bits(codec: Codec) -> int | None:
+    """Return the bits behind the leading one of a state rounded to nearest; None for one rounded stochastically."""
+    if isinstance(codec, DoubleBF16):
+        return 16
+    if isinstance(codec, Plain | Scaled) and not codec.stochastic:
+        return codec.store.mantissa_bits
+    return None

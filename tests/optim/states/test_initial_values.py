@@ -1,0 +1,221 @@
+"""States begin with the value that their rule says, wherever and however late they are made."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.kernels import same_bits
+from halfulp.optim.rules._update_rule import StateSlot, UpdateRule
+from halfulp.optim.states._state import constant_of
+
+from ..laws import CODECS, RULES, differing, snapshot
+
+YOGI, ADAN = RULES["yogi"][0], RULES["adan"][0]
+
+
+@pytest.fixture(autouse=True)
+def _reference():
+    with hu.kernels.engine("reference"):
+        yield
+
+
+def _parameter(shape=(4, 64), dtype=torch.bfloat16):
+    return torch.nn.Parameter(torch.linspace(-1, 1, 256).reshape(shape).to(dtype))
+
+
+def _step(optimizer, steps=1):
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                values = torch.linspace(-1, 1 + step, parameter.numel()).reshape(parameter.shape)
+                if isinstance(parameter, hu.ScaledTensor):
+                    parameter.grad = hu.ScaledTensor.encode(values)
+                else:
+                    parameter.grad = values.to(parameter.dtype)
+        optimizer.step()
+
+
+def _second(optimizer, parameter):
+    """The float32 values of the second moment."""
+    plan = optimizer._plans[parameter]
+    return plan.spec.codecs[1].decode(plan.states[1])
+
+
+@pytest.mark.parametrize("value", [1e-6, 0.1, 3e38, 1e-30])
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_storage_holds_the_initial_value(codec, value):
+    parameter = _parameter()
+    optimizer = YOGI([parameter], initial_accumulator_value=value, state_dtype=CODECS[codec])
+    optimizer.bytes_per_parameter()
+    held = _second(optimizer, parameter).double()
+    error = {"fp32": 0, "bf16x2": 2**-17, "8bit": 0.015, "8bit-16": 0.015}.get(codec, 2**-9) + 2**-24
+    assert ((held - value).abs() <= error * value).all()
+    assert (optimizer.state[parameter]["exp_avg" + "_codes" * codec.startswith("8bit")] == 0).all()
+
+
+@pytest.mark.parametrize("codec", [torch.float32, torch.bfloat16, torch.float16, "fp8", torch.float8_e5m2])
+def test_scaled_states_begin_there_too(codec):
+    parameter = torch.nn.Parameter(hu.ScaledTensor.encode(torch.linspace(-1, 1, 256).reshape(4, 64)))
+    optimizer = YOGI([parameter], initial_accumulator_value=0.1, state_dtype=codec)
+    optimizer.bytes_per_parameter()
+    assert ((_second(optimizer, parameter) - 0.1).abs() <= 0.26 * 0.1).all()
+    _step(optimizer)
+    assert (_second(optimizer, parameter) > 0.05).all()
+
+
+def test_a_signed_state_and_a_number_instead_of_a_function():
+    def sums(w, g, total):
+        return g, total + g
+
+    rule = UpdateRule("sums", sums, (StateSlot("total", 1, initial=-2.5),), (), lambda group, step: ())
+
+    class Sums(hu.optim.Optimizer):
+        def rule(self, group):
+            return rule
+
+    for codec in CODECS.values():
+        parameter = _parameter()
+        optimizer = Sums([parameter], {}, state_dtype=codec)
+        optimizer.bytes_per_parameter()
+        plan = optimizer._plans[parameter]
+        torch.testing.assert_close(
+            plan.spec.codecs[0].decode(plan.states[0]), torch.full((4, 64), -2.5), rtol=0.01, atol=0
+        )
+
+
+def test_the_value_is_the_groups_own_and_a_later_group_has_it_too():
+    first, second, third = _parameter(), _parameter(), _parameter()
+    groups = [{"params": [first]}, {"params": [second], "initial_accumulator_value": 2.0}]
+    optimizer = YOGI(groups, initial_accumulator_value=0.5)
+    _step(optimizer, 3)
+    optimizer.add_param_group({"params": [third], "initial_accumulator_value": 4.0})
+    with pytest.raises(ValueError, match="begins with nan"):
+        optimizer.add_param_group({"params": [_parameter()], "initial_accumulator_value": float("nan")})
+    with pytest.raises(TypeError, match="begins with 'x': give a number"):
+        optimizer.add_param_group({"params": [_parameter()], "initial_accumulator_value": "x"})
+    assert len(optimizer.param_groups) == 3
+    optimizer.bytes_per_parameter()
+    assert (_second(optimizer, third) == 4).all()
+    for parameter, value in ((first, 0.5), (second, 2.0)):
+        assert (_second(optimizer, parameter) != value).any()
+        assert ((_second(optimizer, parameter) - value).abs() < 0.05).all()
+
+
+@pytest.mark.parametrize("codec", ["default", "8bit", "bf16x2", "fp32"])
+def test_a_resumed_run_gives_late_parameters_the_saved_groups_value(codec):
+    """A parameter without a gradient so far has no state in the file; it begins as in the run that was saved."""
+
+    def made(value):
+        parameters = [_parameter(), _parameter()]
+        return parameters, YOGI(parameters, initial_accumulator_value=value, state_dtype=CODECS[codec])
+
+    (one, late), optimizer = made(0.5)
+    one.grad = torch.ones_like(one)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert list(saved["state"]) == [0]
+    (other, other_late), resumed = made(3.0)
+    other_late.grad = torch.ones_like(late)
+    resumed.step()  # what it made so far by its own value is dropped
+    with torch.no_grad():
+        other.copy_(one), other_late.copy_(late)
+    resumed.load_state_dict(saved)
+    _step(optimizer, 2), _step(resumed, 2)
+    assert differing(snapshot(optimizer), snapshot(resumed)) == []
+
+
+def test_a_file_without_states_of_this_package_resets_to_the_initial_value():
+    parameter = _parameter()
+    optimizer = YOGI([parameter], initial_accumulator_value=0.5, state_dtype=torch.float32)
+    _step(optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["param_groups"][0]["identities"]
+    saved["state"] = {}
+    optimizer.load_state_dict(saved)
+    assert (_second(optimizer, parameter) == 0.5).all()
+    assert (optimizer.state[parameter]["exp_avg"] == 0).all()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_copies_go_on_alike(duplicate, steps, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, YOGI.__module__, sys.modules.get(YOGI.__module__) or _module_of(YOGI))
+    parameter = _parameter()
+    optimizer = YOGI([parameter], initial_accumulator_value=0.5)
+    _step(optimizer, steps)
+    _, other = duplicate((parameter, optimizer))
+    _step(optimizer, 2), _step(other, 2)
+    assert differing(snapshot(optimizer), snapshot(other)) == []
+
+
+def _module_of(kind):
+    import types
+
+    module = types.ModuleType(kind.__module__)
+    setattr(module, kind.__name__, kind)
+    return module
+
+
+@pytest.mark.parametrize("kind", [YOGI, ADAN])
+@pytest.mark.parametrize("codec", ["default", "8bit", "bf16x2"])
+def test_a_shard_steps_as_the_whole(kind, codec):
+    """Rows of a parameter alone, keyed by their place in the whole, have the whole's states."""
+    whole = kind([_parameter()], state_dtype=CODECS[codec], weight_update="nearest")
+    whole.bytes_per_parameter()
+    rows = _parameter().detach()[:2].clone()
+    part = kind([torch.nn.Parameter(rows)], state_dtype=CODECS[codec], weight_update="nearest")
+    part.bytes_per_parameter()
+    for name, value in whole.state[whole.param_groups[0]["params"][0]].items():
+        if isinstance(value, torch.Tensor):
+            mine = part.state[part.param_groups[0]["params"][0]][name]
+            assert same_bits(value[:2], mine)
+
+
+def test_one_element_of_a_constant_state_stands_for_all():
+    optimizer = YOGI([_parameter()], state_dtype="8bit")
+    optimizer.bytes_per_parameter()
+    codec = optimizer._plans[optimizer.param_groups[0]["params"][0]].spec.codecs[1]
+    shape = torch.Size([3, 96])
+    made = [torch.zeros(size, dtype=dtype) for size, dtype in codec.tensors("", shape).values()]
+    codec.encode(made, torch.full(shape, 0.3), None)
+    assert [tensor.unique().tolist() for tensor in made] == [[one.item()] for one in constant_of(codec, 0.3)]
+
+
+def test_means_rounded_to_nearest_are_reported_by_their_retention():
+    def report(kind, codec, **options):
+        optimizer = kind([_parameter()], state_dtype=codec, **options)
+        optimizer.bytes_per_parameter()
+        return optimizer.report()
+
+    nearest = hu.optim.State(torch.bfloat16, "nearest")
+    assert report(ADAN, None).stalled == ()
+    found = dict(report(ADAN, nearest, betas=(0.5, 0.75, 0.875)).stalled)
+    assert found == {"exp_avg": 2.0**-7, "exp_avg_diff": 2.0**-6, "exp_avg_sq": 2.0**-5}
+    said = str(report(ADAN, nearest, betas=(0.5, 0.75, 0.875)))
+    assert "exp_avg_diff, rounded to nearest, stops within 2% of" in said
+    assert "exp_avg," not in said
+    assert [name for name, _ in report(YOGI, nearest).stalled] == ["exp_avg"]
+    assert dict(report(hu.optim.AdamW, "bfloat16x2", betas=(0.5, 0.5)).stalled)["exp_avg"] == 2.0**-16
+    assert [name for name, _ in report(hu.optim.Lion, nearest, betas=(0.5, 0.75)).stalled] == ["exp_avg"]
+    assert dict(report(hu.optim.SGD, nearest, momentum=0.5).stalled) == {"momentum_buffer": 2.0**-7}
+
+
+@pytest.mark.parametrize("value", [0.99, 1.02])
+def test_the_reported_width_is_where_a_state_stops(value):
+    """Lion's moment under a steady gradient, from below and from above."""
+    parameter, nearest = _parameter(), hu.optim.State(torch.bfloat16, "nearest")
+    optimizer = hu.optim.Lion([parameter], betas=(0.9, 0.75), lr=0.0, state_dtype=nearest)
+    optimizer.bytes_per_parameter()
+    (width,) = dict(optimizer.report().stalled).values()
+    moment = optimizer.state[parameter]["exp_avg"]
+    for start in (0.0, 4.0):
+        moment.fill_(start)
+        for _ in range(40):
+            parameter.grad = torch.full_like(parameter, value)
+            optimizer.step()
+        assert 0 < (moment.double() / parameter.grad.double() - 1).abs().max() <= width
