@@ -13,22 +13,25 @@ class KernelMismatchError(RuntimeError):
     """A compiled kernel gave other bits than its reference: a compiler with unsafe floating-point options, say."""
 
 
-def check_bits(name: str, fast: Callable[[], list[torch.Tensor]], reference: Callable[[], list[torch.Tensor]]) -> None:
+def check_bits(
+    name: str, fast: Callable[[], list[torch.Tensor]], reference: Callable[[], list[torch.Tensor]], advice: str = ""
+) -> None:
     """Raise if a compiled kernel and its reference differ in a bit; two NaNs count as equal.
 
     Args:
         name: the kernel, for the message.
         fast: runs the compiled kernel on fixed elements and returns what it wrote.
         reference: the same in plain torch.
+        advice: what to look at first, where a part of the kernel may be the user's; a sentence.
     """
     with undisturbed():
         pairs = list(zip(fast(), reference(), strict=True))
         wrong = [position for position, (a, b) in enumerate(pairs) if not same_bits(a, b)]
     for position in wrong:
         raise KernelMismatchError(
-            f"kernel {name}: result {position} of the compiled kernel differs from its reference on fixed "
-            "elements. Remove the kernel cache (HALFULP_CACHE_DIR or ~/.cache/halfulp); if it persists, set "
-            "HALFULP_ENGINE=reference and report the processor and the numba version"
+            f"kernel {name}: result {position} of the compiled kernel differs from its reference on fixed elements. "
+            f"{advice}{' ' if advice else ''}Remove the kernel cache (HALFULP_CACHE_DIR or ~/.cache/halfulp); if it "
+            "persists, set HALFULP_ENGINE=reference and report the processor and the numba version"
         )
 
 

@@ -1,13 +1,19 @@
 """Law 4: the compiled step and its reference give the same bits, for every rule, weight update, store and codec."""
 
+import ast
+import builtins
+import dataclasses
 import itertools
+import re
 
 import pytest
 import torch
 
 import halfulp as hu
-from halfulp.kernels import digest
+from halfulp.kernels import KernelMismatchError, digest
 from halfulp.optim.step._kernel import bindings, source
+from halfulp.optim.step._run import checked
+from halfulp.optim.step._triton_kernel import element_text, triton_source
 
 from ..laws import (
     CODECS,
@@ -76,3 +82,64 @@ def test_kernels_that_differ_in_any_piece_have_different_keys():
         exec(compile(source(kind), "step", "exec"), namespace)
         pieces = (source(kind), tuple((name, str(value)) for name, value in sorted(bound.items())))
         assert known.setdefault(digest(namespace["step"], bound), pieces) == pieces
+
+
+def _spec(seed, update="kahan", codec="8bit", **more):
+    parameter = torch.nn.Parameter(fit(special_pairs(seed)[0], "bf16"))
+    optimizer = build("adamw", update, [parameter], "bf16", state_dtype=CODECS[codec], seed=seed, **more)
+    return optimizer._step_spec(optimizer.param_groups[0], parameter, None, "")
+
+
+def _with_constants(spec, names):
+    own = dict(zip(spec.rule.constants, names, strict=True))
+    inner = tuple(own[name] for name in spec.rule.homogeneous)
+    return dataclasses.replace(spec, rule=dataclasses.replace(spec.rule, constants=names, homogeneous=inner))
+
+
+def _names(text: str) -> set[str]:
+    nodes = list(ast.walk(ast.parse(text)))
+    arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    return {node.id for node in nodes if isinstance(node, ast.Name)} | arguments | functions
+
+
+@pytest.mark.parametrize("form", ["blocked", "plain", "error feedback", "metered", "scaled", "amax"])
+@pytest.mark.parametrize("text", [source, element_text, triton_source], ids=lambda f: f.__name__)
+def test_a_constant_may_have_any_name_of_the_generated_source(seed, form, text):
+    """The source is the same but for the constant's variable, which is none of its other names."""
+    spec = _spec(seed, "feedback" if form == "error feedback" else "kahan", "default" if form == "scaled" else "8bit")
+    if form in ("plain", "scaled"):
+        spec = _spec(seed, codec="bf16-nearest")
+    if form in ("scaled", "amax"):
+        spec = dataclasses.replace(spec, scaled=True, finds_amax=form == "amax")
+    if spec.scaled and text is not source:
+        pytest.skip("no Triton kernel takes scaled parameters")
+    spec = dataclasses.replace(spec, metered=form == "metered")
+    plain = text(spec)
+    constants = spec.rule.constants
+    taken = _names(plain) - set(spec.rule_constants) | set(bindings(spec)) | set(dir(builtins))
+    assert {"w", "g", "shrink", "grow"} <= taken or form in ("plain", "scaled", "amax")
+    for name in sorted(taken - set(constants)):
+        renamed = _with_constants(spec, (name, *constants[1:]))
+        assert not taken & set(renamed.rule_constants), name
+        assert len(set(renamed.constants)) == len(renamed.constants), name
+        assert text(renamed) == re.sub(rf"\b{spec.rule_constants[0]}\b", renamed.rule_constants[0], plain), name
+
+
+def test_constants_called_shrink_and_grow_change_no_bit(seed):
+    spec = _spec(seed)
+    renamed = ("shrink", "grow", "w", "g", "u", "huge", "i", "q0", "n0")
+    checked(_with_constants(spec, renamed[: len(spec.rule.constants)]))
+
+
+def test_a_rule_that_compiles_to_other_bits_is_named(seed):
+    """A literal is a float64 to the compiler, and a float32 beside a tensor."""
+    spec = _spec(seed, codec="bf16-nearest")
+
+    def update(w, g, m, v, lr):
+        return 0.1 * g - 0.3 * m, g + lr * (m - 0.7 * v), v
+
+    own = {"constants": ("lr",), "homogeneous": None, "error_feedback": None}
+    rule = dataclasses.replace(spec.rule, name="of-mine", update=update, **own)
+    with pytest.raises(KernelMismatchError, match=r"of-mine.*sqrt, divide, maximum and sign_of"):
+        checked(dataclasses.replace(spec, rule=rule))

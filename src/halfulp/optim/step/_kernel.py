@@ -109,11 +109,15 @@ def _advance(words: range) -> list[str]:
 
 def _rule_call(spec: StepSpec, gradient: str, values: Sequence[str], scaled: bool = False) -> str:
     results = "".join(f", n{k}" for k in range(len(values)))
-    inner = spec.rule.homogeneous or () if scaled else ()
-    constants = [f"{name} * shrink" if name in inner else name for name in spec.rule.constants]
     target = f"u{results}" if results else "u,"
     weight = "w if w - w == ZERO else ZERO" if spec.rule.decays else "w"
-    return f"{target} = update_rule({', '.join([weight, gradient, *values, *constants])})"
+    return f"{target} = update_rule({', '.join([weight, gradient, *values, *_constants(spec, scaled)])})"
+
+
+def _constants(spec: StepSpec, scaled: bool) -> list[str]:
+    inner = spec.rule.homogeneous or () if scaled else ()
+    variables = zip(spec.rule.constants, spec.rule_constants)
+    return [f"{variable} * shrink" if name in inner else variable for name, variable in variables]
 
 
 def _weight_write(spec: StepSpec, draws: Sequence[Draw], scaled: bool = False) -> list[str]:
@@ -125,8 +129,7 @@ def _weight_write(spec: StepSpec, draws: Sequence[Draw], scaled: bool = False) -
     lines = [f"new = write_weight(a0, a1, a2, a3, i, {terms}, {bits[0]}, {bits[1]})"]
     if spec.update.feeds_back:
         values = ", ".join(f"n{k}" for k in range(len(spec.codecs)))
-        inner = spec.rule.homogeneous or () if scaled else ()
-        constants = ", ".join(f"{name} * shrink" if name in inner else name for name in spec.rule.constants)
+        constants = ", ".join(_constants(spec, scaled))
         lines += [
             "lost = (w + u) - new",
             f"n0 = feedback_rule(lost if lost - lost == ZERO else ZERO, {values}, {constants})",

@@ -213,7 +213,8 @@ def checked(spec: StepSpec):
     kernel = compiled(spec)
     spec = dataclasses.replace(spec, in_parameter=False) if spec.in_parameter else spec
     if spec not in _checked:
-        check_bits(spec.name, lambda: _trial(spec, functools.partial(_run_numba, kernel)), lambda: _trial(spec))
+        run = functools.partial(_run_numba, kernel)
+        check_bits(spec.name, lambda: _trial(spec, run), lambda: _trial(spec), spec.advice)
         _checked.add(spec)
     return kernel
 

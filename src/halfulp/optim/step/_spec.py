@@ -48,12 +48,17 @@ class StepSpec:
     in_parameter: bool = False
 
     @property
+    def rule_constants(self) -> tuple[str, ...]:
+        """The variables of the rule's constants in generated source, none of whose other names begins like them."""
+        return tuple(f"rule_{name}" for name in self.rule.constants)
+
+    @property
     def constants(self) -> tuple[str, ...]:
-        """The names of the rule's constants, then of the scales before and after the step."""
+        """The variables of the rule's constants, then of the scales before and after the step."""
         if not self.scaled:
-            return self.rule.constants
+            return self.rule_constants
         own = [name for k in self.scaled_states for name in (f"scale_{k}", f"inverse_{k}")]
-        return (*self.rule.constants, *WEIGHT_SCALES, *own)
+        return (*self.rule_constants, *WEIGHT_SCALES, *own)
 
     @functools.cached_property
     def constant_places(self) -> dict[str, int]:
@@ -108,6 +113,14 @@ class StepSpec:
         """The name in messages and in the cache."""
         suffix = "_amax" if self.finds_amax else "_scaled" if self.scaled else ""
         return f"{self.rule.name}_{self.update.name}_{self.store.name}{suffix}".replace("-", "_")
+
+    @property
+    def advice(self) -> str:
+        """What to look at where a compiled step differs from its reference."""
+        return (
+            f"If update rule {self.rule.name!r} is your own: it may use + - * and sqrt, divide, maximum and sign_of "
+            "of halfulp.kernels, and takes every number as a constant."
+        )
 
 
 @dataclass(frozen=True)

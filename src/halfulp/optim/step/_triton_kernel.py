@@ -76,7 +76,7 @@ def _blocks() -> dict[str, object]:
 def _arguments(spec: StepSpec) -> list[str]:
     columns = Columns.of(spec)
     keys = [f"{half}{word}" for word in range(columns.keys) for half in ("low", "high")]
-    return ["i", "b", "index", *(f"a{j}" for j in range(columns.pointers)), *spec.rule.constants, *keys]
+    return ["i", "b", "index", *(f"a{j}" for j in range(columns.pointers)), *spec.rule_constants, *keys]
 
 
 def _kernel_text(spec: StepSpec) -> str:
@@ -85,7 +85,7 @@ def _kernel_text(spec: StepSpec) -> str:
     at = iter(range(columns.count))
     reads = [f"a{j} = tl.load(row + {next(at)})" for j in range(columns.pointers)]
     real = ".to(tl.uint32).to(tl.float32, bitcast=True)"
-    reads += [f"{name} = tl.load(row + {next(at)}){real}" for name in spec.rule.constants]
+    reads += [f"{name} = tl.load(row + {next(at)}){real}" for name in spec.rule_constants]
     for word in range(columns.keys):
         reads += [f"low{word} = tl.load(row + {(column := next(at))}).to(tl.uint32)"]
         reads += [f"high{word} = (tl.load(row + {column}) >> 32).to(tl.uint32)"]

@@ -49,7 +49,7 @@ def ready(spec: StepSpec, device: torch.device, trial: Callable) -> object | Non
         try:
             kernel = load_module(triton_source(spec))["step"]
             run = functools.partial(launch, spec, kernel, device)
-            check_bits(spec.name, lambda: trial(spec, run, device), lambda: trial(spec))
+            check_bits(spec.name, lambda: trial(spec, run, device), lambda: trial(spec), spec.advice)
             _kernels[key] = kernel
         except Exception as error:  # whatever a compiler for another machine may raise
             _kernels[key] = None
