@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch._ops import OpOverload
 
 from .._torch_import import defining_operators
 
@@ -13,7 +14,7 @@ _library = torch.library.Library("halfulp", "DEF")
 
 def define_operator(
     schema: str, implementation: Callable, fake: Callable, random: bool = False, host: bool = False
-) -> Callable:
+) -> OpOverload:
     """Define `halfulp::<schema>` with one implementation for every device, and its shape rule for tracing.
 
     Args:

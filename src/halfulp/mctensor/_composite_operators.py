@@ -103,8 +103,11 @@ OWN |= {operator: _in_compiled_steps(rule) for operator, rule in (FORWARD | BY_F
 
 
 def _with_out(operator: OpOverload) -> Callable:
+    functional = functional_form(operator)
+    assert functional is not None
+
     def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
-        return write_results(operator, functional_form(operator), *arguments, **options)
+        return write_results(operator, functional, *arguments, **options)
 
     return untraced(entered)
 

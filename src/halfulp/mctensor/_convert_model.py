@@ -178,6 +178,7 @@ def _to_multicomponent(ref: ParameterRef, components: int, dtype: torch.dtype | 
 
 def _to_single_component(ref: ParameterRef, dtype: torch.dtype) -> Tensor:
     old = ref.value
+    assert isinstance(old, MCTensor)
     value = old.detach().decode(dtype)
     if not value.is_meta and bool((value.isinf() & old.detach().decode().isfinite()).any()):
         raise ValueError(f"parameter {ref.name!r} has values beyond {dtype}: give a wider dtype=")

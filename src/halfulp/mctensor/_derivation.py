@@ -73,7 +73,7 @@ def _primitive(operator: OpOverload, name: str) -> Callable:
     return functools.partial(_computed, operator)
 
 
-def in_float64(operator: OpOverload, arguments: tuple, options: dict, form: ResultType | None = None) -> Any:
+def in_float64(operator: Callable[..., Any], arguments: tuple, options: dict, form: ResultType | None = None) -> Any:
     """Run an operator on the values in float64 and return its floating results as components."""
     leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, (Tensor, torch.dtype))]
     wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in _FLOATS]

@@ -210,8 +210,10 @@ def _exact(value: Any) -> Fraction | float:
         return value
     if isinstance(value, (int, float, Rational, Decimal)):
         return Fraction(value)
+    if isinstance(value, np.floating) and value.dtype.itemsize > 8:
+        return Fraction(*value.as_integer_ratio())
     if isinstance(value, (np.integer, np.floating)):
-        return Fraction(value.item()) if value.dtype.itemsize <= 8 else Fraction(*value.as_integer_ratio())
+        return Fraction(value.item())
     raise TypeError(
         f"an MCTensor of {a_kind(value)}: allowed are tensors, numbers, strings, Fractions and mpmath numbers"
     )
@@ -236,7 +238,7 @@ def _terms(value: Fraction | float) -> list[float]:
     """Return a number as four float64, each the nearest to what is left."""
     if isinstance(value, float):
         return [value] + [0.0] * (MOST - 1)
-    terms = []
+    terms: list[float] = []
     for _ in range(MOST):
         try:
             term = float(value)

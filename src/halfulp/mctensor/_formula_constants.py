@@ -104,7 +104,7 @@ def _terms_in_backward(value: float) -> tuple[float, ...] | None:
     node = torch._C._current_autograd_node()
     name = "" if node is None else node.name()
     if name == _POWER_OF_NUMBER:
-        return _logarithm(value, node._saved_self)
+        return _logarithm(value, getattr(node, "_saved_self", None))
     if name not in _NODES:
         return None
     for attribute in _SAVED:
@@ -125,7 +125,7 @@ def _derived(value: float, saved: float, inverts: bool) -> tuple[float, ...] | N
     return None if found is None or found == Fraction(value) else _float64s(found)
 
 
-def _logarithm(value: float, base: float) -> tuple[float, ...] | None:
+def _logarithm(value: float, base: object) -> tuple[float, ...] | None:
     """Return the logarithm of the base of a power."""
     if not isinstance(base, (int, float)) or not base > 0 or not math.isclose(value, math.log(base), rel_tol=2.0**-48):
         return None
@@ -161,7 +161,7 @@ def _ratio(value: float) -> Fraction | None:
 @functools.cache
 def _table() -> dict[float, Fraction]:
     """The constants by the nearest float64 and its two neighbours, one of which torch has for log 10."""
-    table = {}
+    table: dict[float, Fraction] = {}
     for text in (*IRRATIONAL.values(), *_SELU):
         table |= {value: Fraction(text) for value in _neighbours(float(text))}
     return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ..subclass import _tangents
 from ..subclass._graph_key import graph_key
 from ..subclass._in_backward import FIRST, check_gradients
 from ..subclass._pickle import check_layout, register_collate, saved_marks, with_saved_marks
+from ..subclass._rule_table import Given
 from ..subclass.models._data_parallel import refuse_fully_shard
 from . import _encode as _numbers
 from . import _repr as _text
@@ -22,6 +23,7 @@ from ._registry import RULES, implements, rule_of
 from ._scale import to_float64
 
 _make = torch.Tensor._make_wrapper_subclass
+_data: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
 # Of what pickle stores; a file of another layout is refused.
 SAVED_LAYOUT = 1
 
@@ -72,16 +74,25 @@ class MCTensor(torch.Tensor):
     # Whether ones_like made it: a backward pass begins with such a tensor, which is a gradient then.
     _seeds_backward = False
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: ClassVar[Callable[..., Any]] = torch._C._disabled_torch_function_impl
     # fully_shard asks for the first one before it changes a parameter, and older versions for the others after that.
-    _fsdp_orig_uid = fsdp_pre_all_gather = fsdp_post_all_gather = property(refuse_fully_shard)
+    _fsdp_orig_uid: property = property(refuse_fully_shard)
+    fsdp_pre_all_gather: property = _fsdp_orig_uid
+    fsdp_post_all_gather: property = _fsdp_orig_uid
+
+    if TYPE_CHECKING:  # torch types these as a plain tensor's
+
+        def clone(self, *, memory_format: torch.memory_format | None = None) -> MCTensor: ...
+        def detach(self) -> MCTensor: ...
 
     def __new__(cls, *arguments: object, **options: object) -> MCTensor:
         raise TypeError("make an MCTensor by MCTensor.encode(values) or MCTensor.from_components(tensors)")
 
     @classmethod
     @untraced
-    def __torch_dispatch__(cls, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
         return rule_of(operator)(*arguments, **(options or {}))
 
     @staticmethod
@@ -146,7 +157,7 @@ class MCTensor(torch.Tensor):
         return wrap(parts, held, gradients)
 
     @staticmethod
-    def implements(*operators: Any) -> Callable[[Callable], Callable]:
+    def implements(*operators: Any) -> Callable[[Given], Given]:
         """Register a function as the rule of torch operators, as a decorator: see `halfulp.mctensor.implements`."""
         return implements(*operators)
 
@@ -162,7 +173,9 @@ class MCTensor(torch.Tensor):
 
     # torch's distributed checkpoints look up every entry of a state_dict as an attribute.
     component_scale = scale
-    component_1, component_2, component_3 = (property(lambda self, i=i: self.components[i]) for i in (1, 2, 3))
+    component_1: property = property(lambda self: self.components[1])
+    component_2: property = property(lambda self: self.components[2])
+    component_3: property = property(lambda self: self.components[3])
 
     @property
     def gradients(self) -> str:
@@ -182,9 +195,10 @@ class MCTensor(torch.Tensor):
         """The same components under another way of keeping gradients: a leaf that shares memory."""
         check_gradients(gradients)
         made = wrap(self._parts, self._scale, gradients)
-        return made.requires_grad_(self.requires_grad)
+        made.requires_grad_(self.requires_grad)
+        return made
 
-    def to_strings(self, digits: int | None = None) -> str | list:
+    def to_strings(self, digits: int | None = None) -> str | list[Any]:
         """Decimal strings, in nested lists of the tensor's shape.
 
         Args:
@@ -195,7 +209,7 @@ class MCTensor(torch.Tensor):
         """
         return _text.strings(self._parts, self._scale, digits)
 
-    def tolist(self) -> float | list:
+    def tolist(self) -> float | list[Any]:  # type: ignore[override]
         """Python floats in nested lists: the value rounded to float64."""
         return self.detach().decode().tolist()
 
@@ -206,7 +220,7 @@ class MCTensor(torch.Tensor):
             "and [c.numpy() for c in x.components] keeps all"
         )
 
-    def apply_(self, function: Callable) -> MCTensor:
+    def apply_(self, function: Callable[..., Any]) -> MCTensor:
         """Refused: no Python function takes a sum of components."""
         raise TypeError("x.apply_ calls a Python function on one plain number after another: use x.decode().apply_")
 
@@ -216,10 +230,8 @@ class MCTensor(torch.Tensor):
     def __dlpack__(self, **options: Any) -> Any:
         raise TypeError("DLPack has no type for a sum of components: hand over x.decode(), or each of x.components")
 
-    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return _text.representation(self, self._parts, self._scale, self._gradients)
-
-    __str__ = __repr__
 
     def __format__(self, specification: str) -> str:
         return format(self.item(), specification) if self.dim() == 0 and specification else repr(self)
@@ -230,7 +242,7 @@ class MCTensor(torch.Tensor):
             index, torch.tensor(value, dtype=torch.float64, device="cpu") if isinstance(value, (int, float)) else value
         )
 
-    def __deepcopy__(self, memo: dict) -> MCTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> MCTensor:
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
@@ -245,7 +257,7 @@ class MCTensor(torch.Tensor):
             made.grad = deepcopy(self.grad, memo)
         return made
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         marks = saved_marks(self)
         parts = tuple(part.detach() for part in self._parts)
         return rebuild_mctensor, (SAVED_LAYOUT, parts, self._scale, self._gradients, *marks)
@@ -263,13 +275,13 @@ class MCTensor(torch.Tensor):
     @property
     def data(self) -> Tensor:
         """The same components without history; assigning replaces the components."""
-        return torch._C.TensorBase.data.__get__(self)
+        return _data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, MCTensor):
             raise TypeError("x.data of an MCTensor takes an MCTensor: write values with x.copy_(tensor) under no_grad")
-        torch._C.TensorBase.data.__set__(self, value)
+        _data.__set__(self, value)
         self._parts, self._scale, self._gradients = value._parts, value._scale, value._gradients
 
     def _inner(self) -> list[Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch._ops import OpOverload
 
-from ..subclass._rule_table import RuleTable
+from ..subclass._rule_table import Given, RuleTable
 
 _table = RuleTable()
 RULES = _table.rules
@@ -14,7 +14,7 @@ rule_of = _table.of
 derives = _table.derives
 
 
-def implements(*operators: OpOverload) -> Callable[[Callable], Callable]:
+def implements(*operators: OpOverload) -> Callable[[Given], Given]:
     """Register a function as the rule of torch operators for MCTensors, as a decorator.
 
     The function takes the operator's own arguments, runs below autograd, and returns what the operator returns.

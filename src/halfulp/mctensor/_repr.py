@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from decimal import Context, Decimal
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def exact_values(parts: Parts, scale: Tensor | None) -> list[Fraction | float]:
     return [_value(row, factor) for row in zip(*columns, strict=True)]
 
 
-def strings(parts: Parts, scale: Tensor | None, digits: int | None = None) -> str | list:
+def strings(parts: Parts, scale: Tensor | None, digits: int | None = None) -> str | list[Any]:
     """Return the values as nested lists of decimal strings."""
     if digits is not None and digits < 1:
         raise ValueError(f"digits={digits}: allowed are 1 and more")
@@ -104,7 +105,7 @@ def _brackets(flat: list[str], shape: list[int], full: list[int], indent: int) -
     return f"[{gap.join(rows)}]"
 
 
-def _nested(flat: list[str], shape: list[int]) -> str | list:
+def _nested(flat: list[str], shape: list[int]) -> str | list[Any]:
     if not shape:
         return flat[0]
     step = len(flat) // shape[0] if shape[0] else 0

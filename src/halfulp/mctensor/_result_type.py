@@ -52,6 +52,8 @@ def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Re
         ValueError: a complex operand.
     """
     kinds: list = [None, None]
+    scales: tuple[torch.dtype, ...]
+    device: Any
     count, gradients, scales, device, has_gradient = 1, FIRST, (), None, False
     for x in operands:
         if isinstance(x, MCTensor):
@@ -123,7 +125,7 @@ def operand_parts(name: str, operands: Iterable, dtype: torch.dtype, components:
     for position, x in enumerate(operands):
         parts = None
         if narrow and not isinstance(x, Tensor):
-            parts = number_in_float32(x, device, name in _FACTORS and (position or name != "addcmul"))
+            parts = number_in_float32(x, device, name in _FACTORS and (position > 0 or name != "addcmul"))
         found.append(parts or parts_of(x, device))
     return found
 

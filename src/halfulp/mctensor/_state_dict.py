@@ -48,7 +48,9 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
         if base not in bases:
             plain[name] = value
         elif name == base:
-            plain[name] = decoded(_from_entries(state_dict, base), dtype)
+            whole = _from_entries(state_dict, base)
+            assert whole is not None  # `name` is one of its entries
+            plain[name] = decoded(whole, dtype)
     for base in bases - plain.keys():
         _from_entries(state_dict, base)
     return plain
@@ -77,7 +79,7 @@ def _copy(parameter: MCTensor, value: MCTensor) -> None:
     with torch.no_grad():
         for target, part in zip(parameter._parts, value._parts, strict=True):
             target.copy_(part)
-        if parameter._scale is not None:
+        if parameter._scale is not None and value._scale is not None:
             parameter._scale.copy_(value._scale)
 
 
@@ -113,7 +115,11 @@ def _in_own_memory(part: Tensor) -> Tensor:
 
 def _from_entries(state_dict: Mapping, name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
     """Return all entries of one parameter as an MCTensor; dtype: of a single component stored beside its scale."""
-    beside = {_SUFFIX.search(e)[1]: v for e, v in state_dict.items() if _SUFFIX.sub("", e) == name != e}
+    beside = {
+        match[1]: value
+        for entry, value in state_dict.items()
+        if (match := _SUFFIX.search(entry)) and _SUFFIX.sub("", entry) == name
+    }
     first = state_dict.get(name)
     if first is None:
         if beside:
@@ -126,9 +132,8 @@ def _from_entries(state_dict: Mapping, name: str, dtype: torch.dtype | None = No
     scale = beside.get("scale")
     if _SCALE in beside:
         first, scale = _unscaled(name, first, beside[_SCALE], rest[0].dtype if rest and rest[0] is not None else dtype)
-    parts = (first, *rest)
-    shapes = {(tuple(part.shape), part.dtype) for part in parts if isinstance(part, Tensor)}
-    if len(shapes) != 1 or not all(isinstance(part, Tensor) for part in parts):
+    parts = [part for part in (first, *rest) if isinstance(part, Tensor)]
+    if len(parts) <= len(rest) or len({(part.shape, part.dtype) for part in parts}) != 1:
         raise ValueError(f"the components of {name!r} are not all there, or of several shapes: the file is damaged")
     if parts[0].dtype not in PRECISION:
         raise ValueError(f"{name!r} is {parts[0].dtype} in the file: components are floating point")

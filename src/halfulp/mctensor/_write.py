@@ -44,7 +44,7 @@ def write(x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None) ->
     if not isinstance(x, MCTensor):
         return x.copy_(renormalize(parts, 1, x.dtype)[0])
     if x._scale is not None:
-        return _write_scaled(x, parts)
+        return _write_scaled(x, x._scale, parts)
     if len(parts) != len(x._parts) or parts[0].dtype != x.dtype:
         parts = renormalize(parts, len(x._parts), x.dtype)
     check_fits(x, parts[0], exact)
@@ -122,32 +122,32 @@ def check_fits(x: MCTensor, first: Tensor, exact: Callable[[], Tensor] | None) -
         )
 
 
-def _write_scaled(x: MCTensor, parts: Parts) -> MCTensor:
+def _write_scaled(x: MCTensor, scale: Tensor, parts: Parts) -> MCTensor:
     wide = tuple(part.double() for part in parts)
-    wanted = _wanted_scale(x, magnitude(wide[0]))
-    _rescale(x, wanted)
-    for target, part in zip(x._parts, divide_by_scale(wide, x._scale, len(x._parts), x.dtype)):
+    wanted = _wanted_scale(x, scale, magnitude(wide[0]))
+    _rescale(x, scale, wanted)
+    for target, part in zip(x._parts, divide_by_scale(wide, scale, len(x._parts), x.dtype)):
         target.copy_(part)
     return x
 
 
-def _wanted_scale(x: MCTensor, largest: Tensor) -> Tensor:
+def _wanted_scale(x: MCTensor, scale: Tensor, largest: Tensor) -> Tensor:
     """Return the scale for values up to `largest` beside those in x's memory; x's own where it suits."""
     if largest.numel() and not _covers_memory(x):
-        largest = torch.maximum(largest, torch.stack([magnitude(_memory(x)[0]).double() * x._scale]).amax())
+        largest = torch.maximum(largest, torch.stack([magnitude(_memory(x)[0]).double() * scale]).amax())
     ideal = scale_for(largest, x.dtype)
-    distance = torch.log2(ideal) - torch.log2(x._scale)
+    distance = torch.log2(ideal) - torch.log2(scale)
     fits = (distance < HEADROOM) & (distance > -_ROOM_BELOW)
-    return torch.where(fits | (largest == 0), x._scale, ideal)
+    return torch.where(fits | (largest == 0), scale, ideal)
 
 
-def _rescale(x: MCTensor, wanted: Tensor) -> None:
+def _rescale(x: MCTensor, scale: Tensor, wanted: Tensor) -> None:
     """Rescale all of the memory that x is a view of: exact, except for values that become subnormal."""
-    if type(wanted) is Tensor and wanted.device.type == "cpu" and bool(wanted == x._scale):
+    if type(wanted) is Tensor and wanted.device.type == "cpu" and bool(wanted == scale):
         return
     for part in _memory(x):
-        part.copy_(part.double() * (x._scale.double() / wanted.double()))
-    x._scale.copy_(wanted)
+        part.copy_(part.double() * (scale.double() / wanted.double()))
+    scale.copy_(wanted)
 
 
 def _covers_memory(x: MCTensor) -> bool:

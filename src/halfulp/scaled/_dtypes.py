@@ -14,14 +14,16 @@ _WIDTH = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 1, torch.
 
 def check_storage(dtype: object) -> torch.dtype:
     """Raise unless payloads can have this dtype."""
-    if dtype not in STORAGES:
+    if not isinstance(dtype, torch.dtype) or dtype not in STORAGES:
         raise ValueError(f"dtype={dtype}: a payload is one of {', '.join(map(str, STORAGES))}")
     return dtype
 
 
 def check_home(home: object) -> torch.dtype | None:
     """Raise unless tensors can have this home."""
-    if home not in (None, torch.float16, torch.bfloat16):
+    if home is None:
+        return None
+    if not isinstance(home, torch.dtype) or home not in (torch.float16, torch.bfloat16):
         raise ValueError(f"home={home}: allowed are torch.float16, torch.bfloat16 and None")
     return home
 

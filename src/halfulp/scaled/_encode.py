@@ -127,7 +127,7 @@ class _Encode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: str, home: torch.dtype | None
+        x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: _powers.PowerRounding, home: torch.dtype | None
     ) -> ScaledTensor:
         wide = x if x.dtype == torch.float64 else x.to(torch.float32)
         if scale is None:

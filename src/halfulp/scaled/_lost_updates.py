@@ -99,6 +99,8 @@ def end(seen: Updates, name: str, x: ScaledTensor) -> None:
     if name in _SHRINKING:
         seen.version = x._payload._version
         return
+    assert seen.exact is not None  # as `begin` left them
+    assert seen.start is not None
     wanted, kept = seen.exact - seen.start, decode_values(x, torch.float64) - seen.start
     seen.start = seen.exact = None
     asked, got = (wanted * wanted).sum().item(), (wanted * kept).sum().item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -259,9 +260,7 @@ def logical_of(arguments: Iterable[Any]) -> torch.dtype:
     """Return the dtype to which torch would promote these arguments."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     with_dims = [x.dtype for x in tensors if x.dim()]
-    result = None
-    for dtype in with_dims or [x.dtype for x in tensors]:
-        result = dtype if result is None else torch.promote_types(result, dtype)
+    result = functools.reduce(torch.promote_types, with_dims or [x.dtype for x in tensors])
     if not result.is_floating_point:
         result = next(x.dtype for x in tensors if x.is_floating_point())
     return result

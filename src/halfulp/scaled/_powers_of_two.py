@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -95,18 +95,18 @@ def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
         ValueError: there is no scale among the factors.
     """
     scales = [factor for factor in factors if isinstance(factor, Tensor)]
-    values = [concrete_value(factor) if isinstance(factor, Tensor) else factor for factor in factors]
+    values: list[Any] = [concrete_value(factor) if isinstance(factor, Tensor) else factor for factor in factors]
     if None not in values:
         value = math.prod(values)
-        held = min(max(value, SMALLEST), LARGEST)
-        return torch.tensor(held, dtype=torch.float32, device="cpu"), value / held
-    value = scales[0].double()
+        within = min(max(value, SMALLEST), LARGEST)
+        return torch.tensor(within, dtype=torch.float32, device="cpu"), value / within
+    total = scales[0].double()
     for scale in scales[1:]:
-        value = value * scale
+        total = total * scale
     number = math.prod(factor for factor in factors if not isinstance(factor, Tensor))
-    value = value if number == 1.0 else value * number
-    held = compute_once(value.clamp(SMALLEST, LARGEST).to(torch.float32))
-    return held, (value / held).to(torch.float32)
+    total = total if number == 1.0 else total * number
+    held = compute_once(total.clamp(SMALLEST, LARGEST).to(torch.float32))
+    return held, (total / held).to(torch.float32)
 
 
 def compute_once(scale: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def compute_once(scale: Tensor) -> Tensor:
 
 def maximum_scale(*scales: Tensor) -> Tensor:
     """Return the largest of several scales, as a tensor of its own."""
-    values = [concrete_value(scale) for scale in scales]
+    values: list[Any] = [concrete_value(scale) for scale in scales]
     if None not in values:
         return torch.tensor(max(values), dtype=torch.float32, device="cpu")
     result = scales[0]
@@ -130,12 +130,11 @@ def deciding_scale(*scales: Tensor) -> Tensor:
 
     Under the scale of a 1e38 that some step has written instead of infinity, nothing else would be left.
     """
-    values = [concrete_value(scale) for scale in scales]
+    values: list[Any] = [concrete_value(scale) for scale in scales]
     if None not in values:
         others = [value for value in values if ZERO_SCALE < value < HUGE]
         return torch.tensor(max(others or values), dtype=torch.float32, device="cpu")
-    others = [torch.where(scale < HUGE, scale, ZERO_SCALE) for scale in scales]
-    scale = maximum_scale(*others)
+    scale = maximum_scale(*(torch.where(scale < HUGE, scale, ZERO_SCALE) for scale in scales))
     return compute_once(torch.where(scale == ZERO_SCALE, maximum_scale(*scales), scale))
 
 

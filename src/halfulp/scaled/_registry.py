@@ -9,23 +9,24 @@ from torch._ops import OpOverload
 from .._names import unknown
 from ..kernels import present
 from ..subclass import RuleTable
+from ..subclass._rule_table import Given, Rule
 from ._families import FAMILIES
 
 # Functions that need the tensor class and lie above it: the class, and this file below it, call them by their names.
-CLASS_FUNCTIONS: dict[str, Callable] = {}
+CLASS_FUNCTIONS: dict[str, Rule] = {}
 # Rules of operators that torch defines after this package is imported, by the operators' names.
-LATER_RULES: dict[str, Callable] = {}
+LATER_RULES: dict[str, Rule] = {}
 
 _table = RuleTable()
 RULES = _table.rules
 rule_of = _table.of
 derives = _table.derives
-_promoted: dict[OpOverload, Callable] = {}
+_promoted: dict[OpOverload, Rule] = {}
 # The family of every registered operator.
 FAMILY_OF: dict[OpOverload, str] = {}
 
 
-def promoted_rule_of(operator: OpOverload) -> Callable:
+def promoted_rule_of(operator: OpOverload) -> Rule:
     """Return an operator's rule for tensors with a home, a function of the home, the arguments and the options."""
     rule = _promoted.get(operator)
     if rule is None:
@@ -33,7 +34,7 @@ def promoted_rule_of(operator: OpOverload) -> Callable:
     return rule
 
 
-def class_function(function: Callable) -> Callable:
+def class_function(function: Given) -> Given:
     """Register a function in `CLASS_FUNCTIONS` under its own name, as a decorator."""
     CLASS_FUNCTIONS[function.__name__] = function
     return function
@@ -43,7 +44,7 @@ class ComplexOperand(Exception):
     """A complex number met a scaled tensor: the operator runs on plain values, and the result is plain."""
 
 
-def implements(*operators: OpOverload, family: str = "own") -> Callable[[Callable], Callable]:
+def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given], Given]:
     """Register a function as the rule of torch operators for scaled tensors, as a decorator.
 
     The function takes the operator's own arguments, of which some are ScaledTensors, runs below autograd, and returns
@@ -68,9 +69,9 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Callabl
     """
     if family not in FAMILIES:
         raise ValueError(unknown("family", family, FAMILIES))
-    register = _table.implements(*operators)
+    register: Callable[[Given], Given] = _table.implements(*operators)
 
-    def with_family(rule: Callable) -> Callable:
+    def with_family(rule: Given) -> Given:
         FAMILY_OF.update(dict.fromkeys(present(operators), family))
         for operator in present(operators):
             _promoted.pop(operator, None)

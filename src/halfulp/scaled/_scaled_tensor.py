@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..kernels import resolved, untraced
 from ..subclass import graph_key
 from ..subclass._pickle import register_collate
+from ..subclass._rule_table import Given
 from ..subclass.models._data_parallel import refuse_fully_shard
 from . import _powers_of_two as _powers
 from ._dtypes import check_home, check_logical, check_storage
@@ -19,6 +20,7 @@ from ._powers_of_two import PowerRounding
 from ._registry import CLASS_FUNCTIONS, RULES, ComplexOperand, implements, promoted_rule_of, rule_of
 
 _make = torch.Tensor._make_wrapper_subclass
+_data: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
 
 
 class ScaledTensor(torch.Tensor):
@@ -47,9 +49,16 @@ class ScaledTensor(torch.Tensor):
     _scale: Tensor
     _home: torch.dtype | None = None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: ClassVar[Callable[..., Any]] = torch._C._disabled_torch_function_impl
     # fully_shard reads the first attribute before it changes a parameter, and older versions read the others later.
-    _fsdp_orig_uid = fsdp_pre_all_gather = fsdp_post_all_gather = property(refuse_fully_shard)
+    _fsdp_orig_uid: property = property(refuse_fully_shard)
+    fsdp_pre_all_gather: property = _fsdp_orig_uid
+    fsdp_post_all_gather: property = _fsdp_orig_uid
+
+    if TYPE_CHECKING:  # torch types these as a plain tensor's
+
+        def clone(self, *, memory_format: torch.memory_format | None = None) -> ScaledTensor: ...
+        def detach(self) -> ScaledTensor: ...
 
     def __new__(
         cls,
@@ -78,7 +87,9 @@ class ScaledTensor(torch.Tensor):
 
     @classmethod
     @untraced
-    def __torch_dispatch__(cls, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
         try:
             home = home_of(arguments, options)
             if home is not None:
@@ -125,7 +136,7 @@ class ScaledTensor(torch.Tensor):
         return CLASS_FUNCTIONS["encode"](x, dtype, scale, rounding, home)
 
     @staticmethod
-    def implements(*operators: Any) -> Callable[[Callable], Callable]:
+    def implements(*operators: Any) -> Callable[[Given], Given]:
         """Register a function as the rule of torch operators, as a decorator: see `halfulp.scaled.implements`."""
         return implements(*operators)
 
@@ -185,7 +196,7 @@ class ScaledTensor(torch.Tensor):
         """Return whether processes share the memory."""
         return self._payload.is_shared()
 
-    def tolist(self) -> float | list:
+    def tolist(self) -> float | list[Any]:  # type: ignore[override]
         """Return the values as Python floats in nested lists."""
         return self.detach().decode(torch.float64).tolist()
 
@@ -199,15 +210,13 @@ class ScaledTensor(torch.Tensor):
     def __dlpack__(self, **options: Any) -> Any:
         raise TypeError("DLPack has no type for a payload with a scale: hand over x.decode()")
 
-    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return CLASS_FUNCTIONS["format_scaled"](self)
-
-    __str__ = __repr__
 
     def __format__(self, specification: str) -> str:
         return format(self.item(), specification) if self.dim() == 0 and specification else repr(self)
 
-    def __deepcopy__(self, memo: dict) -> ScaledTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScaledTensor:
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
@@ -223,7 +232,7 @@ class ScaledTensor(torch.Tensor):
             made.grad = deepcopy(self.grad, memo)
         return made
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return CLASS_FUNCTIONS["pickled_parts"](self)
 
     @property
@@ -238,14 +247,13 @@ class ScaledTensor(torch.Tensor):
         >>> x
         ScaledTensor([0.1250, 0.2500, 0.5000], scale=2^-2, payload=torch.float16)
         """
-        return torch._C.TensorBase.data.__get__(self)
+        return _data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, ScaledTensor):
-            value = CLASS_FUNCTIONS["encoded_like"](value, self)
-        torch._C.TensorBase.data.__set__(self, value)
-        self._payload, self._scale = value._payload, value._scale
+        held: ScaledTensor = value if isinstance(value, ScaledTensor) else CLASS_FUNCTIONS["encoded_like"](value, self)
+        _data.__set__(self, held)
+        self._payload, self._scale = held._payload, held._scale
 
     @untraced
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, torch.dtype, torch.dtype | None]]:
@@ -254,7 +262,9 @@ class ScaledTensor(torch.Tensor):
 
     @staticmethod
     @untraced
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: tuple, size: Any, stride: Any) -> ScaledTensor:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[torch.dtype, torch.dtype, torch.dtype | None], size: Any, stride: Any
+    ) -> ScaledTensor:
         return wrap(inner["_payload"], inner["_scale"], context[0], context[2])
 
     def _stable_hash_for_caching(self) -> str:

@@ -45,13 +45,14 @@ def check_wide(wide: object) -> None:
 def round_to_home(x: ScaledTensor) -> ScaledTensor:
     """Round the values to the home storage, under a measured scale."""
     payload = to_float32(x)
-    level = quick_rms_scale(payload)
+    home: Any = x._home  # a dtype: of a tensor without one nothing is rounded
+    quick = quick_rms_scale(payload)
     level = (
-        rms_scale_float32(payload, x._home) if level is None else torch.tensor(level, dtype=torch.float32, device="cpu")
+        rms_scale_float32(payload, home) if quick is None else torch.tensor(quick, dtype=torch.float32, device="cpu")
     )
     scale, rest = _powers.product(x._scale, level)
     payload = _powers.times(_powers.times(payload, _powers.ratio(torch.ones_like(level), level)), rest)
-    return wrap(to_storage(payload, x._home), scale, x.dtype, x._home)
+    return wrap(to_storage(payload, home), scale, x.dtype, home)
 
 
 def is_above_home(x: Any) -> bool:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ._rule_table import Rule
+
 # Operators in which processes meet. Those of c10d write into their arguments; of the others torch.compile, DTensor and
 # torch.distributed._functional_collectives make use.
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
@@ -34,8 +36,8 @@ def is_collective(operator: OpOverload) -> bool:
 
 
 def collective_rule(
-    operator: OpOverload, rules: Mapping[OpOverload, Callable], write: Write, refuse: Callable[[OpOverload], NoReturn]
-) -> Callable:
+    operator: OpOverload, rules: Mapping[OpOverload, Rule], write: Write, refuse: Callable[[OpOverload], NoReturn]
+) -> Rule:
     """Return the rule of a collective that has none of its own.
 
     Args:
@@ -60,7 +62,7 @@ def collective_rule(
     if operator.namespace == "_dtensor" and operator._schema.name.endswith("::shard_dim_alltoall"):
         return _shard_dim_alltoall
     plain = _plain_form(operator)
-    if plain not in rules:
+    if plain is None or plain not in rules:
         return refused
     name = operator._schema.name.partition("::")[2]
     on_lists, in_place = "_coalesced" in name, name.endswith("_")
@@ -81,7 +83,7 @@ def _plain_form(operator: OpOverload) -> OpOverload | None:
     return getattr(torch.ops._c10d_functional, name).default if name in PLAIN_FORMS else None
 
 
-def _waited(plain: OpOverload) -> Callable:
+def _waited(plain: OpOverload) -> Rule:
     """Return a function that runs the functional form and waits; plain tensors may stand in a list beside others."""
 
     def run(x: Tensor, *rest: Any) -> Tensor:
@@ -90,7 +92,7 @@ def _waited(plain: OpOverload) -> Callable:
     return run
 
 
-def _in_place(plain: OpOverload, write: Write) -> Callable:
+def _in_place(plain: OpOverload, write: Write) -> Rule:
     run = _waited(plain)
 
     def run_in_place(x: Tensor, *rest: Any) -> Tensor:
@@ -100,7 +102,7 @@ def _in_place(plain: OpOverload, write: Write) -> Callable:
     return run_in_place
 
 
-def _with_out(plain: OpOverload, write: Write) -> Callable:
+def _with_out(plain: OpOverload, write: Write) -> Rule:
     run = _waited(plain)
 
     def run_with_out(x: Tensor, *rest: Any, out: Tensor) -> Tensor:
@@ -110,7 +112,7 @@ def _with_out(plain: OpOverload, write: Write) -> Callable:
     return run_with_out
 
 
-def _on_lists(run: Callable) -> Callable:
+def _on_lists(run: Rule) -> Rule:
     def run_each(inputs: list[Tensor], *rest: Any) -> list[Tensor]:
         return [run(x, *rest) for x in inputs]
 

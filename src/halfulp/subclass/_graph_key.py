@@ -7,8 +7,7 @@ import hashlib
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-
-from torch import Tensor
+from typing import Any, Protocol
 
 from . import _fallbacks as _fallback
 
@@ -16,7 +15,13 @@ _PACKAGE = __name__.partition(".")[0]
 _PROCESS = uuid.uuid4().hex
 
 
-def graph_key(x: Tensor, rules: Iterable[Callable]) -> str:
+class Flattens(Protocol):
+    """A tensor subclass that names its inner tensors to compilers."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]: ...
+
+
+def graph_key(x: Flattens, rules: Iterable[Callable[..., Any]]) -> str:
     """A string that differs wherever a graph of this tensor may: the tensor's kind, shapes, and what the rules are.
 
     torch keeps compiled graphs between processes under its own tensors' properties. The graph of ours also follows from
@@ -29,7 +34,7 @@ def graph_key(x: Tensor, rules: Iterable[Callable]) -> str:
     return repr((kind, _properties(x), [(name, _properties(getattr(x, name))) for name in names]))
 
 
-def _properties(x: Tensor) -> tuple:
+def _properties(x: Any) -> tuple[object, ...]:
     layout = (x.dtype, x.shape, x.stride(), x.storage_offset(), x.device)
     return *layout, x.requires_grad, x.is_leaf, x.is_inference()
 

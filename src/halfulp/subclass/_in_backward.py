@@ -47,7 +47,7 @@ def stores_plain_gradient(gradients: str) -> bool:
     if _graph_task() == -1 or not _is_accumulating():
         return False
     is_gradient = gradients == FIRST and _is_gradient()
-    return is_gradient or not hasattr(torch._C._current_autograd_node().variable, "_parts")
+    return is_gradient or not hasattr(getattr(torch._C._current_autograd_node(), "variable", None), "_parts")
 
 
 @contextmanager

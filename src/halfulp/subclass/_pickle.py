@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def check_layout(layout: int, own: int, kind: str, parts: str) -> None:
         )
 
 
-def collate(batch: list, *, collate_fn_map: dict | None = None) -> Tensor:
+def collate(batch: list[Tensor], *, collate_fn_map: dict[Any, Any] | None = None) -> Tensor:
     """Stack a DataLoader's batch of tensors of a subclass.
 
     torch's own makes plain memory for it in a worker, which would hold one component, or values without their scale.

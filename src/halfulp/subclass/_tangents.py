@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..kernels import untraced
 
+# torch calls this method of a gradient.
+_CONVERSION = "__coerce_same_metadata_as_tangent__"
 # By class: the function of a plain gradient and the traced tensor's __tensor_flatten__ context.
-_converters: dict[type[Tensor], Callable[[Tensor, Any], Tensor]] = {}
+_converters: dict[type, Callable[[Tensor, Any], Tensor]] = {}
 
 
 def register(kind: type[Tensor], convert: Callable[[Tensor, Any], Tensor]) -> None:
@@ -22,9 +24,9 @@ def register(kind: type[Tensor], convert: Callable[[Tensor, Any], Tensor]) -> No
 @untraced
 def _of_plain(gradient: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
     """Convert a plain gradient to the class that torch expects; None (torch's error) where none is registered."""
-    convert = _converters.get(expected)
+    convert = None if expected is None else _converters.get(expected)
     return None if convert is None else convert(gradient.detach(), context)
 
 
 # Of an output that the loss does not use, autograd hands over plain zeros.
-torch.Tensor.__coerce_same_metadata_as_tangent__ = _of_plain
+setattr(torch.Tensor, _CONVERSION, _of_plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 
@@ -16,6 +17,16 @@ from ._slices import BLOCK
 from ._wide import error_wide, multiply_wide, wide_type
 
 _STACK = 1 << 20  # elements of operands and result that are worked on at a time
+
+
+@overload
+def matmul(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: Literal[False] = False) -> Parts: ...
+
+
+@overload
+def matmul(
+    a: Parts, b: Parts, components: int, dtype: torch.dtype, error: Literal[True]
+) -> tuple[Parts, torch.Tensor]: ...
 
 
 def matmul(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import typing
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,9 @@ from .._operands import encode_values, rms_scale, to_storage
 from ..rules.memory._collectives import agreed_scales
 
 
-def payload_hook(storage: torch.dtype, bucket):  # torch compares annotations, and knows no strings
+def payload_hook(
+    storage: torch.dtype | tuple[torch.dtype, dist.ProcessGroup], bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
     """Average gradients over ranks as payloads of a narrow dtype: a communication hook for DistributedDataParallel.
 
     `model.register_comm_hook(torch.float16, payload_hook)` installs it, for plain and for scaled parameters; for a
@@ -33,19 +37,19 @@ def payload_hook(storage: torch.dtype, bucket):  # torch compares annotations, a
     Raises:
         ValueError: another dtype; eight-bit payloads cannot be added on the wire.
     """
-    storage, group = storage if isinstance(storage, tuple) else (storage, dist.group.WORLD)
-    if check_storage(storage).itemsize < 2:
-        raise ValueError(f"storage={storage}: eight-bit payloads cannot be added on the wire, give torch.float16")
+    kind, group = storage if isinstance(storage, tuple) else (storage, dist.group.WORLD)
+    if check_storage(kind).itemsize < 2:
+        raise ValueError(f"storage={kind}: eight-bit payloads cannot be added on the wire, give torch.float16")
     size = dist.get_world_size(group)
     gradients = bucket.gradients()
-    mine = [encode_values(gradient, torch.float32, rms_scale(gradient, storage)) for gradient in gradients]
-    scales = agreed_scales(mine, functools.partial(_largest, group), size, storage)
+    mine = [encode_values(gradient, torch.float32, rms_scale(gradient, kind)) for gradient in gradients]
+    scales = agreed_scales(mine, functools.partial(_largest, group), size, kind)
     payloads = [_powers.times(x._payload, _powers.ratio(x._scale, scale)) for x, scale in zip(mine, scales)]
-    message = torch.cat([to_storage(payload.reshape(-1), storage) for payload in payloads])
+    message = torch.cat([to_storage(payload.reshape(-1), kind) for payload in payloads])
     finished = dist.all_reduce(message, group=group, async_op=True).get_future()
     counts = [gradient.numel() for gradient in gradients]
 
-    def averaged(future: torch.futures.Future) -> Tensor:
+    def averaged(future: torch.futures.Future[Any]) -> Tensor:
         received = future.value()[0] if isinstance(future.value(), list) else future.value()
         for gradient, piece, scale in zip(gradients, received.split(counts), scales):
             gradient.copy_((piece.to(torch.float32) / size * scale).view_as(gradient))
@@ -54,6 +58,11 @@ def payload_hook(storage: torch.dtype, bucket):  # torch compares annotations, a
     return finished.then(averaged)
 
 
-def _largest(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+if dist.is_available():
+    # torch compares annotations, and knows no strings.
+    payload_hook.__annotations__ = typing.get_type_hints(payload_hook)
+
+
+def _largest(group: dist.ProcessGroup | None, x: Tensor) -> Tensor:
     dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
     return x

@@ -118,7 +118,8 @@ def _narrow_last_factors(node: Any) -> None:
             saved.register_hooks(round_to_home, with_float32_payload)
 
 
-_LEAF = torch._C._functions.AccumulateGrad
+_functions: Any = torch._C._functions
+_LEAF = _functions.AccumulateGrad
 
 
 @untraced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -214,6 +214,7 @@ def _encoded(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) -> ScaledT
 
 def _plain(place: ParameterRef, dtype: torch.dtype | None) -> nn.Parameter:
     old = place.value
+    assert isinstance(old, ScaledTensor)
     value = old.detach().decode(dtype)
     if not value.is_meta and bool((value.isinf() & old.detach().decode(torch.float64).isfinite()).any()):
         raise ValueError(f"parameter {place.name!r} has values beyond {value.dtype}: give a wider dtype=")
@@ -244,9 +245,9 @@ def _eight_bit_forward(module: nn.Module) -> Callable | None:
     return _transposed_linear if is_transposed else None
 
 
-def _linear(module: nn.Module, input: Tensor) -> Tensor:
+def _linear(module: nn.Linear, input: Tensor) -> Tensor:
     return linear_fp8(input, module.weight, module.bias)
 
 
-def _transposed_linear(module: nn.Module, x: Tensor) -> Tensor:
+def _transposed_linear(module: Any, x: Tensor) -> Tensor:
     return linear_fp8(x, module.weight.t(), module.bias)

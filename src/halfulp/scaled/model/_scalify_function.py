@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -16,8 +16,10 @@ from .._scaled_tensor import ScaledTensor
 from .._storage_rules import WideMode, check_wide, home_for
 from ._input_boundary import encode_arguments
 
+Given = TypeVar("Given", bound=Callable[..., Any])
 
-def scalify_function(function: Callable, dtype: torch.dtype = torch.float16, wide: WideMode = "autocast") -> Callable:
+
+def scalify_function(function: Given, dtype: torch.dtype = torch.float16, wide: WideMode = "autocast") -> Given:
     """Return a function that encodes its floating arguments when called, except those with "mask" in their names.
 
     What comes out is as what went in: with plain arguments the scaled tensors among the results, however nested, are
@@ -63,7 +65,7 @@ def scalify_function(function: Callable, dtype: torch.dtype = torch.float16, wid
             return results
         return tree_map(lambda x: x.decode() if isinstance(x, ScaledTensor) else x, results)
 
-    return scaled
+    return cast(Given, scaled)
 
 
 def _positional_names(function: Callable) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -69,17 +69,17 @@ def _stems(state_dict: Mapping, suffix: str) -> set[str]:
 def _is_valued(state_dict: Mapping, name: str) -> bool:
     """Return whether two entries are a tensor and its payload's scale; other parameters may have such names too."""
     value, scale = state_dict.get(name), state_dict[name + _SCALE]
-    if not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in (value, scale)):
-        return False
-    return value.is_floating_point() and _is_scale(scale)
+    return _is_plain(value) and _is_plain(scale) and value.is_floating_point() and _is_scale(scale)
 
 
 def _is_pair(state_dict: Mapping, name: str) -> bool:
     """Return whether two entries are a payload and its scale, in layout 1."""
     pair = tuple(state_dict[name + part] for part in _OLD)
-    if not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in pair):
-        return False
-    return pair[0].dtype in STORAGES and _is_scale(pair[1])
+    return all(map(_is_plain, pair)) and pair[0].dtype in STORAGES and _is_scale(pair[1])
+
+
+def _is_plain(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and not isinstance(x, ScaledTensor)
 
 
 def _is_scale(scale: Tensor) -> bool:

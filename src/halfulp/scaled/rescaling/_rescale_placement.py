@@ -110,8 +110,10 @@ def propose_rescales(
     forward = _first_to_leave(probe.forward, window)
     backward = _first_to_leave(probe.backward, window)
     order = [name for name, _ in (*probe.forward, *probe.backward)]
-    both = {name: "both" for name in order if name in forward and name in backward}
-    one = {name: "forward" if name in forward else "gradient" for name in order if name in forward or name in backward}
+    both: dict[str, Side] = {name: "both" for name in order if name in forward and name in backward}
+    one: dict[str, Side] = {
+        name: "forward" if name in forward else "gradient" for name in order if name in forward or name in backward
+    }
     return one | both
 
 
@@ -141,7 +143,7 @@ def _first_input(arguments: tuple, options: dict) -> int | str | None:
     return next((name for name, value in options.items() if isinstance(value, ScaledTensor)), None)
 
 
-def _replaced(arguments: tuple, options: dict, change: Callable[[Tensor], Tensor]) -> tuple[tuple, dict] | None:
+def _replaced(arguments: tuple, options: dict, change: Callable[[ScaledTensor], Tensor]) -> tuple[tuple, dict] | None:
     place = _first_input(arguments, options)
     if place is None:
         return None
@@ -204,7 +206,8 @@ class _Measured(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(context: Any, gradient: Tensor) -> tuple:
-        _note(*context.place, gradient)
+        measured, name = context.place
+        _note(measured, name, gradient)
         return gradient, None, None
 
 

@@ -77,6 +77,7 @@ def payloads_under(results: Any, factors: list[Tensor], holders: list[Any], sum_
     storage, dtype = storage_of(holders), logical_of(holders)
     if not factors:
         factors = [scale_one(first_scaled(holders))]
+    rest: Tensor | float
     if len(factors) == 1 and sum_scale == 1.0:
         scale, rest = factors[0], 1.0
     else:

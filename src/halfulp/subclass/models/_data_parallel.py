@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ class Wrappers:
         sharded: modules of fully_shard, which keep their shards flat and padded.
     """
 
-    data_parallel: list[nn.Module] = field(default_factory=list)
+    data_parallel: list[nn.parallel.DistributedDataParallel] = field(default_factory=list)
     sharded: list[nn.Module] = field(default_factory=list)
 
     def parameters(self) -> set[int]:
@@ -41,13 +40,20 @@ class Wrappers:
 
     def __or__(self, other: Wrappers) -> Wrappers:
         """Return the modules of both, each once."""
-        pairs = ((self.data_parallel, other.data_parallel), (self.sharded, other.sharded))
-        return Wrappers(*(list(dict.fromkeys(a + b)) for a, b in pairs))
+        return Wrappers(
+            list(dict.fromkeys(self.data_parallel + other.data_parallel)),
+            list(dict.fromkeys(self.sharded + other.sharded)),
+        )
 
 
 def is_flat_parameter(tensor: object) -> bool:
     """Return whether a parameter is a flat one, which FSDP1 made of many."""
     return bool(getattr(tensor, "_is_flat_param", False))
+
+
+def use_count(tensor: Any) -> int:
+    """Return how many references C++ has to a tensor."""
+    return tensor._use_count()
 
 
 def find_wrappers(named: list[tuple[str, Tensor]], what: str, replaced: bool) -> Wrappers:
@@ -56,11 +62,11 @@ def find_wrappers(named: list[tuple[str, Tensor]], what: str, replaced: bool) ->
     Raises:
         ValueError: one that cannot follow the change.
     """
-    alone = nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"))._use_count()
+    alone = use_count(nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu")))
     names = {id(tensor): name for name, tensor in named}
     found = Wrappers()
     # A reducer holds its parameters in C++: without such a reference there is none, and nothing to search for.
-    if any(tensor._use_count() > alone for _, tensor in named):
+    if any(use_count(tensor) > alone for _, tensor in named):
         for module in data_parallel_modules():
             held = [names[id(p)] for p in module.parameters() if id(p) in names]
             if held and "reducer" in module.__dict__:
@@ -70,18 +76,18 @@ def find_wrappers(named: list[tuple[str, Tensor]], what: str, replaced: bool) ->
     if shards:
         if replaced:
             _refuse_shards(named, what)
-        for module in sharded_modules():
-            held = [id(p) for p in module.parameters(recurse=False) if id(p) in shards]
-            groups = shard_groups(module)
-            held += [id(one.sharded_param) for group in groups for one in group.fsdp_params]
-            mine = [names[key] for key in held if key in shards]
+        for sharded in sharded_modules():
+            keys = [id(p) for p in sharded.parameters(recurse=False) if id(p) in shards]
+            groups = shard_groups(sharded)
+            keys += [id(one.sharded_param) for group in groups for one in group.fsdp_params]
+            mine = [names[key] for key in keys if key in shards]
             if mine and groups:
-                _check_sharded(module, mine[0], what)
-                found.sharded.append(module)
+                _check_sharded(sharded, mine[0], what)
+                found.sharded.append(sharded)
     return found
 
 
-def data_parallel_modules() -> list[nn.Module]:
+def data_parallel_modules() -> list[nn.parallel.DistributedDataParallel]:
     """Every DistributedDataParallel that lives in this process."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
@@ -89,7 +95,7 @@ def data_parallel_modules() -> list[nn.Module]:
     return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
 
-def _check_data_parallel(module: nn.Module, name: str, what: str) -> None:
+def _check_data_parallel(module: nn.parallel.DistributedDataParallel, name: str, what: str) -> None:
     """Raise for a DistributedDataParallel whose reducer cannot be made again as it was."""
     state, reason = module.__dict__, None
     if module.process_group is not torch.distributed.group.WORLD:
@@ -111,7 +117,7 @@ def _check_data_parallel(module: nn.Module, name: str, what: str) -> None:
         )
 
 
-def _rebuild(module: nn.Module) -> None:
+def _rebuild(module: nn.parallel.DistributedDataParallel) -> None:
     """Give a DistributedDataParallel a new reducer over its module's present parameters, as unpickling one does."""
     state = module.__getstate__()
     hooks = list(state.get("_comm_hooks", ()))
@@ -133,12 +139,17 @@ def sharded_modules() -> list[nn.Module]:
     return [x for x in gc.get_objects() if issubclass(type(x), fsdp.FSDPModule)]
 
 
-def shard_groups(module: nn.Module) -> Iterable:
+def shard_groups(module: nn.Module) -> list[Any]:
     """fully_shard's groups of parameters at a module."""
-    state = module._get_fsdp_state()
+    state = _fsdp_state(module)
     # torch 2.12 has one group at a module, or None.
     groups = getattr(state, "_fsdp_param_groups", (getattr(state, "_fsdp_param_group", None),))
     return [group for group in groups if group is not None]
+
+
+def _fsdp_state(module: nn.Module) -> Any:
+    state_of: Any = module._get_fsdp_state  # of FSDPModule, which fully_shard adds to the bases of the module's class
+    return state_of()
 
 
 def _refuse_shards(named: list[tuple[str, Tensor]], what: str) -> None:
@@ -152,7 +163,7 @@ def _refuse_shards(named: list[tuple[str, Tensor]], what: str) -> None:
 
 def _check_sharded(module: nn.Module, name: str, what: str) -> None:
     """Raise for a module of fully_shard that has run: its buffers for gathering have the old dtype."""
-    if getattr(module._get_fsdp_state(), "_is_root", None) is not None:
+    if getattr(_fsdp_state(module), "_is_root", None) is not None:
         raise ValueError(
             f"parameter {name!r} is sharded by fully_shard, and the model has run: its buffers have the old dtype. "
             f"Call {what} after fully_shard and before the first forward pass, or on the model before fully_shard"
@@ -172,7 +183,8 @@ def replace_data(parameter: Tensor, value: Tensor) -> None:
     parameter.data = value
     if hasattr(parameter, "_local_tensor"):
         # The assignment changes what autograd sees of a DTensor; its shard and its description are attributes.
-        parameter._local_tensor, parameter._spec = value._local_tensor, value._spec
+        for name in ("_local_tensor", "_spec"):
+            setattr(parameter, name, getattr(value, name))
     if gradient is not None:
         parameter.grad = gradient.to(value.dtype)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._torch_import import after_import
-from ._state_dict import state_dict_layout
+from ._state_dict import known_layout, state_dict_layout
 
 # What DistributedDataParallel and torch.compile put before names.
 _PREFIXES = ("module", "_orig_mod")
@@ -110,7 +110,7 @@ def _sending(plain: Callable) -> Callable:
 def _put_prefixes(full: MutableMapping[str, Any], own: Mapping[str, Tensor]) -> None:
     """Put auxiliary entries behind the prefixes of wrappers, where torch has put their parameters."""
     for name, value in own.items():
-        suffix = state_dict_layout(value).suffix
+        suffix = known_layout(value).suffix
         for short in _without_prefixes(name):
             alone = [entry for entry in full if entry.startswith(short) and suffix.sub("", entry) == short]
             for entry in alone if short not in full else ():
@@ -127,7 +127,7 @@ def _without_prefixes(name: str) -> Iterator[str]:
 
 
 def _auxiliary_entries(name: str, value: Tensor, local: Mapping[str, Any]) -> dict[str, Tensor]:
-    entries = state_dict_layout(value).entries(name, value.detach())
+    entries = known_layout(value).entries(name, value.detach())
     return {entry: part for entry, part in entries.items() if entry not in local}
 
 
@@ -150,4 +150,4 @@ def _from_plain_entries(
 ) -> Tensor:
     """Return a tensor like the one that stood here, made of the entries that were sent."""
     entries = {name: local[name], **{entry: local.pop(entry) for entry in beside if entry in local}}
-    return state_dict_layout(like).fitting({entry: part.to(like.device) for entry, part in entries.items()}, name, like)
+    return known_layout(like).fitting({entry: part.to(like.device) for entry, part in entries.items()}, name, like)

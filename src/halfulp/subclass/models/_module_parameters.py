@@ -65,7 +65,7 @@ def matching_parameters(found: Iterable[ParameterRef], where: Where) -> list[Par
 
 def check_has_shape(ref: ParameterRef) -> None:
     """Raise for a parameter of a lazy module that has seen no batch."""
-    if isinstance(ref.value, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(ref.value):
         raise ValueError(f"parameter {ref.name!r} has no shape yet: run one batch through the model first")
 
 
@@ -86,7 +86,7 @@ def matcher(where: Where, names: list[str], what: str = "where", of: str = "para
     return lambda module, name: any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
-def with_attributes(new: nn.Parameter, old: nn.Parameter, own: Iterable[str]) -> nn.Parameter:
+def with_attributes(new: nn.Parameter, old: Tensor, own: Iterable[str]) -> nn.Parameter:
     """Copy the attributes that users set on a parameter (marks for weight decay, say), but for the class's `own`."""
     own = {*own, "_is_param"}
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in own})

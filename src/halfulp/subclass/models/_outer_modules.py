@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 from ...kernels import untraced
 from .._in_backward import FIRST
 from . import _gathered_states as _whole_states
-from ._state_dict import state_dict_layout
+from ._state_dict import known_layout, state_dict_layout
 
 _listening: list[Any] = []
 
@@ -46,7 +46,7 @@ def install(wrapper: nn.Module) -> None:
 
 
 def _on_registration(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-    if name == _prefix_of(outer) and any(_own(module) for module in inner.modules()):
+    if inner is not None and name == _prefix_of(outer) and any(_own(module) for module in inner.modules()):
         install(outer)
 
 
@@ -68,7 +68,7 @@ def _put_prefix(wrapper: nn.Module, state_dict: MutableMapping[str, Any], prefix
         without = prefix + _without_prefixes(wrapper, name)
         if without == prefix + name or prefix + name not in state_dict:
             continue
-        suffix = state_dict_layout(parameter).suffix
+        suffix = known_layout(parameter).suffix
         for entry in [entry for entry in state_dict if suffix.sub("", entry) == without != entry]:
             full = prefix + name + entry[len(without) :]
             if full not in state_dict:  # else an entry of nobody, which torch tells of
@@ -102,7 +102,8 @@ def _complete_gradients(wrapper: nn.Module, inputs: Any, output: Any) -> None:
 
 @untraced
 def _complete_after_backward(wrapper: nn.Module, output: Any) -> None:
-    engine, queued = torch.autograd.Variable._execution_engine, []
+    engine = torch.autograd.Variable._execution_engine
+    queued: list[bool] = []
 
     def after(callbacks: int) -> None:
         # Callbacks run in turn: behind the reducer's own, which a callback of torch's own may have put there.
@@ -124,10 +125,10 @@ def _complete_after_backward(wrapper: nn.Module, output: Any) -> None:
 def _complete(wrapper: nn.Module) -> None:
     with torch.no_grad():
         for _, parameter in _named(wrapper):
-            is_plain = type(parameter.grad) is Tensor and getattr(parameter, "gradients", None) != FIRST
-            if is_plain:
+            plain = parameter.grad
+            if type(plain) is Tensor and getattr(parameter, "gradients", None) != FIRST:
                 gradient = torch.zeros_like(parameter.detach())
-                gradient.copy_(parameter.grad)
+                gradient.copy_(plain)
                 parameter.grad = gradient
 
 
@@ -137,9 +138,10 @@ def _refuse_dtensor(module: nn.Module, name: str, parameter: Tensor | None) -> N
     Raises:
         NotImplementedError: its shards have auxiliary tensors.
     """
-    if state_dict_layout(getattr(parameter, "_local_tensor", None)) is None:
+    shard = getattr(parameter, "_local_tensor", None)
+    if state_dict_layout(shard) is None:
         return
-    kind = type(parameter._local_tensor).__name__
+    kind = type(shard).__name__
     raise NotImplementedError(
         f"{name!r} of {type(module).__name__} is a {kind} that a parallel plan (parallelize_module, distribute_module) "
         "makes a DTensor of: its layers add and scatter plain tensors. Use DistributedDataParallel, or give the plan "

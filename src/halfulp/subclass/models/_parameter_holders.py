@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._data_parallel import Wrappers, find_wrappers, is_flat_parameter
+from ._data_parallel import Wrappers, find_wrappers, is_flat_parameter, use_count
 
 # The name, on a parameter, of the format that `halfulp.emulate` keeps it in.
 EMULATED = "_halfulp_emulated"
@@ -113,7 +113,7 @@ def plain_memory(tensor: Tensor) -> Tensor | None:
     part = getattr(tensor, "_local_tensor", tensor)
     if type(part).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         return None
-    if part.layout is not torch.strided or part.is_meta or isinstance(part, nn.parameter.UninitializedTensorMixin):
+    if part.layout is not torch.strided or part.is_meta or nn.parameter.is_lazy(part):
         return None
     return part if part.numel() else None
 
@@ -168,8 +168,9 @@ def _check_outside_memory(named: list[tuple[str, Tensor]], what: str) -> None:
     def find() -> str | None:
         for x in _living(Tensor):
             other = None if id(x) in own else plain_memory(x)
-            beside = () if other is None else mine.get(other.untyped_storage().data_ptr(), ())
-            for name, part in beside:
+            if other is None:
+                continue
+            for name, part in mine.get(other.untyped_storage().data_ptr(), ()):
                 if overlap(part, other):
                     if isinstance(x, nn.Parameter) and not is_flat_parameter(x):
                         return _tied(name, _name_of(x), part, other, what)
@@ -241,13 +242,13 @@ def _check_accumulators(named: Named, what: str, wrappers: Wrappers) -> None:
     A graph that an earlier forward pass left may hold it too: its gradients still arrive, in the old dtype.
     """
     alone, followed = (
-        nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"))._use_count(),
+        use_count(nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"))),
         wrappers.parameters(),
     )
     suspects = [
         (name, torch.autograd.graph.get_gradient_edge(tensor).node)
         for name, tensor in named
-        if tensor.requires_grad and tensor.is_leaf and tensor._use_count() > alone and id(tensor) not in followed
+        if tensor.requires_grad and tensor.is_leaf and use_count(tensor) > alone and id(tensor) not in followed
     ]
     names = {id(node): name for name, node in suspects}
     holders = gc.get_referrers(*(node for _, node in suspects)) if suspects else ()

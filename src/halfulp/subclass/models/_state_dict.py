@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ..._messages import a_kind, listed
 
+_C: Any = torch._C
 _LOADED = "_halfulp_loaded"
 # Of the newest state_dict, by its identity: each parameter's first name, and the versions of it and of its values.
 _first_names: dict[int, dict[int, tuple[str, int, int]]] = {}
@@ -42,7 +44,7 @@ class StateDictLayout(NamedTuple):
     copy: Callable[[Any, Any], None]
 
 
-_layouts: dict[type[Tensor], StateDictLayout] = {}
+_layouts: dict[type, StateDictLayout] = {}
 
 
 def register(layout: StateDictLayout) -> None:
@@ -55,6 +57,11 @@ def state_dict_layout(tensor: object) -> StateDictLayout | None:
     return _layouts.get(type(tensor))
 
 
+def known_layout(tensor: Tensor) -> StateDictLayout:
+    """Return how a tensor is stored in a state_dict, of a class that has a layout."""
+    return _layouts[type(tensor)]
+
+
 def install(module: nn.Module) -> None:
     """Save and load this module's own parameters of such classes as plain tensors."""
     if _save not in module._state_dict_hooks.values():
@@ -65,9 +72,11 @@ def install(module: nn.Module) -> None:
 
 def install_check(model: nn.Module) -> None:
     """Check a file for all of a model's modules before any of them is loaded."""
-    if not any(getattr(hook, "hook", None) is _check_all for hook in model._load_state_dict_pre_hooks.values()):
+    hooks = model._load_state_dict_pre_hooks
+    assert isinstance(hooks, OrderedDict)
+    if not any(getattr(hook, "hook", None) is _check_all for hook in hooks.values()):
         model.register_load_state_dict_pre_hook(_check_all)
-        model._load_state_dict_pre_hooks.move_to_end(next(reversed(model._load_state_dict_pre_hooks)), last=False)
+        hooks.move_to_end(next(reversed(hooks)), last=False)
 
 
 def remove(module: nn.Module) -> None:
@@ -102,25 +111,30 @@ def check_version(metadata: Mapping) -> None:
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor, StateDictLayout]]:
     """Return a module's own parameters that have a layout: name, parameter, layout."""
-    own = [(key, value, state_dict_layout(value)) for key, value in module._parameters.items()]
-    return [entry for entry in own if entry[2] is not None]
+    return [
+        (key, value, layout)
+        for key, value in module._parameters.items()
+        if value is not None and (layout := state_dict_layout(value)) is not None
+    ]
 
 
-def _save(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: dict) -> None:
+def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     """Store auxiliary tensors as entries behind their parameter; with keep_vars the parameter itself stays."""
     own = {prefix + key: (parameter, layout) for key, parameter, layout in _own(module)}
     local_metadata.update({layout.key: layout.version for _, layout in own.values()})
-    last = []
+    last: list[tuple[str, Any]] = []
     # What this module and its children have saved stands last.
     while state_dict and next(reversed(state_dict)).startswith(prefix):
         last.append(state_dict.popitem())
     for name, value in reversed(last):
         parameter, layout = own.get(name, (value, None))
-        whole = value is not parameter and isinstance(value, layout.kind)
-        state_dict.update(_tied(layout.entries(name, value), name, parameter, state_dict) if whole else {name: value})
+        if layout is not None and value is not parameter and isinstance(value, layout.kind):
+            state_dict.update(_tied(layout.entries(name, value), name, parameter, state_dict))
+        else:
+            state_dict[name] = value
 
 
-def _tied(entries: dict[str, Tensor], name: str, parameter: Tensor, state_dict: Mapping) -> dict[str, Tensor]:
+def _tied(entries: dict[str, Tensor], name: str, parameter: Tensor, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a parameter's entries, in the memory that they have under its first name in this state_dict.
 
     Savers that write shared memory once (transformers) would else write the values of a tied parameter under both names
@@ -132,24 +146,24 @@ def _tied(entries: dict[str, Tensor], name: str, parameter: Tensor, state_dict: 
         _first_names.clear()  # those of another state_dict
         names = _first_names[id(state_dict)] = {}
     first, *versions = names.get(id(parameter), ("", -1, -1))
-    known = state_dict.get(first)
+    known: Any = state_dict.get(first)
     if _is_tied(entries, name, state_dict, first) and versions == [parameter._version, known._version]:
         return {**entries, name: known}
     names[id(parameter)] = name, parameter._version, entries[name]._version
     return entries
 
 
-def _is_tied(entries: Mapping[str, Tensor], name: str, state_dict: Mapping, first: str) -> bool:
+def _is_tied(entries: Mapping[str, Tensor], name: str, state_dict: Mapping[str, Any], first: str) -> bool:
     """Return whether a parameter's auxiliary entries share memory with those of the name saved first."""
     beside = {entry.removeprefix(name): value for entry, value in entries.items() if entry != name}
-    others = {suffix: state_dict.get(first + suffix) for suffix in beside}
+    others: dict[str, Any] = {suffix: state_dict.get(first + suffix) for suffix in beside}
     if first not in state_dict or not all(isinstance(other, Tensor) for other in others.values()):
         return False
     return bool(beside) and all(_is_same_memory(value, others[suffix]) for suffix, value in beside.items())
 
 
 def _is_same_memory(a: Tensor, b: Tensor) -> bool:
-    return torch._C._is_alias_of(a, b) and a.storage_offset() == b.storage_offset() and a.shape == b.shape
+    return _C._is_alias_of(a, b) and a.storage_offset() == b.storage_offset() and a.shape == b.shape
 
 
 def _check_all(module: nn.Module, state_dict: Mapping, prefix: str, local_metadata: dict, *rest: Any) -> None:

@@ -280,13 +280,15 @@ def round_(x: MCTensor) -> Tensor:
     """The nearest integer, ties to even: floor(x + 1/2), one less where that is odd and was a tie."""
     form = result_type((x,))
     whole = form._replace(gradients=COMPONENTS)
-    up = evaluate("add", x, 0.5, form=whole._replace(dtype=torch.float64, scaled=False))
+    up: Any = evaluate("add", x, 0.5, form=whole._replace(dtype=torch.float64, scaled=False))
     low = wrap(_sum_of_integers(floor_parts(up._parts), up._parts[0]), None, COMPONENTS)
-    half = wrap(_sum_of_integers(floor_parts(evaluate("mul", low, 0.5)._parts), low._parts[0]), None, COMPONENTS)
+    halved: Any = evaluate("mul", low, 0.5)
+    half = wrap(_sum_of_integers(floor_parts(halved._parts), low._parts[0]), None, COMPONENTS)
     odd = order_of(evaluate("mul", half, 2.0), low) != 0
     tie = order_of(low, up) == 0
-    nearest = evaluate("sub", low, (odd & tie).double())._parts
-    return make_result((torch.copysign(nearest[0], x._parts[0].double()), *nearest[1:]), form)
+    nearest: Any = evaluate("sub", low, (odd & tie).double())
+    first, *rest = nearest._parts
+    return make_result((torch.copysign(first, x._parts[0].double()), *rest), form)
 
 
 def _sum_of_integers(floors: Parts, x: Tensor) -> Parts:

@@ -39,7 +39,7 @@ def constant(text: str, like: Tensor) -> MCTensor:
     return MCTensor.from_components(parts)
 
 
-def round_to_type(x: MCTensor, form: ResultType) -> Tensor:
+def round_to_type(x: Tensor, form: ResultType) -> Tensor:
     """Round a result that has more digits to a result type."""
     return make_result(parts_of(x, form.device), form)
 
@@ -211,9 +211,9 @@ def copysign(a: Any, b: Any) -> Tensor:
 def nan_to_num(x: MCTensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
     """Numbers in place of NaN and infinities."""
     ends = torch.finfo(x.dtype)
-    x = select(x._parts[0].isposinf(), ends.max if posinf is None else posinf, x)
-    x = select(x._parts[0].isneginf(), ends.min if neginf is None else neginf, x)
-    return select(is_nan(x), nan or 0.0, x)
+    y: Any = select(x._parts[0].isposinf(), ends.max if posinf is None else posinf, x)
+    y = select(y._parts[0].isneginf(), ends.min if neginf is None else neginf, y)
+    return select(is_nan(y), nan or 0.0, y)
 
 
 @implements(aten.erfc.default)

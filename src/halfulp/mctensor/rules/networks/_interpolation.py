@@ -34,10 +34,10 @@ class _Axis(NamedTuple):
     factor: float | None
 
 
-def _sources(axis: _Axis, device: torch.device) -> MCTensor:
+def _sources(axis: _Axis, device: torch.device) -> Any:
     """Return the position of each new element among the old ones."""
-    at = torch.arange(axis.outside, dtype=torch.float64, device=device)
-    at = MCTensor.encode(at, MOST, gradients=COMPONENTS)
+    places = torch.arange(axis.outside, dtype=torch.float64, device=device)
+    at: Any = MCTensor.encode(places, MOST, gradients=COMPONENTS)
     if axis.align_corners:
         return at * (axis.inside - 1) / max(axis.outside - 1, 1)
     if axis.factor is not None and axis.factor > 0:
@@ -47,21 +47,21 @@ def _sources(axis: _Axis, device: torch.device) -> MCTensor:
 
 def _linear(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
     """Return the two neighbours of each new element, and their weights."""
-    at = _sources(axis, device)
+    at: Any = _sources(axis, device)
     if axis.inside == axis.outside:  # torch copies, whatever factor was asked for
         at = _sources(axis._replace(align_corners=True), device)
     at = torch.maximum(at, torch.zeros_like(at))
     left = at.floor().decode().long().clamp(max=axis.inside - 1)
     right = (left + 1).clamp(max=axis.inside - 1)
-    share = torch.minimum(at - left, torch.ones_like(at))
+    share: Any = torch.minimum(at - left, torch.ones_like(at))
     return [(left, 1 - share), (right, share)]
 
 
 def _cubic(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
     """Return the four neighbours of each new element, and their weights."""
-    at = _sources(axis, device)
+    at: Any = _sources(axis, device)
     first = at.floor().decode().long()
-    t = at - first
+    t: Any = at - first
     near = [((_A + 2) * x - (_A + 3)) * x * x + 1 for x in (t, 1 - t)]
     far = [((_A * x - 5 * _A) * x + 8 * _A) * x - 4 * _A for x in (t + 1, 2 - t)]
     weights = (far[0], near[0], near[1], far[1])
@@ -69,13 +69,13 @@ def _cubic(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
 
 
 def _weighted(x: Any, values: Any, weight: MCTensor, dim: int) -> Tensor:
-    weight = round_to_type(weight, result_type((x,))._replace(gradients=COMPONENTS, scaled=False))
-    return values * weight.reshape([-1 if i == dim else 1 for i in range(x.dim())])
+    own = round_to_type(weight, result_type((x,))._replace(gradients=COMPONENTS, scaled=False))
+    return values * own.reshape([-1 if i == dim else 1 for i in range(x.dim())])
 
 
 def _resampled(x: Any, axis: _Axis, taps: Callable) -> Tensor:
     """Each new element as the weighted sum of its neighbours along one axis."""
-    found = None
+    found: Any = None
     for index, weight in taps(axis, x.device):
         term = _weighted(x, x.index_select(axis.dim, index), weight, axis.dim)
         found = term if found is None else found + term

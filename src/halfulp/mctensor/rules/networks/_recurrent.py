@@ -57,7 +57,7 @@ def _layer_backward(
             h_back = h_back + to_out[t]
         squashed = c_now.tanh()
         c_back = c_back + h_back * o * (1 - squashed * squashed)
-        four = (c_back * g * i * (1 - i), c_back * c_before * f * (1 - f))
+        four: tuple[Any, ...] = (c_back * g * i * (1 - i), c_back * c_before * f * (1 - f))
         four += (c_back * i * (1 - g * g), h_back * squashed * o * (1 - o))
         change = torch.cat(four, -1)
         to_gates.append(change)
@@ -67,7 +67,7 @@ def _layer_backward(
         h_back, c_back = change @ w_h, c_back * f
     # All steps at once: one product for each weight.
     changes = torch.cat(to_gates)
-    to_x = [None] * len(places)
+    to_x: list[Any] = [None] * len(places)
     for t, change in zip(places, to_gates):
         to_x[t] = change @ w_x
     to_weights = changes.t() @ torch.cat(inputs), changes.t() @ torch.cat(states)

@@ -115,7 +115,7 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     lower = factors.tril(-1) + torch.eye(factors.shape[-1], dtype=torch.float64, device=factors.device)
     upper = factors.triu()
     if adjoint:
-        x = _solve(lower.mT, _solve(upper.mT, b, True, whole), True, whole)
+        x: Any = _solve(lower.mT, _solve(upper.mT, b, True, whole), True, whole)
         return make_result(parts_of(permutation @ without_rounding(x), form.device), form)
     return _solve(upper, _solve(lower, permutation.mT @ b, True, whole), True, form)
 

@@ -98,7 +98,7 @@ def _scattered(x: Any, dim: int, index: Tensor, source: Any) -> tuple[Tensor, An
     return at.gather(dim, index).reshape(-1), source.reshape(-1)
 
 
-_COMBINE = {
+_COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
     "prod": torch.mul,

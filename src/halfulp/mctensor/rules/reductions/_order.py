@@ -17,7 +17,7 @@ aten = torch_operators("aten")
 
 def permutation(x: MCTensor, dim: int, descending: bool) -> Tensor:
     """Return the stable order of values: sorted by the last component first, and by the first one at last."""
-    order = None
+    order: Any = None
     for part in reversed(x._parts):
         seen = part if order is None else part.gather(dim, order)
         step = torch.sort(seen, dim=dim, descending=descending, stable=True).indices
@@ -78,7 +78,8 @@ def median_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Te
 @implements(aten.median.default)
 def median(x: MCTensor) -> Tensor:
     """The lower of the middle values of all."""
-    return median_dim(x.reshape(-1), 0)[0]
+    flat: Any = x.reshape(-1)
+    return median_dim(flat, 0)[0]
 
 
 @implements(aten.nanmedian.dim)
@@ -91,7 +92,8 @@ def nanmedian_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor,
 @implements(aten.nanmedian.default)
 def nanmedian(x: MCTensor) -> Tensor:
     """The lower of the middle values of all that are numbers."""
-    return nanmedian_dim(x.reshape(-1), 0)[0]
+    flat: Any = x.reshape(-1)
+    return nanmedian_dim(flat, 0)[0]
 
 
 def _kth_in_order(x: MCTensor, dim: int, keepdim: bool, pick: Any) -> tuple[Tensor, Tensor]:
@@ -104,7 +106,7 @@ def _kth_in_order(x: MCTensor, dim: int, keepdim: bool, pick: Any) -> tuple[Tens
 
 def _first_extreme(x: MCTensor, dim: int, sign: int) -> Tensor:
     """Return the first index of the extreme along a dimension, keepdim=True; NaN is more extreme than any number."""
-    candidates = None
+    candidates: Any = None
     for part in x._parts:
         part = part if sign > 0 else torch.where(part.isnan(), part, -part)
         seen = part if candidates is None else part.masked_fill(~candidates, -torch.inf)
@@ -148,7 +150,7 @@ def min_all(x: MCTensor) -> Tensor:
     return _extreme_along(_nonempty(x), 0, False, -1)[0]
 
 
-def _nonempty(x: MCTensor) -> MCTensor:
+def _nonempty(x: MCTensor) -> Any:
     if not x.numel():
         raise RuntimeError("no largest or smallest of no elements: give a dimension that has some")
     return x.reshape(-1)
@@ -197,9 +199,10 @@ def _extreme_over(x: MCTensor, dims: Any, keepdim: bool, sign: int) -> Tensor:
     wanted = sorted({dim % max(x.dim(), 1) for dim in dims} or range(x.dim()))
     if not x.dim():
         return x.clone()
+    values: Any = x
     for dim in wanted:
-        x = _extreme_along(x, dim, True, sign)[0]
-    return x if keepdim else x.squeeze(wanted)
+        values = _extreme_along(values, dim, True, sign)[0]
+    return values if keepdim else values.squeeze(wanted)
 
 
 def _running(x: MCTensor, dim: int, sign: int) -> tuple[Tensor, Tensor]:
@@ -221,7 +224,7 @@ def _running(x: MCTensor, dim: int, sign: int) -> tuple[Tensor, Tensor]:
     return _gather(x, dim, at), at
 
 
-def _stack_pair(x: MCTensor, dim: int, before: Tensor, here: Tensor) -> MCTensor:
+def _stack_pair(x: MCTensor, dim: int, before: Tensor, here: Tensor) -> Any:
     return torch.stack([_gather(x, dim, before), _gather(x, dim, here)])
 
 

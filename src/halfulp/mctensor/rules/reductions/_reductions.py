@@ -30,7 +30,7 @@ def dimensions(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
     return sorted({one % max(x.dim(), 1) for one in given}) if given else list(range(x.dim()))
 
 
-def reduce_dims(function: Callable, x: MCTensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
+def reduce_dims(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
     """Run one of arithmetic's reductions over any dimensions."""
     if dtype is not None and dtype not in PRECISION:
         raise TypeError(
@@ -111,13 +111,13 @@ def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
 @beyond_float64(aten.cumprod.default)
 def cumprod(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
     """Running products, in log2(length) steps: each multiplies by what lies twice as far back."""
-    x = x if dtype is None else x.to(dtype)
+    products: Tensor = x if dtype is None else x.to(dtype)
     step, count = 1, x.shape[dim] if x.dim() else 1
     while step < count:
-        later = x.narrow(dim, step, count - step) * x.narrow(dim, 0, count - step)
-        x = torch.cat([x.narrow(dim, 0, step), later], dim)
+        later = products.narrow(dim, step, count - step) * products.narrow(dim, 0, count - step)
+        products = torch.cat([products.narrow(dim, 0, step), later], dim)
         step *= 2
-    return x.clone() if step == 1 else x
+    return products.clone() if step == 1 else products
 
 
 @implements(aten.linalg_vector_norm.default)
@@ -132,7 +132,7 @@ def vector_norm(x: MCTensor, ord: Any = 2, dim: Any = None, keepdim: bool = Fals
     return (torch.amax if ord > 0 else torch.amin)(size, dimensions(x, dim), keepdim)
 
 
-def _finite_norm(x: MCTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+def _finite_norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     dims = dimensions(x, dim)
     if ord == 2:

@@ -41,8 +41,8 @@ def agreed_scales(
     scales = torch.stack([x._scale for x in tensors])
     amaxes = torch.stack([_amax(x) for x in tensors])
     scales, amaxes = largest(torch.cat([scales, amaxes])).chunk(2)
-    tops = [terms / torch.finfo(storage or wire_storage(x)).max for x in tensors]
-    tops = torch.tensor(tops, dtype=torch.float32, device=scales.device)
+    limits = [terms / torch.finfo(storage or wire_storage(x)).max for x in tensors]
+    tops = torch.tensor(limits, dtype=torch.float32, device=scales.device)
     needed = _powers.round_to_power(amaxes * tops, "up")
     return list(torch.maximum(scales * sqrt_of_count(terms), needed).clamp(max=_powers.LARGEST).unbind())
 
@@ -195,7 +195,7 @@ def broadcast_(tensors: Sequence[Tensor], group: Any, root: int, place: int, *re
 
 def _register() -> None:
     c10d = torch_operators("c10d")
-    rules = {
+    rules: dict[str, Callable[..., Any]] = {
         "allreduce_": allreduce_,
         "allreduce_coalesced_": allreduce_coalesced_,
         "reduce_": reduce_,

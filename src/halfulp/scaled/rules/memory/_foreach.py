@@ -16,7 +16,7 @@ from ..._scaled_tensor import ScaledTensor
 
 aten = torch_operators("aten")
 # Operators of one tensor whose name or arguments differ from those of the list.
-_SINGLE = {
+_SINGLE: dict[str, Callable[..., Any]] = {
     "norm": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype),
     "powsum": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype) ** order,
     "max": lambda x: torch.amax(x),

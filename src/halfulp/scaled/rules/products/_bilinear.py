@@ -53,11 +53,12 @@ def product_over(*factors: Tensor | float, scale: Tensor | None = None) -> Tenso
 
     It stays a normal float32 number, as an infinity under the scale of zeros must not meet a factor of 0.
     """
-    values = [_powers.concrete_value(factor) if isinstance(factor, Tensor) else factor for factor in factors]
+    values: list[Any] = [_powers.concrete_value(factor) if isinstance(factor, Tensor) else factor for factor in factors]
     held = 1.0 if scale is None else _powers.concrete_value(scale)
     if held is not None and None not in values:
         return min(max(math.prod(values) / held, _powers.SMALLEST), _powers.LARGEST)
-    total = factors[0].double() if scale is None else scale.double().reciprocal() * factors[0]
+    first: Any = factors[0]
+    total = first.double() if scale is None else scale.double().reciprocal() * first
     for factor in factors[1:]:
         total = total * factor
     return total.clamp(_powers.SMALLEST, _powers.LARGEST).to(torch.float32)
@@ -246,7 +247,7 @@ def add_scaled_product(
     alpha: Any = 1,
     quotient: bool = False,
     separate: OpOverload | None = None,
-) -> Tensor:
+) -> ScaledTensor:
     """beta base + alpha a b, computed and rounded once, under the larger of the two parts' scales.
 
     Args:

@@ -16,7 +16,7 @@ from ._bilinear import is_symbolic, mul
 
 def fma(a: Any, b: Any, c: Any) -> Tensor:
     """a b + c in c's storage: what dynamo makes of c.addcmul_(x, y, value=b), with a = x y, and of c.addcdiv_."""
-    total = add(c, mul(a, b)) if isinstance(b, Tensor) else add(c, a, alpha=b)
+    total: Any = add(c, mul(a, b)) if isinstance(b, Tensor) else add(c, a, alpha=b)
     if not isinstance(c, ScaledTensor):
         return total
     held = make_scaled_to_fit(to_float32(total), total._scale, c._payload.dtype, total.dtype)

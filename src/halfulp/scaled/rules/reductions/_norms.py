@@ -5,6 +5,7 @@ Statistics are kept in the payloads' space: mean under the scale s, reciprocal d
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -40,9 +41,10 @@ class NormInput:
     def __init__(self, x: ScaledTensor, eps: float) -> None:
         scale = _powers.concrete_value(x._scale)
         self.x, self.limit = x, deviation_scale(x, eps)
-        self.exact = scale is not None and eps / scale**2 < _LARGEST_EPS
+        own_eps = math.inf if scale is None else eps / scale**2
+        self.exact = own_eps < _LARGEST_EPS
         self.data = to_float32(x) if self.exact else decode_values(x, torch.float32)
-        self.eps = eps / scale**2 if self.exact else eps
+        self.eps = own_eps if self.exact else eps
 
     def mean(self, mean: Tensor) -> ScaledTensor:
         """Return a mean of the data under x's scale."""
@@ -215,7 +217,7 @@ def _step_average(running: Any, batch: ScaledTensor, momentum: float) -> Any:
     if not isinstance(running, ScaledTensor):
         return running * (1 - momentum) + decode_values(batch, running.dtype) * momentum
     wide = wrap(to_float32(running), running._scale, running.dtype)
-    mean = batch * momentum + wide * (1 - momentum)
+    mean: Any = batch * momentum + wide * (1 - momentum)
     return make_scaled(to_float32(mean), mean._scale, running._payload.dtype, running.dtype)
 
 
