@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,17 +34,19 @@ def stepped_with(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer,
         FutureWarning,
         stacklevel=3,
     )
-    return optimizer.step(*args, **kwargs, grad_scaler=scaler)
+    step: Callable[..., Any] = optimizer.step
+    return step(*args, **kwargs, grad_scaler=scaler)
 
 
 def stepped(optimizer: torch.optim.Optimizer, found: list[Tensor], overflowed: bool, args: tuple, kwargs: dict) -> Any:
     """Step with unscaled gradients; None where they overflowed, unless the optimizer handles that itself."""
     if not supports(optimizer):
         return None if overflowed else optimizer.step(*args, **kwargs)
+    aware: Any = optimizer
     # A scale of its own that somebody set stays.
-    optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
-    optimizer.found_inf = sum(flag.to(found[0].device, non_blocking=True) for flag in found)
+    aware.grad_scale = getattr(optimizer, "grad_scale", None)
+    aware.found_inf = sum(flag.to(found[0].device, non_blocking=True) for flag in found)
     try:
         return optimizer.step(*args, **kwargs)
     finally:
-        del optimizer.grad_scale, optimizer.found_inf
+        del aware.grad_scale, aware.found_inf

@@ -318,7 +318,7 @@ class Controller:
             self._acquit()
             return
         for site in doubted:
-            if site.exponent >= site.overflowed and not self._may_be_gone(site):
+            if site.overflowed is not None and site.exponent >= site.overflowed and not self._may_be_gone(site):
                 self._lower(site)
 
     def _may_be_gone(self, site: Site) -> bool:
@@ -334,19 +334,19 @@ class Controller:
         """Set the exponent of a site that was measured and did not overflow; ``lost``: all arrives as zero there."""
         site.remember(kinds)
         exponent = (Amax() if lost else self.policy).exponent(site)
-        if site.overflowed is not None and self._supersedes_overflow(site, kinds, lost):
+        if site.overflowed is not None and self._supersedes_overflow(site, site.overflowed, kinds, lost):
             site.forget_overflow()
         if exponent is not None:
             halves = lost or self.policy.wants_operands
             self._set(site, self._halved(site, exponent) if halves else self._allowed(site, exponent))
 
-    def _supersedes_overflow(self, site: Site, kinds: dict[str, Reading], lost: bool) -> bool:
+    def _supersedes_overflow(self, site: Site, overflowed: int, kinds: dict[str, Reading], lost: bool) -> bool:
         """Whether a new measurement limits a site's exponent better than its remembered overflow does."""
         if site.exponent <= self.floor:
             # It cannot fall further, and is finite there.
             return True
         # Operands alone do not tell of sums for weights.
-        return not lost and not self.policy.wants_operands and explains(kinds, site.overflowed)
+        return not lost and not self.policy.wants_operands and explains(kinds, overflowed)
 
     def _rise(self, readings: dict[Site, dict[str, Reading]]) -> bool:
         """Raise all sites where every gradient is stored as zero and the loss's own gradient was not measured."""

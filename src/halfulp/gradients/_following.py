@@ -122,7 +122,7 @@ class Following:
             self._lift = self._found(gradient) if sign > 0 else 0
         if isinstance(self._lift, int):
             return times_power_of_two(gradient, exponent + sign * self._lift)
-        factor = self._factor(exponent, sign, gradient.device)
+        factor = self._factor(self._lift, exponent, sign, gradient.device)
         # A number in memory takes the gradient's dtype first, which float16 may not hold.
         wide = gradient.float() if gradient.dtype == torch.float16 else gradient
         return with_strides_of((wide * factor).to(gradient.dtype), gradient)
@@ -143,11 +143,12 @@ class Following:
         reference = self._global_site.loss_binade
         if on_host(largest):
             size = float(largest)
-            known = 0 < size < math.inf
-            binade = math.frexp(size)[1] - 1 - self._global_site.exponent if known else math.nan
-            self.binades.append(binade)
-            follows = known and reference is not None
-            return max(-self._room, min(self._room, reference - binade)) if follows else 0
+            if not 0 < size < math.inf:
+                self.binades.append(math.nan)
+                return 0
+            here = math.frexp(size)[1] - 1 - self._global_site.exponent
+            self.binades.append(here)
+            return 0 if reference is None else max(-self._room, min(self._room, reference - here))
         known = torch.isfinite(largest) & (largest > 0)
         binade = torch.frexp(largest).exponent - 1 - self._global_site.exponent
         self.binades.append(torch.where(known, binade.float(), math.nan))
@@ -155,12 +156,12 @@ class Following:
             return 0
         return torch.where(known, reference - binade, 0).clamp(-self._room, self._room).int()
 
-    def _factor(self, exponent: int, sign: int, device: torch.device) -> Tensor:
+    def _factor(self, lift: Tensor, exponent: int, sign: int, device: torch.device) -> Tensor:
         """2^(exponent + sign lift), exactly: by its bits."""
         key = exponent, sign, device
         if key not in self._factors:
             self._factors[key] = (
-                ((exponent + sign * self._lift + _BIAS) << 23).view(torch.float32).to(device, non_blocking=True)
+                ((exponent + sign * lift + _BIAS) << 23).view(torch.float32).to(device, non_blocking=True)
             )
         return self._factors[key]
 

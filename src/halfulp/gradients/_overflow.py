@@ -63,9 +63,9 @@ def suspects(finite: Mapping[Site, bool], edges: Iterable[tuple[Site, Site]]) ->
 
 def finite_sites(readers: Iterable[tuple[Tensor, Site]]) -> dict[Site, bool]:
     """Whether the gradients of the parameters that each site reads are finite."""
-    read = [(parameter, site) for parameter, site in readers if parameter.grad is not None]
+    read = [(parameter.grad, site) for parameter, site in readers if parameter.grad is not None]
     finite: dict[Site, bool] = {}
-    for (_, site), flag in zip(read, to_host([all_finite(parameter.grad) for parameter, _ in read])):
+    for (_, site), flag in zip(read, to_host([all_finite(gradient) for gradient, _ in read])):
         finite[site] = finite.get(site, True) and flag
     return finite
 

@@ -162,7 +162,8 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
                 backward.check_exits(output.grad_fn)
         scaled = output * self._tensor(output.device)
         if scaled.requires_grad:
-            scaled.grad_fn.register_prehook(backward.begin)
+            node: Any = scaled.grad_fn
+            node.register_prehook(backward.begin)
         self._controller.losses.append(output.detach())
         return scaled
 
@@ -196,7 +197,9 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         own = super()._unscale_grads_
-        return unscaled_by_kind(lambda *given: own(*given, allow_fp16), optimizer, inv_scale, found_inf)
+        return unscaled_by_kind(
+            lambda part, inverse, found: own(part, inverse, found, allow_fp16), optimizer, inv_scale, found_inf
+        )
 
     @uncompiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -282,6 +285,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         """The global scale where GradScaler keeps it, as it is now."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
+        assert self._scale is not None
         if self._exponent != self._controller.sites.global_site.exponent:
             # A new tensor, as autograd may have saved the old one.
             self._exponent = self._controller.sites.global_site.exponent
@@ -339,7 +343,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         sites = state_of(controller.sites, controller.following.resumes)
         return {**state, "sites": sites, "progress": controller.progress}
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """A pickle, and a deep copy, holds the models too, whose copies the copy belongs to; recorders stay here.
 
         Raises:
@@ -390,6 +394,8 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         several = len(self._models) > 1
         found = {"model", ""}
         for i, model in enumerate(one() for one in self._models):
+            if model is None:
+                continue
             prefix = str(i) if several else ""
             names = (name for name, _ in unwrapped(model).named_modules())
             found |= {".".join(part for part in (prefix, name) if part) for name in names}

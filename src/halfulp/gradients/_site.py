@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from ..formats import Format
 
@@ -56,6 +57,13 @@ class Reading:
         )
 
 
+class Proposal(NamedTuple):
+    """The least exponent that keeps from underflow, and the most that cannot overflow, which wins."""
+
+    least: int
+    most: int
+
+
 class Site:
     """A group of gradients with one exponent: they are stored as 2^exponent times the true ones.
 
@@ -85,16 +93,16 @@ class Site:
         self.key = key
         self.merged: str | None = None
         self.readings: dict[str, Reading] = {}
-        self.proposals: list[tuple[int, int]] = []
+        self.proposals: list[Proposal] = []
         self.history: deque[dict[str, float]] = deque(maxlen=HISTORY)
         self.format: Format | None = None
-        self.measured = False
-        self.overflows = 0
+        self.measured: bool = False
+        self.overflows: int = 0
         self.overflowed: int | None = None
-        self.doubted = False
-        self.until = 0
-        self.strikes = 0
-        self.patience = 1
+        self.doubted: bool = False
+        self.until: int = 0
+        self.strikes: int = 0
+        self.patience: int = 1
         self.stored: Format | None = None
         self.loss_binade: int | None = None
         self.global_site = global_site
@@ -103,7 +111,11 @@ class Site:
     @property
     def exponent(self) -> int:
         """The gradient here is stored as 2^exponent times the true one."""
-        return self.global_site._exponent if self.merged else self._exponent
+        return self.global_site._exponent if self.merged and self.global_site else self._exponent
+
+    @exponent.setter
+    def exponent(self, value: int) -> None:
+        self._exponent = max(LOWEST, min(HIGHEST, int(value)))
 
     @property
     def follows_global(self) -> bool:
@@ -113,7 +125,9 @@ class Site:
     @property
     def reference(self) -> int:
         """The power of two in whose units gradients are remembered; 0 where losses are not followed."""
-        return 0 if self.follows_global else self.global_site.loss_binade or 0
+        if self.global_site is None or self.merged is not None:
+            return 0
+        return self.global_site.loss_binade or 0
 
     def remember(self, readings: dict[str, Reading]) -> None:
         """Store a measurement; only gradients in narrow formats enter the history, as others limit nothing."""
@@ -162,10 +176,6 @@ class Site:
         for reading in self.readings.values():
             reading.amax = math.ldexp(reading.amax, binade - before)
 
-    @exponent.setter
-    def exponent(self, value: int) -> None:
-        self._exponent = max(LOWEST, min(HIGHEST, int(value)))
-
     def __repr__(self) -> str:
         return f"Site({self.key!r}, exponent={self.exponent})"
 
@@ -179,7 +189,7 @@ class Sites:
     """
 
     def __init__(self, exponent: int, uniform: bool = False) -> None:
-        self.global_site = Site(GLOBAL, None, exponent)
+        self.global_site: Site = Site(GLOBAL, None, exponent)
         self._sites = {GLOBAL: self.global_site}
         self.start = exponent
         # The least exponent of a site that was measured, or overflowed; None where none was.

@@ -30,7 +30,7 @@ def reduced(scaler: Any, base: type) -> tuple:
     return restored, (base, type(scaler), models, {**scaler._options, "enabled": scaler._enabled}), state
 
 
-def restored(base: type, kind: type, models: list[nn.Module], options: dict[str, Any]) -> Any:
+def restored(base: type[Any], kind: type[object], models: list[nn.Module], options: dict[str, Any]) -> Any:
     """A scaler of those models, with those options, of a kind which is ``base`` or a subclass of it.
 
     Raises:

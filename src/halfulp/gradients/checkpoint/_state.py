@@ -30,7 +30,7 @@ def state_of(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ..
         sites: all.
         resumes: the iteration from which exponents follow losses.
     """
-    found = {
+    found: dict[str, dict[str, Any]] = {
         site.key: {
             "exponent": site._exponent,
             "merged": site.merged,
@@ -47,7 +47,7 @@ def state_of(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ..
     return tuple(found.items())
 
 
-def sites_by_name(state_dict: object) -> object:
+def sites_by_name(state_dict: Any) -> Any:
     """A state whose sites are a dict, where they are pairs, as `state_of` gives them; else the state as it is."""
     pairs = state_dict.get("sites") if isinstance(state_dict, Mapping) else None
     if not pairs or not isinstance(pairs, (tuple, list)):
@@ -56,7 +56,7 @@ def sites_by_name(state_dict: object) -> object:
     return {**state_dict, "sites": dict(pairs)} if is_pairs else state_dict
 
 
-def check_entries(state_dict: object) -> None:
+def check_entries(state_dict: Any) -> None:
     """Check every entry of a scaler's state, or of a GradScaler's, which has neither sites nor progress.
 
     Raises:

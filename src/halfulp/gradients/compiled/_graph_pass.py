@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,8 +104,8 @@ class Product:
 
     def factor(self) -> tuple[Node, Node, str, int] | None:
         """A gradient that it reads, the other factor, and its form and groups as `Factor` has them; None without."""
-        args = self.node.args
-        name = self.node.target._opname
+        args: Any = self.node.args
+        name = getattr(self.node.target, "_opname", None)
         if name in ("mm", "bmm", "addmm", "baddbmm"):
             a, b = (args[i] for i in MATRIX[name])
             return (a, b, "left", 1) if a in self.reads else (b, a, "right", 1)
@@ -168,12 +169,13 @@ class Placement:
 
     def _sums_for(self, add: Node) -> str | None:
         """The one function, reading the tensor once, in whose derivative all terms of a sum are made; else None."""
-        made = list(add.args[:2])
+        made = list(add.all_input_nodes)
         for x in made:
-            made += x.args[:2] if x in self._adds else ()
+            made += x.all_input_nodes if x in self._adds else ()
         paths = [self._path(x) for x in made if x not in self._adds]
-        is_one = None not in paths and len({self._plan.wholes.get(path, path) for path in paths}) == 1
-        return paths[0] if is_one and paths[0] not in self._plan.repeating else None
+        known = [path for path in paths if path is not None]
+        is_one = known == paths and len({self._plan.wholes.get(path, path) for path in known}) == 1
+        return known[0] if is_one and known[0] not in self._plan.repeating else None
 
     def _role(self, node: Node) -> Role:
         role, path = role_of(node, self.gradients), self._path(node)
@@ -191,7 +193,7 @@ class Placement:
     def _whole(self, node: Node) -> str | None:
         """The function, as the eager front end sees it, to whose derivative a node belongs."""
         path = self._path(node)
-        return self._plan.wholes.get(path, path)
+        return None if path is None else self._plan.wholes.get(path, path)
 
     def _is_within(self, node: Node, whole: str) -> bool:
         """Whether a gradient is made within a function's derivative, and not only added up there."""
@@ -265,7 +267,7 @@ class Placement:
     def _body(self, node: Node) -> str:
         """The body with a path in `Plan.apart` that a gradient is made in; that of a sum is its arguments'."""
         if node in self._adds:
-            bodies = {self._body(x) for x in node.args[:2]}
+            bodies = {self._body(x) for x in node.all_input_nodes}
             return bodies.pop() if len(bodies) == 1 else ""
         path = self._path(node) if self._plan.apart else None
         return max((one for one in self._plan.apart if path and path.startswith(f"{one}/")), key=len, default="")

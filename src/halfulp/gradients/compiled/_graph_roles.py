@@ -124,6 +124,8 @@ def _moves(node: Node, name: str, gradients: Mapping[Node, None]) -> bool:
 def _copied(node: Node, gradients: Mapping[Node, None]) -> Role:
     """The second argument in the shape of the first."""
     shape, source = node.args[:2]
+    assert isinstance(shape, Node)
+    assert isinstance(source, Node)
     if _is_zero(source):
         return "shape"
     same = shape.meta["val"].dtype == source.meta["val"].dtype
@@ -134,9 +136,9 @@ def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
-def _is_zero(node: Node) -> bool:
+def _is_zero(node: object) -> bool:
     """Whether a tensor is made of zeros, whatever reads it in between."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node, Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = node.target._opname
     if name in ("zeros", "zeros_like", "new_zeros"):
@@ -158,7 +160,7 @@ def narrows(node: Node) -> bool:
 
 
 def _widens(node: Node, gradients: Mapping[Node, None]) -> bool:
-    if node.target._opname not in _CASTS:
+    if getattr(node.target, "_opname", None) not in _CASTS:
         return False
     narrow = node.all_input_nodes[0].meta["val"].dtype
     return narrow in HALF and node.meta["val"].dtype not in HALF

@@ -96,9 +96,11 @@ class _Walk:
         """
         is_apart = bool(node.kwargs.get("use_reentrant"))
         for x, y in zip(body.graph.find_nodes(op="placeholder"), node.args[1:]):
+            if not isinstance(y, Node):
+                continue
             if y in self._parameters:
                 self._parameters[x] = self._parameters[y]
-            elif isinstance(y, Node) and self._carries(y):
+            elif self._carries(y):
                 self._sites[x] = GLOBAL if is_apart else self._sites.get(y, GLOBAL)
         if is_apart:
             self.apart.append(path_of(stack))
@@ -172,7 +174,7 @@ class _Walk:
                 states = [x for x in pytree.tree_leaves(node.args[1:2]) if isinstance(x, Node) and self._carries(x)]
                 site = self._of(states[0]) if states and states[0] not in self._parameters else GLOBAL
                 return self._opened(node, differentiable) if site == GLOBAL else site
-            case "in-place" if node.args and node.args[0] in self._sites:
+            case "in-place" if node.args and isinstance(node.args[0], Node) and node.args[0] in self._sites:
                 return self._of(node.args[0])
         sites = [self._of(x) for x in differentiable if x not in self._parameters]
         return max(sites, key=lambda key: self._ranks.get(key, -1)) if sites else self._opened(node, differentiable)
@@ -185,9 +187,10 @@ class _Walk:
     def _picked(self, node: Node, site: str) -> str:
         """The site of a result: numbers are losses, at the global exponent; one of several has its own."""
         value = node.meta.get("example_value")
-        several = self._sites.get(node.args[0]) if name_of(node.target) == "getitem" and node.args else None
-        if isinstance(several, list) and isinstance(node.args[1], int):
-            return several[node.args[1]]
+        if name_of(node.target) == "getitem" and isinstance(node.args[0], Node) and isinstance(node.args[1], int):
+            several = self._sites.get(node.args[0])
+            if isinstance(several, list):
+                return several[node.args[1]]
         return GLOBAL if isinstance(value, Tensor) and value.dim() == 0 and not value._is_view() else site
 
     def _opened(self, node: Node, differentiable: Iterable[Node]) -> str:

@@ -23,17 +23,21 @@ class WatchedJoin:
         self.wrapper = weakref.ref(wrapper)
         self._begun = False
         self._end = end
-        wrapper.join_hook = self
+        wrapper.__dict__["join_hook"] = self
 
     @property
     def active(self) -> bool:
         """Whether processes may have run out of inputs, and others go on."""
-        config = self.wrapper()._join_config
+        wrapper = self.wrapper()
+        if wrapper is None:
+            return False
+        config = wrapper._join_config
         return self._begun and config.enable and not config.throw_on_early_termination
 
     def __call__(self, **kwargs: Any) -> JoinHook:
         """The wrapper's own hook, and what a scaler does at the end."""
         wrapper = self.wrapper()
+        assert wrapper is not None  # it calls this
         self._begun = True
         return _Hook(type(wrapper).join_hook(wrapper, **kwargs), self)
 

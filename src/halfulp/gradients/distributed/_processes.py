@@ -32,6 +32,7 @@ class Processes:
         self._groups: list[Any] = []
         self._models: list[weakref.ref[nn.Module]] = []
         self._joins: list[WatchedJoin] = []
+        self.catch_up: Callable[[], None] = lambda: None
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -111,12 +112,9 @@ class Processes:
             join.restore()
         self._joins.clear()
 
-    def after_join(self, catch_up: Any) -> None:
+    def after_join(self, catch_up: Callable[[], None]) -> None:
         """What every process calls at the end of a ``join()``."""
         self.catch_up = catch_up
-
-    def catch_up(self) -> None:
-        """Does nothing until `after_join` replaces it."""
 
     def _wrapped(self, wrapper: nn.parallel.DistributedDataParallel, known: bool) -> None:
         if any(join.wrapper() is wrapper for join in self._joins):
@@ -146,8 +144,8 @@ def _groups_of(model: nn.Module) -> Iterator[Any]:
         return
     sharded: set[int] = set()
     modules = list(model.modules())
-    for module in modules if fsdp is not None else ():
-        if isinstance(module, fsdp.FSDPModule):
+    for module in modules:
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
             for group in shard_groups(module):
                 sharded |= {id(one.sharded_param) for one in group.fsdp_params}
                 yield from group.mesh_info.mesh.get_all_groups()

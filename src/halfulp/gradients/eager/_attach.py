@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..._messages import a_kind
 from ...mctensor import MCTensor
@@ -109,11 +109,12 @@ class ParameterNames:
         self._names: dict[int, str | None] = {}
         self.lookups = 0
 
-    def of(self, parameter: nn.Parameter) -> str | None:
+    def of(self, parameter: Tensor) -> str | None:
         """Qualified name of the module that holds it; None where the model does not list it."""
         if id(parameter) not in self._names:
             self.lookups += 1
-            listed = self._model().named_parameters()
+            model = self._model()
+            listed = () if model is None else model.named_parameters()
             self._names |= {id(p): (self._prefix + name).rpartition(".")[0] or "model" for name, p in listed}
             self._names.setdefault(id(parameter), None)
         return self._names[id(parameter)]
@@ -134,7 +135,8 @@ class ParameterNames:
         """Whether parts of the model belong to FSDP, which computes with copies of its parameters."""
         from torch.distributed.fsdp import FSDPModule
 
-        return any(isinstance(module, FSDPModule) for module in self._model().modules())
+        model = self._model()
+        return model is not None and any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:

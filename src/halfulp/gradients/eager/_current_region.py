@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ...kernels import constant_result
+
 COMPILED = (
     "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile the whole "
     'model with torch.compile(model, backend=scaler.backend("inductor")), or do not compile the part'
@@ -47,16 +49,14 @@ def by_itself() -> bool:
     return True
 
 
+# Dynamo calls it as it traces.
+@constant_result
 def _warn() -> None:
     region = current()
     if region is not None and region._backward not in _warned:
         _warned.add(region._backward)
         given_up = "It runs uncompiled, as the whole does where torch.compile has given that up (said once)"
         warnings.warn(f"{COMPILED}. {given_up}", stacklevel=4)
-
-
-# Dynamo calls it as it traces: what torch.compiler.assume_constant_result sets, which would load dynamo.
-_warn._dynamo_marked_constant = True
 
 
 def unwatched(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,8 @@ from ._current_region import current
 from ._region import Region
 from ._strides import CopyWithStrides
 
+# Its ``apply`` is inherited from a class in C++.
+_BASE: Any = _SingleLevelFunction
 _lock = threading.Lock()
 _watching = 0
 
@@ -33,18 +35,18 @@ def watched(backward: Backward) -> Iterator[None]:
         return
     with _lock:
         _watching += 1
-        _SingleLevelFunction.apply = classmethod(_apply)
+        _BASE.apply = classmethod(_apply)
     try:
         yield
     finally:
         with _lock:
             _watching -= 1
             if not _watching:
-                del _SingleLevelFunction.apply
+                del _BASE.apply
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    apply = super(_SingleLevelFunction, cls).apply
+    apply = super(_BASE, cls).apply
     region = current()
     if region is None or region.replaying or not torch.is_grad_enabled() or cls in (Widening, CopyWithStrides):
         return apply(*args, **kwargs)

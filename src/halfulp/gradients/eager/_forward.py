@@ -37,7 +37,7 @@ class Forward(abc.ABC):
         return self.inner.__code__
 
     @property
-    def __globals__(self) -> dict:
+    def __globals__(self) -> dict[str, Any]:
         """What torch.jit.script reads first; it then compiles the source of what stands here, and not the plain one."""
         raise NotScriptedError(
             "torch.jit.script cannot compile a model that has an AdaptiveGradScaler: give it a copy, which has none, "
@@ -67,7 +67,9 @@ class Forward(abc.ABC):
 
     def put(self) -> None:
         """Take the place of the module's forward."""
-        self._module().forward = self
+        module = self._module()
+        assert module is not None  # who attaches a scaler holds it
+        module.forward = self
 
     def restore(self) -> None:
         """Give the module the forward back that it had."""

@@ -66,7 +66,8 @@ class ModuleForward(Forward):
     @contextlib.contextmanager
     def _parameters_apart(self) -> Iterator[list[Tensor]]:
         """Let the module read views of its parameters, each with a node of its own; gives the views."""
-        holders = list(self._module().modules())
+        module: Any = self._module()  # its forward runs, so it is there
+        holders = list(module.modules())
         parameters = {id(x): x for holder in holders for x in differentiable_in(holder._parameters)}
         for x in parameters.values():
             self._backward.note_read(x, self._site, listed=self._names.of(x) is not None)
@@ -95,13 +96,15 @@ class ModuleForward(Forward):
             return x
         # A reader may write into it, and a write into a view would go round the hook.
         if self._backward.format is not None:
-            x.grad_fn.register_prehook(self._backward.round_all)
+            node: Any = x.grad_fn
+            node.register_prehook(self._backward.round_all)
         return self._edge(copy_with_strides(x), self._site, self._backward.sites.global_site)
 
     def _edge(self, out: Tensor, source: Site, target: Site) -> Tensor:
         """A tensor, with a node of its own, whose gradient goes from ``target``'s exponent to ``source``'s."""
-        out.grad_fn.register_prehook(self._backward.edge_hook(source, target))
-        mark(out.grad_fn, target, source, self._backward.sites.global_site)
+        node: Any = out.grad_fn
+        node.register_prehook(self._backward.edge_hook(source, target))
+        mark(node, target, source, self._backward.sites.global_site)
         return out
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodWrapperType
 from typing import Any, Literal
-
-import torch
 
 Kind = Literal["product", "cell", "shape", "apart", "fact", "in-place", "plain", "property"]
 
@@ -34,30 +33,37 @@ _FACTS = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "register_hook", "retain_grad"),
     *("__repr__", "__format__", "__hash__", "__bool__", "__float__", "__int__", "backward", "grad"),
 }
-_PROPERTY = type(torch.Tensor.shape.__get__)
+_KINDS: tuple[tuple[Kind, set[str]], ...] = (
+    ("product", _NAMES),
+    ("cell", _CELLS),
+    ("shape", _SHAPES),
+    ("apart", _APART),
+    ("fact", _FACTS),
+)
 
 
 @functools.cache
 def kind_of(function: Callable[..., Any]) -> Kind:
     """What a torch function is to a region.
 
+    >>> import torch
     >>> kind_of(torch.matmul), kind_of(torch.conv2d), kind_of(torch.Tensor.add_), kind_of(torch.relu)
     ('product', 'product', 'in-place', 'plain')
     """
-    if isinstance(function, _PROPERTY):
+    if isinstance(function, MethodWrapperType):
         return "property"
     name = name_of(function)
-    kinds = (("product", _NAMES), ("cell", _CELLS), ("shape", _SHAPES), ("apart", _APART), ("fact", _FACTS))
-    for kind, known in kinds:
+    for kind, known in _KINDS:
         if name in known:
             return kind
     inplace = name.endswith("_") and not name.endswith("__")
     return "in-place" if inplace or name == "__setitem__" or name.startswith("__i") else "plain"
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any] | str) -> str:
     """The operator's name without its overload.
 
+    >>> import torch
     >>> name_of(torch.ops.aten.mm.default), name_of(torch.conv2d)
     ('mm', 'conv2d')
     """

@@ -175,7 +175,7 @@ class Region(TorchFunctionMode):
 
     def _may_be_custom(self, tensor: Tensor) -> bool:
         """Whether a custom Function of this region may have made a tensor, or written into it or into a view of it."""
-        node = (tensor if tensor._base is None else tensor._base).grad_fn
+        node: Any = (tensor if tensor._base is None else tensor._base).grad_fn
         if not is_custom(node) and type(node).__name__ != "CopySlices":
             return False
         return (
@@ -285,10 +285,11 @@ class Region(TorchFunctionMode):
             return tensor
         viewed = tensor.layout is torch.strided and not leaving
         out = tensor.view_as(tensor) if viewed else copy_with_strides(tensor)
-        out.grad_fn.register_prehook(self._backward.edge_hook(source, target))
+        node: Any = out.grad_fn
+        node.register_prehook(self._backward.edge_hook(source, target))
         if self.recording is not None:
-            self.recording.edges.add(out.grad_fn)
-        mark(out.grad_fn, target, source, self._global_site)
+            self.recording.edges.add(node)
+        mark(node, target, source, self._global_site)
         setattr(out, _TAG, target)
         return out
 
@@ -330,9 +331,10 @@ class Region(TorchFunctionMode):
         if kind == "cell" and self._backward.format is not None:
             # A cell reads its own results, too, as it does the new state: a copy's gradient is what others send.
             out = copy_with_strides(out)
-        if kind in ("product", "cell") and self._backward.format is not None and out.grad_fn not in nodes:
-            nodes.add(out.grad_fn)
-            out.grad_fn.register_prehook(self._backward.round_all)
+        node: Any = out.grad_fn
+        if kind in ("product", "cell") and self._backward.format is not None and node not in nodes:
+            nodes.add(node)
+            node.register_prehook(self._backward.round_all)
         if out.dim() == 0 and site is not self._global_site and not out._is_view():
             # Numbers are losses: they may leave the model by other ways than its output.
             out = self.edge(out, site, self._global_site, leaving=True)
@@ -343,8 +345,9 @@ class Region(TorchFunctionMode):
 
     def _watch_operands(self, factors: Iterable[Factor], out: Any, site: Site) -> None:
         if isinstance(out, Tensor) and not out.is_leaf:
+            node: Any = out.grad_fn
             for factor in factors:
-                out.grad_fn.register_prehook(self._backward.watch_operands(site, factor))
+                node.register_prehook(self._backward.watch_operands(site, factor))
 
     def _tagged(self, out: Tensor, site: Site) -> Tensor:
         """The tensor with its site; what is at the global exponent may leave by any way."""
@@ -389,7 +392,8 @@ class Region(TorchFunctionMode):
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
             float32_out = out.float()
-            float32_out.grad_fn.register_prehook(self._backward.edge_hook(site, self._global_site))
+            node: Any = float32_out.grad_fn
+            node.register_prehook(self._backward.edge_hook(site, self._global_site))
             return untagged(self._tagged(float32_out, self._global_site))
         return untagged(self._tagged(self.edge(out, site, self._global_site, leaving=True), self._global_site))
 
@@ -403,10 +407,11 @@ def view_of(parameter: Tensor, sparse: bool) -> Tensor:
 
 def hook_weight_edge(view: Tensor, hook: Callable) -> None:
     """Let the gradient of a parameter's view go through a hook."""
-    if isinstance(view.grad_fn, Widening._backward_cls):
-        view.grad_fn.hook = hook
+    node: Any = view.grad_fn
+    if isinstance(node, Widening._backward_cls):
+        node.hook = hook
     else:
-        view.grad_fn.register_prehook(hook)
+        node.register_prehook(hook)
 
 
 def untagged(tensor: Tensor) -> Tensor:

@@ -54,6 +54,8 @@ class LogScale(float):
 
 
 NOTHING = LogScale(-math.inf, math.inf)
+# Of operands that are not finite.
+_UNKNOWN = LogScale(math.nan, math.nan)
 
 
 def bounds(format: Format | str | torch.dtype) -> tuple[float, float]:
@@ -78,7 +80,7 @@ def underflow_bound(
     share: float = PAPER_SHARE,
     u_min: float,
     u_max: float,
-) -> float:
+) -> LogScale:
     """The papers' rule: the least scale at which a Gaussian output underflows with probability ``share``.
 
     The gradient g (with moments mu_g, s_g) meets the weight W in sums of K = ``fan`` products. With
@@ -106,7 +108,7 @@ def underflow_bound(
     if version not in get_args(Version):
         raise ValueError(f"version is one of {', '.join(get_args(Version))}; got {version!r}")
     if not (gradient.finite and (weight is None or weight.finite)):
-        return math.nan
+        return _UNKNOWN
     if weight is None:
         log_sigma, log_largest = _log2(gradient.std), _log2(gradient.amax)
     else:
@@ -120,7 +122,7 @@ def underflow_bound(
     return _between(math.log2(u_min) - math.log2(threshold) - log_sigma, log_largest, u_max)
 
 
-def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float, u_max: float) -> float:
+def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float, u_max: float) -> LogScale:
     """The rule of IJCAI-20 for the cast to a narrow format at the loss: magnitudes are taken for lognormal.
 
     With ln|g| of mean mu and standard deviation s over the elements that are not zero,
@@ -135,7 +137,7 @@ def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float,
     """
     _check(1, u_min, u_max, share)
     if not gradient.finite:
-        return math.nan
+        return _UNKNOWN
     if not gradient.nonzero:
         return NOTHING
     # sqrt(2) erfinv(2 share - 1), without the cancellation at small shares.
@@ -152,7 +154,7 @@ def element_wise(
     u_max: float,
     fan: int | None = None,
     rescue_share: float | None = None,
-) -> float:
+) -> LogScale:
     """The rule that looks at every product p = g_ik w_kj that is not zero, without making them.
 
         alpha = min(max over p of max(u_min / |p|, 1), min over p of u_max / (K |p|))
@@ -188,10 +190,10 @@ def element_wise(
         return NOTHING
     g, w = g.reshape(-1, g.shape[-1]), w.reshape(w.shape[0], -1).T
     table = torch.stack([*_extremes(g), *_extremes(w)]).to("cpu").double().log2()
-    least, largest = table[0] + table[2], table[1] + table[3]
+    low, high = table[0] + table[2], table[1] + table[3]
     if not (table[1] < math.inf).all() or not (table[3] < math.inf).all():
-        return math.nan
-    least, largest = least.min().item(), largest.max().item()
+        return _UNKNOWN
+    least, largest = low.min().item(), high.max().item()
     if largest == -math.inf:
         return NOTHING
     if rescue_share is not None:
@@ -199,7 +201,7 @@ def element_wise(
     return _between(math.log2(u_min) - least, math.log2(g.shape[-1] if fan is None else fan) + largest, u_max)
 
 
-def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_max: float) -> float:
+def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_max: float) -> LogScale:
     """The rule that lifts the product of the smallest magnitudes, as if it occurred.
 
         alpha = max((u_min / K) / max(min|g| min|W|, 1e-15), 1), at most (u_max / K) / (max|g| max|W|)
@@ -212,7 +214,7 @@ def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_m
     """
     _check(fan, u_min, u_max)
     if not (gradient.finite and weight.finite):
-        return math.nan
+        return _UNKNOWN
     if not (gradient.nonzero and weight.nonzero):
         return NOTHING
     log_fan = math.log2(fan)

@@ -29,7 +29,8 @@ class GrowthSettings(torch.amp.GradScaler):
                 f"policy {policy.name!r} grows scales by what it measures, after no number of steps: take "
                 f"policy='dynamic', or Dynamic(growth_interval={new_interval})"
             )
-        policy = dataclasses.replace(policy, growth_interval=new_interval)
+        changes: dict[str, Any] = {"growth_interval": new_interval}
+        policy = dataclasses.replace(policy, **changes)
         self._options["policy"] = self._controller.policy = self._controller.backward.policy = policy
         self._growth_interval = new_interval
 

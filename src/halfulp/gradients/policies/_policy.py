@@ -9,10 +9,13 @@ import statistics
 from collections.abc import Iterable
 from typing import ClassVar
 
+from torch import Tensor
+
 from ..._messages import a_kind
 from ..._names import enter
 from ...formats import Format
-from .._site import Site
+from .._site import Proposal, Site
+from ._operand_statistics import Operands
 
 _BY_NAME: dict[str, type[Policy]] = {}
 # Beyond 2^15 more room in the format serves nobody, and sums of squares would leave float32.
@@ -58,6 +61,21 @@ class Policy(abc.ABC):
             since: Steps since the last change of the global exponent.
             step: Steps taken at all.
         """
+        return None
+
+    def proposed(self, site: Site, operands: Operands, format: Format, global_site: Site) -> Proposal | None:
+        """The bounds of a site's exponent by a product's operands, for policies with ``wants_operands``; None for none.
+
+        Args:
+            site: Whose gradient is stored at its present exponent.
+            operands: The gradient, as stored, and what it is multiplied by.
+            format: What stores the product.
+            global_site: The global site.
+        """
+        return None
+
+    def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
+        """The bounds by a wide gradient that is about to be rounded at a site; None without a rule for it."""
         return None
 
 
@@ -116,7 +134,7 @@ class Amax(Policy):
         limits = []
         for kind, sizes in _sizes(site, self.measurements * site.patience).items():
             room = self.weight_headroom if kind == "weight" else self.headroom
-            limits.append(top(site) - _above(sizes, room, site.format))
+            limits.append(top(site.format) - _above(sizes, room, site.format))
         return min(limits, default=None)
 
 
@@ -151,9 +169,9 @@ def lowest(policy: Policy, sites: Iterable[Site]) -> int | None:
     return min((exponent for exponent in found if exponent is not None), default=None)
 
 
-def top(site: Site) -> int:
-    """The power of two that a site's largest gradients may reach."""
-    return min(site.format.emax, _TOP)
+def top(format: Format) -> int:
+    """The power of two that the largest gradients stored in a format may reach."""
+    return min(format.emax, _TOP)
 
 
 def check_count(field: str, given: object, low: int, high: int) -> None:

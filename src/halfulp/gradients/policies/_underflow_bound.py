@@ -5,14 +5,15 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ...formats import Format
-from .._site import HIGHEST, Site
+from .._site import HIGHEST, Proposal, Site
 from ._estimators import (
     PAPER_SHARE,
+    LogScale,
     Version,
     abs_range,
     bounded,
@@ -26,13 +27,6 @@ from ._moments import LogMoments, Moments
 from ._observed_distribution import observed, sampled
 from ._operand_statistics import Operands
 from ._policy import Policy
-
-
-class Proposal(NamedTuple):
-    """The least exponent that keeps from underflow, and the most that cannot overflow, which wins."""
-
-    least: int
-    most: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +49,7 @@ class OperandStatisticsPolicy(Policy):
     wants_operands = True
 
     @abc.abstractmethod
-    def log2_alpha(self, operands: Operands, format: Format) -> list[float]:
+    def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """The base-2 logarithms of alpha, by each rule of the policy; NaN where an operand is not finite."""
 
     def proposed(self, site: Site, operands: Operands, format: Format, global_site: Site) -> Proposal | None:
@@ -65,7 +59,7 @@ class OperandStatisticsPolicy(Policy):
             return None
         return self._proposal(site.exponent, self.log2_alpha(operands, format), site, global_site)
 
-    def _proposal(self, exponent: int, alphas: list[float], site: Site, global_site: Site) -> Proposal | None:
+    def _proposal(self, exponent: int, alphas: list[LogScale], site: Site, global_site: Site) -> Proposal | None:
         """The bounds of several rules as one, of a gradient that is stored at an exponent."""
         if any(map(math.isnan, alphas)):
             return None
@@ -80,10 +74,6 @@ class OperandStatisticsPolicy(Policy):
         # Up for what must be reached, down for what must not be passed.
         least = exponent - power_of_two(-lower)
         return Proposal(least, HIGHEST if upper == math.inf else exponent + power_of_two(upper))
-
-    def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
-        """The bounds by a wide gradient that is about to be rounded at a site; None without a rule for it."""
-        return None
 
     def exponent(self, site: Site) -> int | None:
         """The largest lower bound of all proposals, at most the smallest upper one."""
@@ -111,10 +101,10 @@ class UnderflowBound(OperandStatisticsPolicy):
 
     name = "underflow-bound"
 
-    def log2_alpha(self, operands: Operands, format: Format) -> list[float]:
+    def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """By the published rule for the product, by that for its gradient alone, and by a sample of the sums."""
         low, high = bounds(format)
-        limits = {"share": self.share, "u_min": low, "u_max": high}
+        limits: dict[str, Any] = {"share": self.share, "u_min": low, "u_max": high}
         gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)
         found = [
             underflow_bound(gradient, weight, operands.fan, version=self.version, **limits),
@@ -127,7 +117,7 @@ class UnderflowBound(OperandStatisticsPolicy):
     def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
         """Bounds for a gradient at the global exponent, taken as Gaussian, as lognormal, and as it is."""
         low, high = bounds(format)
-        limits = {"share": self.share, "u_min": low, "u_max": high}
+        limits: dict[str, Any] = {"share": self.share, "u_min": low, "u_max": high}
         moments = Moments.of(gradient)
         if not (moments.finite and moments.nonzero):
             return None
@@ -147,10 +137,10 @@ class ElementWise(OperandStatisticsPolicy):
 
     name = "element-wise"
 
-    def log2_alpha(self, operands: Operands, format: Format) -> list[float]:
+    def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """See `halfulp.gradients.policies._estimators.element_wise`."""
         low, high = bounds(format)
-        limits = {"u_min": low, "u_max": high, "fan": operands.fan, "rescue_share": self.rescue_share}
+        limits: dict[str, Any] = {"u_min": low, "u_max": high, "fan": operands.fan, "rescue_share": self.rescue_share}
         return [element_wise(operands.gradient, operands.weight, **limits)]
 
 
@@ -160,7 +150,7 @@ class AbsRange(OperandStatisticsPolicy):
 
     name = "abs-range"
 
-    def log2_alpha(self, operands: Operands, format: Format) -> list[float]:
+    def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """See `halfulp.gradients.policies._estimators.abs_range`."""
         low, high = bounds(format)
         gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)

@@ -78,7 +78,11 @@ def walk(roots: Iterable[tuple[Any, int]], around: Surroundings, skipped: Collec
             nodes.append(node)
         return places[node], number
 
-    found = [link(*root) for root in roots]
+    found: list[Link] = []
+    for root in roots:
+        place = link(*root)
+        assert place is not None  # an output has a node
+        found.append(place)
     for node in nodes:
         leaf = node._sequence_nr() >= LEAF
         outside = not leaf and around.has(node)
@@ -126,7 +130,7 @@ class Matcher:
             return None
         nodes = [flat[i] for i in self._first]
         before = self.outside(nodes)
-        kinds = list(map(type, flat))
+        kinds: list[type | None] = list(map(type, flat))
         for i in self._unknown:
             kinds[i] = None
         return nodes if kinds == self._kinds and self._is_sound(nodes, before, around) else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._site import Site
 from ..eager._backward import Backward
@@ -26,7 +26,7 @@ _REFUSED = {"CopySlices", "AsStridedBackward0", "AsStridedBackward1", "CompiledF
 class Names(Protocol):
     """Which module a parameter belongs to."""
 
-    def of(self, parameter: nn.Parameter) -> str | None:
+    def of(self, parameter: Tensor) -> str | None:
         """Its qualified name; None where the model does not list the parameter."""
 
     def sharded(self) -> bool:
@@ -72,8 +72,9 @@ class Recording:
             return None
         global_site = backward.sites.global_site
         ends = [not links or kind is None for kind, links in zip(shape.kinds, shape.links)]
-        sites = [global_site if end else self._site_of(node) for node, end in zip(nodes, ends)]
-        return None if None in sites else LearnedGraph(shape, nodes, sites, list(self.opened), backward)
+        found = [global_site if end else self._site_of(node) for node, end in zip(nodes, ends)]
+        sites = [site for site in found if site is not None]
+        return None if len(sites) < len(found) else LearnedGraph(shape, nodes, sites, list(self.opened), backward)
 
     def _sums_in_16_bits(self, nodes: list[Any]) -> bool:
         """Whether several nodes read one edge, whose gradients in 16 bits a region sums before it moves them.
@@ -166,7 +167,7 @@ class LearnedGraph:
                 for slot, link in enumerate(links)
                 if link is not None and any(move := self._move(self._sites[link[0]], self._sites[place]))
             ]
-            if moves:
+            if moves and kind is not None:
                 key = kind.__name__, tuple(moves)
                 if key not in made:
                     made[key] = multiplier(self._backward, *key)

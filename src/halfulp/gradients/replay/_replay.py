@@ -83,7 +83,7 @@ class Replays:
         for number, group in enumerate(self._known):
             nodes = _first(group).match(roots, around)
             learned = None if nodes is None else group.get(_first(group).parameters_of(nodes))
-            if learned is not None and learned.takes(nodes):
+            if nodes is not None and learned is not None and learned.takes(nodes):
                 self._known.insert(0, self._known.pop(number))
                 if learned is not self._latest:
                     learned.note_reads(nodes, self._names)
@@ -157,8 +157,10 @@ class Replay:
         order = {} if learned is None else learned.order
         self._backward.order.update(order)
         by_tensor = {id(x): site for x, site in zip(outputs, sites)}
-        wide = wide()
-        return map_tensors(output, memoized(lambda x: x if x.is_leaf else self._left(x, by_tensor[id(x)], order, wide)))
+        to_float32 = wide()
+        return map_tensors(
+            output, memoized(lambda x: x if x.is_leaf else self._left(x, by_tensor[id(x)], order, to_float32))
+        )
 
     def _outside(self, node: Any) -> None:
         """Note that a node of before is at the global exponent."""
@@ -181,8 +183,9 @@ class Replay:
         elif is_exit(out.grad_fn, self._global_site):
             # It was there before, and may outlive this pass by many, each of which would add a hook.
             return out
-        out.grad_fn.register_prehook(self._entering(move, order))
-        mark(out.grad_fn, self._global_site, self._global_site, self._global_site)
+        node: Any = out.grad_fn
+        node.register_prehook(self._entering(move, order))
+        mark(node, self._global_site, self._global_site, self._global_site)
         return out
 
     def _entering(self, move: tuple[int, int], order: dict[Site, None]) -> Callable:

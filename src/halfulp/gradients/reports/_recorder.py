@@ -29,7 +29,7 @@ class Recorder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
         if self.path.suffix not in (".jsonl", ".csv"):
             raise ValueError(f"a record is written to a .jsonl or a .csv file, got {str(path)!r}")
         try:

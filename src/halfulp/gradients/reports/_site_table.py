@@ -42,7 +42,9 @@ class SiteRow:
     @property
     def underflow(self) -> float | None:
         """Share of elements that are stored as zero or as subnormals; None of what no narrow format stores."""
-        return None if self.format is None or self.zero is None else self.zero + self.subnormal
+        if self.format is None or self.zero is None or self.subnormal is None:
+            return None
+        return self.zero + self.subnormal
 
     @property
     def margin(self) -> float | None:
@@ -184,7 +186,7 @@ def _cells(row: SiteRow) -> dict[str, str]:
 
 def _format_name(site: Site, readings: dict[str, Reading]) -> str | None:
     if readings.keys() == site.readings.keys():
-        return site.format and site.format.name
+        return site.format.name if site.format else None
     return next((reading.format.name for reading in readings.values() if reading.format), None)
 
 
