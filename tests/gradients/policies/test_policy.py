@@ -1,5 +1,6 @@
 """Policies follow their published equations, step by step, against brute force."""
 
+import dataclasses
 import math
 import random
 
@@ -9,7 +10,17 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.formats import Format, get
-from halfulp.gradients import AbsRange, Amax, Constant, Dynamic, ElementWise, Measured, RisingFloor, UnderflowBound
+from halfulp.gradients import (
+    AbsRange,
+    Amax,
+    Constant,
+    Dynamic,
+    ElementWise,
+    Measured,
+    Policy,
+    RisingFloor,
+    UnderflowBound,
+)
 from halfulp.gradients._site import Reading, Site
 from halfulp.gradients.policies._policy import _BY_NAME
 
@@ -364,3 +375,20 @@ def test_the_rule_at_the_loss_rescues_what_underflows_altogether(seed):
     for _ in range(6):
         stepped(scaler, model, lambda: mean_square(model(x)) * 2.0**-30)
     assert model[4].weight.grad.any()
+
+
+@dataclasses.dataclass(frozen=True)
+class Watching(Policy):
+    """Asks for operands, by the base class alone."""
+
+    wants_operands = True
+
+    def exponent(self, site):
+        return None
+
+
+def test_a_policy_that_wants_operands_need_not_propose(seed):
+    model, x = mlp(), batch()
+    scaler = hu.AdaptiveGradScaler(model, policy=Watching(), init_scale=1.0, interval=1, format="e5m2")
+    assert stepped(scaler, model, lambda: mean_square(model(x)))
+    assert set(sites(scaler).values()) == {0}

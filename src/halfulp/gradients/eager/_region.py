@@ -100,9 +100,7 @@ class Region(TorchFunctionMode):
         return made
 
     def _run(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
-        if self.recording is None:
-            return function(*args, **kwargs)
-        return self.recording.run(site, function, args, kwargs)
+        return function(*args, **kwargs) if self.recording is None else self.recording.run(site, function, args, kwargs)
 
     def _fail_recording(self) -> None:
         if self.recording is not None:
@@ -331,8 +329,8 @@ class Region(TorchFunctionMode):
         if kind == "cell" and self._backward.format is not None:
             # A cell reads its own results, too, as it does the new state: a copy's gradient is what others send.
             out = copy_with_strides(out)
-        node: Any = out.grad_fn
-        if kind in ("product", "cell") and self._backward.format is not None and node not in nodes:
+        if kind in ("product", "cell") and self._backward.format is not None and out.grad_fn not in nodes:
+            node: Any = out.grad_fn
             nodes.add(node)
             node.register_prehook(self._backward.round_all)
         if out.dim() == 0 and site is not self._global_site and not out._is_view():
