@@ -36,7 +36,7 @@ TESTS = (
     "tests/kernels",
     "tests/rounding",
     "tests/arithmetic",
-    "tests/optim/step/test_kernel.py",
+    "tests/laws/optim/test_fused_steps.py",
     "tests/optim/weight_updates/test_split.py",
     "tests/optim/weight_updates/test_kahan.py",
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,20 @@ USES = {
     """,
 }
 
+# Laws that walk a registry, and an entry of the examples that each must have met.
+LAWS = {
+    "test_formats": "e4m3b11fnuz",
+    "test_roundings": "e4m3b11fnuz",
+    "test_policies": "coarse",
+    "test_recipes": "gradients-e4m3b11fnuz",
+    "test_tasks": "spirals",
+    "test_conversions": "AdaBelief",
+    "optim/test_fused_steps": "AdaBelief",
+    "optim/test_optimizers": "AdaBelief",
+    "optim/test_state_dict": "AdaBelief",
+    "optim/test_update_rules": "adabelief",
+}
+
 
 def run(code: str, folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
@@ -164,6 +179,24 @@ def test_the_command_line_and_its_workers_know_extensions(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     trials = json.loads(done.stdout)["trials"]
     assert [trial["settings"]["task"]["rule"] for trial in trials] == ["AdaBelief", "AdaBelief"]
+
+
+def test_what_is_registered_passes_the_laws_of_the_library():
+    """tests/laws with the examples imported first: their entries are walked by the same functions as the library's."""
+    files = ("adabelief", "coarse_policy", "format_e4m3b11fnuz", "spiral_task")
+    loaded = [word for name in files for word in ("-p", name)]
+    entries = "e4m3b11fnuz or AdaBelief or adabelief or coarse or spirals"
+    # Of the fused step only the weight updates that split: each kernel is compiled for seconds.
+    chosen = f"({entries}) and (not test_compiled_equals_reference or split)"
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-rA", "-k", chosen]
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", *loaded, *options, "tests/laws"]
+    done = subprocess.run(
+        command, cwd=HERE.parents[1], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    for law, entry in LAWS.items():
+        assert re.search(rf"PASSED \S*{law}\.py::\w+\[.*{entry}", done.stdout), (law, entry)
 
 
 @pytest.mark.parametrize(

@@ -111,3 +111,13 @@ def assert_same(found, wanted):
     assert found.keys() == wanted.keys()
     for key, gradient in wanted.items():
         assert same_bits(found[key], gradient), key
+
+
+def stepped(scaler, model, loss, lr=0.0, infinite=False):
+    clear(model)
+    scaler.scale(loss()).backward()
+    if infinite:
+        model[0].weight.grad[0, 0] = torch.inf
+    scaler.step(torch.optim.SGD(model.parameters(), lr=lr))
+    scaler.update()
+    return scaler.last_step.applied

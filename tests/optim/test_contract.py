@@ -9,7 +9,7 @@ import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim.parameters._random_identity import plain_names
 
-from .laws import RULES, UPDATES, allowed, build, fit
+from .state_dicts import assert_same, take_steps
 
 KINDS = {
     "SGD": {"lr": 0.1, "momentum": 0.9},
@@ -36,36 +36,11 @@ def _model():
     return model
 
 
-def _steps(parameters, optimizer, first, count):
-    for step in range(first, first + count):
-        generator = torch.Generator().manual_seed(step)
-        for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        optimizer.step()
-
-
-def _flat(value, at=""):
-    """Every leaf of nested plain data, by its path."""
-    if isinstance(value, dict):
-        return {k: v for key, entry in value.items() for k, v in _flat(entry, f"{at}/{key}").items()}
-    if isinstance(value, list | tuple):
-        return {k: v for key, entry in enumerate(value) for k, v in _flat(entry, f"{at}/{key}").items()}
-    return {at: value}
-
-
-def _same(one, two):
-    one, two = _flat(one), _flat(two)
-    assert one.keys() == two.keys()
-    for key, value in one.items():
-        same = same_bits(value, two[key]) if isinstance(value, torch.Tensor) else value == two[key]
-        assert same, (key, value, two[key])
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_hooks_run_once_each_in_order_and_may_change_what_is_saved_and_loaded(name):
     model = _model()
     optimizer = _made(name, model.parameters())
-    _steps(list(model.parameters()), optimizer, 0, 2)
+    take_steps(list(model.parameters()), optimizer, 0, 2)
     seen = []
 
     def add_key(opt):
@@ -115,7 +90,7 @@ def test_torchs_own_files(name, what):
         theirs.param_groups[0].update(carried)
     elif what == "names":
         carried = {"param_names": [key for key, _ in wide]}
-    _steps([p for _, p in wide], theirs, 0, 2)
+    take_steps([p for _, p in wide], theirs, 0, 2)
     saved = theirs.state_dict()
     if what == "older":
         for key in ("maximize", "foreach", "differentiable", "fused", "capturable", "decoupled_weight_decay"):
@@ -126,7 +101,7 @@ def test_torchs_own_files(name, what):
     ours.load_state_dict(saved)
     assert {key: ours.param_groups[0][key] for key in carried} == carried
     assert ours.param_groups[0]["maximize"] is False
-    _steps([p for _, p in wide], theirs, 2, 3), _steps(ours_parameters, ours, 2, 3)
+    take_steps([p for _, p in wide], theirs, 2, 3), take_steps(ours_parameters, ours, 2, 3)
     for mine, (_, other) in zip(ours_parameters, wide):
         torch.testing.assert_close(mine, other, rtol=2**-18, atol=2**-18)
     again = _made(name, [torch.nn.Parameter(p.detach().clone()) for p in ours_parameters])
@@ -141,11 +116,11 @@ def test_a_dampened_momentum_taken_over_from_torch_goes_on_as_torch(steps, neste
     options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0 if nesterov else 0.7, "nesterov": nesterov}
     theirs_parameter = torch.nn.Parameter(torch.linspace(-1, 1, 9))
     theirs = torch.optim.SGD([theirs_parameter], **options)
-    _steps([theirs_parameter], theirs, 0, steps)
+    take_steps([theirs_parameter], theirs, 0, steps)
     mine = torch.nn.Parameter(theirs_parameter.detach().clone())
     ours = hu.optim.SGD([mine], **options)
     ours.load_state_dict(theirs.state_dict())
-    _steps([theirs_parameter], theirs, steps, 3), _steps([mine], ours, steps, 3)
+    take_steps([theirs_parameter], theirs, steps, 3), take_steps([mine], ours, steps, 3)
     torch.testing.assert_close(mine, theirs_parameter, rtol=2**-20, atol=2**-20)
 
 
@@ -158,7 +133,7 @@ def test_a_file_with_wrong_names_or_of_another_rule_is_refused():
         before = copy.deepcopy(optimizer.state_dict())
         with pytest.raises(ValueError, match="state_dict"):
             optimizer.load_state_dict(saved)
-        _same(optimizer.state_dict(), before)
+        assert_same(optimizer.state_dict(), before)
 
 
 WRAPPINGS = [
@@ -182,41 +157,9 @@ def test_wrapped_models_have_the_plain_models_names_bits_and_files(names):
         return parameters, hu.optim.SGD(list(zip(given, parameters)), lr=2.0**-10, weight_update="stochastic", seed=4)
 
     (plain, one), (wrapped, two) = made(WRAPPINGS[0]), made(names)
-    _steps(plain, one, 0, 3), _steps(wrapped, two, 0, 3)
+    take_steps(plain, one, 0, 3), take_steps(wrapped, two, 0, 3)
     for a, b in zip(plain, wrapped):
         assert same_bits(a.detach(), b.detach())
     two.load_state_dict(copy.deepcopy(one.state_dict()))
     one.load_state_dict(copy.deepcopy(two.state_dict()))
     assert two.param_groups[0]["param_names"] == names
-
-
-# Every rule and every weight update once, not their product, which would compile for minutes.
-PAIRS = [(rule, "kahan") for rule in RULES] + [("momentum", update) for update in UPDATES if update != "kahan"]
-
-
-@pytest.mark.parametrize(("rule", "update"), [pair for pair in PAIRS if allowed(*pair, "bf16")])
-def test_state_dict_load_state_dict_is_the_identity(rule, update):
-    """Into itself, and into a fresh optimizer, which then draws the same bits.
-
-    By the reference, whose bits every kernel has: test_kernel.
-    """
-    store = "bf16"
-
-    def made(values):
-        parameters = [torch.nn.Parameter(value.clone()) for value in values]
-        return parameters, build(rule, update, parameters, store)
-
-    start = [fit(torch.linspace(-2, 2, 40).reshape(5, 8), store), fit(torch.tensor(0.3), store)]
-    parameters, optimizer = made(start)
-    with hu.kernels.engine("reference"):
-        _steps(parameters, optimizer, 0, 3)
-    saved = copy.deepcopy(optimizer.state_dict())
-    others, fresh = made([parameter.detach() for parameter in parameters])
-    for target in (optimizer, fresh):
-        target.load_state_dict(copy.deepcopy(saved))
-        _same(target.state_dict(), saved)
-    with hu.kernels.engine("reference"):
-        _steps(parameters, optimizer, 3, 2), _steps(others, fresh, 3, 2)
-    for one, two in zip(parameters, others):
-        assert same_bits(one.detach(), two.detach())
-    _same(fresh.state_dict(), optimizer.state_dict())

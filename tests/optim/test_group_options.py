@@ -7,7 +7,7 @@ import torch
 
 import halfulp as hu
 
-from .laws import UPDATES, differing, snapshot
+from ..laws.optim.cases import UPDATES, differing, snapshot
 
 KINDS = [hu.optim.SGD, hu.optim.Adam, hu.optim.AdamW, hu.optim.Lion]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -8,7 +8,7 @@ import torch
 
 import halfulp as hu
 
-from .laws import UPDATES, Adder, decoded, narrow_updates
+from ..laws.optim.cases import UPDATES, Adder, decoded, narrow_updates
 
 
 def _sgd(model, update, report_interval=1, lr=1.0):

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 import halfulp as hu
 from halfulp.kernels import engine
 
-from .laws import differing, snapshot
+from ..laws.optim.cases import differing, snapshot
 
 
 def _model(dtype=torch.bfloat16, seed=0):

@@ -11,7 +11,7 @@ from halfulp.optim.states._float8 import PAYLOADS
 from halfulp.optim.step._scales import WINDOWS
 from halfulp.scaled import ScaledTensor
 
-from .laws import UPDATES
+from ..laws.optim.cases import UPDATES
 
 SCALING = [name for name, update in UPDATES.items() if update.scales]
 

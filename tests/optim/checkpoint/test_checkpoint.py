@@ -1,4 +1,4 @@
-"""Law 5 and the second half of law 4: what is saved and loaded, by whatever way, goes on with the same bits."""
+"""Copies, states of other dtypes and optimizers, wrappers, tied weights, and files that are refused."""
 
 import copy
 import io
@@ -6,78 +6,20 @@ import pickle
 
 import pytest
 import torch
-from safetensors.torch import load as from_safetensors
-from safetensors.torch import save as to_safetensors
 
 import halfulp as hu
-from halfulp.kernels import engine, same_bits
+from halfulp.kernels import engine
 
-from ..laws import CODECS, UPDATES, build, decoded, differing, narrow_updates, snapshot
-
-CASES = [(u, "default") for u in narrow_updates()] + [
-    (u, c) for u in ("split8", "kahan") for c in ("8bit", "fp32", "bf16x2")
-]
-
-
-def _model(seed=0, dtype=torch.bfloat16):
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8))
-    return model.to(dtype)
-
-
-def _gradients(model, step):
-    generator = torch.Generator().manual_seed(1000 + step)
-    for parameter in model.parameters():
-        parameter.grad = (torch.randn(parameter.shape, generator=generator) * 0.01).to(parameter.dtype)
-
-
-def _steps(model, optimizer, first, last):
-    with engine("reference"):
-        for step in range(first, last):
-            _gradients(model, step)
-            optimizer.step()
-
-
-def _made(update, codec, model, rule="adamw"):
-    return build(rule, update, model.named_parameters(), state_dtype=CODECS[codec], seed=5)
-
-
-def _through_disk(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-@pytest.mark.parametrize(("update", "codec"), CASES)
-def test_interrupted_saved_loaded_and_resumed_is_uninterrupted(seed, update, codec):
-    model = _model()
-    optimizer = _made(update, codec, model)
-    _steps(model, optimizer, 0, 6)
-    whole = snapshot(optimizer)
-
-    model = _model()
-    optimizer = _made(update, codec, model)
-    _steps(model, optimizer, 0, 3)
-    saved = _through_disk({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    torch.manual_seed(seed)
-    torch.rand(13)
-    other = _model(1)
-    resumed = _made(update, codec, other)
-    _steps(other, resumed, 0, 1)
-    other.load_state_dict(saved["model"])
-    resumed.load_state_dict(saved["optimizer"])
-    _steps(other, resumed, 3, 6)
-    assert differing(whole, snapshot(resumed)) == []
-    assert [s["step"] for s in resumed.state.values()] == [6] * 6
+from ...laws.optim.cases import differing, snapshot
+from .steps import make_model, make_optimizer, set_gradients, take_steps, through_disk
 
 
 @pytest.mark.parametrize(("update", "codec"), [("split8", "8bit"), ("kahan", "default"), ("components-4", "default")])
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_a_copy_goes_on_with_the_same_bits(update, codec, way):
-    model = _model()
-    optimizer = _made(update, codec, model)
-    _steps(model, optimizer, 0, 3)
+    model = make_model()
+    optimizer = make_optimizer(update, codec, model)
+    take_steps(model, optimizer, 0, 3)
     pair = (model, optimizer)
     if way == "deepcopy":
         other, twin = copy.deepcopy(pair)
@@ -88,33 +30,18 @@ def test_a_copy_goes_on_with_the_same_bits(update, codec, way):
         torch.save(pair, buffer)
         buffer.seek(0)
         other, twin = torch.load(buffer, weights_only=False)
-    _steps(model, optimizer, 3, 6)
-    _steps(other, twin, 3, 6)
+    take_steps(model, optimizer, 3, 6)
+    take_steps(other, twin, 3, 6)
     assert differing(snapshot(optimizer), snapshot(twin)) == []
     assert not {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in other.parameters()}
 
 
-@pytest.mark.parametrize(("update", "codec"), CASES)
-def test_every_state_keeps_its_dtype_and_bits(update, codec):
-    model = _model()
-    optimizer = _made(update, codec, model)
-    _steps(model, optimizer, 0, 2)
-    saved = _through_disk(optimizer.state_dict())
-    for number, parameter in enumerate(model.parameters()):
-        for name, value in optimizer.state[parameter].items():
-            kept = saved["state"][number][name]
-            assert same_bits(kept, value) if isinstance(value, torch.Tensor) else kept == value, name
-    twin = _made(update, codec, model)
-    twin.load_state_dict(saved)
-    assert differing(snapshot(optimizer), snapshot(twin)) == []
-
-
 @pytest.mark.parametrize("codec", ["fp32", "8bit", "default", "bf16x2"])
 def test_states_load_into_another_dtype_through_float32(codec):
-    model = _model()
-    optimizer = _made("kahan", "fp32", model)
-    _steps(model, optimizer, 0, 3)
-    twin = _made("kahan", codec, model)
+    model = make_model()
+    optimizer = make_optimizer("kahan", "fp32", model)
+    take_steps(model, optimizer, 0, 3)
+    twin = make_optimizer("kahan", codec, model)
     twin.load_state_dict(optimizer.state_dict())
     parameter = model[0].weight
     plan = twin._plans[parameter]
@@ -136,20 +63,20 @@ SAME = [
 @pytest.mark.parametrize(("theirs", "ours", "options"), SAME)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torchs_own_state_is_loaded_and_goes_on(theirs, ours, options, dtype):
-    model = _model()
+    model = make_model()
     other = copy.deepcopy(model).float()
     model = model.to(dtype)
     source = theirs(other.parameters(), **options)
-    _steps(other, source, 0, 5)
+    take_steps(other, source, 0, 5)
     model.load_state_dict(other.state_dict())
     more = {} if dtype == torch.float32 else {"weight_update": "split", "state_dtype": torch.float32}
     target = ours(model.parameters(), **{**options, "lr": 123.0}, **more)
-    target.load_state_dict(_through_disk(source.state_dict()))
+    target.load_state_dict(through_disk(source.state_dict()))
     assert target.param_groups[0]["lr"] == options["lr"]
     if dtype == torch.bfloat16:
         target.load_float32_state_dict(model, other.state_dict())
     for step in range(5, 8):
-        _gradients(other, step)
+        set_gradients(other, step)
         for mine, their in zip(model.parameters(), other.parameters()):
             mine.grad_dtype, mine.grad = None, their.grad.clone()
         source.step()
@@ -250,9 +177,9 @@ CORRUPT = [
 
 @pytest.mark.parametrize("what", CORRUPT)
 def test_a_corrupt_or_foreign_state_dict_is_refused_and_nothing_changes(what):
-    model = _model()
-    optimizer = _made("split8", "8bit", model)
-    _steps(model, optimizer, 0, 2)
+    model = make_model()
+    optimizer = make_optimizer("split8", "8bit", model)
+    take_steps(model, optimizer, 0, 2)
     before, groups = snapshot(optimizer), repr(optimizer)
     steps = [state["step"] for state in optimizer.state.values()]
     saved = copy.deepcopy(optimizer.state_dict())
@@ -270,10 +197,10 @@ def test_a_corrupt_or_foreign_state_dict_is_refused_and_nothing_changes(what):
 
 @pytest.mark.parametrize("other", ["SGD", "Lion", "Adam"])
 def test_another_optimizers_state_is_refused(other):
-    model = _model()
+    model = make_model()
     optimizer = hu.optim.AdamW(model.parameters())
     source = getattr(hu.optim, other)(model.parameters(), lr=0.1, **({"amsgrad": True} if other == "Adam" else {}))
-    _steps(model, source, 0, 1)
+    take_steps(model, source, 0, 1)
     before = snapshot(optimizer)
     saved = source.state_dict()
     if other == "Adam":  # the same groups, another state
@@ -281,38 +208,6 @@ def test_another_optimizers_state_is_refused(other):
     with pytest.raises(ValueError, match=r"another optimizer|holds"):
         optimizer.load_state_dict(saved)
     assert [name for name in differing(before, snapshot(optimizer)) if "." not in name.partition(".")[2]] == []
-
-
-@pytest.mark.parametrize("update", narrow_updates())
-def test_float32_weights_go_out_and_come_back(seed, update):
-    model = _model()
-    model.register_buffer("running", torch.randn(5).bfloat16())
-    model.register_buffer("count", torch.tensor(7))
-    optimizer = _made(update, "default", model)
-    _steps(model, optimizer, 0, 4)
-    out = optimizer.float32_state_dict(model)
-    assert list(out) == list(model.state_dict())
-    assert {value.dtype for value in out.values()} == {torch.float32, torch.int64}
-    for name, parameter in model.named_parameters():
-        assert torch.equal(out[name], decoded(optimizer, parameter))
-    assert torch.equal(out["running"], model.running.float())
-
-    other = _model(1)
-    other.register_buffer("running", torch.zeros(5).bfloat16())
-    other.register_buffer("count", torch.tensor(0))
-    target = _made(update, "default", other)
-    target.load_float32_state_dict(other, from_safetensors(to_safetensors(out)))
-    assert torch.equal(other.count, torch.tensor(7))
-    again = target.float32_state_dict(other)
-    for name, value in out.items():
-        if update in ("nearest", "stochastic", "feedback"):
-            assert torch.equal(again[name], value.bfloat16().float() if value.is_floating_point() else value)
-        elif update not in ("kahan-literal",):
-            torch.testing.assert_close(again[name], value, rtol=2.0**-15, atol=2.0**-30)
-    if update in ("split", "master"):
-        assert all(torch.equal(again[name], out[name]) for name in out)
-    out["0.weight"].zero_()
-    assert not (model[0].weight == 0).all(), "what went out is a copy"
 
 
 class _Compiled(torch.nn.Module):
@@ -334,7 +229,7 @@ class _Parallel(torch.nn.Module):
 def test_a_copy_is_read_whatever_wrappers_its_names_tell(seed):
     ways = (lambda m: m, _Compiled, _Parallel, lambda m: _Parallel(_Compiled(m)))
     for ours in ways:
-        model = ours(_model())
+        model = ours(make_model())
         optimizer = hu.optim.SGD(model.named_parameters(), lr=1e-3, weight_update="split")
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -364,7 +259,7 @@ def test_tied_weights_are_one():
     model = torch.nn.Sequential(torch.nn.Embedding(16, 32), torch.nn.Linear(32, 16, bias=False)).bfloat16()
     model[1].weight = model[0].weight
     optimizer = hu.optim.AdamW(model.parameters(), lr=1e-3, weight_update="split")
-    _steps(model, optimizer, 0, 2)
+    take_steps(model, optimizer, 0, 2)
     out = optimizer.float32_state_dict(model)
     assert torch.equal(out["0.weight"], out["1.weight"])
     optimizer.load_float32_state_dict(model, {name: value + 1 for name, value in out.items()})
@@ -374,9 +269,9 @@ def test_tied_weights_are_one():
 
 @pytest.mark.parametrize("what", ["missing", "unknown", "shape", "type"])
 def test_float32_weights_that_do_not_fit_are_refused(what):
-    model = _model()
-    optimizer = _made("kahan", "default", model)
-    _steps(model, optimizer, 0, 1)
+    model = make_model()
+    optimizer = make_optimizer("kahan", "default", model)
+    take_steps(model, optimizer, 0, 1)
     before, out = snapshot(optimizer), optimizer.float32_state_dict(model)
     out = {name: value + 1 for name, value in out.items()}
     if what == "missing":
@@ -392,46 +287,15 @@ def test_float32_weights_that_do_not_fit_are_refused(what):
     assert differing(before, snapshot(optimizer)) == []
 
 
-@pytest.mark.parametrize("update", [*narrow_updates(), None])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_param_dtype_narrows_in_place_and_keeps_the_low_bits(seed, update, dtype):
-    model = _model(seed, torch.float32)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    parameters = list(model.parameters())
-    if dtype == torch.float16 and update in ("split", "split-stochastic"):
-        with pytest.raises(ValueError, match="kahan"):
-            hu.optim.AdamW(model.parameters(), weight_update="split", param_dtype=dtype)
-        assert all(torch.equal(start[name], value) for name, value in model.state_dict().items())
-        return
-    given = UPDATES[update] if update else None
-    optimizer = hu.optim.AdamW(model.named_parameters(), weight_update=given, param_dtype=dtype)
-    assert all(a is b for a, b in zip(parameters, model.parameters()))
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    out = optimizer.float32_state_dict(model)
-    for name, value in start.items():
-        if update in ("nearest", "stochastic", "feedback"):
-            assert torch.equal(out[name], value.to(dtype).float())
-        elif update in ("split", "master", "components-3", "components-4"):
-            torch.testing.assert_close(out[name], value, rtol=2.0**-23, atol=2.0**-25 if dtype == torch.float16 else 0)
-        else:
-            torch.testing.assert_close(
-                out[name], value, rtol=2.0**-16, atol=2.0**-26 if dtype == torch.bfloat16 else 2.0**-24
-            )
-    loss = model(torch.randn(4, 32, dtype=dtype)).float().square().mean()
-    loss.backward()
-    with engine("reference"):
-        optimizer.step()
-
-
 def test_groups_of_different_weight_updates_train_and_save_together():
-    model = _model()
+    model = make_model()
     groups = [
         {"params": model[0].parameters(), "weight_update": "kahan"},
         {"params": model[1].parameters(), "weight_update": hu.Split(16), "state_dtype": torch.float32},
         {"params": model[2].parameters()},
     ]
     optimizer = hu.optim.AdamW(groups, lr=1e-2, weight_update="stochastic")
-    _steps(model, optimizer, 0, 3)
+    take_steps(model, optimizer, 0, 3)
     keys = [set(optimizer.state[layer.weight]) - {"step", "exp_avg", "exp_avg_sq"} for layer in model]
     assert keys == [{"residual"}, {"low_bits"}, set()]
     assert optimizer.state[model[1].weight]["exp_avg"].dtype == torch.float32
@@ -439,7 +303,7 @@ def test_groups_of_different_weight_updates_train_and_save_together():
     twin = hu.optim.AdamW(
         [{**g, "params": layer.parameters()} for g, layer in zip(groups, other)], lr=1e-2, weight_update="stochastic"
     )
-    twin.load_state_dict(_through_disk(optimizer.state_dict()))
-    _steps(model, optimizer, 3, 5)
-    _steps(other, twin, 3, 5)
+    twin.load_state_dict(through_disk(optimizer.state_dict()))
+    take_steps(model, optimizer, 3, 5)
+    take_steps(other, twin, 3, 5)
     assert differing(snapshot(optimizer), snapshot(twin)) == []

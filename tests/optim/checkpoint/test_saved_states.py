@@ -9,7 +9,7 @@ import halfulp as hu
 from halfulp.optim.checkpoint._saved_states import BLOCKS, block_of, saved_value
 from halfulp.optim.states._int8_blocks import Int8Blocks, scale_shape
 
-from ..laws import differing, snapshot
+from ...laws.optim.cases import differing, snapshot
 
 MADE = {
     hu.optim.AdamW: (torch.optim.AdamW, {}),

@@ -8,7 +8,7 @@ import torch
 
 import halfulp as hu
 
-from ..laws import UPDATES, narrow_updates
+from ...laws.optim.cases import UPDATES, narrow_updates
 
 
 def _optimizer(model, update, wrapped):

@@ -11,7 +11,7 @@ from halfulp.optim.parameters import _outside_writes
 from halfulp.optim.parameters._outside_writes import auxiliary_tensors_beside
 from halfulp.scaled import ScaledTensor
 
-from ..laws import UPDATES, Adder, narrow_updates, stored_updates
+from ...laws.optim.cases import UPDATES, Adder, narrow_updates, stored_updates
 
 SIZE = 96
 

@@ -1,12 +1,8 @@
-"""Law 4, shards: one tensor is every sharding of it, stepped apart; layouts and sizes of every kind."""
-
-import warnings
-from concurrent.futures import ThreadPoolExecutor
+"""Index maps of shards, layouts and sizes of every kind, and shardings that are refused."""
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
@@ -15,102 +11,8 @@ from halfulp.kernels import IndexMap, engine, same_bits
 from halfulp.optim.parameters._local_tensors import index_map_of
 from halfulp.optim.step._reference import reference_step
 
-from ..laws import CODECS, build, decoded, differing, narrow_updates, snapshot
-
-SHAPE = (7, 6, 32)  # uneven over 2, 3 and 4 along its first dimension
-
-
-def _on_every_rank(world, body):
-    """body(rank, mesh) on each rank of a world in turn, in this one process.
-
-    A thread each, because DTensor remembers per thread what an operator made of a mesh, whose rank it takes as fixed.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    for rank in range(world):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        try:
-            with ThreadPoolExecutor(1) as own:
-                own.submit(lambda rank=rank: body(rank, dist.init_device_mesh("cpu", (world,)))).result()
-        finally:
-            dist.destroy_process_group()
-
-
-def _part(tensor, dim, world, rank):
-    chunks = list(tensor.chunk(world, dim))
-    empty = tensor.narrow(dim, 0, 0)
-    return (chunks[rank] if rank < len(chunks) else empty).clone(memory_format=torch.contiguous_format)
-
-
-def _sharded(tensor, mesh, dim, world, rank):
-    local = _part(tensor, dim, world, rank)
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-
-def _problem(seed):
-    generator = torch.Generator().manual_seed(seed)
-    start = torch.randn(SHAPE, generator=generator).bfloat16()
-    return start, [(torch.randn(SHAPE, generator=generator) * 0.1).bfloat16() for _ in range(3)]
-
-
-def _whole(start, gradients, update, codec):
-    parameter = torch.nn.Parameter(start.clone())
-    optimizer = build("adamw", update, [("w", parameter)], state_dtype=codec, seed=3)
-    for gradient in gradients:
-        parameter.grad = gradient
-        optimizer.step()
-    return parameter, optimizer
-
-
-def _assert_same_on_every_rank(dim, world, whole, start, gradients, update, codec):
-    parameter, optimizer = whole
-
-    def body(rank, mesh):
-        mine = torch.nn.Parameter(_sharded(start, mesh, dim, world, rank))
-        own = build("adamw", update, [("w", mine)], state_dtype=codec, seed=3)
-        for gradient in gradients:
-            mine.grad = _sharded(gradient, mesh, dim, world, rank)
-            own.step()
-        assert same_bits(mine.detach().to_local(), _part(parameter.detach(), dim, world, rank)), (dim, world, rank)
-        for name, value in optimizer.state[parameter].items():
-            if isinstance(value, torch.Tensor) and value.shape == start.shape:
-                held = getattr(own.state[mine][name], "_local_tensor", own.state[mine][name])
-                assert same_bits(held, _part(value, dim, world, rank)), (name, dim, world, rank)
-
-    _on_every_rank(world, body)
-
-
-CASES = [(u, "default") for u in narrow_updates()] + [
-    ("split8", "8bit"),
-    ("feedback", "8bit"),
-    ("kahan", "8bit-16"),
-    ("components", "bf16x2"),
-]
-SHARDINGS = [(0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4)]
-
-
-@pytest.mark.parametrize(("update", "codec"), CASES)
-def test_every_shard_of_a_parameter_steps_as_the_whole(seed, update, codec):
-    start, gradients = _problem(seed)
-    with engine("reference"):
-        whole = _whole(start, gradients, update, CODECS[codec])
-        for dim, world in SHARDINGS:
-            if (
-                dim < 2 or codec in ("default", "bf16x2") or (codec, world) == ("8bit-16", 2)
-            ):  # others cut blocks: refused, below
-                _assert_same_on_every_rank(dim, world, whole, start, gradients, update, CODECS[codec])
-
-
-@pytest.mark.parametrize(
-    ("update", "codec"), [("stochastic", "default"), ("split8", "8bit"), ("kahan-stochastic", "fp32")]
-)
-def test_compiled_shards_step_as_the_compiled_whole(seed, update, codec):
-    start, gradients = _problem(seed)
-    whole = _whole(start, gradients, update, CODECS[codec])
-    for dim, world in [(0, 3), (1, 4)]:
-        _assert_same_on_every_rank(dim, world, whole, start, gradients, update, CODECS[codec])
+from ...laws.optim.cases import build, decoded, differing, snapshot
+from .shards import SHAPE, make_problem, on_every_rank, sharded
 
 
 @pytest.mark.parametrize(("dim", "world", "shape"), [(2, 2, SHAPE), (1, 3, (5, 16, 6)), (0, 3, (4096 * 2,))])
@@ -118,19 +20,19 @@ def test_a_sharding_that_cuts_blocks_is_refused(dim, world, shape):
     whole = torch.zeros(shape).bfloat16()
 
     def body(rank, mesh):
-        parameter = torch.nn.Parameter(_sharded(whole, mesh, dim, world, rank))
+        parameter = torch.nn.Parameter(sharded(whole, mesh, dim, world, rank))
         if rank == 1:
             with pytest.raises(ValueError, match="blocks of 32 8-bit states are cut: shard dimension 0"):
                 hu.optim.AdamW([("w", parameter)], state_dtype="8bit")
 
-    _on_every_rank(world, body)
+    on_every_rank(world, body)
 
 
 def test_the_index_map_of_a_dtensor_is_its_place():
     whole = torch.zeros(SHAPE)
 
     def body(rank, mesh):
-        found = index_map_of(_sharded(whole, mesh, 0, 3, rank))
+        found = index_map_of(sharded(whole, mesh, 0, 3, rank))
         assert found == IndexMap.shard(SHAPE, 0, *((0, 3), (3, 6), (6, 7))[rank])
         replicated = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
         assert index_map_of(replicated) == IndexMap.whole(SHAPE)
@@ -138,7 +40,7 @@ def test_the_index_map_of_a_dtensor_is_its_place():
         with pytest.raises(ValueError, match="redistribute"):
             index_map_of(pending)
 
-    _on_every_rank(3, body)
+    on_every_rank(3, body)
 
 
 def test_the_index_map_of_a_strided_shard_is_a_grid_and_asks_no_other_rank():
@@ -150,12 +52,12 @@ def test_the_index_map_of_a_strided_shard_is_a_grid_and_asks_no_other_rank():
         assert said.get_total_counts() == 0
         assert found == IndexMap((4, 3), (8, 3), (rank, 0), (2, 1))
 
-    _on_every_rank(2, body)
+    on_every_rank(2, body)
 
 
 def test_index_maps_with_steps_draw_as_the_whole(seed):
     """A strided shard: every second row, and the last three columns, straight through the kernel's reference."""
-    start, gradients = _problem(seed)
+    start, gradients = make_problem(seed)
     start, gradient = start[0], gradients[0][0]
     parameter = torch.nn.Parameter(start.clone())
     optimizer = build("adamw", "stochastic", [parameter])

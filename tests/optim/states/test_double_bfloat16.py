@@ -10,7 +10,7 @@ import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim.states._double_bfloat16 import DoubleBF16
 
-from ..laws import SPECIAL
+from ...laws.optim.cases import SPECIAL
 
 
 def held(values: torch.Tensor) -> list[torch.Tensor]:

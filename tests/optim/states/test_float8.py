@@ -7,7 +7,7 @@ import torch
 from halfulp.kernels import same_bits
 from halfulp.optim.states._float8 import E4M3, E5M2
 
-from ..laws import SPECIAL
+from ...laws.optim.cases import SPECIAL
 
 STORES = {"e4m3fn": E4M3, "e5m2": E5M2}
 

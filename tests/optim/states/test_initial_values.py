@@ -11,7 +11,7 @@ from halfulp.kernels import same_bits
 from halfulp.optim.rules._update_rule import StateSlot, UpdateRule
 from halfulp.optim.states._state import constant_of
 
-from ..laws import CODECS, RULES, differing, snapshot
+from ...laws.optim.cases import CODECS, RULES, differing, snapshot
 
 YOGI, ADAN = RULES["yogi"][0], RULES["adan"][0]
 

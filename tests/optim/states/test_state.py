@@ -6,7 +6,7 @@ import torch
 import halfulp as hu
 from halfulp.optim.states._int8_blocks import Int8Blocks
 
-from ..laws import CODECS, RULES, build, differing, snapshot
+from ...laws.optim.cases import CODECS, RULES, build, differing, snapshot
 
 
 def _adamw(elements, state_dtype, **options):

@@ -8,7 +8,7 @@ from halfulp.kernels import same_bits
 from halfulp.optim.states._format_values import format_store
 from halfulp.optim.states._storage import BF16, F32, FP16
 
-from ..laws import SPECIAL, Adder
+from ...laws.optim.cases import SPECIAL, Adder
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STORES = {"bf16": BF16, "fp16": FP16}

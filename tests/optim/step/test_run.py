@@ -9,7 +9,7 @@ import torch
 
 from halfulp.kernels import engine
 
-from ..laws import build, differing, snapshot
+from ...laws.optim.cases import build, differing, snapshot
 
 HEAD = """
 import threading, warnings

@@ -16,7 +16,7 @@ from halfulp.kernels.triton._source import OPTIONS, load_module, module_source
 from halfulp.optim.states._storage import STORES
 from halfulp.optim.step._triton_kernel import triton_source
 
-from ..laws import (
+from ...laws.optim.cases import (
     CODECS,
     RULES,
     STORE_NAMES,

@@ -8,7 +8,7 @@ import torch
 
 import halfulp as hu
 
-from ..laws import Adder, differing, snapshot
+from ...laws.optim.cases import Adder, differing, snapshot
 
 NAMES = {3: "components-3", 4: "components-4"}
 

@@ -7,7 +7,7 @@ import torch
 
 import halfulp as hu
 
-from ..laws import RULES
+from ...laws.optim.cases import RULES
 
 
 def _drift(update, steps=600, elements=4000):

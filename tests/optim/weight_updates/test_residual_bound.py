@@ -10,7 +10,7 @@ import halfulp as hu
 from halfulp.optim._float32_weights import read_weights
 from halfulp.optim.parameters._outside_writes import mark_current
 
-from ..laws import UPDATES, Adder, fit, stored_updates
+from ...laws.optim.cases import UPDATES, Adder, fit, stored_updates
 
 STORES = ("bf16", "fp16", "e8m5", "e4m3fn", "e5m2")
 CASES = [(update, store) for update, store in stored_updates("sgd") if store in STORES]

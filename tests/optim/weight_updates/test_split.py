@@ -6,7 +6,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import same_bits
 
-from ..laws import Adder
+from ...laws.optim.cases import Adder
 
 
 def _words(count: int) -> torch.Tensor:

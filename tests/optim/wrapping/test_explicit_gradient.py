@@ -8,7 +8,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import engine
 
-from ..laws import UPDATES, narrow_updates
+from ...laws.optim.cases import UPDATES, narrow_updates
 
 GIVEN = [name for name in narrow_updates() if not UPDATES[name].feeds_back]
 COMPILED = [("kahan", "numba"), ("components-3", "numba")]

@@ -22,7 +22,7 @@ class WeightUpdate:
     """The base of weight updates: how an update u is added to a parameter of few bits.
 
     A subclass gives the tensors that lie beside the parameter, and the same arithmetic twice: on torch tensors
-    (`read`, and `put` or `write`: the reference) and as scalar pieces (`bindings`). `tests/optim` holds the two to
+    (`read`, and `put` or `write`: the reference) and as scalar pieces (`bindings`). `tests/laws` holds the two to
     equal bits. One that `compensates` adds u to its parts and not to the weight that they stand for. One that `scales`
     keeps floats that one power of two multiplies, as the payload of a scaled parameter wants; its `write` takes the
     `ratio` of the scales where a step changes the scale.

@@ -1,4 +1,4 @@
-"""Random exponents change no bit of float32 gradients, and equal ones none of GradScaler's 16-bit ones."""
+"""Law: in every architecture, random gradient exponents change no bit of float32 gradients."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 
 import halfulp as hu
 
-from .exponents import (
+from ..gradients.exponents import (
     ALL,
     WIDTH,
     assert_same,

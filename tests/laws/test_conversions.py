@@ -1,4 +1,4 @@
-"""Law: frozen parameters stay frozen and trainable ones trainable, over every copy and conversion."""
+"""Law: over every copy, conversion, recipe and optimizer, frozen parameters stay frozen and trainable ones train."""
 
 import contextlib
 import copy
@@ -15,6 +15,8 @@ import halfulp as hu
 from halfulp import optim, recipes
 from halfulp.mctensor import single_component
 from halfulp.scaled import unscalify
+
+from .optim.cases import optimizer_names
 
 
 def net() -> nn.Module:
@@ -128,7 +130,6 @@ CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "EMA": averaged,
     "wrap": lambda model: trained(model, lambda m: optim.wrap(torch.optim.SGD, m.parameters(), lr=0.1)),
 }
-OPTIMIZERS = ("SGD", "Adam", "AdamW", "Lion")
 
 
 @pytest.mark.parametrize("way", COPIES)
@@ -149,11 +150,11 @@ def test_conversions_keep_requires_grad(way: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rule", OPTIMIZERS)
+@pytest.mark.parametrize("rule", optimizer_names())
 def test_optimizers_keep_requires_grad(rule: str, dtype: torch.dtype | None, seed: int) -> None:
     model = net()
     model.register_forward_pre_hook(lambda module, args: (args[0].to(module[0].weight.dtype),))
-    make = getattr(optim, rule)
+    make = optim.OPTIMIZERS[rule]
     assert grads(trained(model, lambda m: make(m.parameters(), lr=0.1, param_dtype=dtype))) == WANTED
 
 

@@ -1,4 +1,4 @@
-"""Every gradient that leaves an emulated region is in the format, whatever the operator and however it is read."""
+"""Law: every gradient that leaves an emulated region is in the format, whatever the operator and however it is read."""
 
 import pytest
 import torch

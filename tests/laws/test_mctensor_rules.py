@@ -1,7 +1,44 @@
-"""The digits of operators with plain operands, gaps and far elements; bench_mctensor_operators has all of them."""
+"""Law: every rule of MCTensors keeps its bound of digits, each element for itself.
 
+`python -m benchmarks.bench_mctensor_values` tries thousands of arguments of each.
+"""
+
+import mpmath
 import pytest
 import torch
+
+from halfulp.arithmetic.functions._table import DIVISIONS, FUNCTIONS
+from halfulp.kernels import engine, same_bits
+from halfulp.mctensor import MCTensor
+from halfulp.subclass import strict
+
+from ..mctensor.function_values import CASES, KINDS, drawn, judged
+
+# What is no function of a torch operator of its own: it brings values into their form, or compares them.
+_NO_OPERATORS = {"renormalize", "compare"}
+
+
+def test_every_function_of_the_arithmetic_is_a_case():
+    assert {*FUNCTIONS, *DIVISIONS} - _NO_OPERATORS <= set(CASES)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_value_is_within_its_bound(kind, seed):
+    """By the reference, which needs no compiler; other tests compare the machine code with it bit by bit."""
+    with mpmath.workprec(400), engine("reference"), strict():
+        for name, case in CASES.items():
+            operands = drawn(case, kind, 6)
+            assert judged(name, operands, case.call(*operands))[1] == []
+
+
+@pytest.mark.parametrize("name", ["sin", "cos", "exp", "remainder"])
+def test_no_element_changes_another(name, seed):
+    case = CASES[name]
+    operands = drawn(case, (torch.float64, 2), 6)
+    far = [torch.cat([x, MCTensor.encode(torch.full((1,), 2.0**1000, dtype=torch.float64))]) for x in operands]
+    alone, beside = case.call(*operands), case.call(*far)
+    assert all(same_bits(a, b[:-1]) for a, b in zip(alone.components, beside.components))
+
 
 # Operators of several steps, with numbers of their own, or whose derivative has such.
 NAMES = (

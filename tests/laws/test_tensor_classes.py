@@ -1,4 +1,4 @@
-"""Laws of every tensor class that stands in for a plain tensor, against the plain tensor in float64."""
+"""Law: every tensor class that stands in for a plain tensor gives, within its bound, float64's values and gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Law 4: the compiled step and its reference give the same bits, for every rule, weight update, store and codec."""
+"""Law: the compiled step has the reference's bits, for every rule, weight update, store and codec."""
 
 import ast
 import builtins
@@ -15,7 +15,7 @@ from halfulp.optim.step._kernel import bindings, source
 from halfulp.optim.step._run import checked
 from halfulp.optim.step._triton_kernel import element_text, triton_source
 
-from ..laws import (
+from .cases import (
     CODECS,
     MIXED,
     MIXED_PAIR,

@@ -1,9 +1,8 @@
-"""A format as gfloat describes it."""
+"""What judges formats: gfloat's description of them, and equality that tells NaN and the sign of zero."""
 
-from collections.abc import Callable
+import math
 
 import gfloat
-import pytest
 
 from halfulp.formats import Format
 
@@ -24,6 +23,13 @@ def to_gfloat(format: Format) -> gfloat.FormatInfo:
     )
 
 
-@pytest.fixture
-def gfloat_of() -> Callable[[Format], gfloat.FormatInfo]:
-    return to_gfloat
+MODES = {
+    "nearest": gfloat.RoundMode.TiesToEven,
+    "zero": gfloat.RoundMode.TowardZero,
+    "up": gfloat.RoundMode.TowardPositive,
+    "down": gfloat.RoundMode.TowardNegative,
+}
+
+
+def same(a: float, b: float) -> bool:
+    return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))

@@ -1,6 +1,7 @@
-"""The lists that every law runs over: a new rule, weight update, store or codec joins here and inherits the tests.
+"""The update rules, weight updates, stores and codecs that the laws of optimizers run over.
 
-A named weight update needs no line: the registry is read. `SPECIAL` holds the numbers that break arithmetic.
+A weight update and an optimizer that a user registered need no line: the registries are read. `SPECIAL` holds the
+numbers that break arithmetic.
 """
 
 import functools
@@ -23,7 +24,7 @@ from halfulp.optim.weight_updates._weight_update import REGISTRY
 
 def _example(name: str):
     """One of examples/extending, whose optimizers pass the laws of those that the library has."""
-    path = Path(__file__).resolve().parents[2] / "examples" / "extending" / f"{name}.py"
+    path = Path(__file__).resolve().parents[3] / "examples" / "extending" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -42,6 +43,10 @@ RULES = {
     "yogi": (_example("yogi").Yogi, {"lr": 0.01, "weight_decay": 0.1}),
     "adan": (_example("adan").Adan, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.8, 0.9999)}),
 }
+WITH_ORACLE = tuple(RULES)  # in test_update_rules
+# An optimizer that a user registered joins under its own name.
+_LISTED = {kind for kind, _ in RULES.values()}
+RULES |= {name: (kind, {"lr": 0.01}) for name, kind in hu.optim.OPTIMIZERS.items() if kind not in _LISTED}
 VARIANTS = {
     "kahan-nearest": hu.Kahan(residual="nearest"),
     "kahan-weight-stochastic": hu.Kahan(weight="stochastic", residual="nearest"),
@@ -89,17 +94,27 @@ def dtype_of(store: str) -> torch.dtype:
     return DTYPES.get(store, torch.float32)
 
 
+def rule_of(name: str) -> hu.optim.UpdateRule:
+    """The update rule that an optimizer takes with the options of RULES."""
+    kind, given = RULES[name]
+    probe = kind([torch.zeros(1, requires_grad=True)], **given)
+    return probe.rule(probe.param_groups[0])
+
+
+def optimizer_names() -> list[str]:
+    """The names of all optimizers of RULES, as they are registered."""
+    return sorted({kind.__name__ for kind, _ in RULES.values()})
+
+
 def allowed(rule: str, update: str, store: str) -> bool:
     """Whether an optimizer accepts the three together."""
     options = options_of(store)
     held = format_store(options["format"]) if options else STORES[dtype_of(store)]
     if store == "fp32":
         return update == "exact"  # where a float32 parameter ends, whatever it is given
-    kind, given = RULES[rule]
-    probe = kind([torch.zeros(1, requires_grad=True)], **given)
     try:
         UPDATES[update].check(held)
-        refuse_feedback(probe.rule(probe.param_groups[0]), UPDATES[update])
+        refuse_feedback(rule_of(rule), UPDATES[update])
     except ValueError:
         return False
     return True

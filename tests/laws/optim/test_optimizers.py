@@ -1,0 +1,104 @@
+"""Law: every optimizer takes each option by its name, and weight_update="split" gives float32's bits."""
+
+import inspect
+
+import pytest
+import torch
+
+import halfulp as hu
+
+from ...optim.training import make_problem, train
+from .cases import optimizer_names
+
+
+@pytest.mark.parametrize("name", optimizer_names())
+def test_split_is_float32_bit_for_bit(seed, name):
+    start, gradients = make_problem(seed, torch.bfloat16)
+    options = {"lr": 0.01, "weight_decay": 0.1} | ({"momentum": 0.9} if name == "SGD" else {})
+    kind = hu.optim.OPTIMIZERS[name]
+    split, optimizer = train(kind, start, gradients, weight_update="split", state_dtype=torch.float32, **options)
+    whole, other = train(kind, [tensor.float() for tensor in start], gradients, **options)
+    for a, b in zip(split, whole):
+        plan = optimizer._plans[a]
+        assert torch.equal(plan.spec.update.read(plan.spec.store, plan.parts), b)
+        for key, value in other.state[b].items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(optimizer.state[a][key], value), key
+
+
+# Their signatures are those of torch.optim; a user's optimizer may have any.
+OF_THE_LIBRARY = sorted(name for name, kind in hu.optim.OPTIMIZERS.items() if kind.__module__.startswith("halfulp."))
+# A value of every option that is no optimizer's default.
+OTHER = {
+    "lr": 0.25,
+    "betas": (0.75, 0.5),
+    "eps": 0.125,
+    "weight_decay": 0.0625,
+    "momentum": 0.375,
+    "dampening": 0.5,
+    "amsgrad": True,
+    "nesterov": True,
+    "maximize": True,
+    "decoupled_weight_decay": True,
+    "weight_update": "kahan",
+    "param_dtype": torch.bfloat16,
+    "state_dtype": torch.float32,
+    "format": "bf16",
+    "seed": 17,
+    "report_interval": 3,
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_LIBRARY)
+def test_every_option_arrives_under_its_name(name, monkeypatch):
+    kind = hu.optim.OPTIMIZERS[name]
+    parameters = inspect.signature(kind).parameters
+    switches = ("foreach", "capturable", "differentiable", "fused")
+    options = [key for key in parameters if key not in ("params", *switches)]
+    assert set(options) <= OTHER.keys()
+    seen = {}
+
+    def begun(self, params, defaults, **given):
+        assert not seen.keys() & (defaults.keys() | given.keys())
+        seen.update(defaults | given)
+
+    monkeypatch.setattr(hu.optim.Optimizer, "__init__", begun)
+    for option in options:
+        assert parameters[option].default != OTHER[option]
+        needed = {"momentum": 0.9} if option == "nesterov" else {}
+        seen.clear()
+        kind([torch.nn.Parameter(torch.zeros(1))], **needed, **{option: OTHER[option]})
+        assert seen[option] == OTHER[option]
+        unchanged = {key: parameters[key].default for key in options if key not in (option, *needed)}
+        if issubclass(kind, hu.optim.AdamW):
+            unchanged["decoupled_weight_decay"] = True
+        assert {key: seen[key] for key in unchanged} == unchanged
+
+
+OWN = {
+    "weight_update": None,
+    "param_dtype": None,
+    "state_dtype": None,
+    "format": None,
+    "seed": 0,
+    "report_interval": 50,
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_LIBRARY)
+def test_signatures_say_every_option(name):
+    """torch's positional parameters in torch's order, then its keyword-only ones, then the same six of Optimizer."""
+    mine = inspect.signature(hu.optim.OPTIMIZERS[name]).parameters
+    assert not [key for key, value in mine.items() if value.kind in (value.VAR_KEYWORD, value.VAR_POSITIONAL)]
+    assert all(value.annotation is not value.empty for value in mine.values())
+    assert list(mine)[-len(OWN) :] == list(OWN)
+    assert all(mine[key].default == value and mine[key].kind is mine[key].KEYWORD_ONLY for key, value in OWN.items())
+    if hasattr(torch.optim, name):
+        torchs = inspect.signature(getattr(torch.optim, name)).parameters
+        assert list(mine)[: -len(OWN)] == list(torchs)
+        for key, value in torchs.items():
+            assert (mine[key].kind, mine[key].default) == (value.kind, value.default), key
+    for option, value in OWN.items():
+        assert inspect.signature(hu.optim.Optimizer).parameters[option].default == value
+    with pytest.raises(TypeError, match="every"):
+        hu.optim.OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))], every=3)

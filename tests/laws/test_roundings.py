@@ -1,0 +1,78 @@
+"""Law: quantize gives, for every format, rounding and dtype, the neighbour that an oracle without bits names."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from halfulp.formats import Format, get, round_exact
+from halfulp.kernels import engine, same_bits
+from halfulp.rounding import Stochastic, mix64, random_words
+from halfulp.rounding._kernel_constants import random_bits
+from halfulp.rounding._target import make_target
+
+from ..rounding.oracle import FORMATS, MODES, all_of, inputs, oracle, random_patterns, rounded
+
+each_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+each_rounding = pytest.mark.parametrize("mode", MODES)
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+EXACT_MODES = {"nearest": "nearest", "toward_zero": "zero", "up": "up", "down": "down"}
+
+
+def draws(x: torch.Tensor, format: Format, mode: str, policy: str | None = None) -> dict:
+    """What the oracle needs to know about the random bits of `rounded`."""
+    if mode != "stochastic":
+        return {}
+    target = make_target(format, Stochastic(5), policy, x.dtype)
+    count = random_bits(target) if target else 31
+    words = random_words(mix64(5, 0), torch.arange(x.numel())) >> (32 - count)
+    return {"v": ((1 << count) - 1 - words).numpy(), "count": count}
+
+
+@each_format
+@each_rounding
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_mode_of_every_format(format, mode, dtype, seed):
+    x = inputs(dtype, all_of, random_patterns)
+    q = rounded(x, format, mode)
+    if q is None:
+        assert not get(dtype).holds(format)
+        return
+    wanted = oracle(x.double().numpy(), format, mode, **draws(x, format, mode))
+    assert same_bits(q.double(), torch.from_numpy(wanted))
+    head = x[:: max(1, x.numel() // 4096)].contiguous()
+    with engine("reference"):
+        reference = rounded(head, format, mode)
+    assert same_bits(rounded(head, format, mode), reference)
+
+
+@each_format
+@each_rounding
+@pytest.mark.parametrize("policy", ["saturate", "nan"])
+def test_overflow_policies(format, mode, policy, seed):
+    x = torch.cat([random_patterns(torch.float32, 10_000), torch.randn(10_000) * 2.0 ** min(format.emax, 126)])
+    q = rounded(x, format, mode, policy)
+    wanted = oracle(x.double().numpy(), format, mode, policy, **draws(x, format, mode, policy))
+    assert same_bits(q.double(), torch.from_numpy(wanted))
+
+
+@each_format
+@each_rounding
+def test_exact_reference(format, mode, seed):
+    x = torch.cat([random_patterns(torch.float64, 40), torch.randn(40, dtype=torch.float64) * format.smallest_normal])
+    q = rounded(x, format, mode)
+    known = draws(x, format, mode)
+    for i, value in enumerate(x.tolist()):
+        u = Fraction(int(known["v"][i]) * 2 + 1, 2 << known["count"]) if known else None
+        exact = round_exact(value, format, EXACT_MODES.get(mode, mode), u)
+        assert same_bits(q[i], torch.tensor(exact, dtype=torch.float64)), (value, q[i])
+
+
+@each_format
+def test_stochastic_agrees_across_containers(format, seed):
+    x = (torch.randn(4096) * torch.exp2(torch.randint(-30, 10, (4096,)))).bfloat16()
+    wanted = rounded(x.double(), format, "stochastic")
+    for dtype in (torch.float32, torch.bfloat16):
+        q = rounded(x.to(dtype), format, "stochastic")
+        if q is not None:
+            assert same_bits(q.double(), wanted)

@@ -1,0 +1,36 @@
+"""Tasks by name: their data, and what is said where data or a name is missing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfulp.trials import tasks
+
+
+def test_batches_cover_an_epoch() -> None:
+    task = tasks.get("digits")
+    data = task.load()
+    seen = torch.cat([inputs for inputs, _ in task.batches(data, 0, 45)])
+    assert len(seen) == 1440
+    assert len(torch.unique(seen[:1437], dim=0)) == len(torch.unique(data.train[0], dim=0))
+
+
+def test_windows_do_not_leak() -> None:
+    data = tasks.get("text").load()
+    inputs, targets = data.validation
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert len(data.train[0]) + inputs.numel() < 466_000
+
+
+@pytest.mark.parametrize("name", ["cifar10", "tinyshakespeare"])
+def test_missing_data_says_how_to_get_it(name: str, tmp_path: Path) -> None:
+    for given in (None, str(tmp_path)):
+        with pytest.raises(ValueError, match=r"https://|Hugging Face") as caught:
+            tasks.get(name, given)
+        assert "--data" in str(caught.value) or str(tmp_path) in str(caught.value)
+
+
+def test_unknown_task() -> None:
+    with pytest.raises(ValueError, match="did you mean 'digits'"):
+        tasks.get("digit")
