@@ -89,6 +89,14 @@ def test_what_changes_a_model_returns_the_type_it_was_given(name):
     assert isinstance(torch.nn.Linear(1, 1), hints["model"].__bound__)
 
 
+def test_public_of_kernels_is_what_rules_and_comparisons_need():
+    names = {"sqrt", "divide", "maximum", "sign_of", "engine", "report", "same_bits", "KernelMismatchError"}
+    assert set(hu.kernels.__all__) == names
+    for name in names:
+        assert f"`{name}`" in hu.kernels.__doc__
+        assert getattr(hu.kernels, name).__doc__.strip()
+
+
 def test_packages_with_a_stub_are_the_lazy_ones():
     root = Path(hu.__file__).parent
     found = {".".join(("halfulp", *path.parent.relative_to(root).parts)) for path in root.rglob("__init__.pyi")}

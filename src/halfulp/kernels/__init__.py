@@ -1,71 +1,49 @@
-"""How a kernel runs: pieces in plain Python, a torch reference, compiled twins with the same bits."""
+"""How a kernel runs: pieces in plain Python, a torch reference, compiled twins with the same bits.
 
-from .. import _needs_torch as _needs_torch
-from ._cache import source_digest as source_digest
-from ._canary import KernelMismatchError as KernelMismatchError
-from ._canary import check_bits as check_bits
-from ._canary import same_bits as same_bits
-from ._canary import undisturbed as undisturbed
-from ._checksum import checksum as checksum
-from ._checksum import row_checksums as row_checksums
-from ._engine import chosen as chosen
-from ._engine import engine as engine
-from ._engine import note as note
-from ._engine import note_and_warn_once as note_and_warn_once
-from ._engine import report as report
-from ._function_transforms import under_transform as under_transform
-from ._index_map import CHUNK as CHUNK
-from ._index_map import IndexMap as IndexMap
-from ._index_map import chunk_table as chunk_table
-from ._index_map import chunks as chunks
-from ._opaque_frames import constant_result as constant_result
-from ._opaque_frames import uncompiled as uncompiled
-from ._opaque_frames import untraced as untraced
-from ._operator import define_operator as define_operator
-from ._plain_memory import address as address
-from ._plain_memory import has_own_memory as has_own_memory
-from ._plain_memory import overlaps_itself as overlaps_itself
-from ._plain_memory import plain as plain
-from ._plain_memory import resolved as resolved
-from ._threads import SERIAL_BELOW as SERIAL_BELOW
-from ._threads import run_chunks as run_chunks
-from ._torch_operators import absent_operators as absent_operators
-from ._torch_operators import present as present
-from ._torch_operators import torch_operators as torch_operators
-from ._trace import Trace as Trace
-from ._trace import Traced as Traced
-from ._trace import exponent as exponent
-from ._trace import floor as floor
-from ._trace import gather as gather
-from ._trace import is_finite as is_finite
-from ._trace import nearest_integer as nearest_integer
-from ._trace import power as power
-from ._trace import power_below as power_below
-from ._trace import product_error as product_error
-from ._trace import record as record
-from ._trace import round_to_float32 as round_to_float32
-from ._trace import select as select
-from ._trace import shared as shared
-from ._trace import square_root as square_root
-from ._trace import times_power as times_power
-from ._trace import trace_is_wide as trace_is_wide
-from .scalar._compile import compile_kernel as compile_kernel
-from .scalar._compile import digest as digest
-from .scalar._compile import on_tensors as on_tensors
-from .scalar._machine_code import machine_code as machine_code
-from .scalar._operations import divide as divide
-from .scalar._operations import maximum as maximum
-from .scalar._operations import sign_of as sign_of
-from .scalar._operations import sqrt as sqrt
-from .scalar._processor import has_half_conversions as has_half_conversions
-from .scalar._processor import vector_bits as vector_bits
-from .vector._builder import VectorBuilder as VectorBuilder
-from .vector._builder import lanes_of as lanes_of
-from .vector._builder import numba_intrinsic as numba_intrinsic
-from .vector._builder import scalar_of as scalar_of
-from .vector._loop import LANES as LANES
-from .vector._loop import compile_trace as compile_trace
-from .vector._reductions import ACROSS as ACROSS
-from .vector._reductions import BLOCK as BLOCK
-from .vector._reductions import Fold as Fold
-from .vector._reductions import compile_fold as compile_fold
+Public are the names in `__all__`: what an update rule of one's own calls besides + - * (`sqrt`, `divide`, `maximum`,
+`sign_of`), which engine runs (`engine`, `report`), and how bits are compared (`same_bits`, `KernelMismatchError`). The
+others serve the packages of halfulp and may change without notice.
+"""
+
+# ruff: noqa: F401
+from .. import _needs_torch
+from ._cache import source_digest
+from ._canary import KernelMismatchError, check_bits, same_bits, undisturbed
+from ._checksum import checksum, row_checksums
+from ._engine import chosen, engine, note, note_and_warn_once, report
+from ._function_transforms import under_transform
+from ._index_map import CHUNK, IndexMap, chunk_table, chunks
+from ._opaque_frames import constant_result, uncompiled, untraced
+from ._operator import define_operator
+from ._plain_memory import address, has_own_memory, overlaps_itself, plain, resolved
+from ._threads import SERIAL_BELOW, run_chunks
+from ._torch_operators import absent_operators, present, torch_operators
+from ._trace import (
+    Trace,
+    Traced,
+    Value,
+    exponent,
+    floor,
+    gather,
+    is_finite,
+    nearest_integer,
+    power,
+    power_below,
+    product_error,
+    record,
+    round_to_float32,
+    select,
+    shared,
+    square_root,
+    times_power,
+    trace_is_wide,
+)
+from .scalar._compile import compile_kernel, digest, on_tensors
+from .scalar._machine_code import machine_code
+from .scalar._operations import divide, maximum, sign_of, sqrt
+from .scalar._processor import has_half_conversions, vector_bits
+from .vector._builder import VectorBuilder, lanes_of, numba_intrinsic, scalar_of
+from .vector._loop import LANES, compile_trace
+from .vector._reductions import ACROSS, BLOCK, Fold, compile_fold
+
+__all__ = ["KernelMismatchError", "divide", "engine", "maximum", "report", "same_bits", "sign_of", "sqrt"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,8 +37,9 @@ def uncompiled(function: Function) -> Function:
     What torch.compiler.disable marks its wrapper with, without the wrapper.
     """
     untraced(function)
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = f"{function.__qualname__} of halfulp runs uncompiled"
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = f"{function.__qualname__} of halfulp runs uncompiled"
     return function
 
 
@@ -47,5 +48,6 @@ def constant_result(function: Function) -> Function:
 
     torch.compiler.assume_constant_result, which imports the compiler, without the import.
     """
-    function._dynamo_marked_constant = True
+    marked: Any = function
+    marked._dynamo_marked_constant = True
     return function

@@ -10,6 +10,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,13 +25,13 @@ class Trace:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.lines: list[tuple[str, tuple[int, ...], object]] = []
+        self.lines: list[tuple[str, tuple[int, ...], Any]] = []
         self.tables: list[tuple[float, ...]] = []
         self.pieces: list[Piece] = []
         self._known: dict[tuple, int] = {}
         self._places: dict[tuple, int] = {}
 
-    def emit(self, operation: str, operands: Sequence[object] = (), extra: object = None) -> Traced:
+    def emit(self, operation: str, operands: Sequence[Traced | float] = (), extra: object = None) -> Traced:
         """One more instruction, or the same one's earlier result."""
         key = (operation, tuple(self._number(x) for x in operands), extra)
         if key not in self._known:
@@ -71,7 +72,7 @@ class Trace:
         called = [(piece.trace.digest(), piece.results) for piece in self.pieces]
         return hashlib.sha256(repr((self.dtype, self.lines, self.tables, called)).encode()).hexdigest()
 
-    def _number(self, x: object) -> int:
+    def _number(self, x: Traced | float) -> int:
         return x.number if isinstance(x, Traced) else self.emit("constant", (), float(x).hex()).number
 
 
@@ -170,6 +171,9 @@ class Traced:
         return self.trace.emit("not", (self,))
 
     __hash__ = object.__hash__
+
+
+Value = torch.Tensor | Traced
 
 
 def product_error(a, b, p):

@@ -55,7 +55,8 @@ def _run(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None) -> 
     width = _BLOCKS_AT_ONCE * block_size(a.dtype, b is not None)
     if columns > width:
         parts = [slice(start, start + width) for start in range(0, columns, width)]
-        return _settled(sum(_run(a[:, part], None if b is None else b[:, part], None) for part in parts), dtype)
+        sums = (_run(a[:, part], None if b is None else b[:, part], None) for part in parts)
+        return _settled(functools.reduce(torch.add, sums), dtype)
     step = max(1, width // columns)
     parts = [slice(start, start + step) for start in range(0, rows, step)]
     made = [_run_rows(a[part], None if b is None else b[part], dtype) for part in parts]
@@ -85,7 +86,7 @@ def _run_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None
     made = np.zeros((len(item_lengths) if rounding else rows * pieces, WORDS), np.int64)
     out = np.empty(rows if rounding else 0, np.int64)
     run_chunks(_item_kernel(), item_lengths, setup, records, made, out)
-    if rounding:
+    if rounding and dtype is not None:
         return _as_floats(torch.from_numpy(out), dtype)
     if pieces > 1:
         return _settled(torch.from_numpy(made).view(rows, pieces, WORDS).sum(1), dtype)

@@ -8,7 +8,7 @@ more components are distilled from all exact partial results: at most 2^-(n p - 
 
 from __future__ import annotations
 
-from ...kernels import is_finite, power, select, shared, square_root, times_power, trace_is_wide
+from ...kernels import Value, is_finite, power, select, shared, square_root, times_power, trace_is_wide
 from .._error_free import Terms, distill, fast_two_sum, sweep, two_product, two_sum
 
 
@@ -179,7 +179,7 @@ def root(x: Terms, n: int) -> Terms:
     return finished(times_power(plain, k * 0.5), [times_power(t, k * 0.5) for t in digits])
 
 
-def centred(x: Terms) -> tuple[Terms, object]:
+def centred(x: Terms) -> tuple[Terms, Value]:
     """x 2^-k and k: an even power of two that brings very large and very small values into the middle."""
     edge, step = (2.0**500, 600.0) if trace_is_wide(x[0]) else (2.0**50, 70.0)
     size = abs(x[0])

@@ -170,7 +170,7 @@ def _run_division(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -
     (kind_a, count_a), (kind_b, count_b) = call.operands
     a = _in_float64(kind_a, flat[:count_a])
     b = _in_float64(kind_b, flat[count_a:])
-    r = (*a, *(torch.zeros_like(a[0]) for _ in b))
+    r = [*a, *(torch.zeros_like(a[0]) for _ in b)]
     step = _internal(STEP, (count_a + count_b, count_b), count_a + count_b + 1, torch.float64)
     pending = True
     while pending:
@@ -199,12 +199,14 @@ def _run_compiled(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -
         if part.shape != shape:
             shape = _broadcast({part.shape for part in flat if part.dim()})
             break
-    direct = out is not None and all(part.is_contiguous() and part.shape == shape for part in out)
-    written = out if direct else _made_like(first, shape, call.dtype, call.components)
+    if out is not None and all(part.is_contiguous() and part.shape == shape for part in out):
+        written = out
+    else:
+        written = _made_like(first, shape, call.dtype, call.components)
     count = written[0].numel()
     if count:
         fill(call.kernel, flat, written)
-    if out is not None and not direct:
+    if out is not None and out is not written:
         for target, part in zip(out, written, strict=True):
             target.copy_(part)
         return out
@@ -252,15 +254,17 @@ def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> 
         if part.shape != shape and part.numel() != 1:
             row = shape[-1]
             break
-    words, alive = [row, count], []
+    words = [row, count]
+    alive: list[torch.Tensor | array.array] = []
     for part in map(plain, flat):
         if part.shape != shape:
-            part, words_of = _spread(part, shape, row)
+            held, words_of = _spread(part, shape, row)
+            alive.append(held)
             words += words_of
         else:
             part = part.contiguous()
+            alive.append(part)
             words += (address(part), row, 1)
-        alive.append(part)
     return words, alive
 
 

@@ -121,17 +121,20 @@ def _matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[int, int,
         return tuple([part.contiguous() for part in parts]), (1, parts[0].numel(), 1)
     before = [d for d in range(dims[0]) if d not in dims]
     behind = [d for d in range(dims[0], len(shape)) if d not in dims]
-    sizes = tuple([math.prod([shape[d] for d in some]) for some in (before, dims, behind)])
+    many, rows, columns = sizes = (_count(shape, before), _count(shape, dims), _count(shape, behind))
     order = [*before, *dims, *behind]
     if order != sorted(order):
         parts = tuple([part.permute(order) for part in parts])
     parts = tuple([part.contiguous() for part in parts])
-    many, rows, columns = sizes
     if rows * columns > ACROSS or columns >= ACROSS or many < ACROSS:
         return parts, sizes
     # Many small matrices lie side by side.
     beside = tuple([part.reshape(sizes).transpose(0, 1).contiguous() for part in parts])
     return beside, (1, rows, many * columns)
+
+
+def _count(shape: Sequence[int], dims: Sequence[int]) -> int:
+    return math.prod([shape[d] for d in dims])
 
 
 def _is_finite(x: torch.Tensor) -> bool:
@@ -161,7 +164,7 @@ def _columns(
     segments = -(-rows // length)
     inner = pieces._replace(kind="prod" if kind == "prod" else "sum", components=held, dtype=torch.float64)
     first = _fold(inner, parts, _Cut(sizes, length, segments, several, rows), (many * segments, columns))
-    outer = pieces._replace(stored=torch.float64, count=held, raw=False)
+    outer = pieces._replace(stored=torch.float64, inputs=held, raw=False)
     cut = _Cut((many, segments, columns), segments, 1, _side_by_side(segments, columns), rows)
     return _fold(outer, first, cut, shape)
 
@@ -179,14 +182,14 @@ class _Cut(NamedTuple):
         length: rows of a segment.
         segments: of a matrix.
         several: rows that lie side by side in the lanes of a kernel.
-        count: what a mean is divided by.
+        divisor: of a mean.
     """
 
     sizes: tuple[int, int, int]
     length: int
     segments: int
     several: int
-    count: int
+    divisor: int
 
 
 def _held(dtype: torch.dtype, count: int, components: int) -> int:
@@ -202,7 +205,7 @@ class _Pieces(NamedTuple):
     Attributes:
         kind: "sum", "mean" or "prod".
         stored: dtype of a row's components.
-        count: of them.
+        inputs: how many of them.
         held: float64 components that the result is gathered in.
         raw: whether a row is an operand's own, and the rounding errors of a block may be summed plainly.
         components: of the result.
@@ -211,7 +214,7 @@ class _Pieces(NamedTuple):
 
     kind: str
     stored: torch.dtype
-    count: int
+    inputs: int
     held: int
     raw: bool
     components: int
@@ -279,8 +282,8 @@ def _fold(pieces: _Pieces, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Par
     """The segments' results, in a shape."""
     (many, rows, columns), length, segments, several, divisor = cut
     if chosen(parts[0].device.type) != "numba":
-        made = _fold_reference(pieces, [part.reshape(cut.sizes).double() for part in parts], cut)
-        return tuple([part.to(pieces.dtype).reshape(shape) for part in made])
+        terms = _fold_reference(pieces, [part.reshape(cut.sizes).double() for part in parts], cut)
+        return tuple([part.to(pieces.dtype).reshape(shape) for part in terms])
     made = tuple([torch.empty(shape, dtype=pieces.dtype, device="cpu") for _ in range(pieces.components)])
     count = many * segments
     if not count or not columns:
@@ -299,7 +302,7 @@ def _fold(pieces: _Pieces, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Par
 
 @functools.cache
 def _kernel(pieces: _Pieces, shape: str) -> Callable:
-    stored, written = (pieces.stored,) * pieces.count, (pieces.dtype,) * pieces.components
+    stored, written = (pieces.stored,) * pieces.inputs, (pieces.dtype,) * pieces.components
     return compile_fold(f"fold_{pieces.kind}", pieces.fold, stored, written, shape)
 
 
@@ -321,7 +324,7 @@ def _segment(pieces: _Pieces, parts: list[torch.Tensor], cut: _Cut) -> Terms:
         merged = pieces.merge(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
         held = [torch.cat([new, old[:, own:alone]], 1) for new, old in zip(merged, held)]
         several = half
-    return pieces.close(*held, held[0].new_tensor(float(cut.count)))
+    return pieces.close(*held, held[0].new_tensor(float(cut.divisor)))
 
 
 def _in_blocks(pieces: _Pieces, lanes: list[torch.Tensor]) -> Terms:

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import torch
 
-from ...kernels import Traced, exponent, floor, gather, is_finite, nearest_integer, power, select, times_power
+from ...kernels import Traced, Value, exponent, floor, gather, is_finite, nearest_integer, power, select, times_power
 from .. import _constants as known
 from .._error_free import Terms, distill, two_product
 from ..expansions._operators import added, divided, finished, multiplied, negated, scaled
@@ -69,7 +69,7 @@ def small_expm1(r: Terms, n: int) -> Terms:
     return multiplied(r, h, n)
 
 
-def exp_parts(x: Terms, n: int) -> tuple[object, Terms]:
+def exp_parts(x: Terms, n: int) -> tuple[Value, Terms]:
     """q and y with e^x = 2^q (1 + y), -0.3 < y < 0.42."""
     large, low = x[0] > 800.0, x[0] < -800.0
     head = select(large, 800.0, select(low, -800.0, x[0]))
@@ -163,7 +163,7 @@ def log(operands: list[Terms], n: int) -> Terms:
     return log_finished(operands[0][0], log_terms(operands[0], n))
 
 
-def log1p_terms(x: Terms, n: int) -> tuple[object, Terms]:
+def log1p_terms(x: Terms, n: int) -> tuple[Value, Terms]:
     """1 + x, and its logarithm."""
     total = distill([*constants(x[0], [1.0]), *x], n + 1)
     return total[0], log_terms(total, n)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ...kernels import exponent, floor, is_finite, select, times_power
+from ...kernels import Value, exponent, floor, is_finite, select, times_power
 from .._error_free import Terms, distill
 from ..expansions._operators import added, divided, finished, multiplied, negated, root, rooted, scaled
 from ._exp_log import constants, exp_terms, expm1_terms, log_terms, number, odd_at_zero
@@ -108,16 +108,18 @@ def sigmoid(operands: list[Terms], n: int) -> Terms:
     return finished(made[0], made)
 
 
-def _whole(x: Terms) -> tuple[object, object]:
+def _whole(x: Terms) -> tuple[Value, Value]:
     """Whether a value is an integer, and whether it is an odd one."""
-    whole, odd = None, None
-    for t in x:
-        w = floor(t) == t
-        half = t * 0.5
-        o = w & (floor(half) != half) & is_finite(t)
-        whole = w if whole is None else whole & w
-        odd = o if odd is None else (odd & ~o) | (~odd & o)
+    whole, odd = _whole_term(x[0])
+    for t in x[1:]:
+        w, o = _whole_term(t)
+        whole, odd = whole & w, (odd & ~o) | (~odd & o)
     return whole, whole & odd
+
+
+def _whole_term(t):
+    whole, half = floor(t) == t, t * 0.5
+    return whole, whole & (floor(half) != half) & is_finite(t)
 
 
 def powered(operands: list[Terms], n: int) -> Terms:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from ...kernels import is_finite, nearest_integer, select
+from ...kernels import Value, is_finite, nearest_integer, select
 from .. import _constants as known
 from .._error_free import Terms, distill
 from ..expansions._operators import added, divided, finished, multiplied, negated, scaled
@@ -14,7 +14,7 @@ from ._exp_log import constants, looked_up, odd_at_zero, series, terms_for
 LARGEST_ANGLE = 2.0**20
 
 
-def _reduced(x: Terms, n: int) -> tuple[object, Terms]:
+def _reduced(x: Terms, n: int) -> tuple[Value, Terms]:
     """k and x - k pi / 32, relatively accurate however close x is to a multiple of pi / 2."""
     head = select(abs(x[0]) > 2.0 * LARGEST_ANGLE, 0.0, x[0])
     k = nearest_integer(head * (32.0 / math.pi))
@@ -24,7 +24,7 @@ def _reduced(x: Terms, n: int) -> tuple[object, Terms]:
     return k, distill([head, *steps[:2], *x[1:], *steps[2:]], n)
 
 
-def _parts(x: Terms, n: int) -> tuple[object, Terms, Terms]:
+def _parts(x: Terms, n: int) -> tuple[Value, Terms, Terms]:
     """The table's index, sin r and cos r - 1 for the reduced argument r, |r| <= pi / 64."""
     k, r = _reduced(x, n)
     index = k - nearest_integer(k * (1.0 / 64.0) - 0.5 + 1.0 / 128.0) * 64.0

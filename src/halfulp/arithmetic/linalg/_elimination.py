@@ -138,6 +138,7 @@ def cholesky_by_elimination(work: Work, a: Parts, task: str) -> Parts:
     near = _proven(a, task, lambda components: _root_inverted(a, components), lambda z: z @ matrix @ z.mT)
     count = len(near)
     start, transposed = _root(a, count), tuple(part.mT for part in near)
+    assert start is not None, "its inverse has been made"
     progress, factor = Progress(work, task), work.to_float64(start)
     for _ in range(LIMIT):
         known = Integers.of(factor)
@@ -186,8 +187,8 @@ def _inverted(a: Parts, components: int) -> Parts | None:
     """Gauss' and Jordan's elimination of [a, 1]; None where a pivot is zero or a number overflows."""
     rows, device = a[0].shape[-1], a[0].device
     right = torch.eye(rows, dtype=_F64, device=device)
-    table = pointwise("renormalize", a, components=components, dtype=_F64)
-    table = [torch.cat([part, right if k == 0 else torch.zeros_like(right)], 1) for k, part in enumerate(table)]
+    left = pointwise("renormalize", a, components=components, dtype=_F64)
+    table = [torch.cat([part, right if k == 0 else torch.zeros_like(right)], 1) for k, part in enumerate(left)]
     for k in range(rows):
         pivot = k + int(table[0][k:, k].abs().argmax())
         if not bool(table[0][pivot, k] != 0):

@@ -96,6 +96,7 @@ def _divided(work: Work, a: Parts, r: Parts, start: torch.Tensor) -> Parts:
         if progress.done(largest(step, _MATRIX), largest(x[0], _MATRIX)):
             break
         rest = work.residual(a, x, r)
+    assert x is not None, "there is a first step"
     return x
 
 

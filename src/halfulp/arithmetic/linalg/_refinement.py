@@ -81,7 +81,7 @@ class Progress:
         before, self._before, self._count = self._before, relative, self._count + 1
         stuck = ~relative.isfinite()
         # The first solution may be all rounding, where it is small beside the right-hand side; then so is its error.
-        if self._count > 2:
+        if before is not None and self._count > 2:
             stuck |= ~(relative <= before / 4)
         if bool((stuck & ~(relative <= self._acceptable)).any()):
             raise torch.linalg.LinAlgError(f"{self._task} does not converge: {_HARDER}")

@@ -52,6 +52,7 @@ def _solve_refined(work: Work, a: Parts, b: Parts, task: str) -> Parts:
         if progress.done(largest(step), largest(x[0])):
             break
         rest = work.residual(b, a, x)
+    assert x is not None, "there is a first step"
     return x
 
 
@@ -90,6 +91,7 @@ def _lstsq_refined(work: Work, a: Parts, b: Parts, task: str) -> Parts:
             break
         upper = work.sub(work.sub(b, rest), work.matmul(a, x))[0]
         lower = -work.matmul(transposed, rest)[0]
+    assert x is not None, "there is a first step"
     return x
 
 

@@ -7,7 +7,7 @@ whose rounding errors go to the next; the error is of order K u^3 |a||b|.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -114,10 +114,9 @@ def _cascade_result(sums: Parts) -> Parts:
 @functools.cache
 def _cascade(left: torch.dtype, a: int, right: torch.dtype, b: int) -> Fused:
     def add_products(*values) -> Terms:
-        sums = None
-        for k in range(0, len(values), a + b):
-            made = _product(values[k : k + a], values[k + a : k + a + b])
-            sums = made if sums is None else _add_terms(sums, made)
+        sums = _product(values[:a], values[a : a + b])
+        for k in range(a + b, len(values), a + b):
+            sums = _add_terms(sums, _product(values[k : k + a], values[k + a : k + a + b]))
         return sums
 
     inputs = ((left,) * a + (right,) * b) * _AT_ONCE
@@ -151,7 +150,7 @@ def _product(x: tuple, y: tuple) -> Terms:
     return [first, second, third, plain]
 
 
-def _add_terms(x: Terms, y: Terms) -> Terms:
+def _add_terms(x: Sequence, y: Sequence) -> Terms:
     first, second = two_sum(x[0], y[0])
     middle, third = two_sum(x[1], y[1])
     second, rest = two_sum(second, middle)

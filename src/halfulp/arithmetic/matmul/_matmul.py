@@ -146,7 +146,7 @@ def _multiply(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bo
         return [*made, *([error_direct(a, b, components, dtype)] if error else [])]
     a, b = (_for_slices(parts) for parts in (a, b))
     made, bound = multiply_sliced(a, b, components, dtype, error)
-    return [*made, *([bound] if error else [])]
+    return [*made, *([] if bound is None else [bound])]
 
 
 def _is_like_a_dot_product(outputs: int, inner: int, elements: int) -> bool:

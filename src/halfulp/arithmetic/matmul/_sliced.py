@@ -63,11 +63,12 @@ def multiply_sliced(
     tasks = _tasks(a, b, components, dtype)
     if not _all_finite(tasks):
         return _with_special_values(a, b, components, dtype, error)
-    known, bound, alone = (), None, None
+    known: Parts = ()
+    bound, alone = None, None
     for k, task in enumerate(tasks):
         known, missed, more = _multiply_block(task, known, k == len(tasks) - 1, error)
         alone = missed if alone is None else alone if missed is None else alone | missed
-        bound = more if bound is None else bound + more
+        bound = more if bound is None or more is None else bound + more
     if alone is not None:
         _compute_alone(a, b, alone.nonzero(as_tuple=True), known, bound)
     return known, bound
@@ -94,8 +95,8 @@ def _with_special_values(
     a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool
 ) -> tuple[Parts, torch.Tensor | None]:
     plain = torch.matmul(a[0].double(), b[0].double())
-    clean = [tuple(torch.where(x[0].isfinite(), part, 0.0) for part in x) for x in (a, b)]
-    product, bound = multiply_sliced(*clean, components, dtype, error)
+    x, y = (tuple(torch.where(parts[0].isfinite(), part, 0.0) for part in parts) for parts in (a, b))
+    product, bound = multiply_sliced(x, y, components, dtype, error)
     special = ~plain.isfinite()
     head = torch.where(special, plain.to(dtype), product[0])
     rest = tuple(torch.where(special, 0.0, part) for part in product[1:])
@@ -108,8 +109,7 @@ def _compute_alone(a: Parts, b: Parts, entries: tuple, known: Parts, bound: torc
     for target, value in zip(known, multiply_entries(a, b, entries, components, dtype), strict=True):
         target[entries] = value
     if bound is not None:
-        sizes = [(parts[0].abs(),) for parts in (a, b)]
-        sums = multiply_entries(*sizes, entries, 1, torch.float64)[0]
+        sums = multiply_entries((a[0].abs(),), (b[0].abs(),), entries, 1, torch.float64)[0]
         bound[entries] = sums * 2.0 ** (4 - components * PRECISION[dtype]) + _tiny(dtype)
 
 

@@ -124,7 +124,7 @@ def _plain_sum(terms: Terms):
 def exponents(head: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Per row or column: k with every magnitude at most 2^k (NaN for infinities and NaNs), and two factors of 2^-k."""
     largest = head.abs().amax(dim, keepdim=True)
-    out = tuple(torch.empty_like(largest) for _ in range(3))
+    out = torch.empty_like(largest), torch.empty_like(largest), torch.empty_like(largest)
     _scaler()([largest], out)
     return out
 

@@ -46,9 +46,9 @@ def multiply_wide(a: Parts, b: Parts, components: int, dtype: torch.dtype, work:
     layout = (*((tuple(parts[0].shape), work) for parts in merged), *([] if direct else [(shape, work)] * pieces))
     with workspace((layout,), a[0].device) as ((*scratch,),):
         rest = iter(scratch)
-        factors = [_merged(parts, next(rest)) if any(parts is x for x in merged) else parts[0] for parts in (a, b)]
+        x, y = (_merged(parts, next(rest)) if any(parts is z for z in merged) else parts[0] for parts in (a, b))
         scratch = list(rest)
-        _multiply_pieces(*factors, written[:1] if direct else scratch)
+        _multiply_pieces(x, y, written[:1] if direct else scratch)
         if not direct:
             _splitter(work, dtype, components, pieces)(scratch, written)
     return written

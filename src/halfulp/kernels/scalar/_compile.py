@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from ._machine_code import machine_code
+from ._machine_code import JIT_OPTIONS, machine_code
 from ._operations import SCALARS
 
 Bindings = Mapping[str, object]
@@ -44,8 +44,7 @@ def compile_kernel(function: Callable, signature: str, bind: Bindings | None = N
     bound = dict(bind or {})
     done: dict = {}
     rebuilt = _rebuild(function, bound, done)
-    compiler = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
-    dispatcher = compiler(rebuilt)
+    dispatcher = numba.njit(pipeline_class=KernelCompiler, **JIT_OPTIONS)(rebuilt)
     pieces = [piece for piece in done.values() if hasattr(piece, "overloads")]
     return machine_code(dispatcher, function.__name__, digest(function, bound) + signature, signature, pieces)
 
@@ -104,13 +103,7 @@ def _compiled(value: object, bind: dict, done: dict) -> object:
     if value not in done:
         key = value, digest(value, bind)
         if key not in _pieces:
-            piece = numba.njit(
-                nogil=True,
-                error_model="numpy",
-                no_cpython_wrapper=True,
-                no_cfunc_wrapper=True,
-                pipeline_class=PieceCompiler,
-            )
+            piece = numba.njit(pipeline_class=PieceCompiler, **JIT_OPTIONS | {"no_cpython_wrapper": True})
             _pieces.setdefault(key, piece(_rebuild(value, bind, done)))
         done[value] = _pieces[key]
     return done[value]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from .._cache import MachineCodeCache
 
+# Of Numba's compiler for kernels; its own types know some of them only.
+JIT_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
-def machine_code(
-    dispatcher: Callable, name: str, key: str, signature: str, pieces: Iterable[Callable] = ()
-) -> Callable:
+
+def machine_code(dispatcher: Any, name: str, key: str, signature: str, pieces: Iterable[Any] = ()) -> Callable:
     """The dispatcher with machine code for one signature, and for no other.
 
     Args:
@@ -33,13 +35,13 @@ def machine_code(
     return dispatcher
 
 
-def _forget_compilation(dispatcher: Callable) -> None:
+def _forget_compilation(dispatcher: Any) -> None:
     """Of a compilation keep what calling and inlining it need: what a kernel that was loaded has, too."""
     for signature, result in dispatcher.overloads.items():
         dispatcher.overloads[signature] = result._replace(type_annotation="", call_helper=None, metadata=None)
 
 
-def _free_copy_to_inline(library: object) -> None:
+def _free_copy_to_inline(library: Any) -> None:
     """Free the code that the cache entry was made of or came with: no kernel is inlined into another."""
     copy, library._shared_module, library._linking_libraries = library._shared_module, None, []
     if copy is not None and copy is not library._final_module:
@@ -60,7 +62,7 @@ def _free_pass_managers() -> None:
             kind._dispose = next((method for method in hidden if method is not ffi.ObjectRef._dispose), kind._dispose)
 
 
-def _pass_managers() -> Iterable[type]:
+def _pass_managers() -> Iterable[Any]:
     from llvmlite import binding
 
     names = ("ModulePassManager", "FunctionPassManager")

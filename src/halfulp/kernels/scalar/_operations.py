@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
+Function = TypeVar("Function", bound=Callable)
 SCALARS: dict[str, Callable] = {}
 _U32 = 0xFFFFFFFF
 _U64 = 0xFFFFFFFFFFFFFFFF
 _CTYPES = {8: ctypes.c_uint8, 16: ctypes.c_uint16, 32: ctypes.c_uint32, 64: ctypes.c_uint64}
 
 
-def _scalar(function: Callable) -> Callable:
+def _scalar(function: Function) -> Function:
     SCALARS[function.__name__] = function
     return function
 
@@ -108,27 +110,27 @@ def to_word(x):
 
 
 @_scalar
-def divide(a, b):
+def divide(a: np.float32, b: np.float32) -> np.float32:
     """a / b in float32, correctly rounded."""
     with np.errstate(all="ignore"):
         return np.float32(a) / np.float32(b)
 
 
 @_scalar
-def sqrt(a):
+def sqrt(a: np.float32) -> np.float32:
     """sqrt(a) in float32, correctly rounded."""
     with np.errstate(all="ignore"):
         return np.sqrt(np.float32(a))
 
 
 @_scalar
-def maximum(a, b):
+def maximum(a: np.float32, b: np.float32) -> np.float32:
     """The larger of two float32; NaN if either is."""
     return a if a > b or a != a else b
 
 
 @_scalar
-def sign_of(x):
+def sign_of(x: np.float32) -> np.float32:
     """-1, 0 or 1 as float32; NaN for NaN."""
     return np.float32(np.sign(x))
 

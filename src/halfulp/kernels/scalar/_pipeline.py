@@ -52,7 +52,8 @@ class _Known(LoweringPass):
 
     def run_pass(self, state) -> bool:
         # Numba knows a function by what Python would call; it demands a built-in one, and no two are equal.
-        stand_in = [].append
+        nothing: list[object] = []
+        stand_in = nothing.append
         state.cr = state.cr._replace(cfunc=stand_in)
         state.targetctx.insert_user_function(stand_in, state.cr.fndesc, [state.library])
         return True
@@ -62,7 +63,7 @@ class KernelCompiler(CompilerBase):
     """For a kernel."""
 
     library: type[_Kernel] = _Kernel
-    passes = (
+    passes: tuple[type, ...] = (
         TranslateByteCode,
         FixupArgs,
         IRProcessing,

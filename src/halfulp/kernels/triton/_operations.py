@@ -6,7 +6,12 @@ translation hands both to every operation that takes them. Words are uint32 bloc
 
 from __future__ import annotations
 
-tl = None  # triton.language in a generated module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import triton.language as tl
+else:
+    tl = None  # triton.language in a generated module
 
 
 def add(a, b):

@@ -16,6 +16,7 @@ import math
 import textwrap
 import types
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +54,7 @@ def module_source(text: str, bind: Bindings, kernel: str = "") -> str:
         return tl.where(x > x, x + x, negative(x))
     """
     module = _Module(dict(bind))
-    module.add(ast.parse(text).body[0], None, lanes=True)
+    module.add(_definition(text), None, lanes=True)
     return "\n\n\n".join(["import triton\nimport triton.language as tl", *module.parts, *([kernel] if kernel else [])])
 
 
@@ -75,7 +76,8 @@ class _Module:
     """The functions of a module, each after those that it calls."""
 
     def __init__(self, bind: dict) -> None:
-        self.bind, self.parts = bind, []
+        self.bind = bind
+        self.parts: list[str] = []
         self._pieces: dict[Callable, str] = {}
         self._takes: dict[str, bool] = {}
 
@@ -96,7 +98,7 @@ class _Module:
     def piece(self, function: Callable) -> str:
         """A piece's name in the module."""
         if function not in self._pieces:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+            tree = _definition(textwrap.dedent(inspect.getsource(function)))
             self._pieces[function] = self.add(tree, function)
         return self._pieces[function]
 
@@ -134,6 +136,8 @@ class _Translation(ast.NodeTransformer):
         return ast.Assign(node.targets, self.visit(node.value))
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        if not isinstance(node.target, ast.Name):
+            return self.generic_visit(node)
         read = ast.Name(node.target.id, ast.Load())
         return ast.Assign([node.target], self.visit(ast.BinOp(read, node.op, node.value)))
 
@@ -184,15 +188,22 @@ def _root() -> None:
     """Where a generated function stands: it has no globals of its own."""
 
 
+def _definition(text: str) -> ast.FunctionDef:
+    tree = ast.parse(text).body[0]
+    if not isinstance(tree, ast.FunctionDef):
+        raise TypeError(f"a kernel piece is a plain function, got {text.splitlines()[0]!r}")
+    return tree
+
+
 def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def _call(name: str, arguments: list[ast.AST]) -> ast.Call:
+def _call(name: str, arguments: list[ast.expr]) -> ast.Call:
     return ast.Call(ast.parse(name, mode="eval").body, arguments, [])
 
 
-def _literal(value: object, module: _Module) -> ast.AST:
+def _literal(value: Any, module: _Module) -> ast.expr:
     """A constant as a typed scalar; a zero's sign and a NaN by their bits."""
     kind = _TYPES.get(type(value))
     if kind is None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from .._trace import Trace
-from ..scalar._machine_code import machine_code
+from ..scalar._machine_code import JIT_OPTIONS, machine_code
 from ..scalar._processor import has_fused_vectors, vector_bits
 from ._builder import VectorBuilder, numba_intrinsic, size_of
 from ._instructions import Instructions, hidden_one
@@ -51,7 +52,7 @@ def compile_rows(name: str, key: str, emit: Callable) -> Callable:
         body(first, last, table)
 
     run.__name__ = run.__qualname__ = f"{name}_{key[:16]}"
-    compiler = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
+    compiler = numba.njit(pipeline_class=KernelCompiler, **JIT_OPTIONS)
     return machine_code(compiler(run), name, key, "void(int64, int64, int64)")
 
 
@@ -107,7 +108,7 @@ class _Loop(VectorBuilder):
             for kind, copy, base in outputs:
                 b.store(b.load(b.gep(copy, [b.sub(i, whole)])), self.pointer(base, i, kind))
 
-    def element(self, places: list) -> None:
+    def element(self, places: list[tuple[Any, Any]]) -> None:
         """All instructions for a vector of neighbours."""
         inputs = [self.load(*place, dtype, self.real) for place, dtype in zip(places, self.stored)]
         values = Instructions(self.b, self.trace, self.lanes, self.one, self.calls).run(inputs)

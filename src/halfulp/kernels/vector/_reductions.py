@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._trace import Trace, record
+from .._trace import Trace, Traced, record
 from ._builder import VectorBuilder, lanes_of, size_of
 from ._instructions import Instructions
 from ._loop import compile_rows, native_lanes
@@ -56,7 +56,7 @@ def compile_fold(
     the results', one row for each segment.
     """
     held = fold.held
-    pieces = tuple(
+    recorded = (
         record(piece, torch.float64, inputs)
         for piece, inputs in (
             (fold.step, held + len(stored)),
@@ -65,7 +65,7 @@ def compile_fold(
             (fold.close, held + 1),
         )
     )
-    pieces = tuple((trace, [_number(trace, value) for value in values]) for trace, values in pieces)
+    pieces = tuple((trace, [_number(trace, value) for value in values]) for trace, values in recorded)
     told = [(trace.digest(), numbers) for trace, numbers in pieces]
     key = hashlib.sha256(repr((told, fold.start, tuple(stored), tuple(written), shape)).encode()).hexdigest()
     loop = {"line": _Line, "narrow": _Narrow, "wide": _Wide}[shape]
@@ -73,8 +73,8 @@ def compile_fold(
     return compile_rows(name, key, lambda builder, *values: loop(builder, *given).build(*values))
 
 
-def _number(trace: Trace, value: object) -> int:
-    return value.number if hasattr(value, "number") else trace.emit("add", (value, 0.0)).number
+def _number(trace: Trace, value: Traced | float) -> int:
+    return value.number if isinstance(value, Traced) else trace.emit("add", (value, 0.0)).number
 
 
 class _Reduction(VectorBuilder):
