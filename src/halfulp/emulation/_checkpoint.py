@@ -31,7 +31,7 @@ def capture_hooks(pack: Callable, emulated: Wrapper) -> None:
 
 
 def capture_node(node, name: str, emulated: Wrapper) -> None:
-    """Make the function that a node of torch.utils.checkpoint(use_reentrant=True) runs again run under emulation."""
+    """Emulate what reentrant checkpointing (torch.utils.checkpoint) recomputes in the backward pass."""
     if name.endswith("CheckpointFunctionBackward"):
         if not callable(getattr(node, "run_function", None)):
             raise NotImplementedError(f"emulate does not know the checkpointing of {name}: {_ADVICE}")

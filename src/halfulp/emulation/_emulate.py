@@ -84,7 +84,7 @@ class Emulation:
         return Region(self.rounder)
 
     def remove(self) -> None:
-        """Give the model its own forward back; a second time does nothing.
+        """Restore the model's own forward; calling it again does nothing.
 
         Values stay as they were rounded, and graphs made before still round their gradients.
         """

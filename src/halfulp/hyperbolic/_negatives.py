@@ -49,7 +49,7 @@ class RankingSets:
         self._popular = torch.bincount(edges[:, 1], minlength=nodes).double() ** 0.75
 
     def epoch(self, generator: torch.Generator, popular: bool = False) -> Iterator[torch.Tensor]:
-        """All edges once, shuffled.
+        """Yield batches of sets to rank, one set for every edge, in shuffled order.
 
         Args:
             generator: of all random numbers.

@@ -62,7 +62,7 @@ def turned(vector: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torc
 
 
 def write(target: torch.Tensor, rows: torch.Tensor | None, value: torch.Tensor) -> None:
-    """target[rows] = value, or all of it, without history."""
+    """Assign value to target[rows], or to all of target, outside autograd."""
     if isinstance(target, MCTensor) and isinstance(value, MCTensor) and target.scale is None and value.scale is None:
         torch.autograd.graph.increment_version(target)
         for part, new in zip(target.components, value.components, strict=True):

@@ -24,7 +24,7 @@ def address(x: Tensor) -> int:
 
 
 def plain(x: Tensor, what: str = "a tensor") -> Tensor:
-    """A tensor's values in strided memory of their own: itself, or a copy where a bit or nothing stands for them.
+    """Return a tensor whose strided memory holds its values: x, or a copy where torch defers a sign or the zeros.
 
     Negative and conjugate bits are resolved and zeros that torch keeps without memory are written out. Subclasses that
     only mark memory of their own (`as_subclass`) are taken by it. Strides stay.

@@ -114,7 +114,7 @@ def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], in_plac
 
 
 def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str, Callable]:
-    """What the free names of `rounded` stand for; kind is the path, plainness and saturation of `Constants`."""
+    """Return what binds the free names of `rounded`; kind is the path, plainness and saturation of `Constants`."""
     path, plain, saturating = kind
     bind: dict[str, Callable] = {
         **(_DIRECTED if mode in (UP, DOWN) else _TOWARD_ZERO if mode not in _MODES else {}),

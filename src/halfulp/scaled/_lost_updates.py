@@ -57,7 +57,7 @@ class Updates:
 
 
 def begin(name: str, x: Any, given: Mapping[str, Any], functional: Callable) -> Updates | None:
-    """Compute without rounding what an update in place makes of x, if this update is sampled.
+    """Compute the unrounded result of an in-place update of x, if this update is sampled.
 
     Args:
         name: of the operator, such as "lerp_".

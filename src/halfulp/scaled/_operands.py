@@ -238,7 +238,7 @@ def _measured_at_once(x: Tensor, stand_in: float) -> tuple[Tensor, Tensor]:
 
 
 def multiplicand(x: Any, like: ScaledTensor) -> ScaledTensor:
-    """Return an operand of a product: a plain one's scale is measured over all finite values, none is a stand-in."""
+    """Return an operand of a product as a scaled tensor; all finite values of a plain one set its scale."""
     if isinstance(x, ScaledTensor) or not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
         return operand(x, like)
     if _powers.is_concrete(x) or x.dtype == torch.float64:

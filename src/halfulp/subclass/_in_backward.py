@@ -38,7 +38,7 @@ def gives_plain_gradient(gradients: str, has_gradient: bool) -> bool:
 
 
 def gives_plain_gradient_of(x: Any) -> bool:
-    """Return `gives_plain_gradient` of a function of one MCTensor."""
+    """Return whether the gradient of a function of one MCTensor is a plain tensor."""
     return gives_plain_gradient(x._gradients, x._seeds_backward or len(x._parts) == 1)
 
 

@@ -73,7 +73,7 @@ def gathered(setup, records, words, slot, item):
 
 
 def with_term(setup, words, slot, row, i, low, high):
-    """Add one element, or the product of two."""
+    """Add one element, or the exact product of two, to the accumulator."""
     layout = setup[WIDTH], setup[MANTISSA], setup[FIELDS], setup[LEAST]
     negative, m, exponent, kind = number(setup[A] + row * setup[A_STEP], i, layout)
     if setup[B] == 0:

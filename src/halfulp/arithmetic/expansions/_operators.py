@@ -13,7 +13,7 @@ from .._error_free import Terms, distill, fast_two_sum, sweep, two_product, two_
 
 
 def finished(plain, terms: Terms) -> Terms:
-    """A result where special values follow the plain operation: infinities, NaNs, the sign of zero."""
+    """Return the terms with the plain operation's infinities, NaNs and signs of zero."""
     head = select(is_finite(plain) & (abs(terms[0]) > 0.0), terms[0], plain)
     sound = is_finite(plain) & is_finite(terms[0])
     return [head, *(select(sound, t, 0.0) for t in terms[1:])]

@@ -123,7 +123,7 @@ def scaled(parts: Parts, dim: int) -> tuple[Parts, torch.Tensor]:
 
 
 def times_factors(parts: Parts, first: torch.Tensor, second: torch.Tensor) -> Parts:
-    """Times two powers of two, one after the other."""
+    """Multiply the parts by two powers of two, one after the other."""
     return tuple(part * first * second for part in parts)
 
 

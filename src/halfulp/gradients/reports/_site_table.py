@@ -59,7 +59,7 @@ class SiteRow:
 
     @classmethod
     def of(cls, site: Site, kinds: tuple[str, ...] = _KINDS) -> SiteRow:
-        """The row of a site, of these kinds of gradients."""
+        """Return the row of a site for the given kinds of gradients."""
         readings = {kind: reading for kind, reading in site.readings.items() if kind in kinds}
         return cls(
             site=site.key,
@@ -124,7 +124,7 @@ class SiteTable:
         return len(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that JSON can hold."""
+        """Return the table as plain data that JSON can hold."""
         return {"sites": [dataclasses.asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:

@@ -253,7 +253,7 @@ def refuse_other_dtype(parameter: torch.Tensor, spec: StepSpec, name: str) -> No
 
 
 def allocate(tensors: dict, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Zeros for each (local shape, dtype), on the parameter's device."""
+    """Return zeros for each (local shape, dtype), on the parameter's device."""
     device = local(parameter).device
     return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in tensors.items()}
 

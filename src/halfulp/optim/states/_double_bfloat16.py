@@ -38,7 +38,7 @@ class DoubleBF16:
         tensors[1].copy_(BF16.encode(rest, None))
 
     def bindings(self, k: int) -> dict[str, object]:
-        """The pieces of state k."""
+        """Return the device functions that load and store state k, by name."""
         return {"pair_real": pair_real, "pair_save": pair_save}
 
     def loaded(self, k: int, at: int) -> str:

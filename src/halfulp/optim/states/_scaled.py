@@ -85,7 +85,7 @@ class Scaled:
         return f"squared({value})" if self.squared else value
 
     def saved(self, k: int, at: int, value: str, bits: str) -> str:
-        """The text that stores one under the new scale, whose inverse is the constant `inverse_k`."""
+        """Return source text that stores state k, divided by its new scale (times the constant `inverse_k`)."""
         if not self.squared:
             return f"save_{k}(a{at}, i, round_{k}({value} * inverse_{k}, {bits}))"
         x, code = f"x_{k}", f"code_{k}"

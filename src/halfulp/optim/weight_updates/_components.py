@@ -165,7 +165,7 @@ def cut(address, i, high, low, lost):
 
 
 def cut_last(address, i, high, lost, random):
-    """Piece: the last component."""
+    """Piece: round what the other components leave, and store it as the last one."""
     code = residual_round(high if lost == lost else lost, random)
     weight_save(address, i, code if lost == lost else sub(code, code))
 

@@ -54,7 +54,7 @@ def is_filled(x: ScaledTensor) -> bool:
 
 
 def with_room(scale: Tensor, storage: torch.dtype, *constants: ScaledTensor) -> Tensor:
-    """Return a scale, or as much larger a one as constants need; for zeros of any scale the constants' largest."""
+    """Return the scale, raised until the constants fit the storage; where x is all zeros, the constants' largest."""
     value = _powers.concrete_value(scale)
     roomy = _powers.maximum_scale(scale, *(_least_scale(c, storage) for c in constants))
     return roomy if value not in (None, _powers.ZERO_SCALE) else _zeros_scale(scale, roomy, storage, constants)

@@ -33,6 +33,6 @@ class DigitsFPU(Task):
         return load_digits()
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """A random start."""
+        """Return the network with random initial weights."""
         torch.manual_seed(seed)
         return network()

@@ -167,7 +167,7 @@ class LinearRegression(FullBatch):
         return part, part
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """Weights from N(0, 1)."""
+        """Return a linear layer whose weights are drawn from N(0, 1)."""
         layer = nn.Linear(5, 1, bias=False)
         with torch.no_grad():
             layer.weight.normal_(generator=torch.Generator().manual_seed(seed))

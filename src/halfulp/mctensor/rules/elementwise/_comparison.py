@@ -224,7 +224,7 @@ def sign(x: MCTensor) -> Tensor:
 
 @implements(aten.threshold_backward.default)
 def threshold_backward(gradient: Any, x: Any, threshold: Any) -> Tensor:
-    """The gradient where x is above the threshold."""
+    """Return the gradient where x is above the threshold, 0 elsewhere."""
     return select(_TESTS["le"](order_of(x, threshold)), 0.0, gradient, result_type((gradient, x)))
 
 

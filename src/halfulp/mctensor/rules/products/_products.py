@@ -116,7 +116,7 @@ def _add_product(start: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Tensor:
 
 @implements(aten.mm.default, aten.bmm.default)
 def mm(a: Any, b: Any) -> Tensor:
-    """Matrices, one or a batch."""
+    """Return the product of two matrices, or of two batches of matrices."""
     left, right = a.shape, b.shape
     if left[-1] != right[-2] or left[:-2] != right[:-2]:
         raise RuntimeError(f"shapes {tuple(left)} and {tuple(right)} cannot be multiplied")

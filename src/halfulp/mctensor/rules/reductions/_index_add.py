@@ -131,7 +131,7 @@ def index_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, i
 
 @beyond_exact_float64(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(x: Any, indices: Sequence, values: Any, accumulate: bool = False) -> Tensor:
-    """x with values written, or added, where the indices say."""
+    """Return x with values written, or accumulated, at the indices."""
     if not isinstance(values, Tensor):
         values = torch.scalar_tensor(values, dtype=torch.float64, device=x.device)
     places = torch.arange(x.numel(), device=x.device, dtype=torch.int64).reshape(x.shape)

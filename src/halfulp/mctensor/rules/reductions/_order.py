@@ -189,7 +189,7 @@ def amin(x: MCTensor, dim: Any = (), keepdim: bool = False) -> Tensor:
 
 @implements(aten.aminmax.default)
 def aminmax(x: MCTensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Both."""
+    """Return the minimum and the maximum."""
     dims = () if dim is None else (dim,)
     return _extreme_over(x, dims, keepdim, -1), _extreme_over(x, dims, keepdim, 1)
 

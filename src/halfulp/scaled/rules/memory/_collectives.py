@@ -146,7 +146,7 @@ def reduce_scatter_base_(output: Tensor, x: Tensor, group: Any, op: Any, *rest: 
 def reduce_scatter_(
     outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], group: Any, op: Any, *rest: Any, **options: Any
 ) -> Any:
-    """The same for lists: one tensor for every rank."""
+    """Reduce lists of one tensor per rank, and keep this rank's (torch.distributed.reduce_scatter)."""
     for output, pieces in zip(outputs, inputs):
         _, work = reduce_scatter_base_(output, torch.cat([piece.reshape(-1) for piece in pieces]), group, op)
     return list(outputs), work

@@ -129,7 +129,7 @@ def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
 
 @implements(aten.put.default, family="indexing")
 def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
-    """A source at indices of all elements, or added there."""
+    """Return x with a source written, or added, at indices into the flattened x."""
     return write_aligned(x, source, lambda p, v: aten.put.default(p, index, v, accumulate))
 
 

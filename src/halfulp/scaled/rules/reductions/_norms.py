@@ -91,7 +91,7 @@ def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[
 
 @implements(aten.native_group_norm.default, family="norm")
 def group_norm(x: Any, weight: Any, bias: Any, n: int, c: int, hw: int, group: int, eps: float) -> tuple:
-    """The same over groups of channels."""
+    """(p - mean) / sqrt(var + eps / s^2) weight + bias under the scale 1, over groups of channels."""
     given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
     sizes = (n, c, hw, group)
     y, mean, deviation = aten.native_group_norm.default(given.data, *_values(weight, bias), *sizes, given.eps)
@@ -170,7 +170,7 @@ def _holder(gradient: Any, like: ScaledTensor) -> ScaledTensor:
 def group_norm_backward(
     gradient: Any, x: Any, mean: Any, deviation: Any, weight: Any, n: int, c: int, hw: int, group: int, mask: Any
 ) -> tuple:
-    """The same over groups of channels."""
+    """Return the gradients of group normalisation with respect to its input, weight and bias."""
     like = first_scaled((gradient, x, weight))
     g, p = operand(gradient, like), operand(x, like)
     saved = _statistics(p, mean, deviation)
