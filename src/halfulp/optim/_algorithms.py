@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 
 from .._names import enter
 from ..formats import Format
-from ._group_options import refuse_torch_switches
+from ._group_options import Parameters, refuse_torch_switches
 from ._optimizer import Optimizer
 from .rules._adam import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD
 from .rules._lion import LION
@@ -17,6 +17,8 @@ from .rules._sgd import SGD_MOMENTUM, SGD_NESTEROV
 from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
 from .weight_updates._weight_update import WeightUpdate
+
+Kind = TypeVar("Kind", bound=type[Optimizer])
 
 
 class SGD(Optimizer):
@@ -44,7 +46,7 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: Parameters,
         lr: float | torch.Tensor = 1e-3,
         momentum: float = 0,
         dampening: float = 0,
@@ -84,7 +86,7 @@ class SGD(Optimizer):
             report_interval=report_interval,
         )
 
-    def rule(self, group: dict) -> UpdateRule:
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return plain SGD, momentum or Nesterov's momentum."""
         if group["nesterov"]:
             return SGD_NESTEROV
@@ -106,7 +108,7 @@ class Adam(Optimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: Parameters,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -148,7 +150,7 @@ class Adam(Optimizer):
             report_interval=report_interval,
         )
 
-    def rule(self, group: dict) -> UpdateRule:
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Adam, with AMSGrad or without, decay coupled or decoupled."""
         coupled, decoupled = (ADAM_AMSGRAD, ADAMW_AMSGRAD) if group["amsgrad"] else (ADAM, ADAMW)
         return decoupled if group["decoupled_weight_decay"] else coupled
@@ -175,7 +177,7 @@ class AdamW(Adam):
 
     def __init__(
         self,
-        params: Iterable,
+        params: Parameters,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -215,7 +217,7 @@ class AdamW(Adam):
             report_interval=report_interval,
         )
 
-    def rule(self, group: dict) -> UpdateRule:
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return AdamW, with AMSGrad or without, whatever a loaded group says of the decay."""
         return ADAMW_AMSGRAD if group["amsgrad"] else ADAMW
 
@@ -234,7 +236,7 @@ class Lion(Optimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: Parameters,
         lr: float | torch.Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0,
@@ -259,7 +261,7 @@ class Lion(Optimizer):
             report_interval=report_interval,
         )
 
-    def rule(self, group: dict) -> UpdateRule:
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Lion."""
         return LION
 
@@ -267,7 +269,7 @@ class Lion(Optimizer):
 OPTIMIZERS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (SGD, Adam, AdamW, Lion)}
 
 
-def register_optimizer(kind: type[Optimizer]) -> type[Optimizer]:
+def register_optimizer(kind: Kind) -> Kind:
     """Make an optimizer known by its class's name, to tasks, recipes and comparisons; a decorator of the class.
 
     Returns:

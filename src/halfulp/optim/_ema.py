@@ -57,7 +57,7 @@ class Averages(ExplicitGradientOptimizer):
 
     narrowed_by = "dtype=torch.bfloat16"
 
-    def rule(self, group: dict) -> UpdateRule:
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
         """a + (1 - decay) (w - a)."""
         return AVERAGE
 
@@ -131,7 +131,10 @@ class EMA:
         if buffers not in ("copy", "average"):
             raise ValueError(f"buffers={buffers!r}: allowed are 'copy' and 'average'")
         decay_at({"decay": decay, "warmup": False}, 1)
-        self.model, self.optimizer, self.updates, self._buffers = model, optimizer, 0, buffers
+        self.model: torch.nn.Module = model
+        self.optimizer: Optimizer | None = optimizer
+        self.updates: int = 0
+        self._buffers = buffers
         live, copied = self._tensors()
         if not live:
             raise ValueError("the model has no parameters to average")
@@ -144,8 +147,14 @@ class EMA:
         self._copied = {name: value.detach().clone() for name, value in copied.items()}
         self._averages = {name: torch.empty_like(w.detach(), dtype=dtype or w.dtype) for name, w in live.items()}
         named = [(f"average of {name}", average) for name, average in self._averages.items()]
-        narrow = {"weight_update": weight_update, "format": format, "seed": seed, "report_interval": report_interval}
-        self._inner = Averages(named, {"decay": decay, "warmup": warmup}, **narrow)
+        self._inner = Averages(
+            named,
+            {"decay": decay, "warmup": warmup},
+            weight_update=weight_update,
+            format=format,
+            seed=seed,
+            report_interval=report_interval,
+        )
         self._start()
 
     @torch.no_grad()
@@ -175,7 +184,8 @@ class EMA:
 
     def _tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the averaged and the copied tensors of the model, by name, each once."""
-        averaged, copied = dict(self.model.named_parameters()), {}
+        averaged: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        copied: dict[str, torch.Tensor] = {}
         for name, tensor in self.model.named_buffers():
             (averaged if self._buffers == "average" and tensor.is_floating_point() else copied)[name] = tensor
         return averaged, copied

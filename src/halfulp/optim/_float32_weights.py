@@ -69,7 +69,8 @@ def read_weights(plans: Sequence[ParameterPlan], buffer: Float32Buffer | None = 
 
 def runs_of(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[ParameterPlan]]:
     """Split plans into runs of at most `most` elements, with at least one plan each."""
-    run, held = [], 0
+    run: list[ParameterPlan] = []
+    held = 0
     for plan in plans:
         count = plan.parts[0].numel()
         if run and held + count > most:

@@ -6,6 +6,7 @@ import difflib
 import math
 import numbers
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -14,6 +15,8 @@ from ..subclass.models._parameter_holders import EMULATED
 from .states._state import State, as_state
 from .weight_updates._weight_update import weight_update
 
+# What optimizers are made from, as in torch.optim.
+Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 # What groups hold beside options: torch's own, ours, and what schedulers write.
 _OTHER_KEYS = frozenset(("params", "param_names", "identities", "last_lr", "name"))
 
@@ -88,16 +91,17 @@ def check_number(name: str, value: object) -> None:
         TypeError: it is no number.
         ValueError: a tensor of several, one without memory, or one that wants a gradient.
     """
-    is_tensor = isinstance(value, torch.Tensor)
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}: give a number")
-    if is_tensor and value.numel() != 1:
+    if not isinstance(value, torch.Tensor):
+        return
+    if value.numel() != 1:
         raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
-    if is_tensor and (value.is_complex() or value.dtype == torch.bool):
+    if value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{name} is a tensor of {value.dtype}: give a real number")
-    if is_tensor and value.is_meta:
+    if value.is_meta:
         raise ValueError(f"{name} is a tensor on the meta device, which holds no number: give one on a real device")
-    if is_tensor and value.requires_grad:
+    if value.requires_grad:
         raise ValueError(f"{name} requires a gradient, which a step here does not give: give {name}.detach()")
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .parameters._parameter_plan import ParameterPlan
+from .parameters._parameter_plan import LostUpdates, ParameterPlan
 from .states._int8_range import share_below_range
 
 MANY_SAMPLES = 100
@@ -101,24 +101,24 @@ def lost_update_report(plans: Iterable[ParameterPlan], stalled: tuple[tuple[str,
     """Return the report over some parameters, whose states stall as `stall_widths` says."""
     plans = list(plans)
     below_range = share_below_range(plans)
-    counted = [plan for plan in plans if plan.lost is not None]
+    counted = [(plan, plan.lost) for plan in plans if plan.lost is not None]
     rows = [
         LostUpdateRow(
             plan.name,
             plan.spec.update.name,
-            plan.lost.samples,
-            _share(plan.lost.cancelled, plan.lost.seen),
-            _share(plan.lost.kept, plan.lost.wanted),
-            plan.lost.seen,
-            _is_below_float32(plan),
+            lost.samples,
+            _share(lost.cancelled, lost.seen),
+            _share(lost.kept, lost.wanted),
+            lost.seen,
+            _is_below_float32(plan, lost),
         )
-        for plan in counted
+        for plan, lost in counted
     ]
     rows.sort(key=lambda row: -row.cancelled)
     if not counted:
         return LostUpdateReport((), None, None, below_range, stalled)
     seen, cancelled, wanted, kept = (
-        sum(getattr(plan.lost, name) for plan in counted) for name in ("seen", "cancelled", "wanted", "kept")
+        sum(getattr(lost, name) for _, lost in counted) for name in ("seen", "cancelled", "wanted", "kept")
     )
     return LostUpdateReport(tuple(rows), _share(cancelled, seen), _share(kept, wanted), below_range, stalled)
 
@@ -126,34 +126,31 @@ def lost_update_report(plans: Iterable[ParameterPlan], stalled: tuple[tuple[str,
 def warn_if_mostly_lost(plans: Iterable[ParameterPlan]) -> None:
     """Warn once per parameter whose nearest rounding cancelled over half of its updates on 100 metered steps."""
     for plan in plans:
-        if plan.lost.mostly_lost == MANY_SAMPLES and plan.spec.update.name == "nearest":
-            plan.lost.mostly_lost += 1
+        lost = plan.lost
+        if lost is not None and lost.mostly_lost == MANY_SAMPLES and plan.spec.update.name == "nearest":
+            lost.mostly_lost += 1
             warnings.warn(
-                f"nearest rounding cancelled {_share(plan.lost.cancelled, plan.lost.seen):.0%} of the updates of "
+                f"nearest rounding cancelled {_share(lost.cancelled, lost.seen):.0%} of the updates of "
                 f"parameter {plan.name} on {MANY_SAMPLES} sampled steps: it is hardly training; {_CURE}",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
 
-def _is_below_float32(plan: ParameterPlan) -> bool:
+def _is_below_float32(plan: ParameterPlan, lost: LostUpdates) -> bool:
     """Return whether over half of the updates were cancelled in the float32 sum, not by a later rounding.
 
     Where a stochastic rounding follows, which cancels updates of all sizes, their root mean square is held against the
     typical weight's last place.
     """
-    lost, spec = plan.lost, plan.spec
+    spec = plan.spec
     if lost.cancelled <= 0.5 * lost.seen or not spec.update.rounds_sum or spec.update.name == "nearest":
         return False
     if not spec.update.draws(spec.store):
         return True
-    typical = spec.store.decode(plan.payloads[0]).abs().median().item() * _scale(plan)
+    typical = spec.store.decode(plan.payloads[0]).abs().median().item() * plan.scale
     binade = math.frexp(typical)[1] - 1 if 0 < typical < math.inf else -math.inf
     return math.sqrt(lost.wanted / lost.seen) < 2.0 ** (binade - 24)
-
-
-def _scale(plan: ParameterPlan) -> float:
-    return plan.parameter.scale.item() if plan.spec.scaled else 1.0
 
 
 def _share(part: float, whole: float) -> float:

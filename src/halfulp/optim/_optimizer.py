@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
 
 import torch
 
 from ..formats import Format
 from ..kernels import plain
 from ..subclass.models import _gathered_states as _whole_states
-from ._group_options import SWITCHES, check_betas, check_group, check_numbers, check_parameters, refuse_torch_switches
+from ._group_options import (
+    SWITCHES,
+    Parameters,
+    check_betas,
+    check_group,
+    check_numbers,
+    check_parameters,
+    refuse_torch_switches,
+)
 from ._lost_updates import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from .checkpoint._checkpoint import CheckpointMixin
 from .parameters._local_tensors import index_map_of, local, memory, own_parts
@@ -27,6 +36,7 @@ from .parameters._narrow_groups import (
 from .parameters._narrowing import is_kept
 from .parameters._outside_writes import drop_stale, mark_current, payload_version_of
 from .parameters._parameter_plan import (
+    NOTHING,
     ParameterPlan,
     allocate,
     can_step,
@@ -50,8 +60,10 @@ from .step._run import Tables, compile_kernels, run_step
 from .step._spec import StepSpec
 from .weight_updates._weight_update import WeightUpdate, weight_update
 
+Loss = TypeVar("Loss")
 
-class Optimizer(CheckpointMixin, torch.optim.Optimizer):
+
+class Optimizer(CheckpointMixin):
     """The base of all optimizers here; a subclass names its update rule and its hyper-parameters.
 
     Args:
@@ -81,8 +93,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable,
-        defaults: dict,
+        params: Parameters,
+        defaults: dict[str, Any],
         *,
         weight_update: WeightUpdate | str | None = None,
         param_dtype: torch.dtype | None = None,
@@ -116,11 +128,11 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         for group in getattr(self, "param_groups", ()):
             note_identities(group, self._identities)
 
-    def rule(self, group: dict) -> UpdateRule:
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
         """The update rule of a param group."""
         raise AssertionError("every optimizer has a rule")
 
-    def add_param_group(self, param_group: dict) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch.optim does; what its parameters cannot do is refused before anything is changed.
 
         Raises:
@@ -241,9 +253,15 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
         for group in self.param_groups:
             note_identities(group, self._identities)
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
+
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """One optimizer step.
 
         Args:
@@ -289,7 +307,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
             self._tables.end_step()
             for plans in batches.values():
                 for plan in plans:
-                    plan.stepping = plan.gradient = plan.copied = None
+                    plan.stepping = plan.gradient = NOTHING
+                    plan.copied = None
 
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check wrappers around the model at the first step, before which wrapping must have happened."""
@@ -315,7 +334,8 @@ class Optimizer(CheckpointMixin, torch.optim.Optimizer):
 
     def _collect(self, group: dict, batches: dict[tuple[int, bool], list[ParameterPlan]]) -> None:
         """Sort a group's parameters with gradients into batches of one step specification."""
-        rule, constants, interval, states = self.rule(group), {}, group["report_interval"], self.state
+        rule, interval, states = self.rule(group), group["report_interval"], self.state
+        constants: dict[int, tuple[float, ...]] = {}
         options = options_of(group)
         self._check_numbers(group)
         self._warn_of_rate_jump(group)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,7 @@ from ...formats import Format
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..parameters._checksums import checksums_of, checksums_to_save
-from ..parameters._local_tensors import local, memory, placed_like
+from ..parameters._local_tensors import is_dtensor, local, memory, placed_like
 from ..parameters._outside_writes import (
     CHECKSUMS,
     auxiliary_tensors_beside,
@@ -24,9 +24,10 @@ from ..parameters._outside_writes import (
 )
 from ..parameters._parameter_plan import ParameterPlan, set_initial
 from ..parameters._random_identity import plain_names
+from ..parameters._tensor_map import TensorMap
 from ..states._int8_blocks import scale_shape
 from ..states._scaled import finite_amax
-from ..states._state import as_state
+from ..states._state import StateChoice, as_state
 from ..step._scales import weight_scale
 from ..weight_updates._weight_update import WeightUpdate
 from ._fitted_states import checked_shape, fit_state, steps_made
@@ -34,8 +35,19 @@ from ._saved_states import block_of, codec_versions
 from ._state_dict_validation import checked_groups, checked_state
 
 
-class CheckpointMixin:
-    """state_dict, load_state_dict and their float32 counterparts, for Optimizer."""
+class CheckpointMixin(torch.optim.Optimizer):
+    """state_dict, load_state_dict and their float32 counterparts, for Optimizer, which has the rest."""
+
+    _plans: TensorMap[ParameterPlan]
+    _checksums: TensorMap[torch.Tensor]
+
+    if TYPE_CHECKING:
+
+        def _plan(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
+        def _follow_groups(self) -> None: ...
+        def _invalidate_plans(self) -> None: ...
+        def _start_caches(self) -> None: ...
+        def _check_numbers(self, group: dict[str, Any]) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data as torch.optim does: loads with weights_only, every state in its own dtype.
@@ -75,8 +87,10 @@ class CheckpointMixin:
             return {}
         if plan.payload_version is None:
             return {}
-        names = (name for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store))
-        auxiliary = dict(zip(names, current_auxiliary_tensors(plan))) if is_written(plan) else {}
+        auxiliary: dict[str, object] = {}
+        if is_written(plan):
+            names = (name for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store))
+            auxiliary.update(zip(names, current_auxiliary_tensors(plan)))
         checksums = checksums_of(plan)
         return auxiliary if checksums is None else {**auxiliary, CHECKSUMS: checksums}
 
@@ -97,8 +111,8 @@ class CheckpointMixin:
                 changed = hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
         self._load_between_hooks(state_dict)
-        for hook in tuple(self._optimizer_load_state_dict_post_hooks.values()):
-            hook(self)
+        for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
+            after(self)
 
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state_dict, between pre and post hooks."""
@@ -193,6 +207,7 @@ class CheckpointMixin:
             value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
             if plan is not None or name in named:
                 if plan is None:
+                    auxiliary: Sequence[torch.Tensor]
                     plan, payloads = named[name], [memory(value).contiguous()]
                     auxiliary = auxiliary_tensors_beside(plan, payloads[0], plan.payloads[0])
                 else:
@@ -249,10 +264,12 @@ class CheckpointMixin:
         named = [(name, group, k) for group in self.param_groups for k, name in enumerate(group.get("param_names", ()))]
         theirs = dict(zip(plain_names(held), held))
         for (name, group, position), plain in zip(named, plain_names(name for name, _, _ in named), strict=True):
-            name = name if name in held else theirs.get(plain)
-            tensor, mine = held.get(name, (None, None))[0], group["params"][position]
+            their_name = name if name in held else theirs.get(plain)
+            if their_name is None:
+                continue
+            tensor, mine = held[their_name][0], group["params"][position]
             if isinstance(tensor, torch.nn.Parameter) and _could_be_a_copy(tensor, mine):
-                found[name] = self._plan(group, position)
+                found[their_name] = self._plan(group, position)
         if not found and any(isinstance(tensor, torch.nn.Parameter) for tensor, _ in held.values()):
             raise ValueError(
                 "no parameter of this model is stepped by this optimizer: give the model that it was made for, or, to "
@@ -271,7 +288,8 @@ class CheckpointMixin:
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: caches are left out, and made again."""
         self._follow_groups()
-        state, kept = super().__getstate__(), []
+        state: dict[str, Any] = super().__getstate__()
+        kept: list[tuple[torch.Tensor, object]] = []
         held = state["state"] = state["state"].copy()
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
@@ -311,9 +329,9 @@ def _contiguous_parts(plan: ParameterPlan) -> list[torch.Tensor]:
 
 def _as_saved(name: str, value: object, state: Mapping, parameter: torch.Tensor) -> object:
     """Return a state tensor as a DTensor if its parameter is one, so that distributed checkpoints can re-shard it."""
-    if name == CHECKSUMS:
+    if name == CHECKSUMS and isinstance(value, torch.Tensor):
         return checksums_to_save(value, parameter)
-    if local(parameter) is parameter or not isinstance(value, torch.Tensor) or local(value) is not value:
+    if not is_dtensor(parameter) or not isinstance(value, torch.Tensor) or local(value) is not value:
         return value
     if value.shape == local(parameter).shape:
         return placed_like(value, parameter)
@@ -338,7 +356,7 @@ def _plain_group(group: dict) -> dict:
     return plain
 
 
-def _plain_state(given: object) -> object:
+def _plain_state(given: StateChoice) -> object:
     if isinstance(given, Mapping):
         return {name: _plain_state(value) for name, value in given.items()}
     if given is None:

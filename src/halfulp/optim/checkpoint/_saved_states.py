@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ def block_of(codes: torch.Tensor, scale: torch.Tensor) -> int:
     )
 
 
-def saved_value(given: torch.Tensor, state: Mapping[str, object], slot: StateSlot) -> torch.Tensor:
+def saved_value(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) -> torch.Tensor:
     """Return a saved state as float32.
 
     Args:

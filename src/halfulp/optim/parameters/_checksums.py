@@ -11,6 +11,7 @@ import zlib
 import torch
 
 from ...kernels import row_checksums
+from ._local_tensors import is_dtensor
 from ._parameter_plan import ParameterPlan
 
 
@@ -22,7 +23,7 @@ def checksums_of(plan: ParameterPlan) -> torch.Tensor | None:
     if not _is_by_rows(plan.parameter):
         rows = payload.shape[0] if payload.dim() else 1
         return torch.zeros(rows, dtype=torch.int64, device=payload.device)
-    scale = zlib.crc32(plan.parameter.scale.item().hex().encode()) if plan.spec.scaled else 0
+    scale = zlib.crc32(plan.scale.hex().encode()) if plan.spec.scaled else 0
     found = row_checksums(payload) + scale
     return torch.where(found == 0, 1, found)
 
@@ -34,7 +35,7 @@ def any_row_differs(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _is_by_rows(parameter: torch.Tensor) -> bool:
     """Return whether each process holds whole rows: replicated, or sharded along the first dimension."""
-    if not hasattr(parameter, "_local_tensor"):
+    if not is_dtensor(parameter):
         return True
     from torch.distributed.tensor import Replicate, Shard
 
@@ -43,7 +44,7 @@ def _is_by_rows(parameter: torch.Tensor) -> bool:
 
 def checksums_to_save(checksums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return checksums as they are saved: a DTensor if the parameter is one, so that other processes can read them."""
-    if not hasattr(parameter, "_local_tensor"):
+    if not is_dtensor(parameter):
         return checksums
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -51,12 +52,13 @@ def checksums_to_save(checksums: torch.Tensor, parameter: torch.Tensor) -> torch
     rows, mesh = parameter.shape[0] if parameter.dim() else 1, parameter.device_mesh
     placements = parameter.placements if by_rows else [Replicate()] * mesh.ndim
     checksums = checksums if by_rows else checksums.new_zeros(rows)
-    return DTensor.from_local(checksums, mesh, placements, shape=(rows,), stride=(1,), run_check=False)
+    return DTensor.from_local(checksums, mesh, placements, shape=torch.Size([rows]), stride=(1,), run_check=False)
 
 
 def checksums_from_saved(saved: object, plan: ParameterPlan) -> torch.Tensor | None:
     """Return the saved checksums of the rows that this process holds; None if the file has none."""
     saved = getattr(saved, "_local_tensor", saved)
     rows = plan.payloads[0].shape[0] if plan.payloads[0].dim() else 1
-    is_fitting = isinstance(saved, torch.Tensor) and saved.dtype == torch.int64 and saved.shape == (rows,)
-    return saved.clone() if is_fitting else None
+    if isinstance(saved, torch.Tensor) and saved.dtype == torch.int64 and saved.shape == (rows,):
+        return saved.clone()
+    return None

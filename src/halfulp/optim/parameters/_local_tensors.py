@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
 
@@ -10,8 +11,18 @@ from ...kernels import IndexMap
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+Held = TypeVar("Held")
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Return whether a tensor is a DTensor, without importing that class."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def local(tensor: Held) -> Held:
     """Return a DTensor's shard on this rank; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
@@ -23,6 +34,12 @@ def memory(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.payload if isinstance(parameter, ScaledTensor) else local(parameter)
 
 
+def scale_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the scale of a scaled parameter."""
+    assert isinstance(parameter, ScaledTensor)
+    return parameter.scale
+
+
 def own_parts(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return all tensors that store a parameter: the components of an MCTensor, else `memory`."""
     return parameter.components if isinstance(parameter, MCTensor) else (memory(parameter),)
@@ -30,7 +47,7 @@ def own_parts(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def placed_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return a local result as a DTensor if its parameter is one."""
-    if not hasattr(tensor, "_local_tensor"):
+    if not is_dtensor(tensor):
         return value
     from torch.distributed.tensor import DTensor
 
@@ -45,7 +62,7 @@ def index_map_of(parameter: torch.Tensor) -> IndexMap:
         ValueError: a DTensor that is a pending sum.
         NotImplementedError: a strided shard that does not lie on a grid.
     """
-    if not hasattr(parameter, "_local_tensor"):
+    if not is_dtensor(parameter):
         return _whole(parameter.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -63,7 +80,7 @@ def _whole(shape: torch.Size) -> IndexMap:
     return IndexMap.whole(tuple(shape))
 
 
-def _strided_map(parameter: torch.Tensor) -> IndexMap:
+def _strided_map(parameter: DTensor) -> IndexMap:
     """Return the map of a strided shard, found by sharding the coordinates themselves."""
     from torch.distributed.tensor import distribute_tensor
 

@@ -92,12 +92,14 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
                     plan = optimizer._plan(group, position)
                     drop_stale(plan)
                     tensors += [plan.tensors[name] for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store)]
-        _broadcast(tensors, module.process_group)
+        # torch says of any module's attribute that it is a tensor or a module.
+        _broadcast(tensors, module.process_group)  # type: ignore[arg-type]
 
 
 def _broadcast(tensors: list[torch.Tensor], group: torch.distributed.ProcessGroup) -> None:
     """Broadcast tensors of any dtypes, as bytes."""
-    run, size = [], 0
+    run: list[torch.Tensor] = []
+    size = 0
     for tensor in [*(t for t in tensors if t.numel()), None]:
         if run and (tensor is None or size + tensor.nbytes > _MESSAGE):
             message = torch.cat([t.reshape(-1).view(torch.uint8) for t in run])
@@ -169,7 +171,7 @@ def updates_in_effect(optimizer: Any) -> str:
     >>> print(updates_in_effect(hu.optim.SGD(weights, weight_update="kahan")))
     Weight updates in effect: bfloat16 kahan (1 tensor), float32 exact (1 tensor)
     """
-    counts = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
             try:

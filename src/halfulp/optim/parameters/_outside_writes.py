@@ -55,10 +55,11 @@ def is_written(plan: ParameterPlan) -> bool:
     if held is None:
         return False
     if held.version == ANY:
-        return held.checksums is not None and any_row_differs(held.checksums, checksums_of(plan))
+        now = None if held.checksums is None else checksums_of(plan)
+        return held.checksums is not None and now is not None and any_row_differs(held.checksums, now)
     parameter = plan.parameter
-    now = parameter._version
-    return held.version != now and _restored.get(parameter) != (held.version, now)
+    version = parameter._version
+    return held.version != version and _restored.get(parameter) != (held.version, version)
 
 
 def current_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
@@ -71,7 +72,7 @@ def current_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
 def _known_payload(plan: ParameterPlan) -> torch.Tensor | None:
     """Return the copy of the payload that the auxiliary tensors belong to, if it is in the present scale."""
     held = plan.payload_version
-    return held.payload if held.scale == _scale(plan) else None
+    return held.payload if held is not None and held.scale == plan.scale else None
 
 
 def auxiliary_tensors_beside(
@@ -101,10 +102,10 @@ def _reset(
 
 def drop_stale(plan: ParameterPlan) -> None:
     """Reset the auxiliary tensors of elements that were written from outside, before a step."""
-    if not is_written(plan):
+    held = plan.payload_version
+    if held is None or not is_written(plan):
         return
     _reset(plan, plan.auxiliary_tensors, plan.payloads[0], _known_payload(plan))
-    held = plan.payload_version
     if held.version != MOVED:  # after a move the old memory holds the payload; after a write in place nothing does
         held.payload = torch.empty_like(held.memory) if held.payload is None else held.payload
         held.steps = WATCHED_STEPS
@@ -116,8 +117,8 @@ def mark_current(plan: ParameterPlan) -> None:
     held = plan.payload_version
     if held is None:
         return
-    held.version, held.scale = plan.parameter._version, _scale(plan)
-    if held.steps:
+    held.version, held.scale = plan.parameter._version, plan.scale
+    if held.steps and held.payload is not None:
         held.steps -= 1
         held.payload.copy_(held.memory)
     else:
@@ -136,10 +137,6 @@ def note_restored(tensor: torch.Tensor, before: int, after: int) -> None:
     """Record that a tensor's content at one version equals that at an earlier one, after a temporary swap."""
     first, last = _restored.get(tensor, (before, before))
     _restored[tensor] = (first if last == before else before, after)
-
-
-def _scale(plan: ParameterPlan) -> float:
-    return plan.parameter.scale.item() if plan.spec.scaled else 1.0
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,11 +14,13 @@ from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
 from ..states._state import constant_of
 from ..step._spec import StepSpec
-from ._local_tensors import local, memory, own_parts
+from ._local_tensors import local, memory, own_parts, scale_of
 
 SMALL = 1024
 # Stand for a version counter in `PayloadVersion`.
 ANY, MOVED = -1, -2
+# Stands for the tensors of a step between steps.
+NOTHING = torch.empty(0, device="cpu")
 
 
 @dataclass(slots=True)
@@ -92,7 +95,7 @@ class ParameterPlan:
     identity: int
     spec: StepSpec
     index_map: IndexMap
-    state: dict
+    state: dict[str, Any]
     stored: tuple[torch.Tensor, ...]
     address: int
     shape: tuple[int, ...]
@@ -102,8 +105,8 @@ class ParameterPlan:
     plain: bool
     lost: LostUpdates | None = None
     payload_version: PayloadVersion | None = None
-    stepping: torch.Tensor | None = None
-    gradient: torch.Tensor | None = None
+    stepping: torch.Tensor = NOTHING
+    gradient: torch.Tensor = NOTHING
     gradient_scale: float = 1.0
     step: int = 0
     constants: tuple[float, ...] = ()
@@ -124,6 +127,11 @@ class ParameterPlan:
         if hasattr(parameter, "_fix_weakref"):
             parameter._fix_weakref()
         return parameter
+
+    @property
+    def scale(self) -> float:
+        """The scale of a scaled parameter; 1 of any other."""
+        return scale_of(self.parameter).item() if self.spec.scaled else 1.0
 
     @property
     def seed(self) -> int:

@@ -65,7 +65,7 @@ def follow_parameters(group: dict, groups: list[dict], known: TensorMap[Identity
         ValueError: a parameter without a name was added to a group of named ones.
     """
     parameters, numbers, names = group["params"], group["identities"], group.get("param_names")
-    held = [known.get(parameter, (None, None)) for parameter in parameters]
+    held: list[tuple[str | None, int | None]] = [known.get(parameter) or (None, None) for parameter in parameters]
     if [number for _, number in held] == numbers:
         return
     taken = {number for _, number in held}

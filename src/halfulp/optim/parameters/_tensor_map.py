@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, overload
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -56,6 +56,12 @@ class TensorMap(Generic[Value]):
         """A tensor's value; raises KeyError where there is none."""
         return self.by_id[id(tensor)]
 
+    @overload
+    def get(self, tensor: torch.Tensor) -> Value | None: ...
+
+    @overload
+    def get(self, tensor: torch.Tensor, default: Value) -> Value: ...
+
     def get(self, tensor: torch.Tensor, default: Value | None = None) -> Value | None:
         """A tensor's value, or the default."""
         return self.by_id.get(id(tensor), default)
@@ -82,6 +88,7 @@ class _Reference(weakref.ref):
     """A weak reference that knows its tensor's id when the tensor is gone."""
 
     __slots__ = ("key",)
+    key: int
 
 
 class _ThroughToken(_Reference):

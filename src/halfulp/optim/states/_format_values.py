@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -116,11 +117,22 @@ def _spaced_store(fmt: Format) -> Store:
     )
 
 
-def _store(fmt: Format, pieces, constants: dict[str, int], encode) -> Store:
+def _store(fmt: Format, pieces: tuple[Callable, Callable], constants: dict[str, int], encode: Callable) -> Store:
     bound = tuple((name, np.uint32(value)) for name, value in constants.items())
-    nearest, stochastic = pieces
-    pieces = (load32, store32, f32_real, nearest, stochastic)
-    return Store(fmt.name, torch.float32, *pieces, 32, _decode, encode, fmt.mantissa_bits, fmt.emin, bound)
+    return Store(
+        fmt.name,
+        torch.float32,
+        load32,
+        store32,
+        f32_real,
+        *pieces,
+        32,
+        _decode,
+        encode,
+        fmt.mantissa_bits,
+        fmt.emin,
+        bound,
+    )
 
 
 def _decode(x: torch.Tensor) -> torch.Tensor:

@@ -67,11 +67,11 @@ class Int8Blocks:
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
         """Store values; without random words as nearly as the codes allow."""
-        random = torch.full(value.shape, 0x8000, dtype=torch.int64, device=value.device) if random is None else random
         self.encode_roots(tensors, value.double().sqrt().float() if self.squared else value, random)
 
-    def encode_roots(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor) -> None:
+    def encode_roots(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
         """Store values given before squaring."""
+        random = torch.full(value.shape, 0x8000, dtype=torch.int64, device=value.device) if random is None else random
         flat = value.reshape(-1)
         scale = self._scales(flat)
         inverse = torch.where(scale > 0, torch.ones_like(scale) / scale, 1.0)

@@ -37,12 +37,17 @@ class State:
     State(dtype='8bit', rounding=None, block=64)
     """
 
-    dtype: torch.dtype | str = torch.bfloat16
+    dtype: torch.dtype | str | Components = torch.bfloat16
     rounding: str | None = None
     block: int = 32
 
     def __post_init__(self) -> None:
-        aliases = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": "8bit", "uint8": "8bit"}
+        aliases: dict[object, object] = {
+            "float32": torch.float32,
+            "bfloat16": torch.bfloat16,
+            "int8": "8bit",
+            "uint8": "8bit",
+        }
         aliases |= {Components(2): PAIR, "fp8": torch.float8_e4m3fn, "float16": torch.float16}
         aliases |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
         object.__setattr__(self, "dtype", aliases.get(self.dtype, self.dtype))
@@ -106,7 +111,8 @@ class Plain:
 
 
 Codec = Plain | DoubleBF16 | Int8Blocks | Scaled
-StateChoice = torch.dtype | str | Components | State | Mapping | None
+OneState = torch.dtype | str | Components | State | None
+StateChoice = OneState | Mapping[str, OneState]
 
 
 def constant_of(codec: Codec, value: float) -> list[torch.Tensor]:
@@ -141,7 +147,7 @@ def resolve_codecs(
     return tuple(_codec(as_state(given, default), slot, shape) for slot in slots)
 
 
-def as_state(given: torch.dtype | str | Components | State | None, default: torch.dtype) -> State:
+def as_state(given: OneState, default: torch.dtype) -> State:
     """Return a State from what a user may give for one."""
     if isinstance(given, State):
         return given
@@ -161,7 +167,7 @@ def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
         return Int8Blocks(state.block, slot.degree == 2)
     if state.dtype == PAIR:
         return DoubleBF16()
-    store = BF16 if state.dtype == "8bit" else PAYLOADS[state.dtype]
+    store = PAYLOADS[state.dtype] if isinstance(state.dtype, torch.dtype) else BF16
     if store is F32:
         return Plain(F32, False)
     stochastic = state.rounding != "nearest"

@@ -168,20 +168,20 @@ def amax_names(spec: StepSpec) -> list[str]:
 
 def _amax_lines(spec: StepSpec) -> list[str]:
     """Return the lines that update these variables by what is about to be stored."""
-    lines = [f"top_{k} = higher(top_{k}, {spec.codecs[k].measured(k)})" for k in spec.scaled_states]
+    lines = [f"top_{k} = higher(top_{k}, {codec.measured(k)})" for k, codec in spec.scaled_states.items()]
     return ["top_weight = higher(top_weight, w + u)", *lines]
 
 
 def _buffers(spec: StepSpec) -> list[str]:
     if not spec.block:
         return []
-    held = [k for k, codec in enumerate(spec.codecs) if isinstance(codec, Int8Blocks)]
+    held = spec.blocked_states
     return _indent([f"buffer{k} = empty({TILE}, float32); new{k} = buffer{k}.ctypes.data" for k in held], 4)
 
 
 def _keep_buffers(spec: StepSpec) -> list[str]:
     """Return a last use of the buffers: Numba frees an array after its last use, and an address is none."""
-    return [f"    buffer{k}[0] = ZERO" for k, codec in enumerate(spec.codecs) if isinstance(codec, Int8Blocks)]
+    return [f"    buffer{k}[0] = ZERO" for k in spec.blocked_states]
 
 
 def _blocked_loop(spec: StepSpec) -> list[str]:
@@ -193,9 +193,7 @@ def _blocked_loop(spec: StepSpec) -> list[str]:
     ]
     own = max((draw.word for draw in first_pass), default=-1) + 1
     pointers = state_pointers(spec)
-    blocked = [
-        (k, codec, at) for (k, codec), at in zip(enumerate(spec.codecs), pointers) if isinstance(codec, Int8Blocks)
-    ]
+    blocked = [(k, codec, pointers[k]) for k, codec in spec.blocked_states.items()]
     inner = [f"stop = min(start + {TILE}, end)"]
     inner += [f"decode_{codec_name(codec)}(a{at}, a{at + 1}, start, stop, new{k})" for k, codec, at in blocked]
     if not spec.finds_amax:
@@ -221,11 +219,15 @@ def codec_name(codec: Int8Blocks) -> str:
     return "squared" if codec.squared else "signed"
 
 
+def _no_blocks(k: int, value: str = "") -> str:
+    raise AssertionError("a specification with 8-bit states says how they are read and stored")
+
+
 def element_update(
     spec: StepSpec,
     words: range,
-    decode: Callable[[int], str] | None = None,
-    encode: Callable[[int, str], str] | None = None,
+    decode: Callable[[int], str] = _no_blocks,
+    encode: Callable[[int, str], str] = _no_blocks,
 ) -> list[str]:
     """What happens to one element i, given the counters of its random words.
 
@@ -245,10 +247,10 @@ def element_update(
     values, after, large = [], [], ["abs(g) > HUGE"]
     for k, (codec, state, at) in enumerate(zip(spec.codecs, spec.rule.states, state_pointers(spec))):
         square, blocked = state.degree == 2, isinstance(codec, Int8Blocks)
-        body += [f"q{k} = {decode(k) if blocked else codec.loaded(k, at)}"]
+        body += [f"q{k} = {decode(k) if isinstance(codec, Int8Blocks) else codec.loaded(k, at)}"]
         large += [f"q{k} > {'HUGE' if blocked else 'HUGE_SQUARED'}"] if square else []
         times, back = (" * shrink", " * grow") if rescaled else ("", "")
-        if blocked:
+        if isinstance(codec, Int8Blocks):
             values += [f"(q{k}{times}) * (q{k}{times})" if square else f"q{k}{times}"]
             after += [encode(k, f"{f'sqrt(n{k})' if square else f'n{k}'}{back}")]
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from ...kernels import has_own_memory, overlaps_itself, plain
@@ -28,7 +30,7 @@ def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> N
     """
     if part.is_meta or has_own_memory(part):
         return
-    if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(parameter):
         return
     dense = part.layout is torch.strided and not part.is_quantized and not part.is_nested
     if dense and type(part) in (torch.Tensor, torch.nn.Parameter):
@@ -72,10 +74,12 @@ def gradient_memory(gradient: torch.Tensor, parameter: torch.Tensor, name: str) 
     """
     if isinstance(gradient, ScaledTensor):
         if isinstance(parameter, ScaledTensor):
-            return plain(gradient.detach().payload, f"the gradient of {name}"), gradient.scale.item()
-        gradient = gradient.detach().decode()
+            return plain(
+                cast("ScaledTensor", gradient.detach()).payload, f"the gradient of {name}"
+            ), gradient.scale.item()
+        gradient = cast("ScaledTensor", gradient.detach()).decode()
     elif isinstance(gradient, MCTensor):
-        gradient = gradient.detach().decode(torch.float32)
+        gradient = cast("MCTensor", gradient.detach()).decode(torch.float32)
     if gradient.layout is not torch.strided:
         return gradient, 1.0  # refused, or kept sparse, where its dtype is looked at
     return plain(gradient, f"the gradient of {name}"), 1.0

@@ -51,7 +51,7 @@ def reference_step(
         new = spec.update.write(spec.store, parts, u * scales["weight_inverse"], random, **moved) * scales["new_scale"]
     else:
         new = spec.update.write(spec.store, parts, u, random)
-    if spec.update.feeds_back:
+    if spec.update.feeds_back and spec.rule.error_feedback is not None:
         lost = (w + u) - new
         lost = torch.where((lost - lost) == 0, lost, 0.0)
         new_states[0] = on_tensors(spec.rule.error_feedback)(lost, *new_states, *constants_used)
@@ -82,7 +82,7 @@ def reference_amax(
     c, scales = _constants(spec, constants, gradient)
     w, g = _operands(spec, parts, gradient, scales)
     u, new, _, _ = _run_rule(spec, w, g, states, c)
-    held = [new[k].double().sqrt().float() if spec.codecs[k].squared else new[k] for k in spec.scaled_states]
+    held = [new[k].double().sqrt().float() if codec.squared else new[k] for k, codec in spec.scaled_states.items()]
     return [finite_amax(w + u), *map(finite_amax, held)]
 
 
@@ -126,7 +126,8 @@ def _run_rule(spec: StepSpec, w, g, states, c):
         q = q * shrink
         square = slot.degree == 2
         values.append(q * q if square and isinstance(codec, Int8Blocks) else q * shrink if square else q)
-    scaled = [value * shrink if name in rule.homogeneous else value for name, value in zip(rule.constants, c)]
+    inner = rule.homogeneous or ()
+    scaled = [value * shrink if name in inner else value for name, value in zip(rule.constants, c)]
     u, *new = update(w, g * shrink, *values, *scaled)
     return u, new, scaled, grow
 

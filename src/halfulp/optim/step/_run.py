@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from ._kernel import compiled
 from ._reference import reference_amax, reference_step
 from ._scales import choose_scales, keep_scales, with_present_scales
 from ._spec import StepSpec, draws_of, pointer_count
+
+if TYPE_CHECKING:
+    from ._triton_launch import DeviceChunks
 
 METER_COLUMNS, GRADIENT = 4, 4
 
@@ -37,7 +41,7 @@ class Table:
     chunks: np.ndarray
     pointers: np.ndarray
     keyed: np.ndarray
-    held: object = None
+    held: DeviceChunks | None = None
 
 
 class Tables:
@@ -183,9 +187,9 @@ def _point_at_gradients(table: Table, plans: list[ParameterPlan]) -> None:
     pointers = table.pointers
     pointers[:, GRADIENT] = [plan.gradient.data_ptr() for plan in plans]
     if not pointers[:, GRADIENT].all():  # empty ones, and those that torch has not written out
-        for row in np.flatnonzero(pointers[:, GRADIENT] == 0):
-            plans[row].gradient = plain(plans[row].gradient, f"the gradient of {plans[row].name}")
-            pointers[row, GRADIENT] = address(plans[row].gradient)
+        for empty in np.flatnonzero(pointers[:, GRADIENT] == 0):
+            plans[empty].gradient = plain(plans[empty].gradient, f"the gradient of {plans[empty].name}")
+            pointers[empty, GRADIENT] = address(plans[empty].gradient)
     for row, plan in enumerate(plans):
         for column, part in enumerate(plan.copied or ()):
             pointers[row, column] = address(part)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..parameters._local_tensors import scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ..states._scaled import finite_amax
 from ._spec import StepSpec
@@ -25,7 +26,7 @@ _LARGEST_BINADE = 120
 
 def with_present_scales(spec: StepSpec, plan: ParameterPlan) -> tuple[float, ...]:
     """Return a plan's constants with the present scales; placeholders for the new ones."""
-    scale = plan.parameter.scale.item()
+    scale = plan.scale
     own = [number for k in spec.scaled_states for number in (plan.states[k][1].item(), 1.0)]
     return (*plan.constants, scale, 1 / scale, plan.gradient_scale, 1.0, scale, *own)
 
@@ -48,8 +49,8 @@ def choose_scales(spec: StepSpec, plan: ParameterPlan, amax: Sequence[float]) ->
         scale, ratio = reachable_scale(spec.store.dtype, present, scale, finite_amax(plan.payloads[0].float()))
     numbers[at["weight_inverse"]], numbers[at["new_scale"]] = 1 / scale, scale
     numbers[at["weight_ratio"]] = ratio
-    for k, largest in zip(spec.scaled_states, amax[1:], strict=True):
-        numbers[at[f"inverse_{k}"]] = 1 / spec.codecs[k].fitting(largest)
+    for (k, codec), largest in zip(spec.scaled_states.items(), amax[1:], strict=True):
+        numbers[at[f"inverse_{k}"]] = 1 / codec.fitting(largest)
     plan.constants = tuple(numbers)
 
 
@@ -57,7 +58,7 @@ def keep_scales(spec: StepSpec, plan: ParameterPlan) -> None:
     """Write the scales of the weight and the states that a step has stored."""
     at = spec.constant_places
     if plan.constants[at["new_scale"]] != plan.constants[at["weight_scale"]]:
-        plan.parameter.scale.fill_(plan.constants[at["new_scale"]])
+        scale_of(plan.parameter).fill_(plan.constants[at["new_scale"]])
     for k in spec.scaled_states:
         plan.states[k][1].fill_(1 / plan.constants[at[f"inverse_{k}"]])
 

@@ -66,14 +66,19 @@ class StepSpec:
         return {name: place for place, name in enumerate(self.constants)}
 
     @property
-    def scaled_states(self) -> tuple[int, ...]:
-        """The numbers of the states that have a scale."""
-        return tuple(k for k, codec in enumerate(self.codecs) if isinstance(codec, Scaled))
+    def scaled_states(self) -> dict[int, Scaled]:
+        """The codecs of the states that have a scale, by the states' numbers."""
+        return {k: codec for k, codec in enumerate(self.codecs) if isinstance(codec, Scaled)}
+
+    @property
+    def blocked_states(self) -> dict[int, Int8Blocks]:
+        """The codecs of the states in blocks of 8-bit codes, by the states' numbers."""
+        return {k: codec for k, codec in enumerate(self.codecs) if isinstance(codec, Int8Blocks)}
 
     @property
     def block(self) -> int | None:
         """Length of the 8-bit blocks, None if there are none."""
-        return next((codec.block for codec in self.codecs if isinstance(codec, Int8Blocks)), None)
+        return next((codec.block for codec in self.blocked_states.values()), None)
 
     @property
     def shrinks(self) -> bool:
@@ -134,9 +139,9 @@ class Draw:
 @functools.cache
 def draws_of(spec: StepSpec) -> tuple[tuple[Draw, ...], tuple[Draw, ...], int]:
     """The draws of the weight update, of the states, and the number of words. Halves of one word are shared."""
-    first_pass = [("weight", bits) for bits in spec.update.draws(spec.store)]
+    first_pass: list[tuple[object, int]] = [("weight", bits) for bits in spec.update.draws(spec.store)]
     first_pass += [(k, codec.random_bits) for k, codec in enumerate(spec.codecs) if not isinstance(codec, Int8Blocks)]
-    second_pass = [(k, codec.random_bits) for k, codec in enumerate(spec.codecs) if isinstance(codec, Int8Blocks)]
+    second_pass: list[tuple[object, int]] = [(k, codec.random_bits) for k, codec in spec.blocked_states.items()]
     placed: list[tuple[object, Draw]] = []
     words, half = 0, None
     for position, (owner, bits) in enumerate(first_pass + second_pass):

@@ -55,13 +55,14 @@ def element_text(spec: StepSpec) -> str:
     def tensors(k: int) -> str:
         return f"a{pointers[k]}, a{pointers[k] + 1}, i, b"
 
+    blocked = spec.blocked_states
     body = [f"{name} = 0.0" for name in METER] if spec.metered else []
     body += [f"counter{word} = stream_start(low{word}, high{word}, index)" for word in words]
     body += element_update(
         spec,
         words,
-        lambda k: f"decode_{codec_name(spec.codecs[k])}({tensors(k)})",
-        lambda k, value: f"encode_{codec_name(spec.codecs[k])}({tensors(k)}, {value}, {bits_of(drawn[k])})",
+        lambda k: f"decode_{codec_name(blocked[k])}({tensors(k)})",
+        lambda k, value: f"encode_{codec_name(blocked[k])}({tensors(k)}, {value}, {bits_of(drawn[k])})",
     )
     body += [f"return {', '.join(METER)}"] if spec.metered else []
     lines = "\n".join(f"    {line}" for line in body)

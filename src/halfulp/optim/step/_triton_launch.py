@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from ._spec import StepSpec
 from ._triton_kernel import METER, PARTS, TILE, triton_source
 
 VECTOR = 16
-_kernels: dict[tuple[StepSpec, torch.device], object] = {}
+_kernels: dict[tuple[StepSpec, torch.device], Any] = {}
 
 
 @dataclass
@@ -36,7 +37,7 @@ class DeviceChunks:
     tensor: torch.Tensor
 
 
-def ready(spec: StepSpec, device: torch.device, trial: Callable) -> object | None:
+def ready(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
     """Return a kernel, compared with the reference before its first use; None, with a warning, if it cannot be used.
 
     Args:
@@ -63,7 +64,7 @@ def ready(spec: StepSpec, device: torch.device, trial: Callable) -> object | Non
 
 def launch(
     spec: StepSpec,
-    kernel: object,
+    kernel: Any,
     device: torch.device,
     chunks: np.ndarray,
     pointers: np.ndarray,

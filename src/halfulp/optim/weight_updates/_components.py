@@ -13,7 +13,7 @@ from ..states._storage import Store
 from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_save
 from ._kahan import Kahan
 from ._residual_bound import fit_bindings, fitting, fitting_tensor
-from ._weight_update import Parts, WeightUpdate, register_weight_update, rounding_name, store_bindings
+from ._weight_update import Draws, Parts, WeightUpdate, register_weight_update, rounding_name, store_bindings
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class Components(WeightUpdate):
         if self.n == 2:
             return self._kahan.bindings(store)
         pieces = (read_three, write_three) if self.n == 3 else (read_four, write_four)
-        last = {"residual_round": store.stochastic if self.residual == "stochastic" else store.nearest}
+        last: dict[str, object] = {
+            "residual_round": store.stochastic if self.residual == "stochastic" else store.nearest
+        }
         bound = last | fit_bindings(store, 0.5) | store_bindings(store, False)
         return dict(zip(("read_weight", "write_weight"), pieces)) | bound
 
@@ -84,8 +86,11 @@ class Components(WeightUpdate):
         kept = fitting_tensor(store, 0.5, p, c)
         return [p, kept, *(torch.where(kept == c, x, 0.0) for x in rest)]
 
-    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts) -> torch.Tensor:
-        """Add the update to the components from the smallest up, then split the exact sum from the top."""
+    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Draws, ratio: float = 1.0) -> torch.Tensor:
+        """Add the update to the components from the smallest up, then split the exact sum from the top.
+
+        Components do not scale: the ratio is 1.
+        """
         if self.n == 2:
             return self._kahan.write(store, parts, u, draws)
         held = self._held(store, parts)
@@ -102,7 +107,7 @@ class Components(WeightUpdate):
         else:
             self._cut(store, parts, value, torch.zeros_like(value), (), [torch.full_like(value, torch.nan)] * self.n)
 
-    def _cut(self, store: Store, parts: Parts, high: torch.Tensor, low: torch.Tensor, draws: Parts, kept: Parts):
+    def _cut(self, store: Store, parts: Parts, high: torch.Tensor, low: torch.Tensor, draws: Draws, kept: Parts):
         high, low = _two_sum(high, torch.where((low - low) == 0, low, 0.0))
         lost = torch.zeros_like(high, dtype=torch.bool)
         for number, part in enumerate(parts):

@@ -12,7 +12,7 @@ from ...kernels.scalar._operations import sub, word
 from ..states._storage import Store
 from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_round, weight_save
 from ._residual_bound import fit_bindings, fitting, fitting_tensor, ulp_of_one
-from ._weight_update import Parts, WeightUpdate, register_weight_update, rounding_name, store_bindings
+from ._weight_update import Draws, Parts, WeightUpdate, register_weight_update, rounding_name, store_bindings
 
 ZERO, NEGATIVE_ZERO = np.float32(0.0), np.float32(-0.0)
 
@@ -68,7 +68,7 @@ class Kahan(WeightUpdate):
         stochastic = self.residual == "stochastic"
         both = stochastic and self.weight == "stochastic"
         write = write_literal if self.literal else write_kahan_second if both else write_kahan
-        residual = {"residual_round": store.stochastic if stochastic else store.nearest}
+        residual: dict[str, object] = {"residual_round": store.stochastic if stochastic else store.nearest}
         read = read_literal if self.literal else read_kahan
         pieces = {"read_weight": read, "write_weight": write}
         bound = residual | fit_bindings(store, self._ulps(store)) | store_bindings(store, self.weight == "stochastic")
@@ -89,7 +89,7 @@ class Kahan(WeightUpdate):
         p, c = self._held(store, parts)
         return p + c
 
-    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts, ratio: float = 1.0) -> torch.Tensor:
+    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Draws, ratio: float = 1.0) -> torch.Tensor:
         """The equation of the class."""
         held = self._held(store, parts)
         p, c = held if ratio == 1.0 else (part * ratio for part in held)

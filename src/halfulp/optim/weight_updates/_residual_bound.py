@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -46,7 +48,7 @@ def fitting_tensor(store: Store, ulps: float, p: torch.Tensor, c: torch.Tensor) 
     return torch.where((c.abs() <= limit) & ((w - w) == 0), c, 0.0)
 
 
-def fit_bindings(store: Store, ulps: float) -> dict[str, object]:
+def fit_bindings(store: Store, ulps: float) -> dict[str, Any]:
     """Return the bindings of `fitting`, for residuals of at most `ulps` units in the last place of p.
 
     A residual's own last place is at least the store's least number. Beside float32's exponents that is added as a

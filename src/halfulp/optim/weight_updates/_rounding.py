@@ -10,7 +10,7 @@ import torch
 from ...kernels.scalar._operations import load32, store32, word
 from ..states._storage import F32, Store, f32_real
 from ..step._placeholders import weight_load, weight_nearest, weight_real, weight_save
-from ._weight_update import Parts, WeightUpdate, read_plain, register_weight_update, store_bindings, write_plain
+from ._weight_update import Draws, Parts, WeightUpdate, read_plain, register_weight_update, store_bindings, write_plain
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Rounded(WeightUpdate):
         pieces = {"read_weight": read_plain, "write_weight": write_plain}
         return pieces | store_bindings(store, self.stochastic)
 
-    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
+    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Draws) -> torch.Tensor:
         """Round a float32 to the parameter."""
         parts[0].copy_(store.encode(value, draws[0] if self.stochastic else None))
         return store.decode(parts[0])
@@ -87,7 +87,7 @@ class Master(WeightUpdate):
         same = (shown == nearest) & (shown.signbit() == nearest.signbit())
         return torch.where(same, copy, shown)
 
-    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
+    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Draws) -> torch.Tensor:
         """Store the float32 copy, and its nearest narrow value in the parameter."""
         parts[1].copy_(value)
         parts[0].copy_(store.encode(parts[1], None))

@@ -27,7 +27,7 @@ from ...kernels.scalar._operations import (
 )
 from ..states._storage import Store, float_words, words_float
 from ..step._placeholders import weight_load, weight_nearest, weight_real, weight_save
-from ._weight_update import Parts, WeightUpdate, register_weight_update, rounding_name, store_bindings
+from ._weight_update import Draws, Parts, WeightUpdate, register_weight_update, rounding_name, store_bindings
 
 ZERO, ONE, S8, S15, S16 = (np.uint32(n) for n in (0, 1, 8, 15, 16))
 HALF_16, LOW_8, TOP_24 = np.uint32(0x8000), np.uint32(0xFF), np.uint32(0xFFFFFF00)
@@ -94,12 +94,13 @@ class Split16(WeightUpdate):
         high = parts[0].contiguous().view(torch.int16).to(torch.int64)
         return _finite_or(words_float((high << 16) + parts[1].to(torch.int64)), store.decode(parts[0]))
 
-    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts) -> torch.Tensor:
-        """Write the sum, rounded to float32 and split."""
+    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Draws, ratio: float = 1.0) -> torch.Tensor:
+        """Write the sum, rounded to float32 and split; no scale multiplies its bits, so that the ratio is 1."""
         w = self.read(store, parts)
-        return self.put(store, parts, _rounded_sum(w, u, draws[0]) if draws else w + u, draws)
+        random = draws[0] if draws else None
+        return self.put(store, parts, w + u if random is None else _rounded_sum(w, u, random), draws)
 
-    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
+    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Draws) -> torch.Tensor:
         """Split a float32 into high and low bits."""
         self.fill(store, parts, value)
         return value
@@ -151,9 +152,11 @@ class Split8(WeightUpdate):
         p = store.decode(parts[0])
         return p + parts[1].float() * _fp16_unit(p)
 
-    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
+    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Draws) -> torch.Tensor:
         """Write high bits to nearest and low bits by stochastic rounding."""
-        self._encode(store, parts, value, draws[0])
+        (random,) = draws
+        assert random is not None, "the low bits are drawn whatever the store"
+        self._encode(store, parts, value, random)
         return self.read(store, parts)
 
     def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:

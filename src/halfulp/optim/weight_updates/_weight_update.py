@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,6 +15,8 @@ from ..states._storage import Store
 from ..step._placeholders import weight_load, weight_real, weight_round, weight_save
 
 Parts = Sequence[torch.Tensor]
+# The random words of each stochastic rounding; None where it is of a store that keeps all bits.
+Draws = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class WeightUpdate:
         """The float32 weight that the parameter and its auxiliary tensors represent."""
         return store.decode(parts[0])
 
-    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Parts, ratio: float = 1.0) -> torch.Tensor:
+    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Draws, ratio: float = 1.0) -> torch.Tensor:
         """Write weight x ratio + u into the parts, in place; return the weight that they then represent.
 
         The ratio is a power of two: of the scale that the parts were stored under to the one that they will be under.
@@ -69,7 +71,7 @@ class WeightUpdate:
         held = self.read(store, parts)
         return self.put(store, parts, (held if ratio == 1.0 else held * ratio) + u, draws)
 
-    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Parts) -> torch.Tensor:
+    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Draws) -> torch.Tensor:
         """Write a float32 weight into the parts, in place; return the weight that they then represent."""
         raise AssertionError("every weight update puts or writes")
 
@@ -143,7 +145,7 @@ def register_weight_update(weight_update: WeightUpdate) -> None:
     enter("weight update", REGISTRY, weight_update.name, weight_update, words)
 
 
-def weight_update(given: WeightUpdate | str | dict) -> WeightUpdate:
+def weight_update(given: WeightUpdate | str | dict[str, Any]) -> WeightUpdate:
     """Return a weight update by object, by name, or from its `to_dict`.
 
     Raises:

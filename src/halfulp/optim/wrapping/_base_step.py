@@ -20,7 +20,7 @@ def plain_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
     Returns:
         What `step` returns.
     """
-    patched = type(optimizer).step
+    patched: Any = type(optimizer).step
     if "step" in vars(optimizer) or not getattr(patched, "hooked", False) or not hasattr(patched, "__wrapped__"):
         return optimizer.step(*arguments)
     options: dict[str, Any] = {}
@@ -30,7 +30,8 @@ def plain_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
             continue
         if not (isinstance(changed, tuple) and len(changed) == 2):
             raise RuntimeError(f"a step pre hook returns None or (args, kwargs), this one returned {changed!r}")
-        (_, *arguments), options = changed
+        (_, *given), options = changed
+        arguments = tuple(given)
     result = patched.__wrapped__(optimizer, *arguments, **options)
     optimizer._optimizer_step_code()
     for hook in tuple(optimizer._optimizer_step_post_hooks.values()):

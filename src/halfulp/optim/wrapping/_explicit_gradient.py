@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any, TypedDict, Unpack
 
 import torch
 
+from ...formats import Format
 from ...scaled import ScaledTensor
-from .._group_options import check_number
+from .._group_options import Parameters, check_number
 from .._optimizer import Optimizer
 from ..parameters._outside_writes import drop_stale
 from ..parameters._parameter_plan import ParameterPlan, can_step, options_of
 from ..rules._update_rule import UpdateRule
 from ..states._storage import Store
 from ..step._spec import StepSpec
+from ..weight_updates._weight_update import WeightUpdate
 
 
 def assignment(w, g):
@@ -25,10 +28,20 @@ def assignment(w, g):
 ASSIGNMENT = UpdateRule("assignment", assignment, (), (), lambda group, step: (), assigns=True, decays=False)
 
 
+class NarrowOptions(TypedDict, total=False):
+    """The options of Optimizer for updates computed elsewhere."""
+
+    weight_update: WeightUpdate | str | None
+    param_dtype: torch.dtype | None
+    format: Format | str | None
+    seed: int
+    report_interval: int
+
+
 class ExplicitGradientOptimizer(Optimizer):
     """Rounding, auxiliary tensors, lost updates and checkpoints of Optimizer, for updates computed elsewhere."""
 
-    def __init__(self, params: Iterable, defaults: dict, **narrow) -> None:
+    def __init__(self, params: Parameters, defaults: dict[str, Any], **narrow: Unpack[NarrowOptions]) -> None:
         self._explicit_gradients: Mapping[torch.Tensor, torch.Tensor] = {}
         super().__init__(params, defaults, **narrow)
 
@@ -73,6 +86,6 @@ class ExplicitGradientOptimizer(Optimizer):
         drop_stale(plan)
         return plan
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle."""
         return {**super().__getstate__(), "_explicit_gradients": {}}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...mctensor import MCTensor
-from ..parameters._local_tensors import local, placed_like
+from ..parameters._local_tensors import is_dtensor, local, placed_like
 
 OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
 
@@ -78,7 +78,7 @@ def fields_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def rebuilt(kind: type, fields: dict[str, Any]) -> torch.optim.Optimizer:
     """An optimizer from its class and attributes, as unpickling makes one."""
-    optimizer = object.__new__(kind)
+    optimizer: torch.optim.Optimizer = object.__new__(kind)
     optimizer.__setstate__(fields)
     return optimizer
 
@@ -96,10 +96,10 @@ def shadow_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def point(shadow: torch.Tensor, values: torch.Tensor) -> None:
     """Point a shadow, or its shard on this rank, to other memory."""
-    if local(shadow) is shadow:
-        shadow.data = values
-    else:
+    if is_dtensor(shadow):
         shadow._local_tensor = values
+    else:
+        shadow.data = values
 
 
 def mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack, overload
 
 import torch
 
 from ...formats import Format
 from .._float32_weights import MOST_ELEMENTS, Float32Buffer, buffer_for, read_weights, runs_of
-from .._optimizer import Optimizer
+from .._group_options import Parameters
+from .._optimizer import Loss, Optimizer
 from ..parameters._local_tensors import local, own_parts, placed_like
 from ..parameters._outside_writes import mark_current
 from ..parameters._parameter_plan import ParameterPlan
@@ -21,7 +22,7 @@ from ..step._memory import gradient_memory
 from ..weight_updates._weight_update import WeightUpdate
 from ._base_state import BASE, compare_shapes, placed, split_base_states
 from ._base_step import is_hooked, plain_step
-from ._explicit_gradient import ASSIGNMENT, ExplicitGradientOptimizer
+from ._explicit_gradient import ASSIGNMENT, ExplicitGradientOptimizer, NarrowOptions
 from ._float32_copies import (
     OWN,
     empty_like,
@@ -43,14 +44,14 @@ _APART = (*OWN, "params", "param_names")
 
 def wrap(
     optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer,
-    params: Iterable | None = None,
+    params: Parameters | None = None,
     *,
     weight_update: WeightUpdate | str | None = None,
     param_dtype: torch.dtype | None = None,
     format: Format | str | None = None,
     seed: int = 0,
     report_interval: int = 50,
-    **options,
+    **options: Any,
 ) -> Wrapped:
     """Any torch optimizer on bfloat16 or float16 parameters (or a format's values in float32 ones).
 
@@ -92,7 +93,7 @@ def wrap(
     >>> bool((w < 1).all())
     True
     """
-    own = {
+    own: NarrowOptions = {
         "weight_update": weight_update,
         "param_dtype": param_dtype,
         "format": format,
@@ -127,7 +128,15 @@ class Wrapped(ExplicitGradientOptimizer):
         base: the wrapped optimizer, over float32 shadows that hold memory only during a step.
     """
 
-    def __init__(self, base: torch.optim.Optimizer, groups: list[dict], shadows: dict, **narrow) -> None:
+    base: torch.optim.Optimizer
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        groups: list[dict[str, Any]],
+        shadows: dict[torch.Tensor, torch.Tensor],
+        **narrow: Unpack[NarrowOptions],
+    ) -> None:
         claimed = sorted(set(OWN) & base.defaults.keys())
         if claimed:
             raise ValueError(
@@ -143,11 +152,11 @@ class Wrapped(ExplicitGradientOptimizer):
         self._pair_groups()
         self._marks = marks_of(base)
 
-    def rule(self, group: dict) -> UpdateRule:
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return the rule that assigns the new weight."""
         return ASSIGNMENT
 
-    def add_param_group(self, param_group: dict) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to both optimizers; what either refuses is added to none."""
         if not self._complete:
             super().add_param_group(param_group)
@@ -199,9 +208,15 @@ class Wrapped(ExplicitGradientOptimizer):
                 return True
         return False
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
+
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """One step of the wrapped optimizer.
 
         Args:
@@ -233,7 +248,7 @@ class Wrapped(ExplicitGradientOptimizer):
                 self._release(plans)
         return loss
 
-    def _step_with(self, closure: Callable[[], torch.Tensor] | None) -> torch.Tensor:
+    def _step_with(self, closure: Callable[[], Loss] | None) -> Loss:
         """A step in which the wrapped optimizer evaluates the model at points of its choice."""
         if closure is None:
             raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
@@ -241,7 +256,7 @@ class Wrapped(ExplicitGradientOptimizer):
         own = [part.detach() for plan in plans if not _in_place(plan) for part in own_parts(plan.parameter)]
         before = [(part, part.clone()) for part in own]
 
-        def evaluate() -> torch.Tensor:
+        def evaluate() -> Loss:
             with torch.no_grad():
                 for plan in plans:
                     part, shadow = plan.parts[0], local(self._shadows[plan.parameter])
@@ -297,7 +312,7 @@ class Wrapped(ExplicitGradientOptimizer):
             point(shadow, local(parameter).detach() if value is None else value)
             shadow.grad = _float32(parameter.grad, buffer)
 
-    def _step_base(self, closure: Callable[[], torch.Tensor] | None = None) -> Any:
+    def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of the wrapped optimizer, under the options of the groups, which get what it writes into its own."""
         for own, inner in self._pairs:
             inner.update({name: own[name] for name in own if name not in _APART})
@@ -370,7 +385,8 @@ class Wrapped(ExplicitGradientOptimizer):
         """Bytes of weights, auxiliary tensors, states, gradients per parameter element, as held between steps."""
         total = elements = 0
         for plan in self._all_plans():
-            parameter, tensors = plan.parameter, []
+            parameter = plan.parameter
+            tensors: list[torch.Tensor] = []
             mapped(self.base.state.get(self._shadows[parameter], {}), tensors.append)
             gradient = parameter if parameter.grad is None else parameter.grad
             held = [local(t) for t in (parameter, gradient, *tensors)] + list(plan.tensors.values()) + plan.watched
@@ -387,10 +403,10 @@ class Wrapped(ExplicitGradientOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from `__getstate__`."""
-        kind, fields = state.pop("_inner")
+        (kind, fields), shadows = state.pop("_inner"), state.pop("_shadows")
         self._complete = False
         super().__setstate__(state)
-        self._shadows, self._base_aside = TensorMap(self._shadows), TensorMap()
+        self._shadows, self._base_aside = TensorMap(shadows), TensorMap()
         self.base, self._complete = rebuilt(kind, fields), True
         self._pair_groups()
 
