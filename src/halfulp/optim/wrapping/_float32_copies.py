@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from ...mctensor import MCTensor
+from .._float32_weights import Float32Buffer
 from ..parameters._local_tensors import is_dtensor, local, placed_like
+from ..step._memory import gradient_memory
 
 OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
 
@@ -111,3 +113,17 @@ def mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(mapped(item, function) for item in value)
     return value
+
+
+def float32_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
+    """A gradient as it is or converted; one that is not strided keeps its layout."""
+    if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
+        return gradient
+    if local(gradient) is gradient:
+        gradient, _ = gradient_memory(gradient, gradient, "a wrapped parameter")
+    if gradient.dtype == torch.float32:
+        return gradient
+    part = local(gradient.detach())
+    if part.layout is not torch.strided:
+        return gradient.detach().to(torch.float32)
+    return placed_like(buffer.take(part).copy_(part), gradient)

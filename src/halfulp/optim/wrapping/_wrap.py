@@ -12,13 +12,12 @@ from ...formats import Format
 from .._float32_weights import MOST_ELEMENTS, Float32Buffer, buffer_for, read_weights, runs_of
 from .._group_options import Parameters
 from .._optimizer import Loss, Optimizer
-from ..parameters._local_tensors import local, own_parts, placed_like
+from ..parameters._local_tensors import local, own_parts
 from ..parameters._outside_writes import mark_current
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._tensor_map import TensorMap
 from ..rules._update_rule import UpdateRule
 from ..states._storage import F32
-from ..step._memory import gradient_memory
 from ..weight_updates._weight_update import WeightUpdate
 from ._base_state import BASE, compare_shapes, placed, split_base_states
 from ._base_step import is_hooked, plain_step
@@ -27,6 +26,7 @@ from ._float32_copies import (
     OWN,
     empty_like,
     fields_of,
+    float32_gradient,
     from_class,
     from_instance,
     mapped,
@@ -266,7 +266,7 @@ class Wrapped(ExplicitGradientOptimizer):
                             other.detach().zero_()
             loss = closure()
             for plan in plans:
-                self._shadows[plan.parameter].grad = _float32(plan.parameter.grad, nowhere)
+                self._shadows[plan.parameter].grad = float32_gradient(plan.parameter.grad, nowhere)
             return loss
 
         try:
@@ -310,7 +310,7 @@ class Wrapped(ExplicitGradientOptimizer):
             parameter = plan.parameter
             shadow, value = self._shadows[parameter], values.get(id(plan))
             point(shadow, local(parameter).detach() if value is None else value)
-            shadow.grad = _float32(parameter.grad, buffer)
+            shadow.grad = float32_gradient(parameter.grad, buffer)
 
     def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of the wrapped optimizer, under the options of the groups, which get what it writes into its own."""
@@ -418,17 +418,3 @@ class Wrapped(ExplicitGradientOptimizer):
 def _in_place(plan: ParameterPlan) -> bool:
     """Return whether a parameter is plain float32, so that it is its own shadow."""
     return plan.spec.store is F32
-
-
-def _float32(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
-    """A gradient as it is or converted; one that is not strided keeps its layout."""
-    if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
-        return gradient
-    if local(gradient) is gradient:
-        gradient, _ = gradient_memory(gradient, gradient, "a wrapped parameter")
-    if gradient.dtype == torch.float32:
-        return gradient
-    part = local(gradient.detach())
-    if part.layout is not torch.strided:
-        return gradient.detach().to(torch.float32)
-    return placed_like(buffer.take(part).copy_(part), gradient)
