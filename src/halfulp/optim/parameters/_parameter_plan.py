@@ -20,7 +20,7 @@ SMALL = 1024
 # Stand for a version counter in `PayloadVersion`.
 ANY, MOVED = -1, -2
 # Stands for the tensors of a step between steps.
-NOTHING = torch.empty(0, device="cpu")
+NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 @dataclass(slots=True)
