@@ -50,7 +50,7 @@ def compile_kernel(function: Callable, signature: str, bind: Bindings | None = N
 
 
 def on_tensors(function: Callable) -> Callable:
-    """Return a scalar function of + - * and `sqrt`, `divide`, `maximum`, `sign_of` that takes float32 tensors.
+    """Convert a function of scalars, made of + - * `sqrt` `divide` `maximum` `sign_of`, to one of float32 tensors.
 
     torch's own square root is 1 ulp off for a sixth of all float32 inputs on the CPU; through float64 it is exact.
     """
