@@ -92,8 +92,7 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
                     plan = optimizer._plan(group, position)
                     drop_stale(plan)
                     tensors += [plan.tensors[name] for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store)]
-        # torch says of any module's attribute that it is a tensor or a module.
-        _broadcast(tensors, module.process_group)  # type: ignore[arg-type]
+        _broadcast(tensors, module.process_group)
 
 
 def _broadcast(tensors: list[torch.Tensor], group: torch.distributed.ProcessGroup) -> None:
