@@ -69,7 +69,6 @@ class Controller:
         self.since = 0
         self.losses: list[Tensor] = []
         self._measured: list[Measurement] = []
-        # The binades of what this iteration's losses sent into the model, as far as they were measured.
         self._overflow_sources: list[OverflowSource] = []
         self._skipped = False
         backward.processes.after_join(self.catch_up)
@@ -292,13 +291,15 @@ class Controller:
         if self.following.several:
             self.following.resumes = self.iteration + _MEMORY * self.interval
         reached = dict.fromkeys([*self.backward.reached(), self.sites.global_site])
-        # The global one, which limits few gradients, may be far above all others: it falls to them at once.
-        own = [site for site in reached if not site.follows_global] or [self.sites.global_site]
-        highest = max(site.exponent for site in own)
+        # Steps in a row, of which the last one shows who overflowed: the global one falls at once to the others, which
+        # are far below it by now, and nothing holds these down.
+        seen = self._skips_in_row > _ROW and self.backward.measuring and bool(self._overflow_sources)
+        own = [site for site in reached if not site.follows_global] if seen else []
+        highest = max(site.exponent for site in own or reached)
         for site in self.sites:
             if site.exponent > highest - _FALL:
                 self._set(site, highest - _FALL)
-                if site in reached:
+                if site in reached and not seen:
                     site.note_overflow(self.iteration, _MEMORY * self.interval, highest, doubted=True)
         return reached
 
@@ -314,7 +315,8 @@ class Controller:
         A site that would have overflowed then explains them. While there is none, all that may have overflowed fall.
         """
         doubted = [site for site in self.sites if site.doubted]
-        if any(explains(kinds, site.overflowed) for site, kinds in readings.items() if site.overflowed is not None):
+        measured = [(kinds, site.overflowed) for site, kinds in readings.items() if site.doubted]
+        if any(overflowed is not None and explains(kinds, overflowed) for kinds, overflowed in measured):
             self._acquit()
             return
         for site in doubted:
@@ -328,7 +330,7 @@ class Controller:
     def _acquit(self) -> None:
         for site in self.sites:
             if site.doubted:
-                site.acquit()
+                site.forget_overflow()
 
     def _follow(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
         """Set the exponent of a site that was measured and did not overflow; ``lost``: all arrives as zero there."""

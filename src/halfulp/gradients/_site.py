@@ -158,11 +158,6 @@ class Site:
         """Forget the overflow, so that the exponent may rise to it again."""
         self.overflowed, self.doubted, self.strikes = None, False, 0
 
-    def acquit(self) -> None:
-        """Forget an overflow that turned out to be another site's, and the patience that it cost."""
-        self.forget_overflow()
-        self.patience = max(1, self.patience // 2)
-
     def change_reference(self, before: int | None, binade: int | None) -> None:
         """Convert a site's exponent and history to another reference binade (`Sites.set_reference`)."""
         if before is None or binade is None:

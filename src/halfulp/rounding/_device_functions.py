@@ -7,6 +7,8 @@ of `_constants`. Every choice is a select between two values that are both compu
 from __future__ import annotations
 
 # ruff: noqa: F821  names that are free here (load, store, magnitude, addend, ...) are bound when a kernel is compiled
+from collections.abc import Callable
+
 import numpy as np
 
 from ..kernels.scalar._operations import add as plus
@@ -77,7 +79,7 @@ from ._kernel_constants import (
 from ._random_bits import WEYL, draw, stream_start
 
 # What the pieces below are bound to for 64-bit words.
-WIDE = {
+WIDE: dict[str, Callable] = {
     "plus": add64,
     "minus": sub64,
     "both": and64,
