@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from halfulp.kernels.scalar._machine_code import JIT_OPTIONS
+
 SOURCE = Path(__file__).parents[2] / "src" / "halfulp"
 PROGRAM = """
     import os, sys, threading
@@ -115,7 +117,10 @@ def test_every_compiled_function_runs_without_the_gil_and_divides_as_numpy_does(
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("njit", "numba.jit", "vectorize")):
-                calls[f"{path.name}, line {node.lineno}"] = {x.arg: ast.unparse(x.value) for x in node.keywords}
+                given = {x.arg: ast.unparse(x.value) for x in node.keywords if x.arg}
+                shared = any("JIT_OPTIONS" in ast.unparse(x.value) for x in node.keywords if not x.arg)
+                options = {name: repr(value) for name, value in JIT_OPTIONS.items()} if shared else {}
+                calls[f"{path.name}, line {node.lineno}"] = options | given
     assert len(calls) >= 4
     wanted = {"nogil": "True", "error_model": "'numpy'"}
     assert [place for place, given in calls.items() if not wanted.items() <= given.items()] == []

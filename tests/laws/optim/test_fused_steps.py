@@ -4,6 +4,7 @@ import ast
 import builtins
 import dataclasses
 import itertools
+import random
 import re
 
 import pytest
@@ -123,6 +124,8 @@ def test_a_constant_may_have_any_name_of_the_generated_source(seed, form, text):
         renamed = _with_constants(spec, (name, *constants[1:]))
         assert not taken & set(renamed.rule_constants), name
         assert len(set(renamed.constants)) == len(renamed.constants), name
+    for name in random.sample(sorted(taken - set(constants)), 8):
+        renamed = _with_constants(spec, (name, *constants[1:]))
         assert text(renamed) == re.sub(rf"\b{spec.rule_constants[0]}\b", renamed.rule_constants[0], plain), name
 
 
