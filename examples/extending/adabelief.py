@@ -23,7 +23,8 @@ def constants(group, step):
     return lr * group["weight_decay"], beta2, 1 - beta1, 1 - beta2, unbias, group["eps"], size
 
 
-RULE = UpdateRule("adabelief", adabelief, (StateSlot("exp_avg", 1), StateSlot("exp_avg_var", 2)), CONSTANTS, constants)
+STATES = (StateSlot("exp_avg", 1), StateSlot("exp_avg_var", 2))
+RULE = UpdateRule("adabelief", adabelief, STATES, CONSTANTS, constants, betas=2)
 
 
 @hu.optim.register_optimizer

@@ -79,6 +79,7 @@ def _copy(parameter: MCTensor, value: MCTensor) -> None:
     with torch.no_grad():
         for target, part in zip(parameter._parts, value._parts, strict=True):
             target.copy_(part)
+        assert (parameter._scale is None) == (value._scale is None)
         if parameter._scale is not None and value._scale is not None:
             parameter._scale.copy_(value._scale)
 

@@ -50,7 +50,7 @@ from .parameters._parameter_plan import (
 from .parameters._random_identity import Identity, assign_identities, follow_parameters, note_identities
 from .parameters._step_spec import step_spec_of
 from .parameters._tensor_map import TensorMap
-from .rules._update_rule import UpdateRule, check_initial_values
+from .rules._update_rule import UpdateRule, check_states
 from .states._float8 import PAYLOADS
 from .states._stalled import stall_widths
 from .states._state import StateChoice
@@ -150,7 +150,6 @@ class Optimizer(CheckpointMixin):
         try:
             self._check_numbers(group)
             check_group(group, self.defaults)
-            check_initial_values(self.rule(group), group)
             self._check_switches(group)
             assign_identities(group, self.param_groups[:before])
             for position, parameter in enumerate(group["params"]):
@@ -211,8 +210,9 @@ class Optimizer(CheckpointMixin):
         wanted = state_spec(spec, shape)
         refuse_other_states(state, wanted, name)
         missing = {key: value for key, value in wanted.items() if key not in state}
-        state |= allocate(missing, parameter)
-        set_initial(spec, group, {key: local(value) for key, value in state.items() if key in missing})
+        new = allocate(missing, parameter)
+        set_initial(spec, group, new)
+        state |= new
         state.setdefault("step", 0)
         part, known = memory(parameter), self._plans.get(parameter)
         index_map, plain = index_map_of(parameter), part is parameter
@@ -326,7 +326,9 @@ class Optimizer(CheckpointMixin):
     def _check_numbers(self, group: dict) -> None:
         """Check the hyper-parameters that a scheduler may write; raises ValueError."""
         check_numbers(group)
-        check_betas(group, self.rule(group).betas)
+        rule = self.rule(group)
+        check_betas(group, rule.betas)
+        check_states(rule, group)
 
     def _check_switches(self, group: dict) -> None:
         """Refuse the options that choose another implementation in torch.optim."""

@@ -1,6 +1,8 @@
 """States begin with the value that their rule says, wherever and however late they are made."""
 
 import copy
+import dataclasses
+import math
 import pickle
 
 import pytest
@@ -44,7 +46,7 @@ def _second(optimizer, parameter):
     return plan.spec.codecs[1].decode(plan.states[1])
 
 
-@pytest.mark.parametrize("value", [1e-6, 0.1, 3e38, 1e-30])
+@pytest.mark.parametrize("value", [1e-6, 0.1, 2.0**127, 1e-30])
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_storage_holds_the_initial_value(codec, value):
     parameter = _parameter()
@@ -219,3 +221,60 @@ def test_the_reported_width_is_where_a_state_stops(value):
             parameter.grad = torch.full_like(parameter, value)
             optimizer.step()
         assert 0 < (moment.double() / parameter.grad.double() - 1).abs().max() <= width
+
+
+OPTION = "initial_accumulator_value"
+
+
+def _two_groups():
+    both = [_parameter(), _parameter()]
+    return YOGI([{"params": [parameter]} for parameter in both], initial_accumulator_value=0.1), both
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0, 3.4e38, "0.1", None, True])
+def test_a_refused_value_leaves_no_state_behind(value):
+    """The step after the correction begins where it should."""
+    (optimizer, both), (other, expected) = _two_groups(), _two_groups()
+    optimizer.param_groups[1][OPTION] = value
+    with pytest.raises((ValueError, TypeError), match="exp_avg_sq"):
+        _step(optimizer)
+    assert not optimizer.state.get(both[1])
+    optimizer.param_groups[1][OPTION] = 0.1
+    _step(optimizer)
+    _step(other)
+    assert all(map(same_bits, both, expected))
+
+
+@pytest.mark.parametrize("value", [math.nan, "0.1", None])
+@pytest.mark.parametrize("kept", ["all", "no states", "no states and identities"])
+def test_a_file_with_a_value_that_cannot_be_is_refused_whole(value, kept):
+    optimizer, _ = _two_groups()
+    _step(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"] = saved["state"] if kept == "all" else {}
+    for group in saved["param_groups"]:
+        group["lr"] = 0.5
+        if kept == "no states and identities":
+            del group["identities"]
+    saved["param_groups"][1][OPTION] = value
+    before, groups = snapshot(optimizer), [dict(group) for group in optimizer.param_groups]
+    with pytest.raises((ValueError, TypeError), match="exp_avg_sq"):
+        optimizer.load_state_dict(saved)
+    assert differing(before, snapshot(optimizer)) == []
+    assert [{**group, "params": 0} for group in optimizer.param_groups] == [{**group, "params": 0} for group in groups]
+
+
+@pytest.mark.parametrize("constants", [("a b",), ("a", "a"), ("x", "\uff58"), ("",)])
+def test_constants_are_names_each_once(constants):
+    with pytest.raises(ValueError, match="stands twice or is no name"):
+        UpdateRule("own", lambda w, g, c: c * g, (), constants, lambda group, step: (1.0,))
+
+
+def test_a_retention_that_a_group_cannot_give_is_refused_at_once():
+    class Own(YOGI):
+        def rule(self, group):
+            states = (StateSlot("exp_avg", 1, retention=lambda group: group["nope"]), StateSlot("exp_avg_sq", 2))
+            return dataclasses.replace(super().rule(group), states=states)
+
+    with pytest.raises(KeyError, match="nope"):
+        Own([_parameter()])

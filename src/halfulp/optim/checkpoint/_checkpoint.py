@@ -129,7 +129,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         self._invalidate_plans()
         try:
             trial = [(*one, self._fit_tensors(*one)) for one in given]
-        except ValueError:
+        except Exception:
             for group, old in zip(self.param_groups, before):
                 group.clear()
                 group.update(old)
@@ -141,9 +141,8 @@ class CheckpointMixin(torch.optim.Optimizer):
         for group, position, state, tensors in trial:
             parameter = group["params"][position]
             if not state and not is_own and parameter in self._plans:
-                _reset_states(
-                    self._plans[parameter], group
-                )  # files of torch.optim have no auxiliary tensors: they stay
+                # Files of torch.optim have no auxiliary tensors: they stay.
+                _reset_states(self._plans[parameter], group)
                 continue
             if not state:
                 self.state.pop(parameter, None)

@@ -61,6 +61,7 @@ def _is_same_layout(given: object, own: torch.Tensor) -> bool:
 
 
 def checked_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
+    """Return a given state tensor; raise ValueError for another shape, or dtype where that counts."""
     if not isinstance(given, torch.Tensor) or local(given).shape != own.shape:
         shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
         raise ValueError(f"state {name!r} of parameter {plan.name} has shape {shape}, {tuple(own.shape)} is needed")

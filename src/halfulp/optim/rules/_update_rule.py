@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 # A number, or a function of a param group's options that gives it.
 Number = float | Callable[[Mapping[str, Any]], float]
-_LARGEST = (2 - 2**-23) * 2.0**127
+# What every format of states holds.
+_LARGEST = 2.0**127
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,18 @@ class StateSlot:
 
         Raises:
             TypeError: it is no number.
-            ValueError: it is not finite in float32, or a second moment's is negative.
+            ValueError: it is beyond 2^127, which not all formats of states hold, or a second moment's is negative.
         """
         given: Any = self.initial(group) if callable(self.initial) else self.initial
         try:
+            if isinstance(given, bool | str):
+                raise TypeError
             value = float(given)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"state {self.name!r} begins with {given!r}: give a number") from None
         if not abs(value) <= _LARGEST or (self.degree == 2 and value < 0):
             sign = " that is not negative" if self.degree == 2 else ""
-            raise ValueError(f"state {self.name!r} begins with {value}: give a finite float32 number{sign}")
+            raise ValueError(f"state {self.name!r} begins with {value}: give a number up to 2^127{sign}")
         return value
 
     def retained(self, group: Mapping[str, Any]) -> float | None:
@@ -67,10 +71,13 @@ def beta(number: int) -> Callable[[Mapping[str, Any]], float]:
     return read
 
 
-def check_initial_values(rule: UpdateRule, group: Mapping[str, Any]) -> None:
-    """Raise ValueError or TypeError for a state that cannot begin with what a group's options say."""
+def check_states(rule: UpdateRule, group: Mapping[str, Any]) -> None:
+    """Raise for a state that cannot begin with, or keep the share of, what a group's options say."""
     for state in rule.states:
-        state.initial_value(group)
+        if state.initial != 0.0:
+            state.initial_value(group)
+        if callable(state.retention):
+            state.retained(group)
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class UpdateRule:
             functions `sqrt`, `divide`, `maximum` and `sign_of`, which each engine binds to its own, and no literals,
             so that every engine gives the same bits.
         states: the states, in the order in which `update` takes and returns them.
-        constants: the constants' names, in order.
+        constants: the constants' names, in order, each once; any letters, digits and underscores.
         values: (group options, step) -> the constants as Python floats, made in float64.
         homogeneous: constants that, multiplied together with the gradient and the states by a common power of two
             (its square for degree 2), leave u as it is; None where the rule is not homogeneous.
@@ -105,3 +112,12 @@ class UpdateRule:
     assigns: bool = False
     decays: bool = True
     betas: int | None = None
+
+    def __post_init__(self) -> None:
+        names = [unicodedata.normalize("NFKC", name) for name in self.constants]
+        wrong = [name for name in names if not name or not f"x{name}".isidentifier() or names.count(name) > 1]
+        if wrong:
+            raise ValueError(
+                f"rule {self.name!r} has the constants {', '.join(map(repr, self.constants))}: {wrong[0]!r} stands "
+                "twice or is no name; give each its own, of letters, digits and underscores"
+            )

@@ -12,10 +12,10 @@ from ._state import Codec, Plain
 
 
 def stall_widths(plan: ParameterPlan, group: Mapping[str, Any]) -> dict[str, float]:
-    """Return, for each decaying mean rounded to nearest, within which share of a steady value it no longer moves.
+    """Return, for each decaying mean rounded to nearest, within about which share of a steady value it stops moving.
 
     A step moves it by (1 - retention) of its distance, which rounding cancels below half a unit in the last place. A
-    share of 1 or more is a state that never moves but by larger values.
+    share near 1 or above it is a state that never moves but by larger values.
     """
     found = {}
     for codec, slot in zip(plan.spec.codecs, plan.spec.rule.states):
@@ -30,5 +30,6 @@ def _nearest_bits(codec: Codec) -> int | None:
     if isinstance(codec, DoubleBF16):
         return 16
     if isinstance(codec, Plain | Scaled) and not codec.stochastic:
-        return codec.store.mantissa_bits
+        # A second moment is stored as its root, whose rounding counts twice.
+        return codec.store.mantissa_bits - (isinstance(codec, Scaled) and codec.squared)
     return None
