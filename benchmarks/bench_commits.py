@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from ._harness import HALF, ROOT
-from ._results import Result, Table, save
+from ._results import Result, Table, save, show
 
 TEXT = """The same calls in two commits, in processes that take turns, one thread each, by CPU time. A round of the \
 later one lies between two of the earlier one, whose mean is its reference; rounds in which somebody else had the core \
@@ -101,15 +101,14 @@ def main() -> None:
         values = found[case]
         row = {"ratio": statistics.median(values), "low": min(values), "high": max(values)} if values else {}
         table.add(case=case, **row, dropped=dropped[case])
-    save(
-        Result(
-            "commits",
-            "Speed beside an earlier commit",
-            TEXT.format(processes=given.processes),
-            "python -m benchmarks.bench_commits",
-            tables=[table],
-        )
-    )
+    text = TEXT.format(processes=given.processes)
+    command = f"python -m benchmarks.bench_commits --before {given.before}"
+    result = Result("commits", "Speed beside an earlier commit", text, command, tables=[table])
+    if given.only:
+        # A part of the cases is shown, and does not take the place of the whole table.
+        show(result)
+    else:
+        save(result)
 
 
 if __name__ == "__main__":
