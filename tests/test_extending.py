@@ -1,16 +1,48 @@
 """What a stranger adds in one file is known by its name everywhere: examples/extending, each in a fresh process."""
 
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+
+import halfulp as hu
 
 HERE = Path(__file__).resolve().parents[1] / "examples" / "extending"
 FILES = sorted(path.name for path in HERE.glob("*.py"))
+
+
+def check_optimizer(kind, equation, second_moment, **options):
+    """20 steps follow `equation(weight, gradients)`, which yields weights in float64, and recipes know the class.
+
+    The source of this function goes before the code in USES.
+    """
+    torch.manual_seed(0)
+    start, gradients = torch.randn(64), torch.randn(20, 64)
+    narrow, float32 = torch.nn.Parameter(start.bfloat16()), torch.nn.Parameter(start.clone())
+    by_name = hu.optim.OPTIMIZERS[kind.__name__]
+    optimizers = [by_name([narrow], weight_update="split", lr=0.01, **options), kind([float32], lr=0.01, **options)]
+    *_, w = equation(start.double(), gradients.double())
+    for g in gradients:
+        for optimizer, parameter in zip(optimizers, (narrow, float32)):
+            parameter.grad = g.to(parameter.dtype)
+            optimizer.step()
+    assert (float32.double() - w).abs().max() < 1e-5
+    assert (narrow.double() - w).abs().max() < 0.03
+    stored = {}
+    for recipe in ("bf16-kahan", "bf16-mc2"):
+        model = hu.convert(torch.nn.Linear(4, 4), recipe)
+        optimizer = hu.recipes.optimizer(model, kind.__name__, lr=0.01)
+        assert type(optimizer) is kind
+        stored[recipe] = optimizer.param_groups[0]["state_dtype"]
+    assert stored == {"bf16-kahan": None, "bf16-mc2": {second_moment: "bfloat16x2"}}
+
 
 # What each example must be good for; the code runs after the file was loaded, as `extension`.
 USES = {
@@ -32,76 +64,53 @@ USES = {
         assert hu.Recipe.from_json(recipe.to_json()) == recipe
     """,
     "adabelief.py": """
-        from math import sqrt
-        torch.manual_seed(0)
-        start, gradients = torch.randn(64), torch.randn(20, 64)
-        w, m, s = start.double(), torch.zeros(64).double(), torch.zeros(64).double()
-        parameter = torch.nn.Parameter(start.bfloat16())
-        float32 = torch.nn.Parameter(start.clone())
-        narrow = hu.optim.OPTIMIZERS["AdaBelief"]([parameter], lr=0.01, weight_update="split")
-        wide = extension.AdaBelief([float32], lr=0.01)
-        for t, g in enumerate(gradients.double(), 1):
-            m = 0.9 * m + 0.1 * g
-            s = 0.999 * s + 0.001 * (g - m) ** 2 + 1e-16
-            w = w - 0.01 / (1 - 0.9**t) * m / ((s / (1 - 0.999**t)).sqrt() + 1e-16)
-            for optimizer, p in ((narrow, parameter), (wide, float32)):
-                p.grad = g.to(p.dtype)
-                optimizer.step()
-        assert (float32.double() - w).abs().max() < 1e-5
-        assert (parameter.double() - w).abs().max() < 0.03
-        model = hu.convert(torch.nn.Linear(4, 4), "bf16-kahan")
-        assert type(hu.recipes.optimizer(model, "AdaBelief", lr=0.01)).__name__ == "AdaBelief"
+        def equation(w, gradients):
+            m = s = torch.zeros(64).double()
+            for t, g in enumerate(gradients, 1):
+                m = 0.9 * m + 0.1 * g
+                s = 0.999 * s + 0.001 * (g - m) ** 2 + 1e-16
+                w = w - 0.01 / (1 - 0.9**t) * m / ((s / (1 - 0.999**t)).sqrt() + 1e-16)
+                yield w
+
+        check_optimizer(extension.AdaBelief, equation, second_moment="exp_avg_var")
     """,
     "yogi.py": """
-        torch.manual_seed(0)
-        start, gradients = torch.randn(64), torch.randn(20, 64)
-        w, m, v = start.double(), torch.zeros(64).double(), torch.full((64,), 0.5).double()
-        parameters = [torch.nn.Parameter(start.bfloat16()), torch.nn.Parameter(start.clone())]
-        options = {"lr": 0.01, "initial_accumulator_value": 0.5}
-        optimizers = [hu.optim.OPTIMIZERS["Yogi"](parameters[:1], weight_update="split", **options)]
-        optimizers += [extension.Yogi(parameters[1:], **options)]
-        for g in gradients.double():
-            m = 0.9 * m + 0.1 * g
-            v = v - 0.001 * torch.sign(v - g**2) * g**2
-            w = w - 0.01 * m / (v.sqrt() + 1e-3)
-            for optimizer, p in zip(optimizers, parameters):
-                p.grad = g.to(p.dtype)
-                optimizer.step()
-        assert (parameters[1].double() - w).abs().max() < 1e-5
-        assert (parameters[0].double() - w).abs().max() < 0.03
-        model = hu.convert(torch.nn.Linear(4, 4), "bf16-kahan")
-        assert type(hu.recipes.optimizer(model, "Yogi", lr=0.01)).__name__ == "Yogi"
+        def equation(w, gradients):
+            m, v = torch.zeros(64).double(), torch.full((64,), 0.5).double()
+            for g in gradients:
+                m = 0.9 * m + 0.1 * g
+                v = v - 0.001 * torch.sign(v - g**2) * g**2
+                w = w - 0.01 * m / (v.sqrt() + 1e-3)
+                yield w
+
+        check_optimizer(extension.Yogi, equation, second_moment="exp_avg_sq", initial_accumulator_value=0.5)
         try:
-            extension.Yogi(parameters, initial_accumulator_value=-1.0)
+            extension.Yogi([torch.nn.Parameter(torch.ones(2))], initial_accumulator_value=-1.0)
         except ValueError as error:
             assert "'exp_avg_sq' begins with -1.0" in str(error)
+        else:
+            raise AssertionError("a negative second moment was taken")
     """,
     "adan.py": """
-        torch.manual_seed(0)
-        start, gradients = torch.randn(64), torch.randn(20, 64)
-        w, before = start.double(), gradients[0].double()
-        m = d = n = torch.zeros(64).double()
-        parameters = [torch.nn.Parameter(start.bfloat16()), torch.nn.Parameter(start.clone())]
-        options = {"lr": 0.01, "betas": (0.98, 0.92, 0.99), "weight_decay": 0.1}
-        optimizers = [hu.optim.OPTIMIZERS["Adan"](parameters[:1], weight_update="split", **options)]
-        optimizers += [extension.Adan(parameters[1:], **options)]
-        for t, g in enumerate(gradients.double(), 1):
-            m = 0.98 * m + 0.02 * g
-            d = 0.92 * d + 0.08 * (g - before)
-            n = 0.99 * n + 0.01 * (g + 0.92 * (g - before)) ** 2
-            step = (m / (1 - 0.98**t) + 0.92 * d / (1 - 0.92**t)) / ((n / (1 - 0.99**t)).sqrt() + 1e-8)
-            w, before = (w - 0.01 * step) / (1 + 0.01 * 0.1), g
-            for optimizer, p in zip(optimizers, parameters):
-                p.grad = g.to(p.dtype)
-                optimizer.step()
-        assert (parameters[1].double() - w).abs().max() < 1e-5
-        assert (parameters[0].double() - w).abs().max() < 0.03
-        model = hu.convert(torch.nn.Linear(4, 4), "bf16-kahan")
-        assert type(hu.recipes.optimizer(model, "Adan", lr=0.01)).__name__ == "Adan"
+        def equation(w, gradients):
+            m = d = n = torch.zeros(64).double()
+            before = gradients[0]
+            for t, g in enumerate(gradients, 1):
+                m = 0.98 * m + 0.02 * g
+                d = 0.92 * d + 0.08 * (g - before)
+                n = 0.99 * n + 0.01 * (g + 0.92 * (g - before)) ** 2
+                step = (m / (1 - 0.98**t) + 0.92 * d / (1 - 0.92**t)) / ((n / (1 - 0.99**t)).sqrt() + 1e-8)
+                w, before = (w - 0.01 * step) / (1 + 0.01 * 0.1), g
+                yield w
+
+        options = {"betas": (0.98, 0.92, 0.99), "weight_decay": 0.1}
+        check_optimizer(extension.Adan, equation, second_moment="exp_avg_sq", **options)
         try:
-            extension.Adan(parameters, betas=(0.9, 0.99))
+            extension.Adan([torch.nn.Parameter(torch.ones(2))], betas=(0.9, 0.99))
         except ValueError as error:
             assert "give three numbers" in str(error)
+        else:
+            raise AssertionError("two betas of three were taken")
     """,
     "coarse_policy.py": """
         torch.manual_seed(0)
@@ -164,9 +173,8 @@ def test_every_example_has_a_use():
 
 @pytest.mark.parametrize("name", FILES)
 def test_it_is_known_by_name(name, tmp_path):
-    import textwrap
-
-    run(f"import torch\nimport halfulp as hu\nimport {name[:-3]} as extension\n{textwrap.dedent(USES[name])}", tmp_path)
+    head = f"import torch\nimport halfulp as hu\nimport {name[:-3]} as extension\n"
+    run(head + inspect.getsource(check_optimizer) + textwrap.dedent(USES[name]), tmp_path)
 
 
 def test_the_command_line_and_its_workers_know_extensions(tmp_path):

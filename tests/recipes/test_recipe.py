@@ -1,6 +1,8 @@
 """Recipes are plain data: they survive JSON, refuse what is unknown, and say what they do."""
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -76,6 +78,23 @@ def test_frozen_and_keyword_only() -> None:
 def test_wrong_values_are_refused(fields: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("*", r"\*")):
         Recipe(**({"name": "x"} | fields))
+
+
+@pytest.mark.parametrize("given", [5, [1], [("*", "kahan", "split")], ["kahan"]])
+def test_weight_updates_that_are_no_pairs_are_refused(given: object) -> None:
+    with pytest.raises(TypeError, match="give a name, pairs of a glob and a name, or a dict"):
+        Recipe(name="x", param_dtype="bfloat16", weight_update=given)
+
+
+def test_fields_hold_names_and_tuples_whatever_they_were_given() -> None:
+    recipe = Recipe(name="x", param_dtype=torch.float16, weight_update=[["*", "kahan"]], float32=["*Norm*"])
+    same = Recipe(name="x", param_dtype="float16", weight_update={"*": "kahan"})
+    assert recipe == same
+    assert hash(recipe) == hash(same)
+    assert (recipe.param_dtype, recipe.weight_update, recipe.float32) == ("float16", (("*", "kahan"),), ("*Norm*",))
+    assert pickle.loads(pickle.dumps(recipe)) == copy.deepcopy(recipe) == recipe
+    assert recipe.replace(weight_update=(("0.*", "split"),)).weight_update == (("0.*", "split"),)
+    assert {field.name: field.default for field in dataclasses.fields(Recipe)}["float32"] == ("*Norm*",)
 
 
 def test_unknown_fields_are_refused_everywhere() -> None:

@@ -80,7 +80,7 @@ class Graph:
         elif uses == 2:
             self._handles.append(leaf.register_hook(partial(_summed, me)))
 
-    def _arriving(self, node: int, name: str, gradients: tuple) -> tuple | None:
+    def _arriving(self, node: int, name: str, gradients: tuple[Tensor | None, ...]) -> tuple | None:
         """Before a node runs: what arrives is one rounded gradient, or a sum, or from outside."""
         self.task = torch._C._current_graph_task_id()
         if torch.is_grad_enabled():

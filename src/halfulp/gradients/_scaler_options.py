@@ -22,8 +22,9 @@ def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     Raises:
         TypeError: something else is among them, or there is none.
     """
-    models = list(model) if isinstance(model, (list, tuple)) else [model]
-    wrong = [one for one in models if not isinstance(one, nn.Module)]
+    elements: list[object] = list(model) if isinstance(model, (list, tuple)) else [model]
+    models = [one for one in elements if isinstance(one, nn.Module)]
+    wrong = [one for one in elements if not isinstance(one, nn.Module)]
     if wrong or not models:
         kind = a_kind(wrong[0]) if wrong else "an empty list"
         raise TypeError(f"the model is {kind}: give a torch.nn.Module, or a list of several")

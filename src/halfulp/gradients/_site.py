@@ -227,6 +227,7 @@ class Sites:
 
     def merge(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass, any that will be met."""
+        keys = list(keys)
         unknown = [key for key in keys if key == GLOBAL or (key not in self._sites and len(self) > 1)]
         if unknown:
             raise ValueError(f"no sites {', '.join(unknown)} to merge; the sites are {', '.join(self._sites)}")

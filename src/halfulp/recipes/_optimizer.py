@@ -17,6 +17,7 @@ from ._torch_optimizers import MeasuredOptimizer
 
 if TYPE_CHECKING:
     from ..gradients import AdaptiveGradScaler
+    from ..optim import Optimizer
 
 
 def optimizer(
@@ -56,11 +57,11 @@ def optimizer(
     recipe = recipe_of(model)
     if recipe.by_torch:
         return _by_torch.optimizer(recipe, model, rule, **hyper)
-    choices: dict[str, Any] = {"state_dtype": _state(recipe, rule, hyper), "format": recipe.format}
+    kind = optim.OPTIMIZERS[rule]
+    choices: dict[str, Any] = {"state_dtype": _state(recipe, kind, hyper), "format": recipe.format}
     if isinstance(recipe.weight_update, str) and not _all_float32(recipe, model):
         choices["weight_update"] = _object(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
-    kind = optim.OPTIMIZERS[rule]
     made = kind(_groups(recipe, model), seed=seed, report_interval=report_interval, **options, **hyper)
     if recipe.format and recipe.state_dtype == recipe.format:
         hold_states(made, recipe.format, seed)
@@ -128,15 +129,19 @@ def _groups(recipe: Recipe, model: nn.Module) -> list[Any]:
     ]
 
 
-def _state(recipe: Recipe, rule: str, hyper: dict[str, Any]) -> object:
+def _state(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> object:
     """The optimizer's ``state_dtype``; values of a format live in float32 states."""
     if recipe.state_dtype == "bfloat16x2":
-        second = ["exp_avg_sq"] if rule in ("Adam", "AdamW") else []
-        second += ["max_exp_avg_sq"] if second and hyper.get("amsgrad") else []
-        return dict.fromkeys(second, recipe.state_dtype) or None
+        return dict.fromkeys(_second_moments(kind, hyper), recipe.state_dtype) or None
     if recipe.state_dtype is None or recipe.state_dtype in ("8bit", "fp8"):
         return recipe.state_dtype
     return torch.float32 if recipe.state_dtype == recipe.format else getattr(torch, recipe.state_dtype)
+
+
+def _second_moments(kind: type[Optimizer], hyper: dict[str, Any]) -> list[str]:
+    """The states that grow as the gradient's square does, as an optimizer of one number with these options has them."""
+    single = kind([nn.Parameter(torch.zeros(1, device="cpu", dtype=torch.float32))], **hyper)
+    return [state.name for state in single.rule(single.param_groups[0]).states if state.degree == 2]
 
 
 def _object(update: str) -> object:

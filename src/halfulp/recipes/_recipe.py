@@ -1,5 +1,10 @@
 """Recipe: which formats and weight updates a training uses, as frozen data."""
 
+# A Converted is a descriptor, made once per class on purpose.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
 import dataclasses
 import json
 import math
@@ -7,6 +12,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._names import described, unknown
+from ._converted_field import (
+    Converted,
+    FormatName,
+    Globs,
+    ScaleOrPolicy,
+    UpdateNames,
+    globs,
+    name_of_format,
+    name_or_mix,
+    power_or_policy,
+)
 
 WEIGHT_UPDATES = (
     "nearest",
@@ -62,8 +78,6 @@ _GRADIENT_SCALE_WORDS = {
     "rising-floor": "All have one scale, halved after an overflow, above a least one that rises by schedule.",
 }
 
-Mix = tuple[tuple[str, str], ...]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -104,6 +118,7 @@ class Recipe:
 
     Raises:
         ValueError: an unknown name, or choices that exclude each other; the message lists near names.
+        TypeError: weight updates that are neither a name nor pairs.
 
     >>> Recipe(name="mine", param_dtype="bfloat16", weight_update="kahan").replace(name="yours").name
     'yours'
@@ -111,30 +126,21 @@ class Recipe:
 
     name: str
     description: str = ""
-    param_dtype: str | None = None
-    weight_update: str | Mix | None = None
-    payload: str | None = None
+    param_dtype: FormatName = Converted(name_of_format, None)
+    weight_update: UpdateNames = Converted(name_or_mix, None)
+    payload: FormatName = Converted(name_of_format, None)
     matmul: str | None = None
     components: int | None = None
-    state_dtype: str | None = None
-    format: str | None = None
-    emulate: str | None = None
-    float32: tuple[str, ...] = NORMS
+    state_dtype: FormatName = Converted(name_of_format, None)
+    format: FormatName = Converted(name_of_format, None)
+    emulate: FormatName = Converted(name_of_format, None)
+    float32: Globs = Converted(globs, NORMS)
     perturb: float = 0.0
-    gradient_format: str | None = None
-    gradient_scale: str | float | None = None
+    gradient_format: FormatName = Converted(name_of_format, None)
+    gradient_scale: ScaleOrPolicy = Converted(power_or_policy, None)
     gradient_rounding: str = "nearest"
 
     def __post_init__(self) -> None:
-        for field in ("param_dtype", "payload", "state_dtype", "format", "emulate", "gradient_format"):
-            object.__setattr__(self, field, _plain_name(getattr(self, field)))
-        if isinstance(self.weight_update, Mapping):
-            object.__setattr__(self, "weight_update", tuple(self.weight_update.items()))
-        elif isinstance(self.weight_update, list):
-            object.__setattr__(self, "weight_update", tuple((str(a), str(b)) for a, b in self.weight_update))
-        object.__setattr__(self, "float32", _globs(self.float32))
-        if isinstance(self.gradient_scale, int) and not isinstance(self.gradient_scale, bool):
-            object.__setattr__(self, "gradient_scale", float(self.gradient_scale))
         self._check()
 
     def _check(self) -> None:
@@ -237,7 +243,7 @@ class Recipe:
             return (self.weight_update,)
         return tuple(dict.fromkeys(name for _, name in self.weight_update))
 
-    def replace(self, **changes: Any) -> "Recipe":
+    def replace(self, **changes: Any) -> Recipe:
         """A copy with some fields changed; an unknown field is a ValueError with near names."""
         _check_fields(changes)
         return dataclasses.replace(self, **changes)
@@ -250,7 +256,7 @@ class Recipe:
         return data
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
+    def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """The recipe that ``to_dict`` described.
 
         >>> Recipe.from_dict({"name": "x", "param_dtyp": "bfloat16"})
@@ -267,7 +273,7 @@ class Recipe:
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> "Recipe":
+    def from_json(cls, text: str) -> Recipe:
         """The recipe that ``to_json`` wrote; text that is not a JSON object is a ValueError."""
         try:
             data = json.loads(text)
@@ -292,24 +298,6 @@ class Recipe:
         if self.perturb:
             said.append(f"Every starting weight is changed by about {self.perturb:g} of itself, as a control.")
         return f"{self.name}: {' '.join(said)}"
-
-
-def _plain_name(value: Any) -> Any:
-    """``torch.bfloat16`` or a Format as the name that JSON can hold; strings and None pass through."""
-    if value is None or isinstance(value, str):
-        return value
-    name = getattr(value, "name", None)
-    return name if isinstance(name, str) else str(value).removeprefix("torch.")
-
-
-def _globs(given: object) -> tuple[str, ...]:
-    if (
-        isinstance(given, str)
-        or not isinstance(given, list | tuple)
-        or not all(isinstance(x, str) and x for x in given)
-    ):
-        raise ValueError(f"float32={given!r}: give a list of globs over names of modules and classes, () for none")
-    return tuple(given)
 
 
 def _known(names: tuple[str, ...], kind: str) -> tuple[str, ...]:

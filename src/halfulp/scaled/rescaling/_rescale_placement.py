@@ -35,7 +35,8 @@ def sides_of(model: nn.Module, rescale: Rescale) -> dict[nn.Module, Side]:
     if isinstance(rescale, str):
         allowed = "'auto', 'norms', None, names of modules, and {name: side}"
         raise ValueError(f"rescale={rescale!r}: allowed are {allowed}")
-    wanted = dict(rescale) if isinstance(rescale, Mapping) else dict.fromkeys(rescale, "gradient")
+    at_inputs: Side = "gradient"
+    wanted = rescale if isinstance(rescale, Mapping) else dict.fromkeys(rescale, at_inputs)
     sides: dict[nn.Module, Side] = {}
     for glob, side in wanted.items():
         check_side(side)
