@@ -1,0 +1,6 @@
+"""What the numbers of a run, a checkpoint or a plan show: observe, audit, forecast, and findings with their cures."""
+
+from .. import _needs_torch as _needs_torch
+from ._finding import Finding as Finding
+from .findings import FindingKind as FindingKind
+from .findings import register_finding as register_finding

@@ -1,0 +1,135 @@
+"""A finding: what is wrong, where, how surely, the numbers that show it, and the cure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Severity = Literal["note", "warning", "error"]
+SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that the numbers of a run, a checkpoint or a plan show to be wrong.
+
+    Attributes:
+        code: a stable name of what is wrong, with a page of its own in the docs.
+        where: qualified names of the parameters, modules or tensors.
+        severity: "note", "warning" or "error".
+        confidence: from 0 to 1.
+        evidence: the numbers that show it; for several names those of the worst.
+        cure: what to do.
+        summary: the evidence in words.
+
+    >>> print(
+    ...     Finding(
+    ...         "updates-lost",
+    ...         ("layers.0.norm.weight", "layers.1.norm.weight"),
+    ...         "error",
+    ...         1.0,
+    ...         {"lost": 1.0},
+    ...         "weight_update='kahan', or keep these in float32",
+    ...         "100% of updates lost in bf16 at lr 3e-05",
+    ...     )
+    ... )
+    layers.*.norm.weight: 100% of updates lost in bf16 at lr 3e-05; weight_update='kahan', or keep these in float32
+    """
+
+    code: str
+    where: tuple[str, ...]
+    severity: Severity
+    confidence: float
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    cure: str = ""
+    summary: str = ""
+
+    def __post_init__(self) -> None:
+        if self.severity not in SEVERITIES:
+            raise ValueError(f"severity {self.severity!r}: give one of {', '.join(SEVERITIES)}")
+        if not 0 <= self.confidence <= 1:
+            raise ValueError(f"confidence {self.confidence}: give a number from 0 to 1")
+
+    def __str__(self) -> str:
+        """One line: where, what is wrong, what to do."""
+        head = f"{in_words(self.where)}: " if self.where else ""
+        return f"{head}{self.summary}" + (f"; {self.cure}" if self.cure else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data that JSON can hold; numbers that JSON has no word for become strings."""
+        return {
+            "code": self.code,
+            "where": list(self.where),
+            "severity": self.severity,
+            "confidence": self.confidence,
+            "evidence": {key: _plain(value) for key, value in self.evidence.items()},
+            "cure": self.cure,
+            "summary": self.summary,
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+def pattern_of(name: str) -> str:
+    """Return a qualified name with * for each number between its dots.
+
+    >>> pattern_of("layers.11.norm.weight"), pattern_of("conv1.weight")
+    ('layers.*.norm.weight', 'conv1.weight')
+    """
+    return _NUMBER.sub("*", name)
+
+
+def in_words(names: Iterable[str]) -> str:
+    """Return names as few words: a single one as it is, those that differ in numbers alone as one pattern.
+
+    >>> in_words(["head.weight"]), in_words(["layers.0.bias", "layers.1.bias", "head.bias"])
+    ('head.weight', 'layers.*.bias, head.bias')
+    """
+    grouped: dict[str, list[str]] = {}
+    for name in names:
+        grouped.setdefault(pattern_of(name), []).append(name)
+    said = [group[0] if len(group) == 1 else pattern for pattern, group in grouped.items()]
+    return ", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else "")
+
+
+def ranked(findings: Iterable[Finding], causes: Mapping[str, Iterable[str]] | None = None) -> list[Finding]:
+    """Join findings of one code over layers of one kind, and return the worst first.
+
+    Args:
+        findings: in any order.
+        causes: code -> codes that explain it where both are found; what explains goes first at equal severity.
+    """
+    joined: dict[tuple, Finding] = {}
+    for finding in findings:
+        key = (finding.code, finding.severity, finding.cure, frozenset(map(pattern_of, finding.where)))
+        there = joined.get(key)
+        joined[key] = finding if there is None else _join(there, finding)
+    found = {finding.code for finding in joined.values()}
+
+    def rank(finding: Finding) -> tuple:
+        explained = any(cause in found for cause in (causes or {}).get(finding.code, ()))
+        return -SEVERITIES.index(finding.severity), explained, -finding.confidence, -len(finding.where), finding.code
+
+    return sorted(joined.values(), key=rank)
+
+
+def _join(one: Finding, other: Finding) -> Finding:
+    worst = max(one, other, key=lambda finding: finding.confidence)
+    return replace(worst, where=tuple(dict.fromkeys([*one.where, *other.where])))
+
+
+def worst_severity(findings: Iterable[Finding]) -> Severity | None:
+    """Return the highest severity among findings, None without any."""
+    return max((finding.severity for finding in findings), key=SEVERITIES.index, default=None)

@@ -1,0 +1,107 @@
+"""What a code stands for: its words, the instruments that find it, and how it is recognized in what they measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..._names import enter, unknown
+from .._finding import Finding, Severity, ranked
+
+if TYPE_CHECKING:
+    from ..record._record import Record
+
+KINDS: dict[str, type[FindingKind]] = {}
+INSTRUMENTS = ("observe", "audit", "forecast", "contract")
+
+
+class FindingKind:
+    """One code; a subclass in a file of its own overrides the method of each instrument that can show it.
+
+    The class's docstring begins with one sentence that says what is wrong; tables and the docs print it.
+
+    Attributes:
+        code: the stable name.
+        cure: what to do, unless a finding says something more specific.
+        explained_by: codes of which this one is a mere consequence where both are found.
+    """
+
+    code: ClassVar[str]
+    cure: ClassVar[str]
+    explained_by: ClassVar[tuple[str, ...]] = ()
+
+    def in_record(self, record: Record) -> Iterable[Finding]:
+        """Find it in what `hu.observe` recorded."""
+        return ()
+
+    def in_audit(self, audit: Any) -> Iterable[Finding]:
+        """Find it in two checkpoints that `hu.audit` compared."""
+        return ()
+
+    def in_forecast(self, forecast: Any) -> Iterable[Finding]:
+        """Find it in what `hu.forecast` computed."""
+        return ()
+
+    def found(
+        self,
+        where: str | Iterable[str],
+        severity: Severity,
+        confidence: float,
+        summary: str,
+        *,
+        cure: str | None = None,
+        **evidence: Any,
+    ) -> Finding:
+        """Return a finding of this code."""
+        names = (where,) if isinstance(where, str) else tuple(where)
+        return Finding(self.code, names, severity, confidence, evidence, self.cure if cure is None else cure, summary)
+
+    @classmethod
+    def instruments(cls) -> tuple[str, ...]:
+        """The instruments that can show it."""
+        methods = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}
+        shown = [name for name, method in methods.items() if getattr(cls, method) is not getattr(FindingKind, method)]
+        return tuple(shown)
+
+
+def register_finding(kind: type[FindingKind]) -> type[FindingKind]:
+    """Make a code known to every instrument, as a class decorator.
+
+    Raises:
+        TypeError: it is no FindingKind.
+        ValueError: another class has its code, or it has no docstring, code or cure.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, FindingKind)):
+        raise TypeError(f"a finding is a subclass of FindingKind; got {kind!r}")
+    for attribute in ("code", "cure"):
+        if not getattr(kind, attribute, ""):
+            raise ValueError(f"finding {kind.__name__} has no {attribute}: give it one as a class attribute")
+    enter("finding", KINDS, kind.code, kind, kind.__doc__)
+    return kind
+
+
+def get_kind(code: str) -> type[FindingKind]:
+    """Return the class of a code.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if code not in KINDS:
+        raise ValueError(unknown("finding", code, KINDS))
+    return KINDS[code]
+
+
+def findings_of(instrument: str, measured: Any) -> list[Finding]:
+    """Return everything that an instrument's measurements show, the worst first.
+
+    Args:
+        instrument: "observe", "audit" or "forecast".
+        measured: a Record, an Audit or a Forecast.
+    """
+    method = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}[instrument]
+    return ranked(_each(method, measured), {code: kind.explained_by for code, kind in KINDS.items()})
+
+
+def _each(method: str, measured: Any) -> Iterator[Finding]:
+    for kind in KINDS.values():
+        yield from getattr(kind(), method)(measured)

@@ -1,0 +1,293 @@
+"""The record of an observed run: plain data that the hooks fill and that findings, report and page read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+Role = Literal[
+    "activation", "weight", "activation gradient", "weight gradient", "update", "first moment", "second moment"
+]
+
+
+@dataclass(slots=True)
+class FormatCounts:
+    """What one format, at one scale, would make of sampled finite elements that are not zero.
+
+    Attributes:
+        elements: how many sampled elements were counted, zeros included.
+        underflow: not zero, and would become zero.
+        subnormal: would become a subnormal that is not zero.
+        overflow: would go beyond the largest number.
+    """
+
+    elements: int = 0
+    underflow: int = 0
+    subnormal: int = 0
+    overflow: int = 0
+
+
+@dataclass(slots=True)
+class Realised:
+    """How much of the wanted changes of sampled elements took place, where the change is rounded.
+
+    Attributes:
+        seen: elements whose wanted change is not zero.
+        cancelled: those of them that stayed as they were, bit for bit.
+        wanted: sum of the squares of the wanted changes, each divided by its largest first where that keeps it finite.
+        kept: sum of wanted times realised change in the same units; kept / wanted is 1 where all moved as wanted.
+        known: whether the wanted change was computed; without, only `seen` (nonzero gradients) and `cancelled` count.
+    """
+
+    seen: int = 0
+    cancelled: int = 0
+    wanted: float = 0.0
+    kept: float = 0.0
+    known: bool = True
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the wanted changes that left their element as it was; 0 where none was wanted."""
+        return self.cancelled / self.seen if self.seen else 0.0
+
+    @property
+    def realised_share(self) -> float | None:
+        """Share of the wanted movement that took place; None where it is not known."""
+        return self.kept / self.wanted if self.known and self.wanted else None
+
+
+@dataclass(slots=True)
+class TensorRecord:
+    """One tensor role at one name over all sampled steps.
+
+    Attributes:
+        role: what the tensor is.
+        name: the parameter's, or the module's whose output or output's gradient it is ("" is the model itself).
+        kind: class name of that module.
+        dtype: of the stored tensor; a scaled or multi-component tensor's payload.
+        order: position among the activations of the first sampled step, in order of computation.
+        steps: sampled steps in which it was seen.
+        elements, zeros, nonfinite, largest: exact counts over the whole tensors of all these steps: all elements;
+            zeros; NaN and infinities; those at the largest finite magnitude of the storage format.
+        amax, amin: exact largest and smallest nonzero finite magnitude over all these steps; 0 and inf without any.
+        last_amax: exact largest finite magnitude in the last of these steps.
+        input_amax: activations: largest magnitude of the module's floating-point inputs in the last step, else None.
+        first_nonfinite: the first sampled step with NaN or infinity, and its position in that step's order.
+        sampled: sampled elements.
+        histogram: sampled nonzero finite elements by floor(log2 |x|).
+        formats: counts of the sampled elements by format name.
+        block_hidden: by block format, sampled nonzero elements that become zero in a block whose largest does not.
+        scale: a scaled tensor's scale, or the power of two of the tensor's gradient exponent or loss scale; 1 else.
+        asked_format: name of a format that its values are known to be quantized to, beyond its dtype; None else.
+        quantization_error: root mean square of x - quantize(x) in asked_format over the last sample; None else.
+        rms: root mean square of the last sample.
+    """
+
+    role: Role
+    name: str
+    kind: str
+    dtype: torch.dtype
+    order: int = 0
+    steps: list[int] = field(default_factory=list)
+    elements: int = 0
+    zeros: int = 0
+    nonfinite: int = 0
+    largest: int = 0
+    amax: float = 0.0
+    amin: float = float("inf")
+    last_amax: float = 0.0
+    input_amax: float | None = None
+    first_nonfinite: tuple[int, int] | None = None
+    sampled: int = 0
+    histogram: dict[int, int] = field(default_factory=dict)
+    formats: dict[str, FormatCounts] = field(default_factory=dict)
+    block_hidden: dict[str, int] = field(default_factory=dict)
+    scale: float = 1.0
+    asked_format: str | None = None
+    quantization_error: float | None = None
+    rms: float = 0.0
+
+
+@dataclass(slots=True)
+class RoundingRecord:
+    """Directions in which stored updates were rounded, of an optimizer that seems to round stochastically.
+
+    Attributes:
+        seen: sampled elements whose wanted value lies strictly between two neighbours, and became one of them.
+        excess: sum of (rounded up) - (probability to round up).
+        variance: sum of probability times (1 - probability).
+        repeated: largest share, over pairs of steps, of elements whose direction is the same beyond what probability
+            explains, as a correlation from -1 to 1; None before two steps.
+        between_ranks: the same between two ranks that hold different shards; None elsewhere.
+    """
+
+    seen: int = 0
+    excess: float = 0.0
+    variance: float = 0.0
+    repeated: float | None = None
+    between_ranks: float | None = None
+
+
+@dataclass(slots=True)
+class ParameterRecord:
+    """One parameter: how it is stored, who steps it, and what became of its updates.
+
+    Attributes:
+        name: qualified.
+        kind: class name of the module that holds it.
+        dtype, shape, numel: of its storage.
+        requires_grad: whether it is trainable.
+        optimizer: class name of the optimizer that holds it; None if none does.
+        weight_update: of halfulp's optimizers; "nearest" for every other.
+        options: numbers of its group (lr, weight_decay, eps, betas, momentum) at the last step.
+        gradients: sampled steps in which it had a gradient.
+        nonzero_gradients: sampled elements with a nonzero gradient.
+        gradient_dtype: of its last gradient.
+        moved: share of sampled elements that differ from the first sampled step; None before a second one.
+        update: of its elements.
+        decay: of weight decay alone, where the optimizer decays the weight apart from the gradient; None elsewhere.
+        accumulation: of gradients that were added to one that was there; None where none was.
+        states: of each floating-point state tensor, by its name in the optimizer's state.
+        state_dtypes: their dtypes.
+        rounding: None unless its updates are rounded stochastically.
+    """
+
+    name: str
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    numel: int
+    requires_grad: bool
+    optimizer: str | None = None
+    weight_update: str = "nearest"
+    options: dict[str, Any] = field(default_factory=dict)
+    gradients: int = 0
+    nonzero_gradients: int = 0
+    gradient_dtype: torch.dtype | None = None
+    moved: float | None = None
+    update: Realised = field(default_factory=Realised)
+    decay: Realised | None = None
+    accumulation: Realised | None = None
+    states: dict[str, Realised] = field(default_factory=dict)
+    state_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    rounding: RoundingRecord | None = None
+
+
+@dataclass(slots=True)
+class AverageRecord:
+    """A running average beside the weights: an EMA's parameter, a normalization's running statistics.
+
+    Attributes:
+        name: qualified in its own module.
+        dtype: of its storage.
+        retention: the share that a step keeps, if it is known.
+        change: of its sampled elements.
+    """
+
+    name: str
+    dtype: torch.dtype
+    retention: float | None
+    change: Realised = field(default_factory=Realised)
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One optimizer step, thinned to at most some thousands in a long run.
+
+    Attributes:
+        step: its number since the observation began, from 0.
+        sampled: whether tensors were looked at.
+        lr: of the first group.
+        loss_scale: of the gradient scaler, None without one.
+        skipped: steps that the scaler skipped since the record before.
+        scheduled: steps of the learning-rate scheduler since the record before; None without one.
+        loss: if one was seen.
+        exponents: smallest and largest gradient exponent of the sites, None without.
+    """
+
+    step: int
+    sampled: bool
+    lr: float | None
+    loss_scale: float | None = None
+    skipped: int = 0
+    scheduled: int | None = None
+    loss: float | None = None
+    exponents: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
+class Expectation:
+    """What a dtype or format was asked for, and what is there.
+
+    Attributes:
+        pattern: a glob over qualified names.
+        asked: the dtype's or format's name.
+        matched: names that match.
+        other: those of them that have something else, and what.
+        source: who asked: "expect", "autocast", "contract", or a trainer's name.
+    """
+
+    pattern: str
+    asked: str
+    matched: list[str] = field(default_factory=list)
+    other: dict[str, str] = field(default_factory=dict)
+    source: str = "expect"
+
+
+@dataclass(slots=True)
+class Difference:
+    """Two computations of one module's output on the same inputs.
+
+    Attributes:
+        name: the module's.
+        dtypes: of the first and the second.
+        differing: share of elements whose values differ.
+        relative: root mean square of the difference over that of the first.
+    """
+
+    name: str
+    dtypes: tuple[str, str]
+    differing: float
+    relative: float
+
+
+@dataclass(slots=True)
+class Record:
+    """All that an observation keeps; every field is plain data.
+
+    Attributes:
+        parameters: by qualified name.
+        tensors: by (role, name).
+        averages: running averages, by name.
+        history: steps in order.
+        sampled_steps: numbers of the steps whose tensors were looked at.
+        expectations: dtypes and formats that were asked for.
+        replicas: by parameter name, whether all ranks that should hold the same bits do.
+        recomputed: modules that ran twice in a step, as gradient checkpointing makes them (`check=True`).
+        compiled: compiled modules beside their eager originals (`check=True`).
+        loss_dtype: dtype of the loss, if one was seen.
+        loss_gap: largest distance between neighbouring numbers of that dtype at the losses seen, over the losses'
+            median absolute change from sampled step to sampled step; None where unknown.
+        skipped: steps that the scaler skipped in all.
+        sites: gradient exponents per site, from an AdaptiveGradScaler.
+        replica_of: (rank, number of ranks).
+        unseen: sentences that say what could not be observed, and why.
+    """
+
+    parameters: dict[str, ParameterRecord] = field(default_factory=dict)
+    tensors: dict[tuple[Role, str], TensorRecord] = field(default_factory=dict)
+    averages: dict[str, AverageRecord] = field(default_factory=dict)
+    history: list[StepRecord] = field(default_factory=list)
+    sampled_steps: list[int] = field(default_factory=list)
+    expectations: list[Expectation] = field(default_factory=list)
+    replicas: dict[str, bool] = field(default_factory=dict)
+    recomputed: list[Difference] = field(default_factory=list)
+    compiled: list[Difference] = field(default_factory=list)
+    loss_dtype: torch.dtype | None = None
+    loss_gap: float | None = None
+    skipped: int = 0
+    sites: list[dict[str, Any]] = field(default_factory=list)
+    replica_of: tuple[int, int] = (0, 1)
+    unseen: list[str] = field(default_factory=list)
