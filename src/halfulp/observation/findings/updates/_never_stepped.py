@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from .._finding import Finding
-from ..record._record import Record
-from ._kind import FindingKind, register_finding
+from ..._finding import Finding
+from ...record._record import Record
+from .._kind import FindingKind, register_finding
 
 
 @register_finding

@@ -1,0 +1,1 @@
+"""Long sums that a narrow format stops: moments, running averages, accumulated gradients."""

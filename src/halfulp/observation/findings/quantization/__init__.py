@@ -1,0 +1,1 @@
+"""What quantizers and blocks do to a tensor: zeros, saturation, noise above the signal."""
