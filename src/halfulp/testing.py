@@ -20,7 +20,7 @@ class RuleError(AssertionError):
 
 
 def check_rule(
-    operator: Callable,
+    operator: Callable[..., Any],
     make_arguments: Callable[[], Sequence[Any]],
     *,
     trials: int = 8,
@@ -87,7 +87,7 @@ def check_rule(
 class _Trial:
     """One set of arguments, run plain or under scales."""
 
-    def __init__(self, operator: Callable, arguments: Sequence[Any], seed: int, gradients: bool) -> None:
+    def __init__(self, operator: Callable[..., Any], arguments: Sequence[Any], seed: int, gradients: bool) -> None:
         self.operator, self.arguments, self.seed, self.gradients = operator, tuple(arguments), seed, gradients
         if not any(_is_floating(x) for x in tree_leaves(self.arguments)):
             raise ValueError("make_arguments returned no floating tensor: there is nothing to give a scale")

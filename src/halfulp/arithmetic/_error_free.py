@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..kernels import product_error, shared
 
-Terms = list  # of values: tensors, or traced ones
+Terms = list[Any]  # of values: tensors, or traced ones
 
 
-def two_sum(a, b):
+def two_sum(a: Any, b: Any) -> tuple[Any, Any]:
     """a + b = s + e exactly, s = fl(a + b) (Knuth 1969, Moller 1965); 6 operations."""
     s = a + b
     other = s - a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class Emulation:
     `copy.forward`. As a context manager it removes itself at the end of the block.
     """
 
-    def __init__(self, target: Callable, rounder: Rounder, parameters: str) -> None:
+    def __init__(self, target: Callable[..., Any], rounder: Rounder, parameters: str) -> None:
         self.target = target
         self.rounder = rounder
         self.parameters = parameters
@@ -40,10 +40,11 @@ class Emulation:
         return inspect.signature(self._original)
 
     @property
-    def _original(self) -> Callable:
+    def _original(self) -> Callable[..., Any]:
         if not isinstance(self.target, nn.Module):
             return self.target
-        return self._before or type(self.target).forward.__get__(self.target)
+        plain: Callable[..., Any] = self._before or type(self.target).forward.__get__(self.target)
+        return plain
 
     @property
     def __code__(self) -> types.CodeType:
@@ -70,14 +71,14 @@ class Emulation:
         return self._emulated(*args, **kwargs)
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
-    def _emulated(self, *args, **kwargs):
+    def _emulated(self, *args: Any, **kwargs: Any) -> Any:
         refuse_recording()
         if isinstance(self.target, nn.Module):
             self._check_parameters(self.target)
-        args, kwargs = self._each(self._rounded, args, kwargs)
+        rounded, options = self._each(self._rounded, args, kwargs)
         with Region(self.rounder):
-            args, kwargs = self._each(_cloned, args, kwargs)
-            return self._original(*args, **kwargs)
+            cloned, options = self._each(_cloned, rounded, options)
+            return self._original(*cloned, **options)
 
     def region(self) -> Region:
         """A `with` block under the same settings, counted here: for a loss outside the model."""
@@ -117,7 +118,9 @@ class Emulation:
         return tensor if _needs_gradient(tensor) else self.rounder.rounded(tensor, "an argument")
 
     @staticmethod
-    def _each(change: Callable[[Tensor], Tensor], args: Iterable, kwargs: dict) -> tuple[list, dict]:
+    def _each(
+        change: Callable[[Tensor], Tensor], args: Iterable[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Arguments with every tensor changed, also inside lists, tuples and dicts."""
         return [_inside(change, value) for value in args], {k: _inside(change, value) for k, value in kwargs.items()}
 
@@ -141,7 +144,7 @@ class Emulation:
 
 
 def emulate(
-    model: nn.Module | Callable,
+    model: nn.Module | Callable[..., Any],
     format: Format | str | torch.dtype,
     rounding: Rounding | str = Nearest(),  # noqa: B008  frozen
     *,
@@ -217,7 +220,7 @@ def emulate(
 emulate.region = region  # type: ignore[attr-defined]  # hu.emulate is this function and hides the package that holds region
 
 
-def _inside(change: Callable[[Tensor], Tensor], value):
+def _inside(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     return tree_map_only(Tensor, change, value) if isinstance(value, list | tuple | dict) else value
@@ -249,7 +252,7 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _state(model: nn.Module):
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((f"parameter {name}", value) for name, value in model.named_parameters())
     yield from ((f"buffer {name}", value) for name, value in model.named_buffers())
 

@@ -97,8 +97,8 @@ class Format:
     def max_code(self) -> int:
         """Code of ``max``: positive codes count up with their values."""
         if self.nan == "ieee":
-            return ((2**self.exponent_bits - 1) << self.mantissa_bits) - 1
-        return 2 ** (self.exponent_bits + self.mantissa_bits) - 1 - (self.nan == "all_ones") - self.infinities
+            return (((1 << self.exponent_bits) - 1) << self.mantissa_bits) - 1
+        return (1 << (self.exponent_bits + self.mantissa_bits)) - 1 - (self.nan == "all_ones") - self.infinities
 
     # range ------------------------------------------------------------------------------------------------
 
@@ -161,7 +161,8 @@ class Format:
             return None
         import torch
 
-        return getattr(torch, name)
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
 
     @property
     def torch_dtype_name(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .._names import enter
 from ._block import BLOCKS, BlockFormat
@@ -35,7 +35,7 @@ def register(format: Named) -> Named:
     """
     if not isinstance(format, Format | BlockFormat):
         raise TypeError(f"a format is a hu.Format or a hu.BlockFormat; got {type(format).__name__}")
-    registry: dict = CATALOG if isinstance(format, Format) else BLOCKS
+    registry: dict[str, Any] = CATALOG if isinstance(format, Format) else BLOCKS
     if format.name != format.name.lower().replace("-", "_"):
         raise ValueError(f"a format is looked up in lower case and with _ for -: name it so, not {format.name!r}")
     known = is_known(format.name) or BLOCKS.get(format.name)

@@ -100,7 +100,8 @@ class Manifold(abc.ABC):
     def norm(self, point: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
         """The length of a vector at a point; (..., 1)."""
         size = self.size(point if isinstance(vector, MCTensor) else rounded(point))
-        return torch.linalg.vector_norm(rounded(vector / size), dim=-1, keepdim=True)
+        length: torch.Tensor = torch.linalg.vector_norm(rounded(vector / size), dim=-1, keepdim=True)
+        return length
 
     def check(self, points: torch.Tensor) -> None:
         """Raise unless all points are finite points of the model.

@@ -110,7 +110,8 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
             shape = (*parameter.shape[:-1], width)
             wide = isinstance(gradient, MCTensor)
             state[name] = (torch.zeros_like(parameter) if wide else gradient).new_zeros(shape)
-        return state[name] if rows is None else state[name][rows]
+        held: torch.Tensor = state[name]
+        return held if rows is None else held[rows]
 
     def _hold(self, name: str, parameter: torch.Tensor, rows: torch.Tensor | None, value: torch.Tensor) -> None:
         """Write back what `_held` gave."""

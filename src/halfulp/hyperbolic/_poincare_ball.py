@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -107,7 +108,8 @@ def margin(point: torch.Tensor) -> torch.Tensor:
     """1 - |p|^2 without cancellation, (..., 1); plain tensors: the exact value, rounded once or to 2^-100."""
     if isinstance(point, MCTensor):
         return 1 - (point * point).sum(-1, keepdim=True)
-    return _Margin.apply(point)
+    rounded_once: Callable[..., torch.Tensor] = _Margin.apply
+    return rounded_once(point)
 
 
 class _Margin(torch.autograd.Function):
@@ -127,5 +129,5 @@ class _Margin(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        (point,) = context.saved_tensors
+        point: torch.Tensor = context.saved_tensors[0]
         return -2 * gradient * point

@@ -10,9 +10,11 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+
+Network = TypeVar("Network", bound=Callable[..., list[Any]])
 
 MANTISSA = {torch.float32: 23, torch.float64: 52}
 _BIAS = {torch.float32: 127, torch.float64: 1023}
@@ -93,16 +95,17 @@ def _piece(function: Callable, shape: tuple, dtype: torch.dtype, inputs: int) ->
     return Piece(trace, tuple(x.number for x in results))
 
 
-def shared(network: Callable) -> Callable:
+def shared(network: Network) -> Network:
     """A network, (lists of values and constants) -> a list of values, that large kernels hold once and call."""
 
     @functools.wraps(network)
-    def run(*arguments):
+    def run(*arguments: Any) -> list[Any]:
         values = (x for a in arguments if isinstance(a, list) for x in a)
         traced = next((x for x in values if isinstance(x, Traced)), None)
-        return network(*arguments) if traced is None else traced.trace.call(network, arguments)
+        found: list[Any] = network(*arguments) if traced is None else traced.trace.call(network, arguments)
+        return found
 
-    return run
+    return cast("Network", run)
 
 
 class Traced:
@@ -204,7 +207,7 @@ def floor(x):
     return x.trace.emit("floor", (x,)) if isinstance(x, Traced) else x.floor()
 
 
-def select(condition, a, b):
+def select(condition: Any, a: Any, b: Any) -> Any:
     """a where the condition holds, else b."""
     if isinstance(condition, Traced):
         return condition.trace.emit("select", (condition, a, b))
@@ -250,7 +253,7 @@ def round_to_float32(x):
     return x.trace.emit("round_to_float32", (x,)) if isinstance(x, Traced) else x.float().double()
 
 
-def is_finite(x):
+def is_finite(x: Any) -> Any:
     """Neither infinite nor NaN."""
     return (x - x) == 0.0
 

@@ -189,7 +189,8 @@ class MCTensor(torch.Tensor):
         >>> MCTensor.encode(0.1, dtype=torch.bfloat16, components=3).decode(torch.float32)
         tensor(0.1000)
         """
-        return torch.ops.halfulp.decode(self, dtype)
+        value: Tensor = torch.ops.halfulp.decode(self, dtype)
+        return value
 
     def with_gradients(self, gradients: str) -> MCTensor:
         """The same components under another way of keeping gradients: a leaf that shares memory."""
@@ -244,7 +245,8 @@ class MCTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MCTensor:
         if id(self) in memo:
-            return memo[id(self)]
+            copied: MCTensor = memo[id(self)]
+            return copied
         if not self.is_leaf:
             raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
         held = None if self._scale is None else deepcopy(self._scale, memo)
@@ -275,7 +277,8 @@ class MCTensor(torch.Tensor):
     @property
     def data(self) -> Tensor:
         """The same components without history; assigning replaces the components."""
-        return _data.__get__(self)
+        detached: Tensor = _data.__get__(self)
+        return detached
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -363,7 +366,8 @@ def to_plain(x: MCTensor) -> Tensor:
 
 def with_history(x: Tensor, made: MCTensor) -> MCTensor:
     """Return `made`, the encoding of x, with a graph through which gradients flow back to x."""
-    return _Encode.apply(x, made) if x.requires_grad and torch.is_grad_enabled() else made
+    connect: Callable[..., MCTensor] = _Encode.apply
+    return connect(x, made) if x.requires_grad and torch.is_grad_enabled() else made
 
 
 class _Encode(torch.autograd.Function):

@@ -84,7 +84,7 @@ def _copy(parameter: MCTensor, value: MCTensor) -> None:
             parameter._scale.copy_(value._scale)
 
 
-def _fitting(state_dict: Mapping, name: str, parameter: MCTensor) -> MCTensor | None:
+def _fitting(state_dict: Mapping[str, Any], name: str, parameter: MCTensor) -> MCTensor | None:
     """Return a parameter's entries as an MCTensor of its own dtype and components; None where the file has none.
 
     Raises:
@@ -114,7 +114,7 @@ def _in_own_memory(part: Tensor) -> Tensor:
     return part if part.untyped_storage().nbytes() == part.numel() * part.element_size() else part.clone()
 
 
-def _from_entries(state_dict: Mapping, name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
+def _from_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
     """Return all entries of one parameter as an MCTensor; dtype: of a single component stored beside its scale."""
     beside = {
         match[1]: value

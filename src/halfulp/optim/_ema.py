@@ -27,12 +27,12 @@ from .wrapping._explicit_gradient import ExplicitGradientOptimizer
 Decay = float | Callable[[int], float]
 
 
-def average(w, g, take):
+def average(w: Any, g: Any, take: Any) -> tuple[Any]:
     """u = (1 - decay) (g - w), with the live weight in the gradient's place."""
     return (take * (g - w),)
 
 
-def decay_at(group: Mapping, step: int) -> float:
+def decay_at(group: Mapping[str, Any], step: int) -> float:
     """The decay of an update; updates count from 1.
 
     Raises:

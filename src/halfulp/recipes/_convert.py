@@ -171,7 +171,8 @@ def _records(model: nn.Module) -> list[_Record]:
 
 def _param_dtype(recipe: Recipe) -> torch.dtype:
     """The dtype that a recipe names for parameters."""
-    return getattr(torch, str(recipe.param_dtype))
+    dtype: torch.dtype = getattr(torch, str(recipe.param_dtype))
+    return dtype
 
 
 def _to_narrow(model: nn.Module, kept: set[str], dtype: torch.dtype) -> tuple[str, ...]:

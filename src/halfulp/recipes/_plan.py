@@ -203,4 +203,5 @@ def _held_as(recipe: Recipe) -> str:
 
 def _bytes(recipe: Recipe) -> int:
     name = recipe.payload or recipe.param_dtype or "float32"
-    return getattr(torch, name).itemsize * (recipe.components or 1)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype.itemsize * (recipe.components or 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -92,14 +92,16 @@ def apply(
     if isinstance(rounding, Stochastic):
         if rounding.seed is None:
             if out is None:
-                return _quantize_drawing(x, target, counter)
+                drawn: torch.Tensor = _quantize_drawing(x, target, counter)
+                return drawn
             _quantize_drawing_into(x, target, counter, out)
             return out
         seed = rounding.signed_seed
     else:
         seed, counter = 0, 0
     if out is None:
-        return _quantize(x, target, seed, counter)
+        result: torch.Tensor = _quantize(x, target, seed, counter)
+        return result
     _quantize_into(x, target, seed, counter, out)
     return out
 
@@ -114,7 +116,9 @@ def target_for(
 
 
 @lru_cache(maxsize=1024)
-def _remembered(format, rounding, overflow, dtype) -> Target | None:
+def _remembered(
+    format: Format | str | torch.dtype, rounding: Rounding, overflow: str | None, dtype: torch.dtype
+) -> Target | None:
     return make_target(get(format), rounding, overflow, dtype)
 
 
@@ -193,18 +197,20 @@ def _into_drawing(x: torch.Tensor, target: list[int], counter: int, out: torch.T
     _into(x, target, drawn_key(), counter, out)
 
 
-def _like(x: torch.Tensor, *arguments) -> torch.Tensor:
+def _like(x: torch.Tensor, *arguments: object) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _nothing(*arguments) -> None:
+def _nothing(*arguments: object) -> None:
     return None
 
 
 _quantize = define_operator("quantize(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _new, _like)
 
 
-def _of_batch(info, places, x, target: list[int], seed: int, counter: int) -> tuple[torch.Tensor, int]:
+def _of_batch(
+    info: Any, places: Any, x: torch.Tensor, target: list[int], seed: int, counter: int
+) -> tuple[torch.Tensor, int]:
     """Elements are rounded one by one; random bits are numbered within each sample, as without a batch."""
     x = x.movedim(places[0], 0)
     if Target(*target).mode != STOCHASTIC:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..kernels.scalar._operations import add, bit_xor, high_word, low_word, mul, shr
+from ..kernels.scalar._operations import Word, add, bit_xor, high_word, low_word, mul, shr
 
 WEYL = np.uint32(0x9E3779B9)
 FIRST = np.uint32(0x21F0AAAD)
@@ -36,7 +36,7 @@ def mix64(*values: int) -> int:
     return key
 
 
-def stream_start(key_low, key_high, index):
+def stream_start(key_low: Word, key_high: Word, index: Word) -> np.uint32:
     """Piece: the counter of the element at a global index; neighbours differ by WEYL.
 
     The high word of the index enters by a product of its own, so that elements 2^32 apart differ.
@@ -44,7 +44,7 @@ def stream_start(key_low, key_high, index):
     return add(mul(low_word(index), WEYL), bit_xor(key_low, mul(add(high_word(index), key_high), HIGH)))
 
 
-def draw(counter):
+def draw(counter: Word) -> np.uint32:
     """Piece: 32 random bits from an element's counter."""
     x = mul(bit_xor(counter, shr(counter, S16)), FIRST)
     return mul(bit_xor(x, shr(x, S15)), SECOND)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -17,19 +20,27 @@ class _StraightThrough(torch.autograd.Function):
     """y = round(x), dL/dx = round(dL/dy); the derivative of either rounding counts as 1."""
 
     @staticmethod
-    def forward(x, forward, backward, rounding, backward_rounding, overflow, counter):
+    def forward(
+        x: torch.Tensor,
+        forward: AnyFormat | None,
+        backward: AnyFormat | None,
+        rounding: Rounding,
+        backward_rounding: Rounding,
+        overflow: str | None,
+        counter: int,
+    ) -> torch.Tensor:
         return x.view_as(x) if forward is None else quantize(x, forward, rounding, overflow=overflow, counter=counter)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         _, _, backward, _, backward_rounding, overflow, counter = inputs
         ctx.backward_choice = (backward, backward_rounding, overflow, counter)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         format, rounding, overflow, counter = ctx.backward_choice
         if format is not None:
-            gradient = _function().apply(gradient, format, None, rounding, rounding, overflow, counter)
+            gradient = _function()(gradient, format, None, rounding, rounding, overflow, counter)
         return gradient, None, None, None, None, None, None
 
 
@@ -39,13 +50,14 @@ class _Transformed(_StraightThrough):
     generate_vmap_rule = True
 
     @staticmethod
-    def jvp(ctx, tangent, *rest):
+    def jvp(ctx: Any, tangent: torch.Tensor, *rest: object) -> torch.Tensor:
         """What moves the value moves the rounded one as far."""
         return tangent.view_as(tangent)
 
 
-def _function() -> type[_StraightThrough]:
-    return _Transformed if under_transform() else _StraightThrough
+def _function() -> Callable[..., torch.Tensor]:
+    chosen: type[torch.autograd.Function] = _Transformed if under_transform() else _StraightThrough
+    return chosen.apply
 
 
 def straight_through(
@@ -89,7 +101,7 @@ def straight_through(
         check_format(x, backward, backward_rounding, overflow)
     if forward is None and backward is None:
         return x
-    return _function().apply(x, forward, backward, rounding, backward_rounding, overflow, counter)
+    return _function()(x, forward, backward, rounding, backward_rounding, overflow, counter)
 
 
 def _apart(rounding: Rounding) -> Rounding:

@@ -52,7 +52,8 @@ def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype
             check_storage(dtype)
     if forward is None and backward is None:
         return x
-    return _cast(x, forward, backward)
+    result: Tensor = _cast(x, forward, backward)
+    return result
 
 
 def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -167,12 +168,12 @@ def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dt
     return make_scaled(_powers.times(payload / level, rest), scale, forward, x.dtype)
 
 
-def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = inputs[2]
 
 
 @untraced
-def _cast_backward(context: Any, gradient: Tensor) -> tuple:
+def _cast_backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     return gradient if context.dtype is None else _cast(gradient, context.dtype, None), None, None
 
 

@@ -133,7 +133,8 @@ class ScaledTensor(torch.Tensor):
         >>> ScaledTensor.encode(torch.tensor([1e-6, 3e-6]), torch.float8_e4m3fn).scale.log2()
         tensor(-19.)
         """
-        return CLASS_FUNCTIONS["encode"](x, dtype, scale, rounding, home)
+        encoded: ScaledTensor = CLASS_FUNCTIONS["encode"](x, dtype, scale, rounding, home)
+        return encoded
 
     @staticmethod
     def implements(*operators: Any) -> Callable[[Given], Given]:
@@ -171,7 +172,8 @@ class ScaledTensor(torch.Tensor):
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """Return the same values under another scale; finite payloads beyond the storage's range saturate."""
-        return CLASS_FUNCTIONS["with_scale"](self, scale)
+        changed: ScaledTensor = CLASS_FUNCTIONS["with_scale"](self, scale)
+        return changed
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the value as a plain tensor, rounded once to the logical dtype or another; gradients flow through it.
@@ -180,11 +182,13 @@ class ScaledTensor(torch.Tensor):
         >>> ScaledTensor(torch.tensor([1.0, 1.5]), 2.0**-3).decode()
         tensor([0.1250, 0.1875])
         """
-        return CLASS_FUNCTIONS["decode"](self, dtype)
+        value: Tensor = CLASS_FUNCTIONS["decode"](self, dtype)
+        return value
 
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
         """Change the payload's dtype, in place: the values rounded once, the scale as it is."""
-        return CLASS_FUNCTIONS["cast_"](self, dtype)
+        CLASS_FUNCTIONS["cast_"](self, dtype)
+        return self
 
     def share_memory_(self) -> ScaledTensor:
         """Move payload and scale to memory that processes share."""
@@ -194,7 +198,7 @@ class ScaledTensor(torch.Tensor):
 
     def is_shared(self) -> bool:
         """Return whether processes share the memory."""
-        return self._payload.is_shared()
+        return bool(self._payload.is_shared())
 
     def tolist(self) -> float | list[Any]:  # type: ignore[override]
         """Return the values as Python floats in nested lists."""
@@ -211,14 +215,16 @@ class ScaledTensor(torch.Tensor):
         raise TypeError("DLPack has no type for a payload with a scale: hand over x.decode()")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return CLASS_FUNCTIONS["format_scaled"](self)
+        text: str = CLASS_FUNCTIONS["format_scaled"](self)
+        return text
 
     def __format__(self, specification: str) -> str:
         return format(self.item(), specification) if self.dim() == 0 and specification else repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaledTensor:
         if id(self) in memo:
-            return memo[id(self)]
+            copied: ScaledTensor = memo[id(self)]
+            return copied
         if not self.is_leaf:
             raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
         with torch._C._DisableFuncTorch():  # inside a transform too a copy is no part of what is transformed
@@ -233,7 +239,8 @@ class ScaledTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        return CLASS_FUNCTIONS["pickled_parts"](self)
+        parts: tuple[Any, ...] = CLASS_FUNCTIONS["pickled_parts"](self)
+        return parts
 
     @property
     def data(self) -> Tensor:
@@ -247,7 +254,8 @@ class ScaledTensor(torch.Tensor):
         >>> x
         ScaledTensor([0.1250, 0.2500, 0.5000], scale=2^-2, payload=torch.float16)
         """
-        return _data.__get__(self)
+        detached: Tensor = _data.__get__(self)
+        return detached
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -276,7 +284,8 @@ class ScaledTensor(torch.Tensor):
             return self.detach().decode()
         if expected not in (None, ScaledTensor):
             return None
-        return CLASS_FUNCTIONS["with_dtypes"](self.detach(), *context)
+        converted: Tensor = CLASS_FUNCTIONS["with_dtypes"](self.detach(), *context)
+        return converted
 
 
 @untraced
@@ -300,13 +309,14 @@ def wrap(
     return made
 
 
-def home_of(arguments: Iterable[Any], options: dict | None) -> torch.dtype | None:
+def home_of(arguments: Iterable[Any], options: dict[str, Any] | None) -> torch.dtype | None:
     """Return the home of the first argument that has one, in lists too."""
     for x in arguments:
         kind = type(x)
         if kind is ScaledTensor:
-            if x._home is not None:
-                return x._home
+            home: torch.dtype | None = x._home
+            if home is not None:
+                return home
         elif (kind is list or kind is tuple) and (home := home_of(x, None)) is not None:
             return home
     return home_of(options.values(), None) if options else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -113,7 +114,8 @@ def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = Non
         _check(a, "exact_partial")
     else:
         a, b = _pair(a, b, "exact_partial")
-    return _partial(a.detach(), None if b is None else b.detach(), _dims(a.dim(), dim))
+    words: torch.Tensor = _partial(a.detach(), None if b is None else b.detach(), _dims(a.dim(), dim))
+    return words
 
 
 def exact_round(partial: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -140,7 +142,8 @@ def exact_round(partial: torch.Tensor, dtype: torch.dtype = torch.float64) -> to
             f"exact_round takes partials of {WORDS} words along the last dimension, got shape {tuple(partial.shape)}: "
             "merge partials by adding them, not by concatenating"
         )
-    return _round(partial, _result(dtype, torch.float64))
+    rounded: torch.Tensor = _round(partial, _result(dtype, torch.float64))
+    return rounded
 
 
 def _kind(x: object) -> str:
@@ -247,23 +250,23 @@ def _spread(gradient: torch.Tensor, shape: torch.Size, dims: list[int], keepdim:
     return gradient.expand(shape)
 
 
-def _remember_sum(ctx, inputs, output) -> None:
+def _remember_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, ctx.dims, ctx.keepdim, ctx.result = inputs
     ctx.shape, ctx.dtype = x.shape, x.dtype
 
 
-def _sum_backward(ctx, gradient):
+def _sum_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return _spread(gradient.to(ctx.dtype), ctx.shape, ctx.dims, ctx.keepdim), None, None, None
 
 
-def _remember_dot(ctx, inputs, output) -> None:
+def _remember_dot(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, ctx.dims, ctx.keepdim, ctx.result = inputs
     ctx.save_for_backward(a, b)
     if hasattr(ctx, "save_for_forward"):  # not the context of an operator
         ctx.save_for_forward(a, b)
 
 
-def _dot_backward(ctx, gradient):
+def _dot_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     a, b = ctx.saved_tensors
     gradient = _spread(gradient, a.shape, ctx.dims, ctx.keepdim)
     for_a = (gradient * b).to(a.dtype) if ctx.needs_input_grad[0] else None
@@ -280,11 +283,15 @@ def _front(x: torch.Tensor, place: int | None, size: int) -> torch.Tensor:
     return x.expand(size, *x.shape) if place is None else x.movedim(place, 0)
 
 
-def _sum_of_batch(info, places, x, dim, keepdim, dtype):
+def _sum_of_batch(
+    info: Any, places: Any, x: torch.Tensor, dim: list[int], keepdim: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, int]:
     return _sum(_front(x, places[0], info.batch_size), [d + 1 for d in dim], keepdim, dtype), 0
 
 
-def _dot_of_batch(info, places, a, b, dim, keepdim, dtype):
+def _dot_of_batch(
+    info: Any, places: Any, a: torch.Tensor, b: torch.Tensor, dim: list[int], keepdim: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, int]:
     a, b = (_front(x, place, info.batch_size) for x, place in zip((a, b), places))
     return _dot(a, b, [d + 1 for d in dim], keepdim, dtype), 0
 
@@ -299,14 +306,15 @@ class _Sum(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, dims, keepdim, dtype):
-        return _sum(x, dims, keepdim, dtype)
+    def forward(x: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
+        total: torch.Tensor = _sum(x, dims, keepdim, dtype)
+        return total
 
     setup_context = staticmethod(_remember_sum)
     backward = staticmethod(_sum_backward)
 
     @staticmethod
-    def jvp(ctx, tangent, *rest):
+    def jvp(ctx: Any, tangent: torch.Tensor, *rest: object) -> torch.Tensor:
         """The sum of the tangent, rounded once."""
         return _differentiable_sum(tangent, ctx.dims, ctx.keepdim, ctx.result)
 
@@ -317,14 +325,15 @@ class _Dot(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(a, b, dims, keepdim, dtype):
-        return _dot(a, b, dims, keepdim, dtype)
+    def forward(a: torch.Tensor, b: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
+        total: torch.Tensor = _dot(a, b, dims, keepdim, dtype)
+        return total
 
     setup_context = staticmethod(_remember_dot)
     backward = staticmethod(_dot_backward)
 
     @staticmethod
-    def jvp(ctx, for_a, for_b, *rest):
+    def jvp(ctx: Any, for_a: torch.Tensor | None, for_b: torch.Tensor | None, *rest: object) -> torch.Tensor:
         """The products of each tangent with the other operand, each sum of them rounded once."""
         a, b = ctx.saved_tensors
         parts = [
@@ -336,14 +345,12 @@ class _Dot(torch.autograd.Function):
 
 
 def _differentiable_sum(x: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
-    if under_transform():
-        return _Sum.apply(x, dims, keepdim, dtype)
-    return _sum(x, dims, keepdim, dtype)
+    summed: Callable[..., torch.Tensor] = _Sum.apply if under_transform() else _sum
+    return summed(x, dims, keepdim, dtype)
 
 
 def _differentiable_dot(
     a: torch.Tensor, b: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    if under_transform():
-        return _Dot.apply(a, b, dims, keepdim, dtype)
-    return _dot(a, b, dims, keepdim, dtype)
+    summed: Callable[..., torch.Tensor] = _Dot.apply if under_transform() else _dot
+    return summed(a, b, dims, keepdim, dtype)

@@ -6,6 +6,7 @@ import array
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ class Call:
             return self.components
         return -(-(self.components * PRECISION[self.dtype] + 4) // PRECISION[self.arithmetic])
 
-    def evaluate(self, *values) -> Terms:
+    def evaluate(self, *values: Any) -> Terms:
         """The function of all operands' components, in the arithmetic's type."""
         operands, rest = [], list(values)
         for dtype, count in self.operands:
@@ -59,7 +60,7 @@ class Call:
         return round_to_components(terms, self.dtype, self.components)
 
     @functools.cached_property
-    def kernel(self) -> Callable:
+    def kernel(self) -> Callable[..., Any]:
         """The machine code."""
         stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
         trace, results = record(self.evaluate, self.arithmetic, len(stored))
@@ -111,7 +112,7 @@ def names() -> tuple[str, ...]:
 
 
 @functools.cache
-def _call(name: str, operands: tuple, components: int, dtype: torch.dtype) -> Call:
+def _call(name: str, operands: tuple[Any, ...], components: int, dtype: torch.dtype) -> Call:
     if name not in names():
         raise ValueError(f"no function {name!r} of expansions: there are {', '.join(names())}")
     wanted = 2 if name in DIVISIONS else FUNCTIONS[name].operands
@@ -225,7 +226,7 @@ def _made_like(first: torch.Tensor, shape: torch.Size, dtype: torch.dtype, compo
     return tuple([torch.empty((*shape,), dtype=dtype, device=first.device) for _ in range(components)])
 
 
-def fill(kernel: Callable, flat: Sequence[torch.Tensor], written: Parts) -> None:
+def fill(kernel: Callable[..., Any], flat: Sequence[torch.Tensor], written: Parts) -> None:
     """Run a kernel on operands that broadcast to the results, which are contiguous and not empty."""
     shape, count = written[0].shape, written[0].numel()
     row = count if count < _ROW else _ROW
@@ -247,7 +248,7 @@ def fill(kernel: Callable, flat: Sequence[torch.Tensor], written: Parts) -> None
         run_chunks(kernel, np.full(rows, row), table.buffer_info()[0])
 
 
-def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> tuple[list[int], Sequence]:
+def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> tuple[list[int], Sequence[Any]]:
     """The table's words for operands of any shapes and strides, and what holds the memory that they tell."""
     row = count if count < _ROW else _ROW
     for part in flat:
@@ -255,7 +256,7 @@ def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> 
             row = shape[-1]
             break
     words = [row, count]
-    alive: list[torch.Tensor | array.array] = []
+    alive: list[torch.Tensor | array.array[Any]] = []
     for part in map(plain, flat):
         if part.shape != shape:
             held, words_of = _spread(part, shape, row)
@@ -268,7 +269,9 @@ def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> 
     return words, alive
 
 
-def _spread(part: torch.Tensor, shape: torch.Size, row: int) -> tuple[torch.Tensor | array.array, tuple[int, int, int]]:
+def _spread(
+    part: torch.Tensor, shape: torch.Size, row: int
+) -> tuple[torch.Tensor | array.array[Any], tuple[int, int, int]]:
     """A broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
     if part.numel() == 1:
         if part.dtype in _CODES:
@@ -286,7 +289,9 @@ def _spread(part: torch.Tensor, shape: torch.Size, row: int) -> tuple[torch.Tens
     return part, (address(part), row, 1)
 
 
-def _implementation(name: str, parts: list, counts: list, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def _implementation(
+    name: str, parts: list[torch.Tensor], counts: list[int], components: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     kinds, at = [], 0
     for count in counts:
         kinds.append((parts[at].dtype, count))
@@ -294,7 +299,9 @@ def _implementation(name: str, parts: list, counts: list, components: int, dtype
     return list(_run(_call(name, tuple(kinds), components, dtype), parts, None))
 
 
-def _fake(name: str, parts: list, counts: list, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def _fake(
+    name: str, parts: list[torch.Tensor], counts: list[int], components: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     shape = torch.broadcast_shapes(*(part.shape for part in parts))
     return [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
 

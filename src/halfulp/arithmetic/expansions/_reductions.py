@@ -6,7 +6,7 @@ import array
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ def running(parts: Parts, dim: int, components: int) -> Parts:
     return parts
 
 
-def _reduced(kind: str, parts: Parts, dim, components: int, keepdim: bool) -> Parts:
+def _reduced(kind: str, parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool) -> Parts:
     dims = _dimensions(parts[0].dim(), dim)
     if torch.compiler.is_compiling() or not all(map(_at_hand, parts)):
         return tuple(_operator(kind, list(parts), dims, components, keepdim))
@@ -90,7 +90,7 @@ def _at_hand(part: torch.Tensor) -> bool:
     return type(part) is torch.Tensor and not part.is_neg() and not part._is_zerotensor()
 
 
-def _dimensions(rank: int, dim) -> list[int]:
+def _dimensions(rank: int, dim: int | Sequence[int] | None) -> list[int]:
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return list(range(rank))
     dims = [dim] if isinstance(dim, int) else list(dim)
@@ -220,7 +220,7 @@ class _Pieces(NamedTuple):
     components: int
     dtype: torch.dtype
 
-    def step(self, *values) -> Terms:
+    def step(self, *values: Any) -> Terms:
         """The next row into a block's state."""
         held, state, row = self.held, list(values[: self.held]), list(values[self.held :])
         if self.stored != torch.float64:
@@ -235,17 +235,17 @@ class _Pieces(NamedTuple):
         high, error = two_sum(state[0], row[0])
         return [high, state[1] + (error + row[1] if len(row) > 1 else error)]
 
-    def join(self, *values) -> Terms:
+    def join(self, *values: Any) -> Terms:
         """A block's state into what is held."""
         state = values[self.held :]
         return self.merge(*values[: self.held], *(two_sum(*state) if self._short and self.kind != "prod" else state))
 
-    def merge(self, *values) -> Terms:
+    def merge(self, *values: Any) -> Terms:
         """What two lanes hold."""
         one, other = list(values[: self.held]), list(values[self.held :])
         return multiplied(one, other, self.held) if self.kind == "prod" else added(one, other, self.held)
 
-    def close(self, *values) -> Terms:
+    def close(self, *values: Any) -> Terms:
         """What is held, and what a mean is divided by, as the result's components."""
         *terms, count = values
         if self.kind == "mean":
@@ -301,7 +301,7 @@ def _fold(pieces: _Pieces, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Par
 
 
 @functools.cache
-def _kernel(pieces: _Pieces, shape: str) -> Callable:
+def _kernel(pieces: _Pieces, shape: str) -> Callable[..., Any]:
     stored, written = (pieces.stored,) * pieces.inputs, (pieces.dtype,) * pieces.components
     return compile_fold(f"fold_{pieces.kind}", pieces.fold, stored, written, shape)
 
@@ -343,11 +343,13 @@ def _padded(part: torch.Tensor, rows: int, value: float) -> torch.Tensor:
     return torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[1]), value=value)
 
 
-def _implementation(kind: str, parts: list, dims: list, components: int, keepdim: bool) -> list[torch.Tensor]:
+def _implementation(
+    kind: str, parts: list[torch.Tensor], dims: list[int], components: int, keepdim: bool
+) -> list[torch.Tensor]:
     return list(_reduce(kind, tuple(parts), dims, components, keepdim))
 
 
-def _fake(kind: str, parts: list, dims: list, components: int, keepdim: bool) -> list[torch.Tensor]:
+def _fake(kind: str, parts: list[torch.Tensor], dims: list[int], components: int, keepdim: bool) -> list[torch.Tensor]:
     shape = parts[0].shape
     after = [1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims]
     return [parts[0].new_empty(after) for _ in range(components)]

@@ -127,7 +127,7 @@ def _check_shapes(name: str, a: torch.Size, b: torch.Size | None) -> None:
         raise ValueError(f"{name} takes a right-hand side (..., {a[-2]}, K), got {tuple(b)}; unsqueeze(-1) a vector")
 
 
-def _run(name: str, parts: list, count: int, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def _run(name: str, parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
     a, b = (tuple(part.detach() for part in some) for some in (parts[:count], parts[count:]))
     for operand in (a, b):
         if operand and not bool(operand[0].isfinite().all()):
@@ -175,7 +175,7 @@ def _shapes(name: str, a: torch.Size, b: torch.Size | None) -> list[torch.Size]:
     return [torch.Size((*torch.broadcast_shapes(a[:-2], b[:-2]), n, b[-1]))]
 
 
-def _fake(name: str, parts: list, count: int, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def _fake(name: str, parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
     shapes = _shapes(name, parts[0].shape, parts[count].shape if len(parts) > count else None)
     return [parts[0].new_empty(shape, dtype=dtype) for shape in shapes for _ in range(components)]
 

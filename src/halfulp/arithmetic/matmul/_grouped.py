@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...kernels import define_operator
@@ -65,12 +67,14 @@ def _check(a: torch.Size, b: torch.Size, offsets: torch.Tensor | None) -> None:
         )
 
 
-def _shape(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> tuple:
+def _shape(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> tuple[Any, ...]:
     shape = (a.shape[-2], b.shape[-1])
     return (offsets.shape[0], *shape) if a.dim() == b.dim() else shape
 
 
-def _run(parts: list, count: int, offsets: torch.Tensor, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def _run(
+    parts: list[torch.Tensor], count: int, offsets: torch.Tensor, components: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     a, b = (tuple(part.detach() for part in some) for some in (parts[:count], parts[count:]))
     ends = offsets.tolist()
     limit = a[0].shape[0] if b[0].dim() == 3 else b[0].shape[-1] if a[0].dim() == 3 else a[0].shape[-1]
@@ -94,7 +98,9 @@ def _group(part: torch.Tensor, group: int, where: slice, rows: bool) -> torch.Te
     return part[where] if rows else part[:, where]
 
 
-def _fake(parts: list, count: int, offsets: torch.Tensor, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def _fake(
+    parts: list[torch.Tensor], count: int, offsets: torch.Tensor, components: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     shape = _shape(parts[0], parts[count], offsets)
     return [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
 

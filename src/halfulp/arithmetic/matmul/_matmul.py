@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -88,7 +88,7 @@ def _shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
     return (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
 
 
-def _run(a: Sequence, b: Sequence, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
+def _run(a: Sequence[Any], b: Sequence[Any], components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
     """All components of the result, and the bound behind them if it is asked for."""
     a, b = ([part.detach() if part.requires_grad else part for part in parts] for parts in (a, b))
     shape = _shape(a[0], b[0])
@@ -159,11 +159,15 @@ def _for_slices(parts: Parts) -> Parts:
     return parts if parts[0].dtype == torch.float64 else tuple(part.double() for part in parts)
 
 
-def _implementation(parts: list, count: int, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
+def _implementation(
+    parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype, error: bool
+) -> list[torch.Tensor]:
     return _run(parts[:count], parts[count:], components, dtype, error)
 
 
-def _fake(parts: list, count: int, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
+def _fake(
+    parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype, error: bool
+) -> list[torch.Tensor]:
     shape = _shape(parts[0], parts[count])
     made = [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
     return [*made, *([parts[0].new_empty(shape, dtype=torch.float64)] if error else [])]

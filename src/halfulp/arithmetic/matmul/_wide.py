@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -128,7 +129,7 @@ def _kept(factor: float) -> torch.Tensor:
 
 @functools.cache
 def _half_cutter(components: int) -> Fused:
-    def scale_and_cut(x, factor) -> Terms:
+    def scale_and_cut(x: Any, factor: Any) -> Terms:
         rest, out = x * factor, []
         for _ in range(components - 1):
             out.append(_nearest(rest, torch.float16))
@@ -142,7 +143,7 @@ def _half_cutter(components: int) -> Fused:
 
 @functools.cache
 def _merger(work: torch.dtype, dtype: torch.dtype, count: int) -> Fused:
-    def add_up(*parts) -> Terms:
+    def add_up(*parts: Any) -> Terms:
         total = parts[-1]
         for part in parts[-2::-1]:
             total = part + total
@@ -153,7 +154,7 @@ def _merger(work: torch.dtype, dtype: torch.dtype, count: int) -> Fused:
 
 @functools.cache
 def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: int) -> Fused:
-    def cut(*products) -> Terms:
+    def cut(*products: Any) -> Terms:
         if work == torch.float32:
             return _cut(products[0], dtype, components)
         terms = list(products)
@@ -164,7 +165,7 @@ def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: in
     return Fused("matmul_split", cut, work, (work,) * pieces, (dtype,) * components)
 
 
-def _cut(x, dtype: torch.dtype, components: int) -> Terms:
+def _cut(x: Any, dtype: torch.dtype, components: int) -> Terms:
     """A float32 as 16-bit components, each the nearest."""
     largest = _LARGEST.get(dtype)
     huge = abs(x) > 2.0**100
@@ -180,7 +181,7 @@ def _cut(x, dtype: torch.dtype, components: int) -> Terms:
     return [head, *(select(is_finite(head), part, 0.0) for part in out[1:])]
 
 
-def _nearest(x, dtype: torch.dtype):
+def _nearest(x: Any, dtype: torch.dtype) -> Any:
     """A float32 below 2^100 as a 16-bit number (Veltkamp 1968; below the normal numbers by a fixed grid)."""
     bits, smallest = _CUT[dtype]
     magic, far = 1.5 * 2.0**23 * smallest, x * (2.0**bits + 1.0)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-Function = TypeVar("Function", bound=Callable)
-SCALARS: dict[str, Callable] = {}
+# What a piece may be given on Python's side; a compiled one has words and reals only.
+Word = np.uint32 | np.uint64 | int
+Real = np.float32 | np.float64 | float
+Function = TypeVar("Function", bound=Callable[..., Any])
+SCALARS: dict[str, Callable[..., Any]] = {}
 _U32 = 0xFFFFFFFF
 _U64 = 0xFFFFFFFFFFFFFFFF
 _CTYPES = {8: ctypes.c_uint8, 16: ctypes.c_uint16, 32: ctypes.c_uint32, 64: ctypes.c_uint64}
@@ -26,85 +29,85 @@ def _scalar(function: Function) -> Function:
 
 
 @_scalar
-def add(a, b):
+def add(a: Word, b: Word) -> np.uint32:
     """(a + b) mod 2^32."""
     return np.uint32((int(a) + int(b)) & _U32)
 
 
 @_scalar
-def sub(a, b):
+def sub(a: Word, b: Word) -> np.uint32:
     """(a - b) mod 2^32."""
     return np.uint32((int(a) - int(b)) & _U32)
 
 
 @_scalar
-def mul(a, b):
+def mul(a: Word, b: Word) -> np.uint32:
     """(a * b) mod 2^32."""
     return np.uint32((int(a) * int(b)) & _U32)
 
 
 @_scalar
-def bit_and(a, b):
+def bit_and(a: Word, b: Word) -> np.uint32:
     """Bitwise and of two words."""
     return np.uint32(int(a) & int(b))
 
 
 @_scalar
-def bit_or(a, b):
+def bit_or(a: Word, b: Word) -> np.uint32:
     """Bitwise or of two words."""
     return np.uint32(int(a) | int(b))
 
 
 @_scalar
-def bit_xor(a, b):
+def bit_xor(a: Word, b: Word) -> np.uint32:
     """Bitwise exclusive or of two words."""
     return np.uint32(int(a) ^ int(b))
 
 
 @_scalar
-def shl(a, n):
+def shl(a: Word, n: Word) -> np.uint32:
     """A word shifted left by n < 32."""
     return np.uint32((int(a) << int(n)) & _U32)
 
 
 @_scalar
-def shr(a, n):
+def shr(a: Word, n: Word) -> np.uint32:
     """A word shifted right by n < 32, zeros coming in."""
     return np.uint32(int(a) >> int(n))
 
 
 @_scalar
-def low_word(index):
+def low_word(index: Word) -> np.uint32:
     """The low 32 bits of a 64-bit index."""
     return np.uint32(int(index) & _U32)
 
 
 @_scalar
-def high_word(index):
+def high_word(index: Word) -> np.uint32:
     """The high 32 bits of a 64-bit index."""
     return np.uint32((int(index) >> 32) & _U32)
 
 
 @_scalar
-def word(x):
+def word(x: Real) -> np.uint32:
     """The bits of a float32."""
     return np.float32(x).view(np.uint32)
 
 
 @_scalar
-def real(w):
+def real(w: Word) -> np.float32:
     """The float32 with these bits."""
     return np.uint32(w).view(np.float32)
 
 
 @_scalar
-def to_real(w):
+def to_real(w: Word) -> np.float32:
     """The float32 nearest to a word read as a signed 32-bit integer."""
     return np.float32(np.uint32(w).view(np.int32))
 
 
 @_scalar
-def to_word(x):
+def to_word(x: Real) -> np.uint32:
     """A float32 in [-2^31, 2^31) truncated to a signed 32-bit integer, as a word."""
     return np.int32(x).view(np.uint32)
 
@@ -120,7 +123,8 @@ def divide(a: np.float32, b: np.float32) -> np.float32:
 def sqrt(a: np.float32) -> np.float32:
     """sqrt(a) in float32, correctly rounded."""
     with np.errstate(all="ignore"):
-        return np.sqrt(np.float32(a))
+        root: np.float32 = np.sqrt(np.float32(a))
+        return root
 
 
 @_scalar
@@ -136,121 +140,121 @@ def sign_of(x: np.float32) -> np.float32:
 
 
 @_scalar
-def load8(address, i):
+def load8(address: Word, i: Word) -> np.uint32:
     """The unsigned byte at element i of an array at an address, as a word."""
     return _read(8, address, i)
 
 
 @_scalar
-def load16(address, i):
+def load16(address: Word, i: Word) -> np.uint32:
     """The unsigned 16-bit element i of an array at an address, as a word."""
     return _read(16, address, i)
 
 
 @_scalar
-def load32(address, i):
+def load32(address: Word, i: Word) -> np.uint32:
     """The 32-bit element i of an array at an address."""
     return _read(32, address, i)
 
 
 @_scalar
-def store8(address, i, w):
+def store8(address: Word, i: Word, w: Word) -> None:
     """Write the low 8 bits of a word to element i."""
     _write(8, address, i, w)
 
 
 @_scalar
-def store16(address, i, w):
+def store16(address: Word, i: Word, w: Word) -> None:
     """Write the low 16 bits of a word to element i."""
     _write(16, address, i, w)
 
 
 @_scalar
-def store32(address, i, w):
+def store32(address: Word, i: Word, w: Word) -> None:
     """Write a word to element i."""
     _write(32, address, i, w)
 
 
 @_scalar
-def add64(a, b):
+def add64(a: Word, b: Word) -> np.uint64:
     """(a + b) mod 2^64."""
     return np.uint64((int(a) + int(b)) & _U64)
 
 
 @_scalar
-def sub64(a, b):
+def sub64(a: Word, b: Word) -> np.uint64:
     """(a - b) mod 2^64."""
     return np.uint64((int(a) - int(b)) & _U64)
 
 
 @_scalar
-def and64(a, b):
+def and64(a: Word, b: Word) -> np.uint64:
     """Bitwise and of two 64-bit words."""
     return np.uint64(int(a) & int(b))
 
 
 @_scalar
-def or64(a, b):
+def or64(a: Word, b: Word) -> np.uint64:
     """Bitwise or of two 64-bit words."""
     return np.uint64(int(a) | int(b))
 
 
 @_scalar
-def xor64(a, b):
+def xor64(a: Word, b: Word) -> np.uint64:
     """Bitwise exclusive or of two 64-bit words."""
     return np.uint64(int(a) ^ int(b))
 
 
 @_scalar
-def shl64(a, n):
+def shl64(a: Word, n: Word) -> np.uint64:
     """A 64-bit word shifted left by n < 64."""
     return np.uint64((int(a) << int(n)) & _U64)
 
 
 @_scalar
-def shr64(a, n):
+def shr64(a: Word, n: Word) -> np.uint64:
     """A 64-bit word shifted right by n < 64, zeros coming in."""
     return np.uint64(int(a) >> int(n))
 
 
 @_scalar
-def widen(w):
+def widen(w: Word) -> np.uint64:
     """A word as a 64-bit word."""
     return np.uint64(w)
 
 
 @_scalar
-def real64(w):
+def real64(w: Word) -> np.float64:
     """The float64 with these bits."""
     return np.uint64(w).view(np.float64)
 
 
 @_scalar
-def word64(x):
+def word64(x: Real) -> np.uint64:
     """The bits of a float64."""
     return np.float64(x).view(np.uint64)
 
 
 @_scalar
-def to_word64(x):
+def to_word64(x: Real) -> np.uint64:
     """A float64 in [0, 2^31) truncated to an integer, as a 64-bit word."""
     return np.uint64(int(x))
 
 
 @_scalar
-def load64(address, i):
+def load64(address: Word, i: Word) -> np.uint64:
     """The 64-bit element i of an array at an address."""
     return np.uint64(_CTYPES[64].from_address(int(address) + int(i) * 8).value)
 
 
 @_scalar
-def store64(address, i, w):
+def store64(address: Word, i: Word, w: Word) -> None:
     """Write a 64-bit word to element i."""
     _CTYPES[64].from_address(int(address) + int(i) * 8).value = int(w)
 
 
 @_scalar
-def signed_cubes16(codes, i, scale, buffer, j):
+def signed_cubes16(codes: Word, i: Word, scale: Real, buffer: Word, j: Word) -> None:
     """Sixteen signed bytes from element i as scale x (byte / 127)^3, into a float32 buffer from j on; -128 is NaN."""
     for k in range(16):
         code = np.float32(np.uint8(_read(8, codes, int(i) + k)).view(np.int8))
@@ -259,7 +263,7 @@ def signed_cubes16(codes, i, scale, buffer, j):
 
 
 @_scalar
-def unsigned_cubes16(codes, i, scale, buffer, j):
+def unsigned_cubes16(codes: Word, i: Word, scale: Real, buffer: Word, j: Word) -> None:
     """Sixteen unsigned bytes from element i as scale x (byte / 255)^3, into a float32 buffer from element j."""
     for k in range(16):
         code = np.float32(int(_read(8, codes, int(i) + k)))
@@ -267,7 +271,7 @@ def unsigned_cubes16(codes, i, scale, buffer, j):
 
 
 @_scalar
-def scaled16(buffer, j, factor):
+def scaled16(buffer: Word, j: Word, factor: Real) -> None:
     """Sixteen float32 from element j times a factor, in place; a positive one never becomes 0."""
     for k in range(16):
         value = real(_read(32, buffer, int(j) + k))
@@ -277,27 +281,27 @@ def scaled16(buffer, j, factor):
 
 
 @_scalar
-def largest16(buffer, j, top):
+def largest16(buffer: Word, j: Word, top: Word) -> np.uint32:
     """The largest word of |value| of sixteen float32 from element j that are finite, or `top` if that is larger."""
     words = [int(_read(32, buffer, int(j) + k)) & 0x7FFFFFFF for k in range(16)]
     return np.uint32(max([int(top), *(w for w in words if w < 0x7F800000)]))
 
 
 @_scalar
-def amax16x16(address, i):
+def amax16x16(address: Word, i: Word) -> np.uint32:
     """The largest of 16 16-bit elements from i on, their top bits left out, as a word."""
     return max(bit_and(_read(16, address, int(i) + k), 0x7FFF) for k in range(16))
 
 
 @_scalar
-def amax16x32(address, i):
+def amax16x32(address: Word, i: Word) -> np.uint32:
     """The largest of 16 words from element i on, their top bits left out."""
     return max(bit_and(_read(32, address, int(i) + k), 0x7FFFFFFF) for k in range(16))
 
 
-def _read(bits: int, address: int, i: int) -> np.uint32:
+def _read(bits: int, address: Word, i: Word) -> np.uint32:
     return np.uint32(_CTYPES[bits].from_address(int(address) + int(i) * bits // 8).value)
 
 
-def _write(bits: int, address: int, i: int, w: np.uint32) -> None:
+def _write(bits: int, address: Word, i: Word, w: Word) -> None:
     _CTYPES[bits].from_address(int(address) + int(i) * bits // 8).value = int(w) & ((1 << bits) - 1)

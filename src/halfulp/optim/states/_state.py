@@ -13,7 +13,7 @@ from ..rules._update_rule import StateSlot
 from ..weight_updates._components import Components
 from ._double_bfloat16 import DoubleBF16
 from ._float8 import PAYLOADS
-from ._int8_blocks import Int8Blocks
+from ._int8_blocks import Int8Blocks as Int8Blocks
 from ._scaled import Scaled
 from ._storage import BF16, F32, Store
 

@@ -98,7 +98,8 @@ class Components(WeightUpdate):
         for value in reversed(held[:-1]):
             high, error = _two_sum(value, high)
             low = low + error
-        return self._cut(store, parts, high, low, draws, [torch.where(u == 0, value, torch.nan) for value in held])
+        where_zero = [torch.where(u == 0, value, torch.nan) for value in held]
+        return self._cut(store, parts, high, low, draws, where_zero)
 
     def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
         """Round a value to components from the top, all to nearest."""
@@ -107,7 +108,9 @@ class Components(WeightUpdate):
         else:
             self._cut(store, parts, value, torch.zeros_like(value), (), [torch.full_like(value, torch.nan)] * self.n)
 
-    def _cut(self, store: Store, parts: Parts, high: torch.Tensor, low: torch.Tensor, draws: Draws, kept: Parts):
+    def _cut(
+        self, store: Store, parts: Parts, high: torch.Tensor, low: torch.Tensor, draws: Draws, kept: Parts
+    ) -> torch.Tensor:
         high, low = _two_sum(high, torch.where((low - low) == 0, low, 0.0))
         lost = torch.zeros_like(high, dtype=torch.bool)
         for number, part in enumerate(parts):

@@ -55,7 +55,8 @@ def payload_hook(
             gradient.copy_((piece.to(torch.float32) / size * scale).view_as(gradient))
         return bucket.buffer()
 
-    return finished.then(averaged)
+    result: torch.futures.Future[Tensor] = finished.then(averaged)
+    return result
 
 
 if dist.is_available():

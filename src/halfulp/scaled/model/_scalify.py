@@ -34,7 +34,7 @@ from . import _state_dict as _state_dict
 from ._scalify_function import scalify_function
 
 # A module, or a function.
-Given = TypeVar("Given", bound=Callable)
+Given = TypeVar("Given", bound=Callable[..., Any])
 # Attributes that a ScaledTensor keeps in its __dict__.
 _OWN = ("_payload", "_scale", "_home")
 # Payload types with float32's range: gradients need no rescale to stay within it.
@@ -236,7 +236,7 @@ def _set_products(model: nn.Module, matmul: str | None) -> None:
             module.forward = functools.partial(forward, module)
 
 
-def _eight_bit_forward(module: nn.Module) -> Callable | None:
+def _eight_bit_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the eight-bit forward of a linear layer; None for subclasses with a forward of their own."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return _linear

@@ -68,7 +68,7 @@ def scalify_function(function: Given, dtype: torch.dtype = torch.float16, wide: 
     return cast(Given, scaled)
 
 
-def _positional_names(function: Callable) -> list[str]:
+def _positional_names(function: Callable[..., Any]) -> list[str]:
     """Return the names of positional arguments, as far as the function's signature gives them."""
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -62,17 +62,17 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     return plain
 
 
-def _stems(state_dict: Mapping, suffix: str) -> set[str]:
+def _stems(state_dict: Mapping[str, Any], suffix: str) -> set[str]:
     return {name.removesuffix(suffix) for name in state_dict if name.endswith(suffix)}
 
 
-def _is_valued(state_dict: Mapping, name: str) -> bool:
+def _is_valued(state_dict: Mapping[str, Any], name: str) -> bool:
     """Return whether two entries are a tensor and its payload's scale; other parameters may have such names too."""
     value, scale = state_dict.get(name), state_dict[name + _SCALE]
     return _is_plain(value) and _is_plain(scale) and value.is_floating_point() and _is_scale(scale)
 
 
-def _is_pair(state_dict: Mapping, name: str) -> bool:
+def _is_pair(state_dict: Mapping[str, Any], name: str) -> bool:
     """Return whether two entries are a payload and its scale, in layout 1."""
     pair = tuple(state_dict[name + part] for part in _OLD)
     return all(map(_is_plain, pair)) and pair[0].dtype in STORAGES and _is_scale(pair[1])
@@ -106,7 +106,7 @@ def _exact_values(x: ScaledTensor) -> Tensor:
     return wide if bool(lost.any()) else values
 
 
-def _fitting(state_dict: Mapping, name: str, parameter: ScaledTensor) -> ScaledTensor | None:
+def _fitting(state_dict: Mapping[str, Any], name: str, parameter: ScaledTensor) -> ScaledTensor | None:
     """Return a parameter's entries in its own storage and home; None where the file has none."""
     value = _in_storage(state_dict, name, parameter)
     if value is None or value._home is parameter._home:
@@ -114,7 +114,7 @@ def _fitting(state_dict: Mapping, name: str, parameter: ScaledTensor) -> ScaledT
     return wrap(value._payload, value._scale, value.dtype, parameter._home)
 
 
-def _in_storage(state_dict: Mapping, name: str, parameter: ScaledTensor) -> ScaledTensor | None:
+def _in_storage(state_dict: Mapping[str, Any], name: str, parameter: ScaledTensor) -> ScaledTensor | None:
     storage = parameter._payload.dtype
     value = _gathered(state_dict, name, parameter.dtype, storage)
     if not isinstance(value, Tensor):
@@ -125,12 +125,13 @@ def _in_storage(state_dict: Mapping, name: str, parameter: ScaledTensor) -> Scal
         plain = decode_values(value, torch.float32) if isinstance(value, ScaledTensor) else value
         if plain.dtype not in LOGICALS:
             raise ValueError(f"it is {plain.dtype} in the file, and payloads are encoded from floating tensors")
-        return encode_values(plain.detach(), storage, dtype=parameter.dtype)
+        encoded: ScaledTensor = encode_values(plain.detach(), storage, dtype=parameter.dtype)
+        return encoded
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
 
 
-def _gathered(state_dict: Mapping, name: str, dtype: torch.dtype, storage: torch.dtype) -> Any:
+def _gathered(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype, storage: torch.dtype) -> Any:
     """Return one parameter's entries as a tensor; the plain entry if it has no scale or is no such payload."""
     names = [name, name + _SCALE, *(name + part for part in _OLD)]
     found = [entry for entry in names if state_dict.get(entry) is not None]
@@ -153,7 +154,7 @@ def _gathered(state_dict: Mapping, name: str, dtype: torch.dtype, storage: torch
     return values
 
 
-def _paired(state_dict: Mapping, name: str, dtype: torch.dtype) -> ScaledTensor:
+def _paired(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype) -> ScaledTensor:
     """Return the tensor of a layout 1 payload and its scale."""
     payload = state_dict[name + _OLD[0]]
     if not isinstance(payload, Tensor) or payload.dtype not in STORAGES:
@@ -162,7 +163,7 @@ def _paired(state_dict: Mapping, name: str, dtype: torch.dtype) -> ScaledTensor:
     return wrap(payload.detach(), _scale_of(state_dict, name + _OLD[1]).to(payload.device), dtype)
 
 
-def _scale_of(state_dict: Mapping, entry: str) -> Tensor:
+def _scale_of(state_dict: Mapping[str, Any], entry: str) -> Tensor:
     scale = state_dict[entry]
     try:
         if not isinstance(scale, Tensor):

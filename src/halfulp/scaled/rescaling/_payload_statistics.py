@@ -196,11 +196,13 @@ class _Meter(TorchDispatchMode):
     """A dispatch mode that measures every operator's results."""
 
     def __init__(self, report: Drift, spans: _Spans) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self._report, self._spans = report, spans
-        self._rows: dict[tuple, Row] = {}
+        self._rows: dict[tuple[Any, ...], Row] = {}
 
-    def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
         results = operator(*arguments, **(options or {}))
         if not operator.is_view:
             for x in tree_leaves(results):

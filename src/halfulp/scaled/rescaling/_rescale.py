@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -53,7 +54,8 @@ def rescale(x: Tensor, by: Statistic = "rms", side: Side = "forward") -> Tensor:
     if by not in STATISTICS:
         raise ValueError(f"by={by!r}: allowed are {', '.join(STATISTICS)}")
     check_side(side)
-    return _Rescale.apply(x, by, side) if isinstance(x, ScaledTensor) else x
+    apply: Callable[..., Tensor] = _Rescale.apply
+    return apply(x, by, side) if isinstance(x, ScaledTensor) else x
 
 
 def check_side(side: object) -> None:
@@ -116,5 +118,5 @@ class _Rescale(torch.autograd.Function):
 
     @staticmethod
     @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple:
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         return gradient if context.side == "forward" else _change(gradient, context.by), None, None

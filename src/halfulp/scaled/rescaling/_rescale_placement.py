@@ -136,7 +136,7 @@ def _first_to_leave(measured: list[tuple[str, float]], window: float) -> set[str
     return chosen
 
 
-def _first_input(arguments: tuple, options: dict) -> int | str | None:
+def _first_input(arguments: tuple[Any, ...], options: dict[str, Any]) -> int | str | None:
     """Return the position or name of the first scaled argument."""
     for i, value in enumerate(arguments):
         if isinstance(value, ScaledTensor):
@@ -144,7 +144,9 @@ def _first_input(arguments: tuple, options: dict) -> int | str | None:
     return next((name for name, value in options.items() if isinstance(value, ScaledTensor)), None)
 
 
-def _replaced(arguments: tuple, options: dict, change: Callable[[ScaledTensor], Tensor]) -> tuple[tuple, dict] | None:
+def _replaced(
+    arguments: tuple[Any, ...], options: dict[str, Any], change: Callable[[ScaledTensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     place = _first_input(arguments, options)
     if place is None:
         return None
@@ -154,7 +156,9 @@ def _replaced(arguments: tuple, options: dict, change: Callable[[ScaledTensor], 
 
 
 @untraced
-def _rescale_input(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
+def _rescale_input(
+    module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Rescale a module's first scaled input: a forward pre-hook."""
     side = module.__dict__.get(_SIDE)
     return None if side is None else _replaced(arguments, options, lambda x: rescale(x, "rms", side))
@@ -181,10 +185,11 @@ class _Probe:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, name: str) -> Callable:
+    def _hook(self, name: str) -> Callable[..., Any]:
         def measure(x: ScaledTensor) -> Tensor:
             _note(self.forward, name, x)
-            return _Measured.apply(x, self.backward, name)
+            apply: Callable[..., Tensor] = _Measured.apply
+            return apply(x, self.backward, name)
 
         return lambda module, arguments, options: _replaced(arguments, options, measure)
 
@@ -206,7 +211,7 @@ class _Measured(torch.autograd.Function):
 
     @staticmethod
     @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple:
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         measured, name = context.place
         _note(measured, name, gradient)
         return gradient, None, None

@@ -57,7 +57,7 @@ def data_movement(*operators: OpOverload, family: str = "own") -> None:
         implements(operator, family=family)(_data_movement_rule(operator, operator.is_view))
 
 
-def _data_movement_rule(operator: OpOverload, is_view: bool) -> Callable:
+def _data_movement_rule(operator: OpOverload, is_view: bool) -> Callable[..., Any]:
     def move(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         scale, dtype = x._scale, x.dtype
         results = move_elements(operator, x._payload, *arguments, **options)
@@ -108,7 +108,7 @@ def homogeneous(
         implements(operator, family=family)(rule)
 
 
-def _homogeneous_rule(operator: OpOverload, degree: int) -> Callable:
+def _homogeneous_rule(operator: OpOverload, degree: int) -> Callable[..., Any]:
     def scaled(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         storage, dtype = x._payload.dtype, x.dtype
         scale, rest = _powers.product(*[x._scale] * degree) if degree > 0 else power_of_scale(x._scale, degree)
@@ -119,7 +119,9 @@ def _homogeneous_rule(operator: OpOverload, degree: int) -> Callable:
     return scaled
 
 
-def _rule_of_degrees(operator: OpOverload, degrees: dict[str, int], terms: Callable | None) -> Callable:
+def _rule_of_degrees(
+    operator: OpOverload, degrees: dict[str, int], terms: Callable[..., Any] | None
+) -> Callable[..., Any]:
     names = _argument_names(operator, *degrees)
 
     def rule(*arguments: Any, **options: Any) -> Any:
@@ -174,7 +176,7 @@ def measured_scale(*operators: OpOverload, family: str = "own") -> None:
         implements(operator, family=family)(_rule_on_values(operator, is_unit=False))
 
 
-def _rule_on_values(operator: OpOverload, is_unit: bool) -> Callable:
+def _rule_on_values(operator: OpOverload, is_unit: bool) -> Callable[..., Any]:
     def compute(*arguments: Any, **options: Any) -> Any:
         flat = [*arguments, *options.values()]
         flat = [y for x in flat for y in (x if isinstance(x, (list, tuple)) else (x,))]
@@ -197,7 +199,7 @@ def decoded(*operators: OpOverload, family: str = "own") -> None:
         implements(operator, family=family)(_rule_of_plain_results(operator))
 
 
-def _rule_of_plain_results(operator: OpOverload) -> Callable:
+def _rule_of_plain_results(operator: OpOverload) -> Callable[..., Any]:
     def compute(*arguments: Any, **options: Any) -> Any:
         arguments, options = tree_map(value_of, (arguments, options))
         return operator(*arguments, **options)
@@ -218,7 +220,7 @@ def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False
         implements(operator, family=family)(_gate_rule(operator, of, at_least_one))
 
 
-def _gate_rule(operator: OpOverload, of: str | None, at_least_one: bool) -> Callable:
+def _gate_rule(operator: OpOverload, of: str | None, at_least_one: bool) -> Callable[..., Any]:
     position = 0 if of is None else _argument_names(operator, of).index(of)
 
     def rule(*arguments: Any, **options: Any) -> Any:
@@ -241,7 +243,7 @@ def aligned(*operators: OpOverload, family: str = "own") -> None:
         implements(operator, family=family)(_aligned_rule(operator))
 
 
-def _aligned_rule(operator: OpOverload) -> Callable:
+def _aligned_rule(operator: OpOverload) -> Callable[..., Any]:
     def rule(*arguments: Any, **options: Any) -> Any:
         flat = tree_leaves((arguments, options))
         holders = [x for x in flat if isinstance(x, ScaledTensor)]

@@ -98,7 +98,8 @@ def check(record: Record) -> None:
 def judged(record: Record) -> float | None:
     """The loss of a trial that judges its task; None where it diverged."""
     part = record["settings"]["task"]["judged_by"].removesuffix("_loss")
-    return record["result"]["float32"][part]["loss"]
+    loss: float | None = record["result"]["float32"][part]["loss"]
+    return loss
 
 
 def _gaps(own: dict[int, Record], reference: dict[int, Record]) -> list[float]:
@@ -151,7 +152,8 @@ def _row(task: str, recipe: str, own: dict[int, Record], reference: dict[int, Re
 
 def _underflow(result: dict[str, Any], which: str) -> float | None:
     """None also where every sampled step was skipped."""
-    return result.get("underflow", {}).get(which)
+    share: float | None = result.get("underflow", {}).get(which)
+    return share
 
 
 def _verdict(recipe: str, diverged: int, gap: float | None, limit: float | None, allowed: float) -> str | None:

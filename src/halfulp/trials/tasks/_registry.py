@@ -94,4 +94,5 @@ def _class(name: str) -> type[Task]:
     if isinstance(entry, type):
         return entry
     file, kind = entry.split(".")
-    return getattr(importlib.import_module(f".{file}", __package__), kind)
+    found: type[Task] = getattr(importlib.import_module(f".{file}", __package__), kind)
+    return found
