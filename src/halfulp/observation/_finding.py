@@ -105,24 +105,65 @@ def in_words(names: Iterable[str]) -> str:
 
 
 def ranked(findings: Iterable[Finding], causes: Mapping[str, Iterable[str]] | None = None) -> list[Finding]:
-    """Join findings of one code over layers of one kind, and return the worst first.
+    """Join findings of one code over layers of one kind, and return the worst first, each consequence after its cause.
 
     Args:
         findings: in any order.
-        causes: code -> codes that explain it where both are found; what explains goes first at equal severity.
+        causes: code -> codes that explain it where both are found at one place. A cause is as bad as what follows
+            from it, and goes before it.
+
+    >>> lost = Finding("updates-lost", ("norm.weight",), "warning", 0.9)
+    >>> frozen = Finding("weight-frozen", ("norm.weight",), "error", 1.0)
+    >>> [finding.code for finding in ranked([frozen, lost], {"weight-frozen": ["updates-lost"]})]
+    ['updates-lost', 'weight-frozen']
     """
     joined: dict[tuple, Finding] = {}
     for finding in findings:
         key = (finding.code, finding.severity, finding.cure, frozenset(map(pattern_of, finding.where)))
         there = joined.get(key)
         joined[key] = finding if there is None else _join(there, finding)
-    found = {finding.code for finding in joined.values()}
+    found = list(joined.values())
+    follows: dict[int, list[int]] = {i: [] for i in range(len(found))}
+    for i, consequence in enumerate(found):
+        codes = set((causes or {}).get(consequence.code, ()))
+        for j, cause in enumerate(found):
+            if cause.code in codes and _meet(cause.where, consequence.where):
+                follows[j].append(i)
+    explained = {i for consequences in follows.values() for i in consequences}
 
-    def rank(finding: Finding) -> tuple:
-        explained = any(cause in found for cause in (causes or {}).get(finding.code, ()))
-        return -SEVERITIES.index(finding.severity), explained, -finding.confidence, -len(finding.where), finding.code
+    def badness(i: int) -> int:
+        return max(SEVERITIES.index(found[each].severity) for each in [i, *_all_from(i, follows)])
 
-    return sorted(joined.values(), key=rank)
+    def rank(i: int) -> tuple:
+        finding = found[i]
+        return -badness(i), i in explained, -finding.confidence, -len(finding.where), finding.code
+
+    return [found[i] for i in sorted(follows, key=rank)]
+
+
+def _all_from(start: int, follows: Mapping[int, Iterable[int]]) -> set[int]:
+    """Return what follows from a finding, directly or not."""
+    found: set[int] = set()
+    left = [start]
+    while left:
+        new = set(follows[left.pop()]) - found
+        found |= new
+        left += new
+    return found
+
+
+def _meet(names: Iterable[str], others: Iterable[str]) -> bool:
+    """Return whether two sets of names have a place in common: a name, or a module and what lies in it."""
+    mine, theirs = set(names), set(others)
+    if not mine or not theirs or mine & theirs:
+        return True
+    return any(_within(name, theirs) for name in mine) or any(_within(name, mine) for name in theirs)
+
+
+def _within(name: str, others: set[str]) -> bool:
+    """Return whether a module around a name is among others; "" is the whole model."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in others for count in range(len(parts)))
 
 
 def _join(one: Finding, other: Finding) -> Finding:

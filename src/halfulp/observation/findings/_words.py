@@ -1,5 +1,8 @@
 """Numbers in the words of findings, and how sure a count makes them."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from ... import formats
@@ -13,9 +16,9 @@ def percent(share: float) -> str:
     """
     if share in (0, 1):
         return f"{share:.0%}"
-    if share < 0.001:
+    if 0 < share < 0.001:
         return "<0.1%"
-    if share > 0.999:
+    if 0.999 < share < 1:
         return ">99.9%"
     return f"{100 * share:.3g}%"
 
@@ -23,13 +26,35 @@ def percent(share: float) -> str:
 def dtype_name(dtype: torch.dtype | None) -> str:
     """Return the short name of a dtype: that of its format where it has one.
 
-    >>> dtype_name(torch.bfloat16), dtype_name(torch.int8)
-    ('bf16', 'int8')
+    >>> dtype_name(torch.bfloat16), dtype_name(torch.int8), dtype_name(None)
+    ('bf16', 'int8', 'unknown dtype')
     """
     try:
         return formats.get(dtype).name if dtype is not None else "unknown dtype"
     except ValueError:
         return str(dtype).removeprefix("torch.")
+
+
+def at_lr(options: Mapping[str, Any]) -> str:
+    """Return " at lr ..." for the options of a param group, nothing where it has no learning rate.
+
+    >>> at_lr({"lr": 3e-5}), at_lr({})
+    (' at lr 3e-05', '')
+    """
+    lr = number(options, "lr")
+    return "" if lr is None else f" at lr {lr:.3g}"
+
+
+def number(options: Mapping[str, Any], name: str) -> float | None:
+    """Return a number among the options of a param group, None where there is none.
+
+    >>> number({"lr": torch.tensor(0.5)}, "lr"), number({"lr": None}, "lr")
+    (0.5, None)
+    """
+    value = options.get(name)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def confidence_of(count: int, half: int = 64) -> float:

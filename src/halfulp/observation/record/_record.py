@@ -75,6 +75,7 @@ class TensorRecord:
         last_amax: exact largest finite magnitude in the last of these steps.
         input_amax: activations: largest magnitude of the module's floating-point inputs in the last step, else None.
         first_nonfinite: the first sampled step with NaN or infinity, and its position in that step's order.
+        nonfinite_steps: sampled steps with NaN or infinity.
         sampled: sampled elements.
         histogram: sampled nonzero finite elements by floor(log2 |x|).
         formats: counts of the sampled elements by format name.
@@ -100,6 +101,7 @@ class TensorRecord:
     last_amax: float = 0.0
     input_amax: float | None = None
     first_nonfinite: tuple[int, int] | None = None
+    nonfinite_steps: int = 0
     sampled: int = 0
     histogram: dict[int, int] = field(default_factory=dict)
     formats: dict[str, FormatCounts] = field(default_factory=dict)
@@ -140,6 +142,8 @@ class ParameterRecord:
         dtype, shape, numel: of its storage.
         requires_grad: whether it is trainable.
         optimizer: class name of the optimizer that holds it; None if none does.
+        optimizer_module: name of the module that defines that class: what starts with "torch.optim." computes in the
+            dtypes of parameter and states, what starts with "halfulp." in float32; empty where unknown.
         weight_update: of halfulp's optimizers; "nearest" for every other.
         options: numbers of its group (lr, weight_decay, eps, betas, momentum) at the last step.
         gradients: sampled steps in which it had a gradient.
@@ -161,6 +165,7 @@ class ParameterRecord:
     numel: int
     requires_grad: bool
     optimizer: str | None = None
+    optimizer_module: str = ""
     weight_update: str = "nearest"
     options: dict[str, Any] = field(default_factory=dict)
     gradients: int = 0

@@ -1,0 +1,63 @@
+"""Where a tensor's numbers lie in the range of the format that holds them."""
+
+import math
+
+from ... import formats
+from ...formats import Format
+from ..record._record import Record, Role, TensorRecord
+
+GRADIENTS: tuple[Role, ...] = ("activation gradient", "weight gradient")
+
+
+def storage_format(tensor: TensorRecord) -> Format | None:
+    """Return the format that holds a tensor's values: what they are quantized to, or the dtype's; None for others."""
+    for name in (tensor.asked_format, tensor.dtype):
+        try:
+            if name is not None:
+                return formats.get(name)
+        except ValueError:
+            continue
+    return None
+
+
+def tensors(record: Record, *roles: Role) -> list[TensorRecord]:
+    """Return the tensors of some roles, in order of computation."""
+    return sorted((tensor for (role, _), tensor in record.tensors.items() if role in roles), key=lambda t: t.order)
+
+
+def nonzero(tensor: TensorRecord) -> int:
+    """Return how many sampled elements are finite and not zero."""
+    return sum(tensor.histogram.values())
+
+
+def subnormal_share(tensor: TensorRecord, format: Format) -> float:
+    """Return the share of sampled nonzero elements that are below a format's smallest normal number."""
+    below = sum(count for binade, count in tensor.histogram.items() if binade < format.emin)
+    return below / max(1, nonzero(tensor))
+
+
+def vanished_share(tensor: TensorRecord, format: Format) -> float:
+    """Return an estimate of the share of elements that became zero when they were rounded to a format.
+
+    Zeros tell nothing, since dropout and ReLU make them. What is left at the smallest number does: rounding sends an
+    interval of its own width there, and half as much, next to zero, to zero. Numbers spread evenly around zero on so
+    small a scale, so half as many vanished.
+    """
+    lowest = math.frexp(format.smallest_subnormal)[1] - 1
+    vanished = 0.5 * sum(count for binade, count in tensor.histogram.items() if binade <= lowest)
+    return vanished / max(1.0, nonzero(tensor) + vanished)
+
+
+def margin(tensor: TensorRecord, format: Format) -> float:
+    """Return how many binades lie between a tensor's largest magnitude and the format's."""
+    return math.log2(format.max / tensor.amax) if tensor.amax > 0 else math.inf
+
+
+def unscaled(tensor: TensorRecord) -> bool:
+    """Return whether nothing chooses a scale for the tensor: what does comes close to the largest number on purpose."""
+    return tensor.scale == 1.0 and tensor.asked_format is None
+
+
+def loss_is_scaled(record: Record) -> bool:
+    """Return whether a gradient scaler was seen."""
+    return any(step.loss_scale is not None for step in record.history) or bool(record.sites)

@@ -1,0 +1,41 @@
+"""average-stuck: a running average that stands still."""
+
+from collections.abc import Iterator
+
+from ..._finding import Finding
+from ...record._record import Record
+from .._kind import FindingKind, register_finding
+from .._words import confidence_of, dtype_name, percent
+
+FEWEST = 16
+# An average that takes half of its changes lags behind; one that takes a tenth stays where it began.
+WARNING = 0.5
+ERROR = 0.1
+
+
+@register_finding
+class AverageStuck(FindingKind):
+    """A running average, as of an EMA or a normalization, loses its changes to rounding and stays where it was."""
+
+    code = "average-stuck"
+    cure = "keep the average in float32, or use hu.optim.EMA, whose weight_update keeps what rounding would lose"
+    explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, average in record.averages.items():
+            change = average.change
+            realised = change.realised_share
+            if change.seen < FEWEST or realised is None or not realised < WARNING:
+                continue
+            retention = "" if average.retention is None else f", of which a step keeps {average.retention:.6g}"
+            yield self.found(
+                name,
+                "error" if realised < ERROR else "warning",
+                confidence_of(change.seen, FEWEST),
+                f"{percent(change.lost_share)} of changes lost in {dtype_name(average.dtype)}{retention}",
+                lost=change.lost_share,
+                realised=realised,
+                seen=change.seen,
+                retention=average.retention,
+                dtype=dtype_name(average.dtype),
+            )

@@ -1,0 +1,52 @@
+"""payload-saturated: stored numbers that were cut off at the format's largest."""
+
+from collections.abc import Iterator
+
+from ..._finding import Finding
+from ...record._record import Record, TensorRecord
+from .._kind import FindingKind, register_finding
+from .._range_use import storage_format
+from .._words import confidence_of, percent
+
+# A scale taken from the largest magnitude puts one element of each tensor there, and its near neighbours.
+FEWEST = 8
+WARNING = 0.001
+# The largest elements carry most of a product: with a hundredth of them cut off the layer computes something else.
+ERROR = 0.01
+# Formats of float32's range do not saturate; a mask is filled with their lowest number.
+WIDE = 2.0**100
+
+
+@register_finding
+class PayloadSaturated(FindingKind):
+    """Elements sit at the format's largest number: the scale is out of date or too small, and they were cut off."""
+
+    code = "payload-saturated"
+    cure = "a larger scale: hu.rescale(tensor) or current instead of delayed scaling, or e5m2 for this tensor"
+    explained_by = ("dtype-not-asked",)
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for tensor in record.tensors.values():
+            held_in = storage_format(tensor)
+            if held_in is None or held_in.max >= WIDE or not tensor.elements:
+                continue
+            count = _cut_off(tensor)
+            share = count / tensor.elements
+            if count < FEWEST or share < WARNING:
+                continue
+            yield self.found(
+                tensor.name,
+                "error" if share >= ERROR else "warning",
+                confidence_of(count, FEWEST),
+                f"{percent(share)} of {tensor.role} elements are at {held_in.name}'s largest number, {held_in.max:.6g}",
+                saturated=share,
+                count=count,
+                role=tensor.role,
+                format=held_in.name,
+                scale=tensor.scale,
+            )
+
+
+def _cut_off(tensor: TensorRecord) -> int:
+    """Return how many elements are at the largest number, but for the one per step that a scale puts there."""
+    return tensor.largest - len(tensor.steps)

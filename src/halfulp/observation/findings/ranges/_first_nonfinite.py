@@ -1,0 +1,61 @@
+"""first-nonfinite: where NaN or infinity came from."""
+
+from collections.abc import Iterator
+
+from ..._finding import Finding
+from ...record._record import Record, TensorRecord
+from .._kind import FindingKind, register_finding
+from .._range_use import GRADIENTS, loss_is_scaled
+
+# A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.
+STEPS = 3
+FORWARD = "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates"
+BACKWARD = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
+STORED = "load the last clean checkpoint, which `halfulp audit` finds"
+
+
+@register_finding
+class FirstNonfinite(FindingKind):
+    """NaN or infinity appeared; this is the first module or tensor that had it."""
+
+    code = "first-nonfinite"
+    cure = FORWARD
+    explained_by = ("eps-zero",)
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        found = [tensor for tensor in record.tensors.values() if tensor.first_nonfinite is not None]
+        if loss_is_scaled(record):
+            found = [tensor for tensor in found if tensor.role not in GRADIENTS or _in_every_step(tensor)]
+        if not found:
+            return
+        first = min(found, key=_when)
+        step, others = _when(first)[0], len(found) - 1
+        # An attention mask of -inf is infinite, and what reads it is not.
+        alone = not others and first.role == "activation"
+        yield self.found(
+            first.name,
+            "note" if alone else "error",
+            1 - 0.5 ** (1 + others),
+            f"{first.role} has the first NaN or infinity, {first.nonfinite} of {first.elements} elements since step "
+            f"{step}; {others} more tensors have some since",
+            cure=_cure(first),
+            step=step,
+            role=first.role,
+            nonfinite=first.nonfinite,
+            elements=first.elements,
+            tensors=len(found),
+        )
+
+
+def _cure(tensor: TensorRecord) -> str:
+    if tensor.role == "activation":
+        return FORWARD
+    return BACKWARD if tensor.role in GRADIENTS else STORED
+
+
+def _when(tensor: TensorRecord) -> tuple[int, int]:
+    return tensor.first_nonfinite or (0, 0)
+
+
+def _in_every_step(tensor: TensorRecord) -> bool:
+    return tensor.nonfinite_steps == len(tensor.steps) >= STEPS

@@ -1,0 +1,56 @@
+"""gradient-underflow: gradients that are too small for the format that holds them."""
+
+from collections.abc import Iterator
+
+from ..._finding import Finding, Severity
+from ...record._record import Record
+from .._kind import FindingKind, register_finding
+from .._range_use import GRADIENTS, loss_is_scaled, nonzero, storage_format, subnormal_share, tensors, vanished_share
+from .._words import confidence_of, percent
+
+FEWEST = 32
+# Gradients span many binades and each drives its own weight, so shares count, not energy. Of a tensor whose typical
+# element has lost digits half is subnormal; with a fifth at zero whole rows of weights stop.
+SUBNORMAL = 0.5
+VANISHED_WARNING = 0.05
+VANISHED_ERROR = 0.2
+UNSCALED = "scale the loss: torch.amp.GradScaler, or hu.AdaptiveGradScaler, which gives each layer its own scale"
+SCALED = "hu.AdaptiveGradScaler, which gives each layer its own scale, or gradients in bfloat16"
+
+
+@register_finding
+class GradientUnderflow(FindingKind):
+    """Gradients lie in the subnormal range of their format or below it, and become zero."""
+
+    code = "gradient-underflow"
+    cure = UNSCALED
+    explained_by = ("site-holds-scale", "scale-collapsed", "dtype-not-asked", "activation-underflow")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        cure = SCALED if loss_is_scaled(record) else UNSCALED
+        for tensor in tensors(record, *GRADIENTS):
+            held_in, count = storage_format(tensor), nonzero(tensor)
+            if held_in is None or count < FEWEST:
+                continue
+            subnormal, vanished = subnormal_share(tensor, held_in), vanished_share(tensor, held_in)
+            severity = _severity(subnormal, vanished)
+            if severity is not None:
+                yield self.found(
+                    tensor.name,
+                    severity,
+                    confidence_of(count, FEWEST),
+                    f"{percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, "
+                    f"about {percent(vanished)} became zero",
+                    cure=cure,
+                    role=tensor.role,
+                    subnormal=subnormal,
+                    vanished=vanished,
+                    amax=tensor.amax,
+                    seen=count,
+                )
+
+
+def _severity(subnormal: float, vanished: float) -> Severity | None:
+    if vanished >= VANISHED_ERROR:
+        return "error"
+    return "warning" if vanished >= VANISHED_WARNING or subnormal >= SUBNORMAL else None

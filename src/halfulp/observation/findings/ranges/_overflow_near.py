@@ -1,0 +1,49 @@
+"""overflow-near: numbers within two binades of a format's largest."""
+
+from collections.abc import Iterator
+
+from ..._finding import Finding
+from ...record._record import Record
+from .._kind import FindingKind, register_finding
+from .._range_use import loss_is_scaled, margin, storage_format, tensors, unscaled
+from .._words import confidence_of
+
+# From step to step and from batch to batch the largest of a tensor's elements varies by a factor of two and more.
+BINADES = 2.0
+# Of such a range a mask is filled with the lowest number: torch.finfo(dtype).min.
+MASKS_FROM = 2.0**100
+
+
+@register_finding
+class OverflowNear(FindingKind):
+    """The largest magnitude is within a factor of four of the largest number that the format holds."""
+
+    code = "overflow-near"
+    cure = (
+        "compute this layer in bfloat16 or float32, or divide its inputs by a power of two; hu.scalify gives "
+        "every tensor a scale"
+    )
+    explained_by = ("dtype-not-asked", "payload-saturated", "first-nonfinite")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        gradients = () if loss_is_scaled(record) else ("activation gradient", "weight gradient")
+        for tensor in tensors(record, "activation", "weight", *gradients):
+            held_in = storage_format(tensor)
+            if held_in is None or not unscaled(tensor):
+                continue
+            if held_in.max >= MASKS_FROM and tensor.amax == held_in.max:
+                continue
+            left = margin(tensor, held_in)
+            if not left < BINADES:
+                continue
+            yield self.found(
+                tensor.name,
+                "warning",
+                max(0.5, confidence_of(len(tensor.steps), 2)),
+                f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} binades below its largest",
+                role=tensor.role,
+                amax=tensor.amax,
+                margin=left,
+                format=held_in.name,
+                steps=len(tensor.steps),
+            )

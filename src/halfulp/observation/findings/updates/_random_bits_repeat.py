@@ -1,0 +1,43 @@
+"""random-bits-repeat: stochastic rounding that is biased, or draws the same bits again."""
+
+from collections.abc import Iterator
+
+from ..._finding import Finding
+from ...record._record import Record, RoundingRecord
+from .._kind import FindingKind, register_finding
+from .._words import confidence_of
+
+# In units of the standard deviation: a chance of one in 10^8 per tensor, of which a model has hundreds.
+DEVIATIONS = 6.0
+# A correlation below a tenth leaves at least 99% of the variance independent: it slows no average down.
+CORRELATION = 0.1
+FEWEST = 256
+
+
+@register_finding
+class RandomBitsRepeat(FindingKind):
+    """Stochastic rounding goes one way too often, or the same way again on another step or rank."""
+
+    code = "random-bits-repeat"
+    cure = "draw fresh bits for every step and rank; hu.optim's are a hash of seed, step, parameter and element"
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, parameter in record.parameters.items():
+            rounding = parameter.rounding
+            if rounding is None or rounding.seen < FEWEST:
+                continue
+            yield from self._each(name, rounding, rounding.seen, confidence_of(rounding.seen, FEWEST))
+
+    def _each(self, name: str, rounding: RoundingRecord, seen: int, confidence: float) -> Iterator[Finding]:
+        least = max(CORRELATION, DEVIATIONS / seen**0.5)
+        for what, correlation in (("steps", rounding.repeated), ("ranks", rounding.between_ranks)):
+            if correlation is not None and correlation > least:
+                said = f"two {what} round the same way, with a correlation of {correlation:.2g}"
+                yield self.found(name, "error", confidence, said, correlation=correlation, between=what, seen=seen)
+        deviations = rounding.excess / rounding.variance**0.5 if rounding.variance > 0 else 0.0
+        # A bias of a hundredth of a spacing per rounding is as small as the rounding of float32 arithmetic before it.
+        bias = rounding.excess / seen
+        if abs(deviations) > DEVIATIONS and abs(bias) > 0.01:
+            way = "up" if bias > 0 else "down"
+            said = f"rounds {way} too often by {abs(bias):.2g}, {abs(deviations):.3g} standard deviations"
+            yield self.found(name, "error", confidence, said, bias=bias, deviations=deviations, seen=seen)

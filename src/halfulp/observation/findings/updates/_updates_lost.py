@@ -1,0 +1,65 @@
+"""updates-lost: rounding the weight cancels its updates."""
+
+from collections.abc import Iterator
+
+from ..._finding import Finding, Severity
+from ...record._record import ParameterRecord, Record
+from .._kind import FindingKind, register_finding
+from .._words import at_lr, confidence_of, dtype_name, percent
+
+# Fewer elements say nothing of a share of 10%.
+FEWEST = 32
+# A tenth of the movement missing is a learning rate a tenth smaller, which no training shows; half is a different run.
+WARNING = 0.9
+ERROR = 0.5
+# Without a computed update only the count of unchanged elements is left; half of them is more than a schedule explains.
+UNKNOWN = 0.5
+
+
+@register_finding
+class UpdatesLost(FindingKind):
+    """Updates are smaller than half the spacing of the weights' numbers, and round away."""
+
+    code = "updates-lost"
+    cure = "weight_update='kahan' of hu.optim, or keep these in float32"
+    explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, parameter in record.parameters.items():
+            update = parameter.update
+            if parameter.optimizer is None or update.seen < FEWEST or not update.cancelled:
+                continue
+            severity = _severity(parameter)
+            if severity is None:
+                continue
+            realised = update.realised_share
+            said = f"{percent(update.lost_share)} of updates lost in {dtype_name(parameter.dtype)}"
+            if realised is None:
+                said = f"{percent(update.lost_share)} of elements with a gradient unchanged"
+            yield self.found(
+                name,
+                severity,
+                confidence_of(update.seen, FEWEST) * (1.0 if update.known else 0.5),
+                said + at_lr(parameter.options),
+                lost=update.lost_share,
+                realised=realised,
+                seen=update.seen,
+                dtype=dtype_name(parameter.dtype),
+            )
+
+
+def _severity(parameter: ParameterRecord) -> Severity | None:
+    """Return how bad it is; None where stochastic rounding cancels updates and is right on average, or few are lost."""
+    update = parameter.update
+    if not update.known:
+        lr = parameter.options.get("lr", 1.0)
+        return "warning" if lr != 0 and update.lost_share >= UNKNOWN else None
+    realised = update.realised_share
+    if realised is None or not realised < WARNING:
+        return None
+    # The mean of n updates that are kept with probability p, as stochastic rounding keeps them, is off by about
+    # sqrt((1/p - 1) / n) of itself: within four times that it may be chance.
+    kept = 1 - update.lost_share
+    if parameter.rounding is not None and kept and (1 - realised) ** 2 < 16 * (1 / kept - 1) / update.seen:
+        return None
+    return "error" if realised < ERROR else "warning"

@@ -1,0 +1,44 @@
+"""weight-decay-lost: rounding the weight cancels its decay."""
+
+from collections.abc import Iterator
+
+from ..._finding import Finding
+from ...record._record import Record
+from .._kind import FindingKind, register_finding
+from .._words import confidence_of, dtype_name, number, percent
+
+FEWEST = 32
+# Decay is a regularizer: half of it is the decay of another experiment, a little less is a slightly weaker one.
+REALISED = 0.5
+
+
+@register_finding
+class WeightDecayLost(FindingKind):
+    """Weight decay is smaller than half the spacing of the weights' numbers, so that the weights never decay."""
+
+    code = "weight-decay-lost"
+    cure = "weight_update='kahan' or 'stochastic' of hu.optim, which round decay and update as one, or float32 weights"
+    explained_by = ("updates-lost", "weight-frozen", "dtype-not-asked", "dtype-changed-on-resume")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, parameter in record.parameters.items():
+            decay = parameter.decay
+            if decay is None or decay.seen < FEWEST:
+                continue
+            realised = decay.realised_share
+            share = realised if realised is not None else 1 - decay.lost_share
+            if not share < REALISED:
+                continue
+            lr, rate = number(parameter.options, "lr"), number(parameter.options, "weight_decay")
+            factor = f" (1 - {lr * rate:.3g} a step)" if lr is not None and rate is not None else ""
+            yield self.found(
+                name,
+                "warning",
+                confidence_of(decay.seen, FEWEST),
+                f"{percent(decay.lost_share)} of weight decay lost in {dtype_name(parameter.dtype)}{factor}",
+                lost=decay.lost_share,
+                realised=realised,
+                seen=decay.seen,
+                lr=lr,
+                weight_decay=rate,
+            )
