@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..pages import require, write_whole
 from ..recipes import Recipe
 from ._defaults import DEFAULT_RECIPES
 from .evidence._evidence import Evidence
-from .page import _page
 from .running import _pool
 from .running._plan import Trial, plan
-from .running._store import Store, write
+from .running._store import Store
 from .tasks import Task
 
 Listener = Callable[[str, Trial | None, Any], None]
@@ -67,12 +67,12 @@ def compare(
     listen = listen or _nobody
     if out is None:
         return _train(trials, {}, workers, listen, None)
-    _page.require()
+    require("matplotlib", instead="give no out folder")
     store = Store(out)
     with store.alone():
         evidence = _train(trials, store.begin(trials, resume, overwrite), workers, listen, store)
         evidence.to_html(store.page)
-        write(store.report, evidence.to_json())
+        write_whole(store.report, evidence.to_json())
     return evidence
 
 

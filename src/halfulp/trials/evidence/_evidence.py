@@ -3,11 +3,10 @@
 import dataclasses
 import json
 import os
-from pathlib import Path
 from typing import Any
 
+from ...pages import write_whole
 from ..page._page import html
-from ..running._store import write
 from ._finished_trials import FinishedTrials
 from ._row import check
 from ._table import text
@@ -64,7 +63,7 @@ class Evidence(FinishedTrials):
         Raises:
             ValueError: jinja2 or matplotlib is missing, or the file cannot be written.
         """
-        write(Path(path), html(self))
+        write_whole(path, html(self))
 
     def __str__(self) -> str:
         return self.table()

@@ -1,10 +1,10 @@
 """The report: one self-contained HTML page."""
 
 import datetime
-import importlib.resources
 from collections.abc import Sequence
 from typing import Any
 
+from ...pages import render, require
 from ..evidence._finished_trials import FinishedTrials
 from ..evidence._headline import headline, is_indication, losers
 from ..evidence._row import Row, judged
@@ -15,24 +15,13 @@ from ._line_style import LineStyle, line_styles
 _WIDE, _NARROW = (820, 560), (340, 560)
 
 
-def require() -> None:
-    """Raise a ValueError, before anything is trained, where the page could not be made afterwards."""
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"the report needs {error.name}: pip install 'halfulp[cli]', or give no out folder") from None
-
-
 def html(evidence: FinishedTrials) -> str:
     """The page as text; it refers to nothing outside itself."""
-    require()
-    import jinja2
-
-    template = importlib.resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    require("matplotlib", instead="give no out folder")
     first = evidence.trials[0]["settings"]
-    return environment.from_string(template).render(
+    return render(
+        __package__,
+        "compare.html.j2",
         headline=headline(evidence),
         losers=losers(evidence),
         indication=is_indication(evidence),

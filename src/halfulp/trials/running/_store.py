@@ -10,6 +10,7 @@ from typing import Any
 
 import filelock
 
+from ...pages import write_whole
 from ..evidence._row import check
 from ._plan import Trial
 
@@ -96,27 +97,7 @@ class Store:
     def keep(self, trial: Trial, result: dict[str, Any]) -> None:
         """Write one finished trial."""
         record = {"settings": trial.settings(), "result": result}
-        write(self.trials / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a temporary file beside it, then a rename.
-
-    Raises:
-        ValueError: the disk is full or the folder is gone; no file is left under that name.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        write_whole(self.trials / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
 
 
 def _matching(path: Path, trial: Trial) -> dict[str, Any]:

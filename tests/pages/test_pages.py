@@ -1,0 +1,92 @@
+"""The pages' common ground: templates, embedded data, files written whole."""
+
+import errno
+import importlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from halfulp.pages import check_writable, render, require, write_whole
+from halfulp.pages._render import embedded
+
+
+@pytest.fixture
+def template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package with a template of its own; returns the package's name."""
+    name = f"pages_of_{tmp_path.name.replace('-', '_')}"
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "own.css").write_text("i { color: red }\n")
+    (folder / "x.html.j2").write_text(
+        '{% extends "base.html.j2" %}{% set command = "test" %}{% block style %}{{ source("own.css") }}{% endblock %}'
+        '{% block content %}<h1>{{ text }}</h1><script type="application/json">{{ embedded(data) }}</script>'
+        "{% endblock %}"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_values_are_escaped_and_data_cannot_end_its_element(template: str) -> None:
+    text = render(template, "x.html.j2", text="<b>&", data={"name": "</script><script>alert(1)"})
+    assert "<h1>&lt;b&gt;&amp;</h1>" in text
+    assert text.count("</script>") == 1
+    assert "<title>halfulp test</title>" in text
+    assert "i { color: red }" in text
+    assert "prefers-color-scheme: dark" in text
+
+
+@pytest.mark.parametrize("data", [{"a": "<&>\u2028"}, [], {"x": [1, None, 0.1]}])
+def test_embedded_data_is_read_back(data: object) -> None:
+    assert json.loads(embedded(data)) == data
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_json_lacks_are_refused(number: float) -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        embedded({"x": number})
+
+
+def test_what_is_missing_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"the page needs nowhere_to_be: pip install 'halfulp\[cli\]', or rest"):
+        require("nowhere_to_be", instead="rest")
+    real = importlib.import_module
+
+    def without(name: str, package: str | None = None) -> object:
+        if name == "jinja2":
+            raise ImportError(name)
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    with pytest.raises(ValueError, match="the page needs jinja2"):
+        render("halfulp.pages", "base.html.j2")
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "page.html"
+    path.write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match=r"page\.html: No space left on device"):
+        write_whole(path, "new")
+    assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
+    assert path.read_text() == "old"
+
+
+def test_a_page_replaces_the_one_before(tmp_path: Path) -> None:
+    write_whole(tmp_path / "page.html", "one")
+    write_whole(str(tmp_path / "page.html"), "½ ulp")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == "½ ulp"
+
+
+def test_where_no_file_can_stand_is_said_before_any_work(tmp_path: Path) -> None:
+    check_writable(tmp_path / "page.html")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="it is a folder"):
+        check_writable(tmp_path)
+    with pytest.raises(ValueError, match="No such file or directory; give another file"):
+        check_writable(tmp_path / "gone" / "page.html")
