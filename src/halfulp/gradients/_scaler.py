@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from .policies._policy import Policy, get_policy
 from .reports._last_step import LastStep
 from .reports._recorder import Recorder
 from .reports._reports import SiteReports
+
+Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
 
 
 class AdaptiveGradScaler(SiteReports, GrowthSettings):
@@ -135,7 +137,11 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
     # what GradScaler has --------------------------------------------------------------------------------------
 
     @uncompiled
-    def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
+    @overload
+    def scale(self, outputs: Outputs) -> Outputs: ...
+    @overload
+    def scale(self, outputs: Iterable[Any]) -> Iterable[Any]: ...
+    def scale(self, outputs: Any) -> Any:
         """The loss times ``get_scale()``; a backward pass from there has exponents. Nested lists and tuples too.
 
         Raises:

@@ -19,7 +19,7 @@ from ._round_components import round_to_components, to_float64_terms
 
 Parts = tuple[torch.Tensor, ...]
 PRECISION = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
-MOST = 4
+MOST: int = 4
 ANGLES = ("sin", "cos")
 _ROW = 8192
 _CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's arrays, which cost less to make than tensors

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..._names import enter, unknown
 
 if TYPE_CHECKING:
     from ._task import Task
 
+Kind = TypeVar("Kind", bound="type[Task]")
 # Name: file and class, or the class of a task that somebody registered.
 _TASKS: dict[str, str | type[Task]] = {
     "digits": "_digits.Digits",
@@ -65,7 +66,7 @@ def kind_of(name: str) -> type[Task]:
     return _class(name) if name in _TASKS else Task
 
 
-def register(kind: type[Task]) -> type[Task]:
+def register(kind: Kind) -> Kind:
     """Make a task known by its name, to comparisons and to the command line; a decorator of its class.
 
     Worker processes import the class from its module, which a script of its own, an installed package or a file that
