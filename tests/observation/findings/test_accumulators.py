@@ -1,0 +1,60 @@
+"""Long sums in narrow formats: thresholds of the findings on records made by hand."""
+
+import math
+
+import pytest
+
+from halfulp.observation.record._record import AverageRecord, Realised, Record
+
+from .records import BRAIN, found, parameter, realised, severity
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ({}, None),
+        ({"exp_avg_sq": realised(0.0)}, "warning"),
+        ({"exp_avg_sq": realised(0.49)}, "warning"),
+        ({"exp_avg_sq": realised(0.51)}, None),
+        ({"exp_avg_sq": realised(1.0, lost=0.99)}, None),
+        ({"exp_avg_sq": realised(0.0, seen=31)}, None),
+        ({"exp_avg_sq": realised(0.0, known=False)}, None),
+        ({"exp_avg_sq": realised(math.nan, lost=0.5)}, None),
+        ({"exp_avg": realised(0.0)}, None),
+    ],
+)
+def test_second_moment_stuck(states, expected):
+    record = parameter(states=states, state_dtypes=dict.fromkeys(states, BRAIN))
+    assert severity("second-moment-stuck", record) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (Realised(), None),
+        (realised(0.0), "error"),
+        (realised(0.11), "warning"),
+        (realised(0.51), None),
+        (realised(0.0, seen=15), None),
+    ],
+)
+def test_average_stuck(change, expected):
+    record = Record(averages={"ema.weight": AverageRecord("ema.weight", BRAIN, 0.999, change)})
+    assert severity("average-stuck", record) == expected
+    if expected == "error":
+        assert "of which a step keeps 0.999" in found("average-stuck", record)[0].summary
+
+
+@pytest.mark.parametrize(
+    ("sums", "expected"),
+    [
+        (None, None),
+        (Realised(), None),
+        (realised(0.4), "error"),
+        (realised(0.6), "warning"),
+        (realised(0.91), None),
+        (realised(0.0, seen=31), None),
+    ],
+)
+def test_accumulation_swamped(sums, expected):
+    assert severity("accumulation-swamped", parameter(accumulation=sums)) == expected

@@ -1,0 +1,87 @@
+"""The list of codes: each is whole, an empty run has none, and causes go before consequences."""
+
+import pytest
+
+from halfulp.observation import Finding, FindingKind, register_finding
+from halfulp.observation._finding import ranked
+from halfulp.observation.findings import KINDS, findings_of, get_kind
+from halfulp.observation.record._record import Record
+
+from .records import parameter, realised
+
+
+@pytest.mark.parametrize("code", sorted(KINDS))
+def test_a_code_is_whole(code):
+    kind = KINDS[code]
+    assert code == kind.code
+    assert kind.instruments(), f"no instrument shows {code}"
+    assert all(cause in KINDS for cause in kind.explained_by), f"{code} is explained by what does not exist"
+    assert len(kind.__doc__.splitlines()) == 1
+    assert kind.__doc__.endswith(".")
+    assert "  " not in kind.cure
+    assert not kind.cure.endswith(".")
+
+
+def test_no_two_codes_explain_each_other():
+    import graphlib
+
+    graphlib.TopologicalSorter({code: kind.explained_by for code, kind in KINDS.items()}).prepare()
+
+
+def test_an_empty_record_shows_nothing():
+    assert findings_of("observe", Record()) == []
+
+
+def test_a_whole_run_of_one_frozen_weight_names_the_cause_first():
+    record = parameter("norm.weight", update=realised(0.0), moved=0.0, decay=realised(0.0))
+    assert [finding.code for finding in findings_of("observe", record)] == [
+        "updates-lost",
+        "weight-frozen",
+        "weight-decay-lost",
+    ]
+
+
+def finding(code: str, *where: str, severity: str = "warning", confidence: float = 0.5) -> Finding:
+    return Finding(code, where, severity, confidence, {}, "cure")
+
+
+CAUSES = {"b": ["a"], "c": ["b"]}
+
+
+def codes(*findings: Finding) -> list[str]:
+    return [each.code for each in ranked(findings, CAUSES)]
+
+
+def test_a_cause_is_as_bad_as_what_follows_from_it():
+    assert codes(
+        finding("d", severity="error", confidence=0.4), finding("b", "x", severity="error"), finding("a", "x")
+    ) == [
+        "a",
+        "d",
+        "b",
+    ]
+    assert codes(finding("c", "x", severity="error"), finding("b", "x"), finding("a", "x", severity="note"))[0] == "a"
+
+
+def test_what_happens_elsewhere_explains_nothing():
+    assert codes(finding("b", "x", confidence=0.9), finding("a", "y")) == ["b", "a"]
+    assert codes(finding("b", "x.weight", confidence=0.9), finding("a", "x")) == ["a", "b"]
+    assert codes(finding("b", "x", confidence=0.9), finding("a")) == ["a", "b"]
+
+
+def test_layers_of_one_kind_are_joined():
+    (joined,) = ranked([finding("a", "layers.0.norm"), finding("a", "layers.1.norm", confidence=0.9)])
+    assert joined.where == ("layers.0.norm", "layers.1.norm")
+    assert joined.confidence == 0.9
+    assert len(ranked([finding("a", "layers.0.norm"), finding("a", "layers.1.bias")])) == 2
+
+
+def test_an_unknown_code_and_an_unfinished_class_are_refused():
+    with pytest.raises(ValueError, match="did you mean 'updates-lost'"):
+        get_kind("update-lost")
+    with pytest.raises(TypeError, match="subclass of FindingKind"):
+        register_finding(object)
+    with pytest.raises(ValueError, match="has no cure"):
+        register_finding(type("Unfinished", (FindingKind,), {"code": "x", "__doc__": "Something."}))
+    with pytest.raises(ValueError, match="exists already"):
+        register_finding(type("Again", (FindingKind,), {"code": "updates-lost", "cure": "c", "__doc__": "Something."}))

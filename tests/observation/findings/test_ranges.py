@@ -1,0 +1,120 @@
+"""Numbers that leave a format's range: thresholds of the findings on records made by hand."""
+
+import pytest
+import torch
+
+from .records import BRAIN, HALF, SINGLE, found, parameter, severity, tensor, tensors, with_scale
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"dtype": HALF}, "error"),
+        ({"dtype": HALF, "state_dtypes": {"exp_avg_sq": SINGLE}}, None),
+        ({"dtype": BRAIN}, None),
+        ({"dtype": HALF, "options": {"eps": 1e-7}}, None),
+        # The tie between 0 and the smallest float16 goes to the even one.
+        ({"dtype": HALF, "options": {"eps": 2.0**-25}}, "error"),
+        ({"dtype": HALF, "options": {"eps": 0.0}}, None),
+        ({"dtype": HALF, "options": {"lr": 0.1}}, None),
+        ({"dtype": HALF, "optimizer_module": "halfulp.optim._algorithms"}, None),
+        ({"dtype": HALF, "optimizer": None}, None),
+    ],
+)
+def test_eps_zero(fields, expected):
+    assert severity("eps-zero", parameter(**fields)) == expected
+
+
+@pytest.mark.parametrize("role", ["activation gradient", "weight gradient"])
+@pytest.mark.parametrize(
+    ("histogram", "dtype", "expected"),
+    [
+        ({}, HALF, None),
+        ({-24: 1000, -23: 1000}, HALF, "error"),
+        ({-24: 120, -20: 880}, HALF, "warning"),
+        ({-18: 600, -10: 400}, HALF, "warning"),
+        ({-18: 400, -10: 600}, HALF, None),
+        ({-24: 1000}, BRAIN, None),
+        ({-24: 31}, HALF, None),
+        ({-9: 1000}, torch.float8_e4m3fn, "error"),
+    ],
+)
+def test_gradient_underflow(role, histogram, dtype, expected):
+    assert severity("gradient-underflow", tensor(role, histogram=histogram, dtype=dtype)) == expected
+    assert severity("gradient-underflow", tensor("weight", histogram=histogram, dtype=dtype)) is None
+
+
+def test_the_cure_of_an_underflow_depends_on_whether_the_loss_is_scaled():
+    record = tensor("weight gradient", histogram={-24: 1000})
+    assert "GradScaler, or hu.AdaptiveGradScaler" in found("gradient-underflow", record)[0].cure
+    assert found("gradient-underflow", with_scale(record))[0].cure.startswith("hu.AdaptiveGradScaler")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"amax": 2.0**-18, "rms": 2.0**-21, "histogram": {-21: 1000}}, "warning"),
+        ({"amax": 2.0**-23, "rms": 2.0**-25, "histogram": {-24: 1000}}, "error"),
+        # Small numbers beside a large one, as in a softmax.
+        ({"amax": 1.0, "rms": 2.0**-22, "histogram": {-22: 1000}}, None),
+        ({"amax": 2.0**-18, "rms": 2.0**-21, "histogram": {-21: 31}}, None),
+        ({"amax": 0.0, "rms": 0.0, "histogram": {}}, None),
+        ({"amax": 2.0**-18, "rms": 2.0**-21, "histogram": {-21: 1000}, "dtype": BRAIN}, None),
+    ],
+)
+def test_activation_underflow(fields, expected):
+    assert severity("activation-underflow", tensor(**fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"amax": 16377.0}, "warning"),
+        ({"amax": 16376.0}, None),
+        ({"amax": 65504.0}, "warning"),
+        ({"amax": 0.0}, None),
+        ({"amax": 60000.0, "scale": 0.5}, None),
+        ({"amax": 60000.0, "asked_format": "e4m3fn"}, None),
+        ({"amax": 60000.0, "dtype": BRAIN}, None),
+        ({"amax": 3.0e38, "dtype": SINGLE}, "warning"),
+        ({"amax": torch.finfo(SINGLE).max, "dtype": SINGLE}, None),
+    ],
+)
+def test_overflow_near(fields, expected):
+    assert severity("overflow-near", tensor(**fields)) == expected
+
+
+def test_a_loss_scale_brings_gradients_near_overflow_on_purpose():
+    record = tensor("activation gradient", amax=60000.0)
+    assert severity("overflow-near", record) == "warning"
+    assert severity("overflow-near", with_scale(record)) is None
+
+
+def nonfinite(step: int, order: int, steps: int = 1) -> dict:
+    return {"nonfinite": 7, "first_nonfinite": (step, order), "nonfinite_steps": steps}
+
+
+def test_first_nonfinite_is_the_earliest():
+    record = tensors(
+        ("activation", "blocks.1", nonfinite(3, 5)),
+        ("activation", "blocks.0", nonfinite(3, 2)),
+        ("activation", "embedding", {}),
+        ("activation", "head", nonfinite(4, 0)),
+    )
+    (finding,) = found("first-nonfinite", record)
+    assert finding.where == ("blocks.0",)
+    assert finding.severity == "error"
+    assert finding.evidence["step"] == 3
+    assert finding.evidence["tensors"] == 3
+
+
+def test_an_infinite_mask_alone_is_a_note():
+    assert severity("first-nonfinite", tensor(**nonfinite(0, 0))) == "note"
+    assert severity("first-nonfinite", tensor("weight gradient", **nonfinite(0, 0))) == "error"
+    assert severity("first-nonfinite", tensor()) is None
+
+
+def test_gradients_that_overflow_now_and_then_under_a_loss_scale_are_no_finding():
+    now_and_then = tensor("activation gradient", **nonfinite(0, 0, steps=2))
+    assert severity("first-nonfinite", with_scale(now_and_then)) is None
+    assert severity("first-nonfinite", with_scale(tensor("activation gradient", **nonfinite(0, 0, steps=8)))) == "error"

@@ -1,0 +1,125 @@
+"""What becomes of updates: thresholds of the findings on records made by hand."""
+
+import math
+
+import pytest
+import torch
+
+from halfulp.observation.record._record import Realised, RoundingRecord
+
+from .records import BRAIN, found, parameter, realised, severity
+
+
+@pytest.mark.parametrize(
+    ("update", "expected"),
+    [
+        (realised(0.0), "error"),
+        (realised(0.49), "error"),
+        (realised(0.51), "warning"),
+        (realised(0.89), "warning"),
+        (realised(0.91), None),
+        # As many lost, but what is left makes up for them: nearest rounding of updates of about half a spacing.
+        (realised(1.02, lost=0.6), None),
+        (realised(0.0, seen=31), None),
+        (Realised(), None),
+        (realised(math.nan, lost=0.5), None),
+        (realised(0.0, lost=0.9, known=False), "warning"),
+        (realised(0.0, lost=0.4, known=False), None),
+    ],
+)
+def test_updates_lost(update, expected):
+    assert severity("updates-lost", parameter(update=update)) == expected
+
+
+def test_updates_lost_in_words():
+    record = parameter("blocks.0.norm.weight", update=realised(0.0), options={"lr": 3e-5})
+    record.parameters |= parameter("blocks.1.norm.weight", update=realised(0.0), options={"lr": 3e-5}).parameters
+    first, _ = found("updates-lost", record)
+    assert str(first).startswith(
+        "blocks.0.norm.weight: 100% of updates lost in bf16 at lr 3e-05; weight_update='kahan'"
+    )
+    assert first.evidence["lost"] == 1.0
+
+
+def test_stochastic_rounding_that_is_right_on_average_is_no_loss():
+    rounding = RoundingRecord(seen=1000)
+    few = parameter(update=realised(0.8, lost=0.99, seen=1000), rounding=rounding, weight_update="stochastic")
+    assert severity("updates-lost", few) is None
+    many = parameter(update=realised(0.8, lost=0.9, seen=10**6), rounding=rounding, weight_update="stochastic")
+    assert severity("updates-lost", many) == "warning"
+
+
+def test_no_updates_are_lost_where_no_optimizer_is_or_the_rate_is_zero():
+    assert severity("updates-lost", parameter(update=realised(0.0), optimizer=None)) is None
+    still = parameter(update=realised(0.0, lost=1.0, known=False), options={"lr": 0.0})
+    assert severity("updates-lost", still) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "error"),
+        ({"moved": None}, None),
+        ({"moved": 0.001}, None),
+        ({"options": {"lr": 0.0}}, None),
+        ({"options": {"lr": torch.tensor(0.0)}}, None),
+        ({"nonzero_gradients": 0}, None),
+        ({"update": realised(0.5)}, None),
+        ({"update": realised(0.0, seen=7)}, None),
+        ({"update": Realised()}, None),
+        ({"optimizer": None}, None),
+    ],
+)
+def test_weight_frozen(fields, expected):
+    record = parameter(**{"moved": 0.0, "update": realised(0.0), **fields})
+    assert severity("weight-frozen", record) == expected
+    record.sampled_steps = [0]
+    assert severity("weight-frozen", record) is None
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        (None, None),
+        (realised(0.0), "warning"),
+        (realised(0.49), "warning"),
+        (realised(0.51), None),
+        (realised(0.0, seen=31), None),
+        (realised(0.0, known=False), "warning"),
+        (realised(1.0, lost=0.99), None),
+    ],
+)
+def test_weight_decay_lost(decay, expected):
+    assert severity("weight-decay-lost", parameter(decay=decay)) == expected
+
+
+@pytest.mark.parametrize(
+    ("rounding", "expected"),
+    [
+        (None, None),
+        (RoundingRecord(), None),
+        (RoundingRecord(seen=4096, excess=10.0, variance=700.0), None),
+        (RoundingRecord(seen=4096, excess=200.0, variance=700.0), "error"),
+        (RoundingRecord(seen=4096, excess=-200.0, variance=700.0), "error"),
+        # Significant with so many, and too small to matter.
+        (RoundingRecord(seen=10**7, excess=10**4, variance=10**6), None),
+        (RoundingRecord(seen=4096, repeated=0.09), None),
+        (RoundingRecord(seen=4096, repeated=0.11), "error"),
+        (RoundingRecord(seen=300, repeated=0.3), None),
+        (RoundingRecord(seen=4096, between_ranks=1.0), "error"),
+        (RoundingRecord(seen=100, between_ranks=1.0), None),
+    ],
+)
+def test_random_bits_repeat(rounding, expected):
+    record = parameter(rounding=rounding, weight_update="stochastic", dtype=BRAIN)
+    assert severity("random-bits-repeat", record) == expected
+
+
+def test_never_stepped():
+    assert severity("never-stepped", parameter(optimizer=None)) == "error"
+    assert severity("never-stepped", parameter(optimizer=None, requires_grad=False)) is None
+    assert severity("never-stepped", parameter(gradients=0)) == "warning"
+    assert severity("never-stepped", parameter()) is None
+    before = parameter(gradients=0)
+    before.sampled_steps = []
+    assert severity("never-stepped", before) is None
