@@ -1,6 +1,6 @@
 """Compiled training beside eager: `python -m benchmarks.bench_compiled [--only 'gpt2/*/step'] [--backend aot_eager]`.
 
-Rows that a run does not choose stay as the file has them. The file is written after every row, and with `--missing` a
+Rows that a run does not choose stay as the file has them. The file is written after every row, and with `--keep` a
 run goes on where another was stopped.
 """
 
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["*"], help="patterns of model/technique/part")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager"])
     parser.add_argument("--fresh", action="store_true", help="forget the rows that the file has")
-    parser.add_argument("--missing", action="store_true", help="leave out the rows that the file has")
+    parser.add_argument("--keep", action="store_true", help="keep the rows that the file has, and go on")
     given = parser.parse_args()
     import torch
 
@@ -288,7 +288,7 @@ def main() -> None:
     for key in order:
         names = dict(zip(("model", "technique", "compiled part"), key), backend=given.backend)
         is_chosen = any(fnmatch.fnmatch("/".join(key), pattern) for pattern in given.only)
-        if not is_chosen or (given.missing and _key(names) in known):
+        if not is_chosen or (given.keep and _key(names) in known):
             continue
         known[_key(names)] = {**names, **row(*key, given.backend)}
         print(known[_key(names)], flush=True)

@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="a JSON file for the rows; from it a run goes on")
+    parser.add_argument("--keep", type=Path, help="a JSON file for the rows, from which a second call goes on")
     arguments = parser.parse_args()
     set_threads(1)
     warnings.simplefilter("ignore")
@@ -112,13 +112,13 @@ def main() -> None:
     columns = {"architecture": "", "parameters": "", "same bits": "", "most": ".2%", "reason": "", "bar": "", "met": ""}
     table = Table("Gradients with format=, compiled beside eager", columns)
     all_names = [*sorted(ARCHITECTURES), *(f"hf-{name}" for name in HF), *(f"{name}{_SAME}" for name in ONE_PATH)]
-    rows = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
+    rows = json.loads(arguments.keep.read_text()) if arguments.keep and arguments.keep.exists() else {}
     for name in arguments.names or all_names:
         if name not in rows:
             rows[name] = row(name, arguments.seed)
             print(rows[name], flush=True)
-            if arguments.out:
-                arguments.out.write_text(json.dumps(rows, indent=1))
+            if arguments.keep:
+                arguments.keep.write_text(json.dumps(rows, indent=1))
         table.add(**rows[name])
     if not arguments.names:
         command = "python -m benchmarks.bench_compiled_formats"

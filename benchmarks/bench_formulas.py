@@ -210,19 +210,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--backend", default="aot_eager", choices=("aot_eager", "inductor"))
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
-    parser.add_argument("--out", type=Path, help="a JSON file for the raw rows; from it a run goes on")
+    parser.add_argument("--keep", type=Path, help="a JSON file for the raw rows, from which a second call goes on")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    raw = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
+    raw = json.loads(arguments.keep.read_text()) if arguments.keep and arguments.keep.exists() else {}
     for name in arguments.names or FORMULAS:
         if name not in raw:
             raw[name] = []
             for seed in range(arguments.seeds):
                 modes = tuple(mode for mode in arguments.modes if not seed or mode != "compiled")
                 raw[name] += measure(FORMULAS[name], seed, modes, arguments.backend)
-            if arguments.out:
-                arguments.out.write_text(json.dumps(raw, indent=1))
+            if arguments.keep:
+                arguments.keep.write_text(json.dumps(raw, indent=1))
         print(f"{name:34}", *(f"{mode} {ratio(raw[name], mode):7.2f}" for mode in arguments.modes), flush=True)
     if arguments.names or set(arguments.modes) != set(MODES):
         return

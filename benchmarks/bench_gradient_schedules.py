@@ -74,7 +74,7 @@ def main() -> None:
     """The search; schedules that break a bar are printed by their seeds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=COUNT, help="how many schedules")
-    parser.add_argument("--kept", type=Path, default=KEPT, help="a file of what was found, for an interrupted search")
+    parser.add_argument("--keep", type=Path, default=KEPT, help="a file from which a second call goes on")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first one")
     given = parser.parse_args()
     import torch
@@ -82,7 +82,7 @@ def main() -> None:
     from ._loss_schedules import FORMATS, KINDS, LOOPS, MORE_SKIPS, MORE_ZEROS, ROW
 
     torch.set_num_threads(1)
-    found = list(searched(range(given.first, given.first + given.count), given.kept).values())
+    found = list(searched(range(given.first, given.first + given.count), given.keep).values())
     columns = {"schedules": "", "": ""}
     columns |= dict.fromkeys(("skipped, halfulp", "skipped, GradScaler"), ".2%")
     columns |= dict.fromkeys(("zeros, halfulp", "zeros, GradScaler", "zeros, best constant"), ".2%")

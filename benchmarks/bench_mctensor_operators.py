@@ -142,7 +142,7 @@ def refusals(found: dict[str, dict[tuple, Finding]]) -> Table:
 
 @dataclass
 class Progress:
-    """What has been found so far: kept in a file by --continue, so that a long run can be taken up again."""
+    """What has been found so far: kept in a file by --keep, so that a long run can be taken up again."""
 
     stated: list[Table] = field(default_factory=list)
     found: dict[str, dict[tuple, Finding]] = field(default_factory=dict)
@@ -197,13 +197,13 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=1, help="samples an operator")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long, and say how far it came")
-    parser.add_argument("--continue", dest="file", type=Path, help="go on where the run that wrote this file stopped")
+    parser.add_argument("--keep", type=Path, help="a file of what was found, from which a second call goes on")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     chosen = [op for op in operators() if not is_random(op) and (not options.names or name_of(op) in options.names)]
     random.Random(options.seed).shuffle(chosen)  # what --minutes leaves out is any of them
-    progress = pickle.loads(options.file.read_bytes()) if options.file and options.file.exists() else Progress()
+    progress = pickle.loads(options.keep.read_bytes()) if options.keep and options.keep.exists() else Progress()
     start = time.perf_counter()
     if not options.names and not progress.stated:
         progress.stated = [bounds.table(), bounds.products()]
@@ -212,8 +212,8 @@ def main() -> None:
             break
         if name_of(op) not in progress.seen:
             progress.examine(op, options.most, options.seed)
-    if options.file:
-        options.file.write_bytes(pickle.dumps(progress))
+    if options.keep:
+        options.keep.write_bytes(pickle.dumps(progress))
     (show if options.names else save)(progress.result(len(chosen), options.most))
 
 

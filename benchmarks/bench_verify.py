@@ -104,13 +104,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", nargs="*", default=sorted(ARCHITECTURES))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", type=Path, help="a file that keeps rows, so that an interrupted run goes on")
+    parser.add_argument("--keep", type=Path, help="a file for the rows, from which a second call goes on")
     arguments = parser.parse_args()
     import torch
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        rows = all_rows(arguments.names, arguments.seed, arguments.rows or Path(folder) / "rows.jsonl")
+        rows = all_rows(arguments.names, arguments.seed, arguments.keep or Path(folder) / "rows.jsonl")
     result = Result("verify", "verify on right and wrong models", TEXT, "python -m benchmarks.bench_verify")
     result.tables += tables(rows)
     save(result)

@@ -1,6 +1,6 @@
 """Plants sampled faults in a copy of the library, runs the tests that belong to each, and says which were caught.
 
-`python -m benchmarks.plant_faults` by hand; --list shows the sample, --resume goes on after an interruption,
+`python -m benchmarks.plant_faults` by hand; --list shows the sample, --keep goes on after an interruption,
 --survivors runs those again that were not caught (with --files to try more test files), and --more adds to the sample.
 A sample that is kept stays as it was drawn, however the source moves: a fault leaves it only with its line of source.
 """
@@ -353,7 +353,7 @@ def still_there(rows: list[dict], seed: int) -> list[tuple[Fault, dict]]:
 
 def drawn(arguments: argparse.Namespace) -> list[tuple[Fault, dict]]:
     """The sample: what is kept of an earlier run, filled up to the count; or more, from files that it left alone."""
-    kept = still_there(kept_rows(), SEED) if arguments.resume or arguments.survivors or arguments.more else []
+    kept = still_there(kept_rows(), SEED) if arguments.keep or arguments.survivors or arguments.more else []
     used = {fault.file for fault, _ in kept}
     if arguments.more:
         fresh = sample(ROOT, arguments.more, arguments.seed, used)
@@ -376,7 +376,7 @@ def main() -> None:
     )
     parser.add_argument("--first", nargs="+", default=[], metavar="FILE", help="test files to try first, as of --match")
     parser.add_argument("--list", action="store_true", help="print the sample and the tests of each, and plant nothing")
-    parser.add_argument("--resume", action="store_true", help="keep what results/faults.json holds and go on")
+    parser.add_argument("--keep", action="store_true", help="keep what results/faults.json holds and go on")
     parser.add_argument("--survivors", action="store_true", help="keep what the file holds and run again what survived")
     parser.add_argument("--more", type=int, default=0, help="add so many in files that the kept sample does not touch")
     parser.add_argument("--files", type=int, default=6, help="test files of one fault at most")

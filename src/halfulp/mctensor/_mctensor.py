@@ -16,7 +16,7 @@ from ..subclass._graph_key import graph_key
 from ..subclass._in_backward import FIRST, check_gradients
 from ..subclass._pickle import check_layout, register_collate, saved_marks, with_saved_marks
 from ..subclass._rule_table import Given
-from ..subclass.models._data_parallel import refuse_fully_shard
+from ..subclass.models._data_parallel import refuses_fully_shard
 from . import _encode as _numbers
 from . import _repr as _text
 from ._registry import RULES, implements, rule_of
@@ -41,6 +41,7 @@ except RuntimeError as error:
     ) from error
 
 
+@refuses_fully_shard
 class MCTensor(torch.Tensor):
     """A tensor whose value is scale * (c[0] + c[1] + ...), with one to four components of one narrow format.
 
@@ -75,10 +76,6 @@ class MCTensor(torch.Tensor):
     _seeds_backward = False
 
     __torch_function__: ClassVar[Callable[..., Any]] = torch._C._disabled_torch_function_impl
-    # fully_shard asks for the first one before it changes a parameter, and older versions for the others after that.
-    _fsdp_orig_uid: property = property(refuse_fully_shard)
-    fsdp_pre_all_gather: property = _fsdp_orig_uid
-    fsdp_post_all_gather: property = _fsdp_orig_uid
 
     if TYPE_CHECKING:  # torch types these as a plain tensor's
 

@@ -13,7 +13,7 @@ from ..kernels import resolved, untraced
 from ..subclass import graph_key
 from ..subclass._pickle import register_collate
 from ..subclass._rule_table import Given
-from ..subclass.models._data_parallel import refuse_fully_shard
+from ..subclass.models._data_parallel import refuses_fully_shard
 from . import _powers_of_two as _powers
 from ._dtypes import check_home, check_logical, check_storage
 from ._powers_of_two import PowerRounding
@@ -23,6 +23,7 @@ _make = torch.Tensor._make_wrapper_subclass
 _data: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
 
 
+@refuses_fully_shard
 class ScaledTensor(torch.Tensor):
     """A tensor whose value is payload x scale: the payload a tensor of a narrow dtype, the scale one power of two.
 
@@ -50,10 +51,6 @@ class ScaledTensor(torch.Tensor):
     _home: torch.dtype | None = None
 
     __torch_function__: ClassVar[Callable[..., Any]] = torch._C._disabled_torch_function_impl
-    # fully_shard reads the first attribute before it changes a parameter, and older versions read the others later.
-    _fsdp_orig_uid: property = property(refuse_fully_shard)
-    fsdp_pre_all_gather: property = _fsdp_orig_uid
-    fsdp_post_all_gather: property = _fsdp_orig_uid
 
     if TYPE_CHECKING:  # torch types these as a plain tensor's
 

@@ -109,17 +109,8 @@ WRAPPED = """
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
 from torch.distributed.optim import ZeroRedundancyOptimizer
-
-
-class Branching(nn.Module):
-    # One of two branches by the input's sign, so that ranks differ in which parameters they use.
-    def __init__(self):
-        super().__init__()
-        self.first, self.left, self.right = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
-
-    def forward(self, x):
-        h = self.first(x).tanh()
-        return self.left(h) if x[0, 0] > 0 else self.right(h)
+sys.path.insert(0, os.getcwd())
+from benchmarks._process_cases import Branches
 
 
 def zero(parameters, lr):
@@ -146,7 +137,7 @@ CASES = {
     "plain": {},
     "no_sync": {"accumulate": 3},
     "static graph": {"options": {"static_graph": True}},
-    "unused branches": {"options": {"find_unused_parameters": True}, "inner": Branching, "steps": 8},
+    "unused branches": {"options": {"find_unused_parameters": True}, "inner": Branches, "steps": 8},
     "buckets as views": {"options": {"gradient_as_bucket_view": True}},
     "payloads of 16 bits": {"hook": (torch.float16, hu.scaled.payload_hook)},
     "payloads of a group": {"hook": ((torch.float16, dist.group.WORLD), hu.scaled.payload_hook)},

@@ -6,6 +6,8 @@ memory, and the process dies. The first argument of both functions is a `VectorB
 
 from __future__ import annotations
 
+import functools
+
 from ..scalar._processor import has_half_conversions
 
 _INFINITY, _QUIET = 0x7F800000, 0x400000
@@ -13,14 +15,17 @@ _INFINITY, _QUIET = 0x7F800000, 0x400000
 _BIAS = 112
 
 
+def _words_like(vectors, value):
+    """Return the builder, the type of as many 32-bit words as a value has lanes, and what makes constants of it."""
+    words = vectors.like(value, vectors.i32)
+    return vectors.b, words, functools.partial(vectors.constant, words)
+
+
 def half_to_float(vectors, raw):
     """16-bit words that hold float16 as float32, exactly; a NaN becomes a quiet one."""
-    b, real, words = vectors.b, vectors.like(raw, vectors.f32), vectors.like(raw, vectors.i32)
+    real, (b, words, word) = vectors.like(raw, vectors.f32), _words_like(vectors, raw)
     if has_half_conversions():
         return b.fpext(b.bitcast(raw, vectors.like(raw, vectors.f16)), real)
-
-    def word(value: int):
-        return vectors.constant(words, value)
 
     bits = b.zext(raw, words)
     magnitude = b.and_(bits, word(0x7FFF))
@@ -40,12 +45,9 @@ def float_to_half(vectors, value):
 
     The arithmetic does not depend on how the processor treats subnormals.
     """
-    b, short, words = vectors.b, vectors.like(value, vectors.i16), vectors.like(value, vectors.i32)
+    short, (b, words, word) = vectors.like(value, vectors.i16), _words_like(vectors, value)
     if has_half_conversions():
         return b.bitcast(b.fptrunc(value, vectors.like(value, vectors.f16)), short)
-
-    def word(value: int):
-        return vectors.constant(words, value)
 
     bits = b.bitcast(value, words)
     magnitude = b.and_(bits, word(0x7FFFFFFF))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+TensorClass = TypeVar("TensorClass", bound=type[Tensor])
 
 
 @dataclass
@@ -189,7 +191,15 @@ def replace_data(parameter: Tensor, value: Tensor) -> None:
         parameter.grad = gradient.to(value.dtype)
 
 
-def refuse_fully_shard(tensor: Tensor) -> NoReturn:
+def refuses_fully_shard(kind: TensorClass) -> TensorClass:
+    """Give a tensor class, as a decorator, attributes by which fully_shard refuses it with words."""
+    # It asks for the first one before it changes a parameter, and older versions for the others after that.
+    for name in ("_fsdp_orig_uid", "fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        setattr(kind, name, property(_refuse_fully_shard))
+    return kind
+
+
+def _refuse_fully_shard(tensor: Tensor) -> NoReturn:
     """Refuse fully_shard: the property that it finds on a tensor subclass in place of its own attributes.
 
     Raises:
