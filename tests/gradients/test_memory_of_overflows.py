@@ -63,7 +63,7 @@ def test_the_memory_of_an_overflow_ends(seed):
         assert step < 2 * interval or all(site.exponent <= before[site] - 4 for site in every)
     for _ in range(2 * interval):
         iterate()
-    assert all(site.overflowed is None for site in every)
+    assert all(site.overflow is None for site in every)
     for _ in range(8 * 2 * interval):
         iterate()
     assert {site: site.exponent for site in every} == before

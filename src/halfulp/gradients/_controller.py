@@ -267,11 +267,11 @@ class Controller:
         for site in sources:
             site.overflows += 1
             self._note(site)
-        if self._skips_in_row > _ROW or any(site.strikes > _STRIKES for site in sources):
+        if self._skips_in_row > _ROW or any(x.overflow and x.overflow.strikes > _STRIKES for x in sources):
             return self._fall_together()
         if sources and self.backward.measuring:
             # It was seen who overflowed: nobody else is suspected.
-            self._acquit()
+            self.sites.acquit()
         # What follows an activation's overflow gets the same room for one step, a measured one.
         spreading = [one.site for one in self._overflow_sources if one.spreads]
         blind = [site for site in downstream(spreading, self.backward.reached()) if is_blind(site, readings)]
@@ -314,29 +314,19 @@ class Controller:
 
         A site that would have overflowed then explains them. While there is none, all that may have overflowed fall.
         """
-        doubted = [site for site in self.sites if site.doubted]
-        measured = [(kinds, site.overflowed) for site, kinds in readings.items() if site.doubted]
-        if any(overflowed is not None and explains(kinds, overflowed) for kinds, overflowed in measured):
-            self._acquit()
+        doubted = self.sites.doubted()
+        if any(explains(readings[site], overflow.exponent) for site, overflow in doubted.items() if site in readings):
+            self.sites.acquit()
             return
-        for site in doubted:
-            if site.overflowed is not None and site.exponent >= site.overflowed and not self._may_be_gone(site):
+        for site, overflow in doubted.items():
+            if site.exponent >= overflow.exponent and not site.may_be_free:
                 self._lower(site)
-
-    def _may_be_gone(self, site: Site) -> bool:
-        """Whether the site is remembered for a single overflow, which may have been a spike."""
-        return site.strikes == site.patience == 1
-
-    def _acquit(self) -> None:
-        for site in self.sites:
-            if site.doubted:
-                site.forget_overflow()
 
     def _follow(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
         """Set the exponent of a site that was measured and did not overflow; ``lost``: all arrives as zero there."""
         site.remember(kinds)
         exponent = (Amax() if lost else self.policy).exponent(site)
-        if site.overflowed is not None and self._supersedes_overflow(site, site.overflowed, kinds, lost):
+        if site.overflow is not None and self._supersedes_overflow(site, site.overflow.exponent, kinds, lost):
             site.forget_overflow()
         if exponent is not None:
             halves = lost or self.policy.wants_operands
@@ -362,9 +352,9 @@ class Controller:
     def _allowed(self, site: Site, exponent: int) -> int:
         """The wanted exponent, held below the last overflow for as long as that is remembered."""
         forget_if_old(site, self.iteration)
-        if site.overflowed is None or self._may_be_gone(site):
+        if site.overflow is None or site.may_be_free:
             return exponent
-        return min(exponent, site.overflowed - self._short(site))
+        return min(exponent, site.overflow.exponent - self._short(site))
 
     def _short(self, site: Site) -> int:
         """How many powers of two a site stays below its overflow; another overflow takes it further down."""

@@ -146,16 +146,17 @@ def short_of_overflow(site: Site, exponent: int, iteration: int, short: int | No
         short: how far the site stays from where it overflowed; None of one that stays where it is known to overflow.
     """
     forget_if_old(site, iteration)
-    if site.overflowed is None or not site.exponent < site.overflowed <= exponent:
+    overflow = site.overflow
+    if overflow is None or not site.exponent < overflow.exponent <= exponent:
         return exponent
-    half = (site.exponent + site.overflowed) // 2
+    half = (site.exponent + overflow.exponent) // 2
     if short is not None:
         # What is all zero where an overflow lowered it to may go that far from now on.
-        site.overflowed = max(site.overflowed, half + short)
+        overflow.exponent = max(overflow.exponent, half + short)
     return half
 
 
 def forget_if_old(site: Site, iteration: int) -> None:
     """Forget an overflow whose time to be remembered is over."""
-    if site.overflowed is not None and iteration >= site.until:
+    if site.overflow is not None and iteration >= site.until:
         site.forget_overflow()

@@ -57,6 +57,21 @@ class Reading:
         )
 
 
+@dataclasses.dataclass
+class Overflow:
+    """What is remembered of a site's overflows.
+
+    Attributes:
+        exponent: The lowest one at which it lately did overflow, or may have.
+        doubted: Whether that may have been another site's, of the same iteration.
+        strikes: How many overflows in a row are remembered.
+    """
+
+    exponent: int
+    doubted: bool
+    strikes: int = 1
+
+
 class Proposal(NamedTuple):
     """The least exponent that keeps from underflow, and the most that cannot overflow, which wins."""
 
@@ -78,10 +93,8 @@ class Site:
         format: The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
         measured: Whether they ever were.
         overflows: How often it was the one that overflowed.
-        overflowed: The lowest exponent at which it lately did, or may have; None where nothing is remembered.
-        doubted: Whether that overflow may have been another site's, of the same iteration.
-        until: The iteration at which it is forgotten.
-        strikes: How many overflows in a row of its own are remembered.
+        overflow: What is remembered of its overflows; None where nothing is.
+        until: The iteration at which that is forgotten.
         patience: How many times as long as usual overflows and measurements count: twice as long with every overflow
             that came once the last one was forgotten.
         loss_binade: Of the global site, floor(log2) of the largest gradient that losses send into the model for which
@@ -98,10 +111,8 @@ class Site:
         self.format: Format | None = None
         self.measured: bool = False
         self.overflows: int = 0
-        self.overflowed: int | None = None
-        self.doubted: bool = False
+        self.overflow: Overflow | None = None
         self.until: int = 0
-        self.strikes: int = 0
         self.patience: int = 1
         self.stored: Format | None = None
         self.loss_binade: int | None = None
@@ -144,19 +155,24 @@ class Site:
 
         ``doubted``: it may have been another site's.
         """
-        if self.overflowed is None:
+        if self.overflow is None:
             since, usual = iteration - self.until, memory * self.patience
             recent = self.until > 0 and since < _CALM * usual
             self.patience = min(MOST_PATIENCE, 2 * self.patience) if recent else 1
-            self.strikes = 0
-        self.doubted = doubted and (self.doubted or self.overflowed is None)
-        self.overflowed = exponent if self.overflowed is None else min(self.overflowed, exponent)
-        self.strikes += 1
+            self.overflow = Overflow(exponent, doubted)
+        else:
+            known = self.overflow
+            self.overflow = Overflow(min(known.exponent, exponent), doubted and known.doubted, known.strikes + 1)
         self.until = iteration + memory * self.patience
 
     def forget_overflow(self) -> None:
         """Forget the overflow, so that the exponent may rise to it again."""
-        self.overflowed, self.doubted, self.strikes = None, False, 0
+        self.overflow = None
+
+    @property
+    def may_be_free(self) -> bool:
+        """Whether a single overflow is remembered, which may have been a spike, or none."""
+        return self.overflow is None or self.overflow.strikes == self.patience == 1
 
     def change_reference(self, before: int | None, binade: int | None) -> None:
         """Convert a site's exponent and history to another reference binade (`Sites.set_reference`)."""
@@ -166,8 +182,8 @@ class Site:
                 entry.update((kind, math.ldexp(amax, factor)) for kind, amax in entry.items())
             return
         self.exponent = self._exponent + before - binade
-        if self.overflowed is not None:
-            self.overflowed = max(LOWEST, min(HIGHEST, self.overflowed + before - binade))
+        if self.overflow is not None:
+            self.overflow.exponent = max(LOWEST, min(HIGHEST, self.overflow.exponent + before - binade))
         for reading in self.readings.values():
             reading.amax = math.ldexp(reading.amax, binade - before)
 
@@ -221,9 +237,18 @@ class Sites:
 
     def note_lowest(self) -> None:
         """Note the lowest exponent in use, at which new sites start."""
-        fallen = [site for site in self if site.overflowed is not None and not site.follows_global]
+        fallen = [site for site in self if site.overflow is not None and not site.follows_global]
         measured = [site for site in self if site.format is not None]
         self.lowest = min((site.exponent for site in measured + fallen), default=None)
+
+    def doubted(self) -> dict[Site, Overflow]:
+        """Return the sites whose overflow may have been another's, with what is remembered of it."""
+        return {site: site.overflow for site in self if site.overflow is not None and site.overflow.doubted}
+
+    def acquit(self) -> None:
+        """Forget the overflows that are doubted."""
+        for site in self.doubted():
+            site.forget_overflow()
 
     def merge(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass, any that will be met."""

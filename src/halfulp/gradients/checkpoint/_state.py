@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...formats import Format
-from .._site import GLOBAL, HIGHEST, LOWEST, MOST_PATIENCE, UNIFORM, Site, Sites, exponent_of
+from .._site import GLOBAL, HIGHEST, LOWEST, MOST_PATIENCE, UNIFORM, Overflow, Site, Sites, exponent_of
 
 # By the name of an entry: what it is, in words and as a question.
 _AN_EXPONENT = f"an integer from {LOWEST} to {HIGHEST}"
@@ -37,14 +37,21 @@ def state_of(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ..
             "measured": site.measured,
             "narrow": site.format is not None,
             "overflows": site.overflows,
-            "overflowed": site.overflowed,
-            "memory": [site.doubted, site.until, site.strikes, site.patience],
+            **_remembered(site),
             "history": [dict(entry) for entry in site.history],
         }
         for site in sites
     }
     found[GLOBAL]["reference"] = [sites.global_site.loss_binade, resumes]
     return tuple(found.items())
+
+
+def _remembered(site: Site) -> dict[str, Any]:
+    """What a site remembers of overflows, as plain data."""
+    overflow = site.overflow
+    if overflow is None:
+        return {"overflowed": None, "memory": [False, site.until, 0, site.patience]}
+    return {"overflowed": overflow.exponent, "memory": [overflow.doubted, site.until, overflow.strikes, site.patience]}
 
 
 def sites_by_name(state_dict: Any) -> Any:
@@ -221,7 +228,8 @@ def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
         site.measured = values["measured"]
         site.format = narrow if values["narrow"] else None
         site.overflows = values["overflows"]
-        site.overflowed = values["overflowed"]
-        site.doubted, site.until, site.strikes, site.patience = values["memory"]
+        doubted, site.until, strikes, site.patience = values["memory"]
+        lowest = values["overflowed"]
+        site.overflow = None if lowest is None else Overflow(lowest, doubted, strikes)
         site.history.clear()
         site.history.extend(dict(entry) for entry in values["history"])

@@ -66,9 +66,9 @@ def measured_scale(
     if wanted is None and readings:
         # Every gradient is stored as zero.
         wanted = 2 * global_site.exponent - policy.exponent_after_overflow(global_site)
-    if wanted is None or global_site.overflowed is None:
+    if wanted is None or global_site.overflow is None:
         return wanted
-    if any(explains(kinds, global_site.overflowed) for kinds in readings.values()):
+    if any(explains(kinds, global_site.overflow.exponent) for kinds in readings.values()):
         global_site.forget_overflow()
     return short_of_overflow(global_site, wanted, iteration, None)
 
