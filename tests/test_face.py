@@ -14,11 +14,11 @@ import torch
 
 import halfulp as hu
 
-MOST_NAMES = 44
+MOST_NAMES = 48
 FACE = {
     "halfulp": {
         *("arithmetic", "formats", "gradients", "hyperbolic", "kernels", "optim", "recipes", "rounding", "scaled"),
-        *("mctensor", "testing", "trials"),
+        *("mctensor", "observation", "testing", "trials"),
         *("MCTensor", "exact_dot", "exact_partial", "exact_round", "exact_sum", "fallbacks", "multicomponent"),
         *("ScaledTensor", "rescale", "scalify"),
         *("ScaledTensor", "cast", "rescale", "scalify", "verify"),
@@ -26,6 +26,7 @@ FACE = {
         *("Down", "Nearest", "Stochastic", "TowardZero", "Up", "quantize"),
         *("Components", "Feedback", "Kahan", "Master", "Split", "float32_gradients"),
         *("Evidence", "Recipe", "compare", "convert", "emulate", "explain", "revert"),
+        *("Finding", "observe"),
     },
     "halfulp.gradients": {
         *("AdaptiveGradScaler", "LastStep", "Policy", "Amax", "Constant", "Dynamic", "Measured", "RisingFloor"),

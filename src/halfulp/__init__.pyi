@@ -6,6 +6,7 @@ from . import gradients as gradients
 from . import hyperbolic as hyperbolic
 from . import kernels as kernels
 from . import mctensor as mctensor
+from . import observation as observation
 from . import optim as optim
 from . import recipes as recipes
 from . import rounding as rounding
@@ -22,6 +23,8 @@ from .formats import Format as Format
 from .gradients import AdaptiveGradScaler as AdaptiveGradScaler
 from .mctensor import MCTensor as MCTensor
 from .mctensor import multicomponent as multicomponent
+from .observation import Finding as Finding
+from .observation import observe as observe
 from .optim import Components as Components
 from .optim import Feedback as Feedback
 from .optim import Kahan as Kahan

@@ -4,3 +4,7 @@ from .. import _needs_torch as _needs_torch
 from ._finding import Finding as Finding
 from .findings import FindingKind as FindingKind
 from .findings import register_finding as register_finding
+from .observing._elementwise import register_elementwise as register_elementwise
+from .observing._observe import Observation as Observation
+from .observing._observe import observe as observe
+from .record._record import Record as Record

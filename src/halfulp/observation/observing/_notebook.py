@@ -1,0 +1,143 @@
+"""The notebook of an observation: the record that hooks write to, the step that runs, and what watching cost."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...rounding import mix64
+from ..record._record import Record, Role, TensorRecord
+from ..sampling._candidates import AnyFormat, Candidates
+from ..sampling._places import name_key
+from ..sampling._plain import Stored, stored
+from ..sampling._sampler import Look, Sampler
+from ..sampling._totals import STEP_NONFINITE, Totals, is_wide
+
+SEED = 0
+Watch = TypeVar("Watch", bound=Callable[..., None])
+
+
+class Notebook:
+    """What all hooks of an observation share.
+
+    Attributes:
+        record: what is filled.
+        candidates: the formats that samples are counted in.
+        sampler: looks at tensors.
+        step: number of the running step, from 0.
+        sampling: whether tensors of the running step are looked at.
+        position: how many tensors were looked at in this step.
+        scale: the loss scale of the running backward pass.
+        seconds: time spent in watching.
+    """
+
+    def __init__(self, formats: Sequence[AnyFormat]) -> None:
+        self.record = Record()
+        self.candidates = Candidates(formats)
+        self.sampler = Sampler(self.candidates)
+        self.totals: dict[tuple[Role, str], Totals] = {}
+        self.step: int = 0
+        self.sampling: bool = False
+        self.position: int = 0
+        self.scale: float = 1.0
+        self.seconds: float = 0.0
+        self.inside: bool = False
+        self._step_key: int = 0
+        self._name_keys: dict[str, int] = {}
+
+    def begin_step(self, step: int, sampling: bool) -> None:
+        """Begin a step."""
+        self.step, self.sampling, self.position = step, sampling, 0
+        self._step_key = mix64(SEED, step)
+
+    def key(self, name: str) -> int:
+        """Return the key of the places where tensors of a name are sampled in this step."""
+        own = self._name_keys.get(name)
+        if own is None:
+            own = self._name_keys[name] = name_key(name)
+        return mix64(self._step_key, own)
+
+    def missed(self, sentence: str) -> None:
+        """Note something that could not be observed, once."""
+        if sentence not in self.record.unseen:
+            self.record.unseen.append(sentence)
+
+    def totals_of(self, role: Role, name: str, kind: str, found: Stored) -> Totals:
+        """Return the running counts of a role at a name, made anew at its first tensor."""
+        totals = self.totals.get((role, name))
+        if totals is None or (is_wide(found.flat.dtype) and totals.lowest > -1000):
+            record = TensorRecord(role, name, kind, found.dtype, order=self.position)
+            totals = self.totals[role, name] = Totals(record, self.candidates, is_wide(found.flat.dtype))
+        record = totals.record
+        record.dtype, record.scale = found.dtype, found.scale
+        if not record.steps or record.steps[-1] != self.step:
+            record.steps.append(self.step)
+            totals.begin_step()
+        return totals
+
+    def look(self, role: Role, name: str, kind: str, tensor: torch.Tensor, scale: float = 1.0) -> Totals | None:
+        """Count a tensor under a role and a name; None where its numbers cannot be read."""
+        found = stored(tensor)
+        if found is None:
+            return None
+        totals = self.totals_of(role, name, kind, found._replace(scale=found.scale * scale))
+        self.sampler.look(Look(found.flat, found.dtype, self.key(name), totals))
+        self.note_nonfinite(totals)
+        return totals
+
+    def look_all(self, role: Role, named: Sequence[tuple[str, str, Stored]]) -> list[torch.Tensor]:
+        """Count tensors (name, kind, numbers) under a role, and return their samples."""
+        looks = []
+        for name, kind, found in named:
+            looks.append(Look(found.flat, found.dtype, self.key(name), self.totals_of(role, name, kind, found)))
+        samples = self.sampler.look_all(looks)
+        for look in looks:
+            self.note_nonfinite(look.totals)
+        return samples
+
+    def note_nonfinite(self, totals: Totals) -> None:
+        """Give a tensor its position in the step, and keep the first one that holds NaN or infinity."""
+        record = totals.record
+        if record.first_nonfinite is None and totals.integers[STEP_NONFINITE]:
+            record.first_nonfinite = (self.step, self.position)
+        self.position += 1
+
+    def finish(self) -> Record:
+        """Return the record with all counts so far."""
+        record = self.record
+        record.tensors = {key: totals.finish(self.candidates) for key, totals in self.totals.items()}
+        return record
+
+
+def watching(function: Watch) -> Watch:
+    """Make a method of an object with a `book` a hook that takes its time and never disturbs the run.
+
+    Modes that round or watch functions (`hu.emulate`, an AdaptiveGradScaler) do not see what it does, and an error is
+    noted in the record instead of ending the training.
+    """
+
+    @functools.wraps(function)
+    def hook(self: Any, *arguments: Any) -> None:
+        book: Notebook = self.book
+        if book.inside or torch.compiler.is_compiling():
+            return
+        begin, book.inside = time.perf_counter(), True
+        try:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                if torch._C._len_torch_dispatch_stack():
+                    with _disable_current_modes():
+                        function(self, *arguments)
+                else:
+                    function(self, *arguments)
+        except Exception as error:
+            book.missed(f"{function.__name__.strip('_').replace('_', ' ')}: {type(error).__name__}: {error}")
+        finally:
+            book.inside = False
+            book.seconds += time.perf_counter() - begin
+
+    return hook  # type: ignore[return-value]

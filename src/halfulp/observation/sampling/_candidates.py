@@ -1,0 +1,124 @@
+"""Candidate formats as numbers that a loop compares magnitudes with: where zero, normal numbers and overflow begin."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from math import frexp
+
+import numpy as np
+import torch
+
+from ...formats import BlockFormat, Format, block_names, get, get_block
+from ...rounding import Nearest, quantize
+from ...rounding.blocks._target import BlockTarget, make_block_target, scale_threshold
+from ._places import RUN
+
+AnyFormat = Format | BlockFormat | str | torch.dtype
+DEFAULT_FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "mxfp8_e4m3", "nvfp4")
+INFINITY = 0x7F800000
+# Columns of a block format's row of numbers.
+BLOCK, POWERS, FIRST, SECOND, SMALLEST, GREATEST, NONZERO, NORMAL = range(8)
+LARGEST, SCALE_BITS, SCALE_EMIN, SCALE_TINY, SCALE_MAX, HAS_TENSOR_SCALE, RAISES = range(8, 15)
+
+
+class Candidates:
+    """The formats that samples are counted in.
+
+    Attributes:
+        names: of all, in order: formats of single elements first.
+        single, blocks: the formats.
+        thresholds: int64 of shape (single, 3): the first float32 words of magnitudes that become nonzero, normal, and
+            larger than the largest number.
+        block_numbers: float64 of shape (blocks, 15).
+    """
+
+    def __init__(self, formats: Sequence[AnyFormat]) -> None:
+        found = [candidate(format) for format in formats]
+        self.single: list[Format] = [format for format in found if isinstance(format, Format)]
+        self.blocks: list[BlockFormat] = [format for format in found if isinstance(format, BlockFormat)]
+        self.names: list[str] = [*(format.name for format in self.single), *(block.name for block in self.blocks)]
+        rows = [_thresholds(format) for format in self.single]
+        self.thresholds: np.ndarray = np.array(rows, np.int64).reshape(-1, 3)
+        self.block_numbers: np.ndarray = np.array([_block_row(b) for b in self.blocks], np.float64).reshape(-1, 15)
+
+
+def candidate(format: AnyFormat) -> Format | BlockFormat:
+    """Return the format or block format that is meant.
+
+    Raises:
+        ValueError: unknown, or blocks that the sampled runs do not hold a whole number of.
+        TypeError: neither a format, nor a name, nor a dtype.
+    """
+    if isinstance(format, BlockFormat) or (isinstance(format, str) and _is_block_name(format)):
+        block = get_block(format)
+        if RUN % block.block:
+            raise ValueError(
+                f"formats: {block.name} has blocks of {block.block} elements, and samples are runs of {RUN}: "
+                f"give block formats whose block divides {RUN}"
+            )
+        return block
+    return get(format)
+
+
+def _is_block_name(name: str) -> bool:
+    key = name.strip().lower().replace("-", "_")
+    return key in block_names() or key.startswith(("mx", "nvfp"))
+
+
+@functools.lru_cache(256)
+def _thresholds(format: Format) -> tuple[int, int, int]:
+    """The words by bisection over `quantize` itself, so that ties and missing subnormals are as it has them."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return quantize(x.double(), format, Nearest(), overflow="nan")
+
+    return (
+        _first_word(lambda x: rounded(x) != 0),
+        _first_word(lambda x: ~(rounded(x) < format.smallest_normal)),
+        _first_word(lambda x: ~rounded(x).isfinite()),
+    )
+
+
+def _first_word(holds: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """Return the least float32 word of a positive finite number for which a monotone condition holds, or infinity's."""
+    low, high = 0, INFINITY
+    while low < high:
+        middle = (low + high) // 2
+        x = torch.tensor([middle], dtype=torch.int32, device="cpu").view(torch.float32)
+        low, high = (low, middle) if bool(holds(x)) else (middle + 1, high)
+    return low
+
+
+def _value(word: int) -> float:
+    return float(np.uint32(word).view(np.float32))
+
+
+def target_of(format: BlockFormat) -> BlockTarget:
+    """Return what float32 tensors are rounded to in a block format."""
+    return make_block_target(format, Nearest(), None, torch.float32)
+
+
+@functools.lru_cache(256)
+def _block_row(format: BlockFormat) -> tuple[float, ...]:
+    target = target_of(format)
+    first, second = scale_threshold(target, 23)
+    nonzero, normal, _ = _thresholds(format.element)
+    highest = frexp(target.scale.max)[1] - 1
+    return (
+        float(target.block),
+        float(target.powers),
+        float(first),
+        float(second),
+        float(target.scale.tiny_exponent),
+        float(highest),
+        _value(nonzero),
+        _value(normal),
+        target.element.max,
+        float(target.scale.mantissa_bits),
+        float(target.scale.emin),
+        2.0**target.scale.tiny_exponent,
+        target.scale.max,
+        float(target.tensor_scale),
+        float(format.scale_rounding == "up"),
+    )

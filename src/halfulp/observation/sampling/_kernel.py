@@ -1,0 +1,349 @@
+"""The compiled twin: one pass over each whole tensor for its extremes, and its sample copied and counted."""
+
+# ruff: noqa: F821  load_word and load_magnitude are bound when the kernel is compiled
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ...kernels import compile_kernel
+from ...kernels.scalar._operations import (
+    add,
+    bit_and,
+    divide,
+    load16,
+    load32,
+    load64,
+    real,
+    real64,
+    shr,
+    store32,
+    store64,
+    sub,
+    word64,
+)
+from ...rounding._device_functions import bfloat16_word, choose, float16_word
+from ...rounding._random_bits import WEYL, draw, stream_start
+from ._candidates import (
+    BLOCK,
+    FIRST,
+    GREATEST,
+    HAS_TENSOR_SCALE,
+    INFINITY,
+    LARGEST,
+    NONZERO,
+    NORMAL,
+    POWERS,
+    RAISES,
+    SCALE_BITS,
+    SCALE_EMIN,
+    SCALE_MAX,
+    SCALE_TINY,
+    SECOND,
+    SMALLEST,
+)
+from ._places import MOST, RUN, RUNS
+from ._totals import AMAX, AMIN, FIXED, LAST_AMAX, LAST_FINITE, SQUARES
+
+# Columns of the table.
+DATA, COUNT, KEY_LOW, KEY_HIGH, SAMPLE, INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD, COLUMNS = range(10)
+ZERO, ONE, ONES = np.uint32(0), np.uint32(1), np.uint32(0xFFFFFFFF)
+MAGNITUDE, INFINITE, NORMALS, FIELD = np.uint32(0x7FFFFFFF), np.uint32(INFINITY), np.uint32(0x800000), np.uint32(23)
+HALF_MAGNITUDE = np.uint32(0x7FFF)
+HALF_EVEN = 6755399441055744.0  # added and taken off, rounds a float64 below 2^51 to an integer, ties to even
+CHUNK = 4096
+SIGNATURE = "void(int64, int64, int64[:,::1], int64[:,::1], float64[:,::1])"
+
+
+def look(first, last, table, thresholds, blocks):
+    """Kernel: count the tensors of the rows [first, last), and write their samples."""
+    for row in range(first, last):
+        data, count = table[row, DATA], table[row, COUNT]
+        sample, integers, reals = table[row, SAMPLE], table[row, INTEGERS], table[row, REALS_AT]
+        extremes(data, count, low_of(table[row, LARGEST_WORD]), low_of(table[row, INFINITE_WORD]), integers, reals)
+        taken = gather(data, count, low_of(table[row, KEY_LOW]), low_of(table[row, KEY_HIGH]), sample)
+        bump(integers, 4, taken)
+        histogram(sample, taken, integers, FIXED + 3 * thresholds.shape[0] + 4 * blocks.shape[0], reals)
+        for k in range(thresholds.shape[0]):
+            singles(sample, taken, thresholds[k, 0], thresholds[k, 1], thresholds[k, 2], integers, FIXED + 3 * k)
+        for k in range(blocks.shape[0]):
+            in_blocks(sample, taken, blocks, k, integers, FIXED + 3 * thresholds.shape[0] + 4 * k)
+
+
+def low_of(value):
+    """Piece: the low word of an integer of the table."""
+    return np_uint32(value)
+
+
+def bump(integers, k, by):
+    """Piece: add to an int64 in memory."""
+    store64(integers, k, widen64(signed64(load64(integers, k)) + by))
+
+
+def extremes(data, count, largest, infinite, integers, reals):
+    """Piece: zeros, NaN and infinities, elements at the largest magnitude, and extreme magnitudes of a tensor."""
+    zeros = nonfinite = at_largest = 0
+    top, low = ZERO, ONES
+    for start in range(0, count, CHUNK):
+        z, n, m, high, least = extremes_of_chunk(data, start, min(start + CHUNK, count), largest, infinite)
+        zeros += int(z)
+        nonfinite += int(n)
+        at_largest += int(m)
+        top, low = choose(high > top, high, top), choose(least < low, least, low)
+    bump(integers, 0, count)
+    bump(integers, 1, zeros)
+    bump(integers, 2, nonfinite)
+    bump(integers, 3, at_largest)
+    bump(integers, 5, nonfinite)
+    amax = float64(real(value_word(top)))
+    if amax > real64(load64(reals, AMAX)):
+        store64(reals, AMAX, word64(amax))
+    if amax > real64(load64(reals, LAST_AMAX)):
+        store64(reals, LAST_AMAX, word64(amax))
+    if low < sub(infinite, ONE):
+        amin = float64(real(value_word(add(low, ONE))))
+        if amin < real64(load64(reals, AMIN)):
+            store64(reals, AMIN, word64(amin))
+
+
+def extremes_of_chunk(data, start, end, largest, infinite):
+    """Piece: the same of some elements, as words; of the smallest nonzero magnitude one less than its word."""
+    zeros, nonfinite, at_largest = ZERO, ZERO, ZERO
+    top, low = ZERO, ONES
+    for i in range(start, end):
+        a = load_magnitude(data, i)
+        zeros = add(zeros, choose(a == ZERO, ONE, ZERO))
+        nonfinite = add(nonfinite, choose(a >= infinite, ONE, ZERO))
+        at_largest = add(at_largest, choose(a == largest, ONE, ZERO))
+        finite = choose(a < infinite, a, ZERO)
+        top = choose(finite > top, finite, top)
+        nonzero = sub(a, ONE)  # zero becomes the largest word of all
+        low = choose(nonzero < low, nonzero, low)
+    return zeros, nonfinite, at_largest, top, low
+
+
+def gather(data, count, key_low, key_high, sample):
+    """Piece: copy the sampled elements as float32, and return how many they are."""
+    if count <= MOST:
+        for i in range(count):
+            store32(sample, i, load_word(data, i))
+        return count
+    runs = (count + RUN - 1) // RUN
+    taken = 0
+    counter = stream_start(key_low, key_high, 0)
+    for k in range(RUNS):
+        u = draw(counter)
+        counter = add(counter, WEYL)
+        start = ((((k << 32) | int(u)) * runs) >> 37) * RUN
+        length = min(RUN, count - start)
+        for i in range(length):
+            store32(sample, taken + i, load_word(data, start + i))
+        taken += length
+    return taken
+
+
+def histogram(sample, taken, integers, at, reals):
+    """Piece: count sampled nonzero finite elements by exponent, and add their squares."""
+    squares, finite = 0.0, 0
+    for i in range(taken):
+        w = load32(sample, i)
+        a = bit_and(w, MAGNITUDE)
+        if a < INFINITE:
+            x = float64(real(a))
+            squares += x * x
+            finite += 1
+            if a >= NORMALS:
+                bump(integers, at + int(shr(a, FIELD)) + 22, 1)
+            elif a > ZERO:
+                k = 0
+                while shr(a, ONE) > ZERO:
+                    a = shr(a, ONE)
+                    k += 1
+                bump(integers, at + k, 1)
+    store64(reals, SQUARES, word64(real64(load64(reals, SQUARES)) + squares))
+    store64(reals, LAST_FINITE, word64(real64(load64(reals, LAST_FINITE)) + finite))
+
+
+def singles(sample, taken, nonzero, normal, over, integers, at):
+    """Piece: underflow, subnormal results and overflow of one format."""
+    under, subnormal, over = below(sample, taken, np_uint32(nonzero), np_uint32(normal), np_uint32(over))
+    bump(integers, at, int(under))
+    bump(integers, at + 1, int(subnormal))
+    bump(integers, at + 2, int(over))
+
+
+def below(sample, taken, nonzero, normal, over):
+    """Piece: how many magnitudes lie between zero, the three thresholds, and infinity."""
+    under, small, large = ZERO, ZERO, ZERO
+    for i in range(taken):
+        a = bit_and(load32(sample, i), MAGNITUDE)
+        under = add(under, choose((a > ZERO) & (a < nonzero), ONE, ZERO))
+        small = add(small, choose((a >= nonzero) & (a < normal), ONE, ZERO))
+        large = add(large, choose((a >= over) & (a < INFINITE), ONE, ZERO))
+    return under, small, large
+
+
+def in_blocks(sample, taken, blocks, k, integers, at):
+    """Piece: the same of one block format, of the blocks whose elements are all finite."""
+    size = int(blocks[k, BLOCK])
+    unit, tensor = blocks[k, LARGEST], 1.0
+    if blocks[k, HAS_TENSOR_SCALE] > 0:
+        tensor = tensor_scale_of(sample, taken, size, blocks[k, LARGEST], blocks[k, SCALE_MAX])
+        unit = float64(float32(float32(tensor) * float32(blocks[k, LARGEST])))
+    z, n = blocks[k, NONZERO], blocks[k, NORMAL]
+    counted = zeros = subnormal = hidden = 0
+    start = 0
+    while start < taken:
+        end = min(start + size, taken)
+        top = block_top(sample, start, end)
+        if top < INFINITE:
+            if blocks[k, POWERS] > 0:
+                inverse = power_of_two(-exponent_of_scale(top, blocks, k))
+                under, small = times_power(sample, start, end, inverse, z, n)
+                shown = float64(real(top)) * inverse >= z
+            else:
+                scale = float32(rounded_scale(float64(divide(real(top), float32(unit))), blocks, k))
+                scale = scale * float32(tensor)
+                under, small = over_scale(sample, start, end, scale, float32(z), float32(n))
+                shown = divide(real(top), scale) >= float32(z)
+            counted += end - start
+            zeros += int(under)
+            subnormal += int(small)
+            if shown:
+                hidden += int(under)
+        start = end
+    bump(integers, at, counted)
+    bump(integers, at + 1, zeros)
+    bump(integers, at + 2, subnormal)
+    bump(integers, at + 3, hidden)
+
+
+def times_power(sample, start, end, inverse, nonzero, normal):
+    """Piece: payloads below two thresholds in a block, under a power of two."""
+    under, small = ZERO, ZERO
+    for i in range(start, end):
+        p = float64(real(bit_and(load32(sample, i), MAGNITUDE))) * inverse
+        under = add(under, choose((p > 0.0) & (p < nonzero), ONE, ZERO))
+        small = add(small, choose((p >= nonzero) & (p < normal), ONE, ZERO))
+    return under, small
+
+
+def over_scale(sample, start, end, scale, nonzero, normal):
+    """Piece: the same under any scale, by quotients rounded to float32."""
+    under, small = ZERO, ZERO
+    for i in range(start, end):
+        a = bit_and(load32(sample, i), MAGNITUDE)
+        p = divide(real(a), scale)
+        under = add(under, choose((a > ZERO) & (p < nonzero), ONE, ZERO))
+        small = add(small, choose((p >= nonzero) & (p < normal), ONE, ZERO))
+    return under, small
+
+
+def block_top(sample, start, end):
+    """Piece: the largest magnitude of a block as a word, among which NaN is the largest."""
+    top = ZERO
+    for i in range(start, end):
+        a = bit_and(load32(sample, i), MAGNITUDE)
+        top = choose(a > top, a, top)
+    return top
+
+
+def tensor_scale_of(sample, taken, size, element_max, scale_max):
+    """Piece: float32's amax / (largest element x largest scale) over finite blocks, at least 2^-126."""
+    best = ZERO
+    start = 0
+    while start < taken:
+        end = min(start + size, taken)
+        top = block_top(sample, start, end)
+        if (top < INFINITE) & (top > best):
+            best = top
+        start = end
+    scale = float64(divide(real(best), float32(element_max * scale_max)))
+    return max(scale, SMALLEST_NORMAL)
+
+
+def exponent_of_scale(top, blocks, k):
+    """Piece: the exponent of a block's power-of-two scale: e - first + (f >= second) for amax = 2^e (1 + f)."""
+    lowest, highest = int(blocks[k, SMALLEST]), int(blocks[k, GREATEST])
+    if top == ZERO:
+        return lowest
+    a, e = top, int(shr(top, FIELD)) - 127
+    if top < NORMALS:
+        e = -126
+        while a < NORMALS:
+            a = add(a, a)
+            e -= 1
+    f = int(bit_and(a, np_uint32(0x7FFFFF)))
+    e = e - int(blocks[k, FIRST]) + (1 if f >= int(blocks[k, SECOND]) else 0)
+    return min(max(e, lowest), highest)
+
+
+def power_of_two(e):
+    """Piece: 2^e in float64, for a normal result."""
+    return real64(widen64((e + 1023) << 52))
+
+
+def rounded_scale(q, blocks, k):
+    """Piece: a positive quotient rounded to the scales' format, within its range."""
+    e = int((signed64(word64(q)) >> 52) & 0x7FF) - 1023
+    step = max(e, int(blocks[k, SCALE_EMIN])) - int(blocks[k, SCALE_BITS])
+    units = q * power_of_two(-step)
+    whole = (units + HALF_EVEN) - HALF_EVEN
+    if (blocks[k, RAISES] > 0) & (whole < units):
+        whole += 1.0
+    elif (blocks[k, RAISES] > 0) & (whole - 1.0 >= units):
+        whole -= 1.0
+    return min(max(whole * power_of_two(step), blocks[k, SCALE_TINY]), blocks[k, SCALE_MAX])
+
+
+def word_of_float32(data, i):
+    """Piece: a float32's word."""
+    return load32(data, i)
+
+
+def word_of_bfloat16(data, i):
+    """Piece: a bfloat16 as a float32's word."""
+    return bfloat16_word(load16(data, i))
+
+
+def word_of_float16(data, i):
+    """Piece: a float16 as a float32's word."""
+    return float16_word(load16(data, i))
+
+
+def magnitude32(data, i):
+    """Piece: a magnitude in the words of memory."""
+    return bit_and(load32(data, i), MAGNITUDE)
+
+
+def magnitude16(data, i):
+    """Piece: the same of 16 bits."""
+    return bit_and(load16(data, i), HALF_MAGNITUDE)
+
+
+def itself(w):
+    """Piece: a float32's word is one."""
+    return w
+
+
+_PIECES = {
+    torch.float32: (word_of_float32, magnitude32, itself),
+    torch.bfloat16: (word_of_bfloat16, magnitude16, bfloat16_word),
+    torch.float16: (word_of_float16, magnitude16, float16_word),
+}
+KERNEL_DTYPES = tuple(_PIECES)
+# The word of infinity, as memory has it.
+INFINITE_WORDS = {torch.float32: INFINITY, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+_TYPES: dict[str, object] = {"np_uint32": np.uint32, "widen64": np.uint64, "signed64": np.int64, "float64": np.float64}
+_TYPES |= {"float32": np.float32, "SMALLEST_NORMAL": 2.0**-126}
+
+
+@functools.cache
+def look_kernel(dtype: torch.dtype) -> Callable:
+    """Return the kernel for tensors of a dtype."""
+    load_word, load_magnitude, value_word = _PIECES[dtype]
+    pieces = {"load_word": load_word, "load_magnitude": load_magnitude, "value_word": value_word}
+    return compile_kernel(look, SIGNATURE, {**pieces, **_TYPES})

@@ -1,0 +1,172 @@
+"""The sampler: many tensors looked at in one call, by the compiled kernel where it runs, else by the reference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...kernels import address, check_bits, chosen, run_chunks, undisturbed
+from ..record._record import TensorRecord
+from ._candidates import DEFAULT_FORMATS, Candidates
+from ._kernel import COLUMNS, INFINITE_WORDS, KERNEL_DTYPES, look_kernel
+from ._places import MOST, RUN, run_starts, sample_size
+from ._reference import count_sample, count_whole, sample_of
+from ._totals import Totals
+
+
+@dataclass(slots=True)
+class Look:
+    """One tensor to look at.
+
+    Attributes:
+        tensor: contiguous plain memory.
+        dtype: of its storage, whose largest number is counted; the tensor's own but for eight bits and expansions.
+        key: of its places.
+        totals: what the counts are added to.
+    """
+
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    key: int
+    totals: Totals
+
+
+class Sampler:
+    """Looks at tensors: exact extremes, and counts of samples in candidate formats.
+
+    Args:
+        candidates: the formats.
+    """
+
+    def __init__(self, candidates: Candidates) -> None:
+        self.candidates = candidates
+        self._scratch: np.ndarray = np.empty(MOST, np.float32)
+        self._row: np.ndarray = np.zeros((1, COLUMNS), np.int64)
+
+    def look(self, one: Look) -> None:
+        """Add one tensor's counts to its totals."""
+        tensor = widened(one.tensor)
+        if not _by_kernel(tensor):
+            self.look_by_reference(one)
+            return
+        self._row[0] = _row(tensor, one, self._scratch.ctypes.data)
+        checked_kernel(tensor.dtype)(0, 1, self._row, self.candidates.thresholds, self.candidates.block_numbers)
+
+    def look_all(self, looks: Sequence[Look]) -> list[torch.Tensor]:
+        """Add many tensors' counts to their totals, and return their samples.
+
+        Returns:
+            One float32 tensor (float64 of a float64 tensor) per look, on the CPU, of at most 4096 elements; those of
+            one dtype lie one after another in memory.
+        """
+        samples: list[torch.Tensor] = [_EMPTY] * len(looks)
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        wide = [widened(one.tensor) for one in looks]
+        for k, tensor in enumerate(wide):
+            if _by_kernel(tensor):
+                by_dtype.setdefault(tensor.dtype, []).append(k)
+            else:
+                samples[k] = self.look_by_reference(looks[k])
+        for dtype, positions in by_dtype.items():
+            sizes = [sample_size(wide[k].numel()) for k in positions]
+            buffer = torch.empty(sum(sizes), dtype=torch.float32, device="cpu")
+            parts = buffer.split(sizes)
+            rows = [_row(wide[k], looks[k], part.data_ptr()) for k, part in zip(positions, parts)]
+            table, counts = np.array(rows, np.int64), self.candidates
+            lengths = table[:, 1]
+            run_chunks(checked_kernel(dtype), lengths, table, counts.thresholds, counts.block_numbers)
+            # A last run may be short: what was taken is known from the counts alone, as places are.
+            for k, part in zip(positions, parts):
+                samples[k] = part[: _taken(looks[k], wide[k].numel())]
+        return samples
+
+    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Compile, or load, the kernels for tensors of some dtypes on the CPU."""
+        for dtype in set(dtypes) & set(KERNEL_DTYPES) if chosen("cpu") == "numba" else ():
+            checked_kernel(dtype)
+
+    def look_by_reference(self, one: Look) -> torch.Tensor:
+        """Add one tensor's counts in plain torch, and return its sample."""
+        flat = one.tensor.reshape(-1)
+        count_whole(flat, largest_of(one.dtype), one.totals)
+        sample = sample_of(flat, one.key)
+        count_sample(sample, self.candidates, one.totals)
+        return sample
+
+
+_EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return eight-bit floating-point numbers as bfloat16, which holds them all, and others as they are."""
+    return tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _by_kernel(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in KERNEL_DTYPES and tensor.device.type == "cpu" and chosen("cpu") == "numba"
+
+
+@functools.lru_cache(64)
+def largest_of(dtype: torch.dtype) -> float:
+    """Return the largest finite number of a dtype."""
+    return torch.finfo(dtype).max
+
+
+@functools.lru_cache(64)
+def _largest_word(dtype: torch.dtype, memory: torch.dtype) -> int:
+    """The word of a storage format's largest number in the dtype of the memory that is read."""
+    largest = torch.tensor(largest_of(dtype), dtype=memory, device="cpu")
+    return int(largest.view(torch.int16 if memory.itemsize == 2 else torch.int32))
+
+
+def _row(tensor: torch.Tensor, one: Look, sample: int) -> tuple[int, ...]:
+    dtype, key, counts = tensor.dtype, one.key, one.totals.addresses
+    largest = _largest_word(one.dtype, dtype)
+    return (
+        address(tensor),
+        tensor.numel(),
+        key & 0xFFFFFFFF,
+        key >> 32,
+        sample,
+        *counts,
+        largest,
+        INFINITE_WORDS[dtype],
+    )
+
+
+def _taken(one: Look, elements: int) -> int:
+    """How many elements a sample has; less than 4096 of a larger tensor where its short last run is among them."""
+    if elements <= MOST or not elements % RUN:
+        return sample_size(elements)
+    last = run_starts(one.key, elements)[-1]
+    return MOST - RUN + min(RUN, elements - last)
+
+
+@functools.cache
+@undisturbed()
+def checked_kernel(dtype: torch.dtype) -> Callable[..., None]:
+    """Return the kernel of a dtype, compared with the reference before its first use in a process."""
+    kernel = look_kernel(dtype)
+    candidates = Candidates(DEFAULT_FORMATS)
+    ramp = torch.linspace(-3, 3, 5000, dtype=torch.float64, device="cpu")
+    x = (torch.sinh(ramp * 9) * 2.0 ** (ramp * 20)).to(dtype)
+    x[7], x[77], x[777], x[1777:1900] = torch.inf, torch.nan, 0.0, 0.0
+
+    def counts(fast: bool) -> list[torch.Tensor]:
+        totals = Totals(TensorRecord("weight", "", "", dtype), candidates)
+        one = Look(x, dtype, 0x0123456789ABCDEF, totals)
+        if fast:
+            sample = np.empty(MOST, np.float32)
+            table = np.array([_row(x, one, sample.ctypes.data)], np.int64)
+            kernel(0, 1, table, candidates.thresholds, candidates.block_numbers)
+        else:
+            Sampler(candidates).look_by_reference(one)
+        # Sums of squares depend on the order of the sum.
+        return [torch.from_numpy(totals.integers), torch.from_numpy(totals.reals)[:3]]
+
+    check_bits(f"sample of {dtype}", lambda: counts(True), lambda: counts(False))
+    return kernel
