@@ -18,7 +18,7 @@ from ..._messages import a_kind
 from ...optim.parameters._local_tensors import memory
 from .._finding import Finding
 from ..findings import findings_of
-from ..record._as_data import record_to_dict
+from ..record._plain import plain_record
 from ..record._record import Record, StepRecord
 from ..sampling._candidates import DEFAULT_FORMATS, AnyFormat
 from ._loss_scales import LossScales
@@ -150,7 +150,7 @@ class Observation:
             "steps": len(self),
             "interval": self.interval,
             "overhead": self.overhead,
-            "record": record_to_dict(self.book.record),
+            "record": plain_record(self.book.record),
         }
 
     def __len__(self) -> int:
