@@ -49,6 +49,7 @@ class Notebook:
         self.inside: bool = False
         self._step_key: int = 0
         self._name_keys: dict[str, int] = {}
+        self._broken: dict[int, int] = {}
 
     def begin_step(self, step: int, sampling: bool) -> None:
         """Begin a step."""
@@ -103,8 +104,12 @@ class Notebook:
     def note_nonfinite(self, totals: Totals) -> None:
         """Give a tensor its position in the step, and keep the first one that holds NaN or infinity."""
         record = totals.record
-        if record.first_nonfinite is None and totals.integers[STEP_NONFINITE]:
-            record.first_nonfinite = (self.step, self.position)
+        if totals.integers[STEP_NONFINITE]:
+            if record.first_nonfinite is None:
+                record.first_nonfinite = (self.step, self.position)
+            if self._broken.get(id(record)) != self.step:
+                self._broken[id(record)] = self.step
+                record.nonfinite_steps += 1
         self.position += 1
 
     def finish(self) -> Record:

@@ -51,6 +51,7 @@ class Parameters:
                     self._enter(name, parameter, "")
                 record = self._record.parameters[name]
                 record.optimizer = type(optimizer).__name__
+                record.optimizer_module = type(optimizer).__module__
                 record.options = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
                 if isinstance(optimizer, Optimizer):
                     record.weight_update = "none"
