@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ...kernels import chosen, compile_kernel
+from ...kernels import address, chosen, compile_kernel
 from ...kernels.scalar._operations import load64, real64
 from ..record._record import Realised
 
@@ -36,7 +36,7 @@ def add_changes(
     ends = np.cumsum(np.array([0, *sizes], np.int64))
     counts, sums = np.zeros((len(records), 2), np.int64), np.zeros((len(records), 2))
     if chosen("cpu") == "numba":
-        _kernel()(*(part.data_ptr() for part in parts), ends, counts, sums)
+        _kernel()(*map(address, parts), ends, counts, sums)
     else:
         before, after, wanted = parts
         _by_numpy(before.numpy(), after.numpy(), wanted.numpy(), ends, counts, sums)

@@ -75,7 +75,7 @@ class Sampler:
             sizes = [sample_size(wide[k].numel()) for k in positions]
             buffer = torch.empty(sum(sizes), dtype=torch.float32, device="cpu")
             parts = buffer.split(sizes)
-            rows = [_row(wide[k], looks[k], part.data_ptr()) for k, part in zip(positions, parts)]
+            rows = [_row(wide[k], looks[k], address(part)) for k, part in zip(positions, parts)]
             table, counts = np.array(rows, np.int64), self.candidates
             lengths = table[:, 1]
             run_chunks(checked_kernel(dtype), lengths, table, counts.thresholds, counts.block_numbers)
