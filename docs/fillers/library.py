@@ -1,5 +1,10 @@
 """What the library lists by itself: formats, tasks and recipes."""
 
+import ast
+import io
+import tokenize
+from pathlib import Path
+
 from ._places import place
 from ._tables import grid
 
@@ -51,3 +56,25 @@ def recipes() -> str:
     from halfulp.recipes import get, names
 
     return grid(["recipe", "what it is"], [[f"`{name}`", get(name).description] for name in names()])
+
+
+@place
+def extensions() -> str:
+    """The examples of extension, with their lines of code: without blank lines, comments and docstrings."""
+    folder = Path(__file__).resolve().parents[2] / "examples" / "extending"
+    lines = []
+    for path in sorted(folder.glob("*.py")):
+        about = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+        lines.append([f"`{path.name}`", about, str(_lines_of_code(path.read_text()))])
+    return grid(["file", "what it adds", "lines of code"], lines)
+
+
+def _lines_of_code(source: str) -> int:
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    words = (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {line for token in tokens if token.type in words for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines - docstrings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from ._mctensor import MCTensor, decoded
 from ._plain_operands import encode_plain_operands, has_plain
 from ._registry import RULES, derives, implements
 from ._result_type import ResultType, make_result, result_type
-from ._write import check_takes_fractions, write_value
-from .rules.memory._collectives import copy_received, refuse
+from ._write import check_takes_fractions, copy_received, write_value
 
 aten = torch_operators("aten")
 _RESIZE = (
@@ -43,7 +42,7 @@ def derive(operator: OpOverload) -> Callable:
     torch's own steps; for every other the operands decide between float64, a decomposition and a counted fallback.
     """
     if is_collective(operator):
-        return collective_rule(operator, RULES, copy_received, refuse)
+        return collective_rule(operator, RULES, copy_received, _refuse_collective)
     name = operator._schema.name.removeprefix("aten::")
     if operator.namespace == "aten" and name.startswith("_foreach_"):
         return functools.partial(_on_each_of_a_list, name.removeprefix("_foreach_"), operator)
@@ -266,3 +265,11 @@ def _larger_or_smaller(name: str) -> Callable:
 
 def _given_values(given: dict[str, Any]) -> list:
     return [value for value in given.values() if value is not None]
+
+
+def _refuse_collective(operator: OpOverload) -> NoReturn:
+    """Raise for a collective of MCTensors that has no rule."""
+    raise NotImplementedError(
+        f"{operator} of MCTensors: every component rounded apart would lose digits. Gradients are plain tensors "
+        "with gradients='first'; send other values as x.decode(torch.float64), or as x.components one by one"
+    )

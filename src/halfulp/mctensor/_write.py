@@ -17,6 +17,23 @@ from ._scale import HEADROOM, divide_by_scale, magnitude, scale_for
 _ROOM_BELOW = 8
 
 
+def inner_tensors(x: Tensor) -> list[Tensor]:
+    """Return the plain tensors that hold a tensor's value: components and scale, or the tensor itself."""
+    return x._inner() if isinstance(x, MCTensor) else [x]
+
+
+def copy_received(x: Tensor, value: Tensor) -> None:
+    """Copy a received value into a tensor: bit for bit between MCTensors alike that own their memory."""
+    mine, arrived = inner_tensors(x), inner_tensors(value)
+    alike = isinstance(x, MCTensor) and isinstance(value, MCTensor) and x.shape == value.shape
+    alike = alike and [part.dtype for part in mine] == [part.dtype for part in arrived]
+    if alike and all(part.numel() * part.element_size() == part.untyped_storage().nbytes() for part in mine):
+        for part, received in zip(mine, arrived):
+            part.copy_(received)
+    else:
+        x.copy_(value)
+
+
 def stored_type(x: MCTensor) -> ResultType:
     """Return the result type of a value that is written into x, without a scale."""
     return ResultType(x.dtype, len(x._parts), x._gradients, False, x.device)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ....kernels import torch_operators
 from ..._mctensor import MCTensor, wrap
 from ..._registry import implements
+from ..._write import inner_tensors
 
 
 def to_message(tensors: Sequence[Tensor]) -> Tensor:
     """Return every component and the scale of some tensors as one byte tensor."""
-    whole = [part for x in tensors for part in _inner(x)]
+    whole = [part for x in tensors for part in inner_tensors(x)]
     return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in whole])
 
 
@@ -36,40 +36,16 @@ def _as_dtype(message: Tensor, dtype: torch.dtype) -> Tensor:
     return message.clone().view(dtype)
 
 
-def _inner(x: Tensor) -> list[Tensor]:
-    return x._inner() if isinstance(x, MCTensor) else [x]
-
-
 def broadcast_(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
     """Broadcast every component and the scale from one rank, as one message; synchronous."""
     message = to_message(tensors)
     _, work = torch.ops.c10d.broadcast_.default([message], *arguments, **options)
     work.wait()
-    whole = [part for x in tensors for part in _inner(x)]
+    whole = [part for x in tensors for part in inner_tensors(x)]
     sizes = [part.numel() * part.element_size() for part in whole]
     for part, piece in zip(whole, message.split(sizes), strict=True):
         part.copy_(_as_dtype(piece, part.dtype).reshape(part.shape))
     return list(tensors), work
-
-
-def copy_received(x: Tensor, value: Tensor) -> None:
-    """Copy a received value into a tensor: bit for bit between MCTensors alike that own their memory."""
-    same = isinstance(x, MCTensor) and isinstance(value, MCTensor) and x.shape == value.shape
-    inner = list(zip(_inner(x), _inner(value))) if same else []
-    same = bool(inner) and len(_inner(x)) == len(_inner(value)) and all(a.dtype == b.dtype for a, b in inner)
-    if same and all(a.numel() * a.element_size() == a.untyped_storage().nbytes() for a, _ in inner):
-        for mine, arrived in inner:
-            mine.copy_(arrived)
-    else:
-        x.copy_(value)
-
-
-def refuse(operator: OpOverload) -> NoReturn:
-    """Raise for a collective of MCTensors that has no rule."""
-    raise NotImplementedError(
-        f"{operator} of MCTensors: every component rounded apart would lose digits. Gradients are plain tensors "
-        "with gradients='first'; send other values as x.decode(torch.float64), or as x.components one by one"
-    )
 
 
 if torch.distributed.is_available():
