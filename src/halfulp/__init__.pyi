@@ -24,6 +24,7 @@ from .gradients import AdaptiveGradScaler as AdaptiveGradScaler
 from .mctensor import MCTensor as MCTensor
 from .mctensor import multicomponent as multicomponent
 from .observation import Finding as Finding
+from .observation import forecast as forecast
 from .observation import observe as observe
 from .optim import Components as Components
 from .optim import Feedback as Feedback

@@ -4,6 +4,9 @@ from .. import _needs_torch as _needs_torch
 from ._finding import Finding as Finding
 from .findings import FindingKind as FindingKind
 from .findings import register_finding as register_finding
+from .forecasting import Forecast as Forecast
+from .forecasting import LayerForecast as LayerForecast
+from .forecasting import forecast as forecast
 from .observing._elementwise import register_elementwise as register_elementwise
 from .observing._observe import Observation as Observation
 from .observing._observe import observe as observe

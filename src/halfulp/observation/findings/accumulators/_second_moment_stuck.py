@@ -1,11 +1,19 @@
 """second-moment-stuck: the average of squared gradients no longer follows them."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
 
 from ..._finding import Finding
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
 from .._words import confidence_of, dtype_name, percent
+
+if TYPE_CHECKING:
+    from ...forecasting._data import ForecastData
 
 # As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
@@ -40,3 +48,15 @@ class SecondMomentStuck(FindingKind):
                     seen=change.seen,
                     dtype=dtype,
                 )
+
+    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+        stuck = [layer for layer in forecast.layers if _cannot_decay(layer.beta2, layer.denominator)]
+        if stuck:
+            beta2, dtype = stuck[0].beta2, dtype_name(stuck[0].denominator)
+            said = f"a second moment in {dtype} cannot decay at beta2 {beta2:g}: it only grows"
+            yield self.found([layer.name for layer in stuck], "warning", 1.0, said, beta2=beta2, dtype=dtype)
+
+
+def _cannot_decay(beta2: float | None, dtype: torch.dtype | None) -> bool:
+    """Whether (1 - beta2) v is under half the spacing of every number v: at least v eps / 4."""
+    return beta2 is not None and dtype is not None and 0 < 1 - beta2 < torch.finfo(dtype).eps / 4

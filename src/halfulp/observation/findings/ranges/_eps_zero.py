@@ -1,6 +1,9 @@
 """eps-zero: the eps of an optimizer is zero in the dtype that it is added in."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -8,6 +11,9 @@ from ..._finding import Finding
 from ...record._record import ParameterRecord, Record
 from .._kind import FindingKind, register_finding
 from .._words import dtype_name, number
+
+if TYPE_CHECKING:
+    from ...forecasting._data import ForecastData
 
 # Where the optimizer's states are kept in float32, its denominators are.
 STATES = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
@@ -31,6 +37,16 @@ class EpsZero(FindingKind):
             if float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
                 said = f"eps {eps:.3g} is 0 in {dtype_name(dtype)}"
                 yield self.found(name, "error", 1.0, said, eps=eps, dtype=dtype_name(dtype))
+
+    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+        zero: dict[tuple[float, torch.dtype], list[str]] = {}
+        for layer in forecast.layers:
+            eps, dtype = layer.eps, layer.denominator
+            if eps and dtype is not None and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
+                zero.setdefault((eps, dtype), []).append(layer.name)
+        for (eps, dtype), names in zero.items():
+            said = f"eps {eps:.3g} is 0 in {dtype_name(dtype)}"
+            yield self.found(names, "error", 1.0, said, eps=eps, dtype=dtype_name(dtype))
 
 
 def _denominator(parameter: ParameterRecord) -> torch.dtype | None:

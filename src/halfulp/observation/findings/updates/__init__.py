@@ -1,5 +1,6 @@
 """What becomes of weight updates: lost, frozen, biased, or never asked for."""
 
+from ._freeze_ahead import FreezeAhead as FreezeAhead
 from ._never_stepped import NeverStepped as NeverStepped
 from ._random_bits_repeat import RandomBitsRepeat as RandomBitsRepeat
 from ._updates_lost import UpdatesLost as UpdatesLost

@@ -1,11 +1,17 @@
 """weight-decay-lost: rounding the weight cancels its decay."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ..._finding import Finding
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
 from .._words import confidence_of, dtype_name, number, percent
+
+if TYPE_CHECKING:
+    from ...forecasting._data import ForecastData
 
 FEWEST = 32
 # Decay is a regularizer: half of it is the decay of another experiment, a little less is a slightly weaker one.
@@ -41,4 +47,23 @@ class WeightDecayLost(FindingKind):
                 seen=decay.seen,
                 lr=lr,
                 weight_decay=rate,
+            )
+
+    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+        losing = [
+            (layer, layer.decay_lost)
+            for layer in forecast.layers
+            if layer.decay_lost is not None and layer.weight_update == "nearest" and layer.decay_lost > 1 - REALISED
+        ]
+        if losing:
+            worst, lost = max(losing, key=lambda pair: pair[1])
+            yield self.found(
+                [layer.name for layer, _ in losing],
+                "warning",
+                1.0,
+                f"{percent(lost)} of weight decay will be lost in {dtype_name(worst.dtype)} "
+                f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)",
+                lost=lost,
+                lr=worst.lr,
+                weight_decay=worst.weight_decay,
             )

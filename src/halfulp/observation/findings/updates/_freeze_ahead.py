@@ -1,0 +1,60 @@
+"""freeze-ahead: under the planned schedule, rounding will stop a layer before its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..._finding import Finding, Severity
+from .._kind import FindingKind, register_finding
+from .._words import dtype_name, percent
+
+if TYPE_CHECKING:
+    from ...forecasting._data import ForecastData, LayerForecast
+
+# Shares of the learning rates to come that train nothing; a schedule that ends at 0 leaves thousandths behind.
+WARNING = 0.02
+ERROR = 0.5
+FROM_STATE = "the optimizer's state"
+
+
+@register_finding
+class FreezeAhead(FindingKind):
+    """Under this schedule the learning rate falls so low that rounding to nearest holds a layer where it is."""
+
+    code = "freeze-ahead"
+    cure = "weight_update='kahan' or 'stochastic' of hu.optim, or keep these in float32"
+
+    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+        frozen: dict[tuple[Severity, str], list[LayerForecast]] = {}
+        for layer in forecast.layers:
+            if layer.freeze_step is not None and layer.weight_update == "nearest":
+                frozen.setdefault((_severity(layer), dtype_name(layer.dtype)), []).append(layer)
+        for (severity, dtype), layers in frozen.items():
+            worst = max(layers, key=lambda layer: layer.after_freeze)
+            yield self.found(
+                [layer.name for layer in layers],
+                severity,
+                1.0 if worst.updates == FROM_STATE else 0.8,
+                _words(layers, worst, dtype, forecast.start),
+                freeze_step=worst.freeze_step,
+                freeze_lr=worst.freeze_lr,
+                after_freeze=worst.after_freeze,
+                dtype=dtype,
+            )
+
+
+def _severity(layer: LayerForecast) -> Severity:
+    if layer.after_freeze >= ERROR:
+        return "error"
+    return "warning" if layer.after_freeze >= WARNING else "note"
+
+
+def _words(layers: list[LayerForecast], worst: LayerForecast, dtype: str, start: int) -> str:
+    steps = sorted({layer.freeze_step for layer in layers if layer.freeze_step is not None})
+    said = "now" if steps[0] == start else f"step {steps[0]}"
+    when = said if len(steps) == 1 else f"{said} to {steps[-1]}"
+    return (
+        f"frozen in {dtype} from {when} on, at lr {worst.freeze_lr:.3g}; of the learning rates to come "
+        f"{percent(worst.after_freeze)} train nothing"
+    )

@@ -1,0 +1,177 @@
+"""hu.forecast: at which step each layer freezes, before the training that would show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import formats
+from ..._messages import a_kind
+from .._finding import Finding
+from ..findings import findings_of
+from ._costs import costs
+from ._data import ForecastData
+from ._inputs import Inputs, from_optimizer, from_rate, named_tensors, states_by_name
+from ._layer import forecast_layer
+from ._schedule import Schedule, learning_rates, schedule_name
+from ._table import as_text
+
+# Elements times leaps over all layers that are followed in some seconds.
+_BUDGET = 6e7
+_SAMPLE = 2048
+_SMALLEST_SAMPLE = 256
+_LEAPS = 400
+
+
+@dataclass(frozen=True)
+class Forecast(ForecastData):
+    """What rounding will do to a training under a schedule; `hu.forecast` makes it.
+
+    `str()` is a table of the layers with the findings before it.
+    """
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What is wrong with the plan, the worst first."""
+        return findings_of("forecast", self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can hold: findings, layers, costs, and what the schedule was."""
+        return {
+            "findings": [finding.to_dict() for finding in self.findings],
+            "layers": [_finite(layer.to_dict()) for layer in self.layers],
+            "costs": [dict(vars(cost)) for cost in self.costs],
+            "rule": self.rule,
+            "schedule": self.schedule,
+            "start": self.start,
+            "steps": self.steps,
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return as_text(self, self.findings)
+
+
+def forecast(
+    model_or_state: nn.Module | Mapping[str, Any],
+    optimizer_or_lr: torch.optim.Optimizer | float,
+    schedule: Schedule = None,
+    *,
+    steps: int | None = None,
+    warmup: int = 0,
+    decay: int | None = None,
+    final_lr: float = 0.0,
+    start: int | None = None,
+    optimizer: str | None = None,
+    states: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | str | None = None,
+    betas: Sequence[float] | None = None,
+    eps: float | None = None,
+    momentum: float | None = None,
+    weight_decay: float | None = None,
+) -> Forecast:
+    """Say before a training which layers rounding will freeze, at which step, and what would keep them moving.
+
+    A number stays as it is where an update is under half the distance to its neighbour. So a layer freezes when the
+    learning rate has fallen below a bound that the sizes of its weights and of its updates give. The sizes of
+    Adam's updates are read from its state, m / (sqrt(v) + eps); without one they are those of its averages on noise.
+    Each layer is followed through the schedule by a sample of at most 2,048 of its elements, whose weights move as
+    their updates make them.
+
+    The forecast takes gradients to stay as large as they are, which is what Adam divides out; a loss that goes to 0
+    freezes layers earlier. Of layers of few elements the step is a matter of chance: `freeze_range` says how much.
+
+    Args:
+        model_or_state: a module, or a state dict of tensors.
+        optimizer_or_lr: a torch.optim.Optimizer (its states, options and groups are read), or a learning rate.
+        schedule: "constant" (None), "linear", "cosine" or "wsd"; a torch LRScheduler, which is not advanced; a function
+            step -> learning rate; a list with one rate per step. Names begin at the optimizer's initial rates.
+        steps: length of the whole run; needed unless the schedule is a list. 1,000 more for a constant rate.
+        warmup, decay, final_lr: of named schedules: steps of a linear rise; steps of the fall at the end of "wsd" (a
+            fifth of all); the rate at the end.
+        start: steps made so far; default: as the optimizer's states say, else 0.
+        optimizer: "adamw", "adam", "sgd" or "lion": whose updates, where a learning rate is given (AdamW by default) or
+            the optimizer is another.
+        states: a saved optimizer.state_dict() that belongs to the state dict.
+        dtype: what the weights will be trained in; default: what they are in.
+        betas, eps, momentum, weight_decay: options where a learning rate is given; torch's defaults.
+
+    Returns:
+        A Forecast: `layers`, `findings`, `costs`; print it.
+
+    Raises:
+        TypeError: neither a module nor a state dict; neither an optimizer nor a number.
+        ValueError: an unknown schedule or optimizer, no steps, or nothing to train.
+        NotImplementedError: an optimizer whose updates cannot be known, or parameters that are no plain tensors.
+
+    >>> norm = nn.LayerNorm(64).bfloat16()
+    >>> layer = forecast(norm, 3e-5, "cosine", steps=1000).layers[0]
+    >>> layer.name, layer.freeze_step, layer.freeze_lr
+    ('weight', 0, 3e-05)
+    """
+    given = {"betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
+    options = {name: value for name, value in given.items() if value is not None}
+    dtype = formats.get(dtype).torch_dtype if isinstance(dtype, str) else dtype
+    weights = named_tensors(model_or_state)
+    inputs = _inputs(weights, optimizer_or_lr, optimizer, states, options, dtype)
+    begin = inputs.start if start is None else start
+    rates = learning_rates(schedule, inputs.peaks, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr)
+    return _followed(inputs, rates, schedule_name(schedule), begin)
+
+
+def _inputs(
+    weights: list[tuple[str, Tensor]],
+    optimizer_or_lr: torch.optim.Optimizer | float,
+    rule: str | None,
+    states: Mapping[str, Any] | None,
+    options: dict[str, Any],
+    dtype: torch.dtype | None,
+) -> Inputs:
+    if isinstance(optimizer_or_lr, torch.optim.Optimizer):
+        if options or states is not None:
+            named = ", ".join([*options, *(["states"] if states is not None else [])])
+            raise ValueError(f"{named}: the optimizer has its own; leave them out, or give a learning rate instead")
+        return from_optimizer(weights, optimizer_or_lr, rule, dtype)
+    if isinstance(optimizer_or_lr, bool) or not isinstance(optimizer_or_lr, int | float):
+        raise TypeError(f"forecast takes a torch.optim.Optimizer or a learning rate; got {a_kind(optimizer_or_lr)}")
+    by_name: Mapping[str, Any] = states or {}
+    if "param_groups" in by_name:
+        by_name = states_by_name(by_name, weights)
+    return from_rate(weights, by_name, float(optimizer_or_lr), rule, options, dtype)
+
+
+def _followed(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forecast:
+    """Follow every layer, each by as many elements and leaps as some seconds allow for all of them."""
+    count = len(inputs.parameters)
+    leaps = min(_LEAPS, rates.shape[1])
+    sample = int(max(_SMALLEST_SAMPLE, min(_SAMPLE, _BUDGET / (leaps * count))))
+    leaps = int(max(1, min(leaps, _BUDGET / (sample * count))))
+    layers = tuple(
+        forecast_layer(trained, inputs, rates[trained.group], start=start, sample=sample, leaps=leaps, seed=position)
+        for position, trained in enumerate(inputs.parameters)
+    )
+    narrow = [trained for trained in inputs.parameters if trained.value.dtype in (torch.bfloat16, torch.float16)]
+    notes = list(inputs.notes)
+    unknown = [layer for layer in layers if layer.updates is None]
+    if unknown:
+        notes.append(
+            f"the size of updates is not known of {len(unknown)} of {count} layers: SGD's are its gradients; give an "
+            "optimizer that has made a step with momentum, or a model that holds gradients"
+        )
+    found: tuple[Any, ...] = ()
+    if narrow:
+        relative = [layer.relative for layer in layers if layer.relative is not None]
+        smallest = min(relative, default=0.0)
+        found = costs(inputs.rule, narrow[0].value.dtype, sum(one.value.numel() for one in narrow), smallest)
+    return Forecast(layers, inputs.rule, schedule, start, start + rates.shape[1], found, tuple(notes))
+
+
+def _finite(plain: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: what never ends is None."""
+    return {
+        key: None if isinstance(value, float) and value in (float("inf"),) else value for key, value in plain.items()
+    }

@@ -1,0 +1,215 @@
+"""What a forecast starts from: named weights, the optimizer's states and options of each, the step it is at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import formats
+from ..._messages import a_kind, listed
+from ..._names import unknown
+from ...optim import Optimizer as HalfulpOptimizer
+
+RULES = ("AdamW", "Adam", "SGD", "Lion")
+# torch's defaults, and those of the paper for Lion (arXiv 2302.06675).
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "AdamW": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    "Adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "SGD": {"momentum": 0.0, "weight_decay": 0.0},
+    "Lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
+}
+# Buffers of torch's normalizations, which a state dict holds beside the parameters and no optimizer steps.
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One parameter that an optimizer steps.
+
+    Attributes:
+        name: qualified.
+        value: its elements, of a floating-point dtype.
+        state: the optimizer's tensors and numbers for it; empty without.
+        options: of its group.
+        group: index of its group.
+        gradient: its current gradient, None without one.
+        weight_update: "nearest" for every optimizer but halfulp's.
+    """
+
+    name: str
+    value: Tensor
+    state: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    group: int = 0
+    gradient: Tensor | None = None
+    weight_update: str = "nearest"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All parameters, and what they share.
+
+    Attributes:
+        parameters: in the model's order.
+        rule: "AdamW", "Adam", "SGD" or "Lion".
+        peaks: per group, its learning rate before a schedule.
+        start: steps that were made so far.
+        ours: whether halfulp's optimizer steps them, which rounds decay and update together, and moments at random.
+        notes: what could not be read.
+    """
+
+    parameters: tuple[Trained, ...]
+    rule: str
+    peaks: tuple[float, ...]
+    start: int
+    ours: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def from_optimizer(
+    weights: Sequence[tuple[str, Tensor]], optimizer: torch.optim.Optimizer, rule: str | None, dtype: torch.dtype | None
+) -> Inputs:
+    """Return the parameters that an optimizer holds, with its states and options."""
+    rule = rule or _rule_of(optimizer)
+    by_tensor = {id(tensor): name for name, tensor in weights}
+    ours = isinstance(optimizer, HalfulpOptimizer)
+    found, strangers = [], 0
+    for index, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        for parameter in group["params"]:
+            name = by_tensor.get(id(parameter))
+            if name is None:
+                strangers += 1
+                continue
+            update = _weight_update(group, parameter.dtype) if ours else "nearest"
+            state = optimizer.state.get(parameter, {})
+            found.append(_trained(name, parameter, state, options, index, dtype, parameter.grad, update))
+    if not found:
+        raise ValueError("the optimizer holds none of the model's parameters: give the one that trains this model")
+    order = {name: position for position, (name, _) in enumerate(weights)}
+    found.sort(key=lambda trained: order[trained.name])
+    notes = [f"{strangers} parameters of the optimizer are not the model's: left out"] if strangers else []
+    peaks = tuple(number(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
+    return Inputs(tuple(found), rule, peaks, _start(found), ours, tuple(notes))
+
+
+def from_rate(
+    weights: Sequence[tuple[str, Tensor]],
+    states: Mapping[str, Mapping[str, Any]],
+    lr: float,
+    rule: str | None,
+    options: Mapping[str, Any],
+    dtype: torch.dtype | None,
+) -> Inputs:
+    """Return all floating-point weights as one group of a named optimizer, with states where a checkpoint has them."""
+    rule = _known_rule(rule or "AdamW")
+    merged = {**DEFAULTS[rule], **options, "lr": lr}
+    found = [
+        _trained(name, tensor, states.get(name, {}), merged, 0, dtype, tensor.grad if tensor.is_leaf else None)
+        for name, tensor in weights
+        if tensor.is_floating_point() and name.rpartition(".")[2] not in _BUFFERS
+    ]
+    if not found:
+        raise ValueError("nothing to forecast: there is no floating-point tensor among the weights")
+    return Inputs(tuple(found), rule, (lr,), _start(found))
+
+
+def named_tensors(given: object) -> list[tuple[str, Tensor]]:
+    """Return the named parameters of a module, or the tensors of a state dict.
+
+    Raises:
+        TypeError: neither of the two.
+    """
+    if isinstance(given, nn.Module):
+        return [(name, parameter) for name, parameter in given.named_parameters() if parameter.requires_grad]
+    if isinstance(given, Mapping):
+        odd = [key for key in given if not isinstance(key, str)]
+        if odd:
+            raise TypeError(f"a state dict has names for keys; got {listed(odd)}")
+        return [(name, value) for name, value in given.items() if isinstance(value, Tensor)]
+    raise TypeError(f"forecast takes a module, a state dict or a checkpoint's path; got {a_kind(given)}")
+
+
+def states_by_name(saved: Mapping[str, Any], weights: Sequence[tuple[str, Tensor]]) -> dict[str, Mapping[str, Any]]:
+    """Return a saved optimizer's states by parameter name: by its own names, else by position among the weights.
+
+    Raises:
+        ValueError: it has no names, and another number of parameters than there are weights.
+    """
+    ids = [identity for group in saved["param_groups"] for identity in group["params"]]
+    names = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
+    if len(names) != len(ids):
+        names = [
+            name for name, tensor in weights if tensor.is_floating_point() and name.rpartition(".")[2] not in _BUFFERS
+        ]
+        if len(names) != len(ids):
+            raise ValueError(
+                f"the optimizer's state holds {len(ids)} parameters without names, the weights are {len(names)}: "
+                "make the optimizer from model.named_parameters(), or give the module and the optimizer themselves"
+            )
+    return {name: saved["state"].get(identity, {}) for name, identity in zip(names, ids)}
+
+
+def _trained(
+    name: str,
+    tensor: Tensor,
+    state: Mapping[str, Any],
+    options: Mapping[str, Any],
+    group: int,
+    dtype: torch.dtype | None,
+    gradient: Tensor | None,
+    update: str = "nearest",
+) -> Trained:
+    local = getattr(tensor, "to_local", None)
+    value = (local() if local is not None else tensor).detach()
+    if type(value) not in (Tensor, nn.Parameter):
+        raise NotImplementedError(
+            f"{name} is {a_kind(value)}, whose updates are not those of a plain tensor: forecast the model before it "
+            "is converted"
+        )
+    try:
+        formats.get(dtype or value.dtype)
+    except ValueError:
+        raise NotImplementedError(f"{name} has dtype {value.dtype}, of which no format is known") from None
+    return Trained(name, value if dtype is None else value.to(dtype), state, options, group, gradient, update)
+
+
+def _rule_of(optimizer: torch.optim.Optimizer) -> str:
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in RULES:
+            return kind.__name__
+    raise NotImplementedError(
+        f"the size of {type(optimizer).__name__}'s updates is not known before they are made, that of "
+        f"{', '.join(RULES)} is: watch a run of it by hu.observe, or say which of these comes near by rule="
+    )
+
+
+def _known_rule(given: str) -> str:
+    for rule in RULES:
+        if isinstance(given, str) and rule.lower() == given.lower():
+            return rule
+    raise ValueError(unknown("optimizer", given, RULES))
+
+
+def _weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """What halfulp's optimizer does with a parameter of a dtype."""
+    if dtype.itemsize > 2:
+        return "exact"
+    chosen = group.get("weight_update")
+    if chosen is None:
+        return "split8"
+    return chosen if isinstance(chosen, str) else str(chosen.name)
+
+
+def _start(found: Sequence[Trained]) -> int:
+    """The largest step count of any state."""
+    return max((int(number(trained.state.get("step", 0))) for trained in found), default=0)
+
+
+def number(value: Any) -> float:
+    """Return a number that may be a tensor of one element."""
+    return float(value.item() if isinstance(value, Tensor) else value)

@@ -1,0 +1,265 @@
+"""Forecasts against real trainings in bfloat16, against rounding by torch, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import halfulp as hu
+from halfulp import formats
+from halfulp.observation.forecasting._rounded_walk import crossing, walk
+from halfulp.observation.forecasting._spacing import gaps, to_format
+from halfulp.observation.forecasting._update_sizes import UpdateSizes, noise_size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_gaps_are_those_between_neighbours_of_a_whole_format(dtype):
+    format = formats.get(dtype)
+    values = torch.tensor(sorted({float(value) for value in formats.all_values(format) if abs(value) <= format.max}))
+    values = values.double()
+    up, down = gaps(values, format)
+    assert torch.equal(up[:-1], values.diff())
+    assert torch.equal(down[1:], values.diff())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_to_a_format_is_torchs(dtype, seed):
+    draws = torch.randn(20_000).double() * 2.0 ** torch.randint(-24, 8, (20_000,)).double()
+    draws = torch.cat([draws, torch.tensor([0.0, -0.0, 2.0**-133, 1.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8]).double()])
+    draws = draws.float().double()  # torch rounds float32 values once
+    rounded = to_format(draws, formats.get(dtype))
+    assert torch.equal(rounded, draws.float().to(dtype).double())
+    assert torch.equal(rounded.signbit(), draws.signbit())
+
+
+def normal_sizes(count: int, deviation: float, steps: int) -> UpdateSizes:
+    zeros = torch.zeros(count, dtype=torch.float64)
+    ones = torch.ones(steps, dtype=torch.float64)
+    return UpdateSizes(torch.ones(count, dtype=torch.bool), zeros, zeros + deviation, ones, 1.0, False, "a test")
+
+
+def test_the_share_that_moves_is_that_of_real_additions(seed):
+    weights = (torch.randn(200_000) * 0.02).bfloat16()
+    for rate in (1e-4, 1e-5, 1e-6):
+        update = torch.randn(len(weights)) * rate
+        changed = (weights.float() + update).bfloat16() != weights
+        sizes = normal_sizes(len(weights), 1.0, 1)
+        rates = torch.tensor([rate], dtype=torch.float64)
+        options = {"decay": 0.0, "apart": True, "leaps": 1, "generator": torch.Generator().manual_seed(0)}
+        moved = float(walk(weights.double(), sizes, rates, formats.bf16, **options).moved[0])
+        share = float(changed.double().mean())
+        # Five standard deviations of a mean over 200,000 elements.
+        assert abs(moved - share) < 5 * (share * (1 - share) / len(weights)) ** 0.5
+
+
+def test_decay_that_is_rounded_by_itself_is_lost_below_half_a_spacing(seed):
+    weights = torch.randn(5000).bfloat16().double()
+    sizes, options = normal_sizes(5000, 1e-30, 1), {"apart": True, "leaps": 1, "generator": torch.Generator()}
+    for factor, lost in ((1e-4, 1.0), (2.0**-10, 1.0)):
+        rates = torch.tensor([factor], dtype=torch.float64)
+        found = walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
+        assert 1 - found.decay_made / found.decay_wanted == lost
+    rates = torch.tensor([0.01], dtype=torch.float64)
+    found = walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
+    after = (weights.float() * (1 - 0.01)).bfloat16().double()
+    assert found.decay_made == pytest.approx(float((weights.abs() - after.abs()).sum()), rel=1e-6)
+
+
+def test_crossing_is_that_of_binomial_draws(seed):
+    share = 0.5 * 0.9 ** torch.arange(100, dtype=torch.float64)
+    for count in (48, 1000):
+        needed = max(1, -(-count // 100))
+        steps = []
+        for _ in range(400):
+            above = torch.distributions.Binomial(count, share).sample() >= needed
+            steps.append(int(above.nonzero()[-1]) + 1 if above.any() else 0)
+        low, middle, high = torch.tensor(steps).double().quantile(torch.tensor([0.02, 0.5, 0.98]).double()).tolist()
+        assert abs(crossing(share, count, 1.0) - middle) <= 2
+        assert low <= crossing(share, count, 1.0, 0.05) <= middle <= crossing(share, count, 1.0, 0.95) <= high + 1
+
+
+def test_adams_size_on_noise_is_the_known_one():
+    sizes = noise_size(0.9, 0.95, torch.float32, 300)
+    assert float(sizes[0]) == pytest.approx(1.0, abs=1e-3)
+    # sqrt((1 - beta1) / (1 + beta1)) is 0.229, and a little less as both moments hold the same large gradients.
+    assert 0.22 < float(sizes[-100:].mean()) < 0.23
+    stuck = noise_size(0.9, 0.999, torch.bfloat16, 3000)
+    assert float(stuck[-1]) < 0.21, "a bfloat16 second moment that cannot decay stays too large"
+
+
+def trained(schedule, steps: int, at: int):
+    """A small regression in pure bfloat16: shares that move per step, and state at one step."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Tanh(), nn.Linear(64, 64)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=schedule(0), betas=(0.9, 0.95), weight_decay=0.1)
+    shares = {name: [] for name, _ in model.named_parameters()}
+    for step in range(steps):
+        x = torch.randn(16, 32).bfloat16()
+        optimizer.zero_grad()
+        (model(x).float() - torch.randn(16, 64)).square().mean().backward()
+        optimizer.param_groups[0]["lr"] = schedule(step)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            updated = optimizer.state[parameter]["exp_avg"] != 0
+            shares[name].append(float((parameter != before[name])[updated].double().mean()))
+        if step + 1 == at:
+            found = hu.forecast(model, optimizer, schedule, steps=steps)
+    return shares, found
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [lambda step: 2e-4 * (1 - step / 300) ** 2, lambda step: 2e-4 * min(1.0, (301 - step) / 150) ** 2],
+    ids=["falling", "flat, then falling"],
+)
+def test_the_step_at_which_a_layer_freezes_is_the_measured_one(schedule, seed):
+    shares, found = trained(schedule, 300, 60)
+    assert found.start == 60
+    for layer in found.layers:
+        above = [step for step, share in enumerate(shares[layer.name]) if share >= 0.01]
+        measured = max(60, above[-1] + 1 if above else 0)
+        forecast = layer.freeze_step if layer.freeze_step is not None else 300
+        if layer.elements > 1000 or layer.name == "1.weight":
+            assert forecast == pytest.approx(measured, rel=0.1), layer.name
+
+
+def test_norms_freeze_and_float32_does_not():
+    norm = nn.LayerNorm(256)
+    found = hu.forecast(norm, 1e-4, "cosine", steps=1000, dtype="bf16")
+    weight = found.layers[0]
+    assert (weight.freeze_step, weight.freeze_lr, weight.lost_share) == (0, 1e-4, 1.0)
+    [first, *_] = found.findings
+    assert (first.code, first.severity) == ("freeze-ahead", "error")
+    assert "weight" in first.where
+    assert "kahan" in first.cure
+    healthy = hu.forecast(norm, 1e-4, "cosine", steps=1000)
+    assert not [finding for finding in healthy.findings if finding.severity != "note"]
+    assert healthy.layers[0].dtype == torch.float32
+    assert not healthy.costs
+
+
+def test_halfulps_own_weight_updates_do_not_freeze():
+    model = nn.LayerNorm(64).bfloat16()
+    optimizer = hu.optim.AdamW(model.named_parameters(), lr=1e-5, weight_update="kahan")
+    found = hu.forecast(model, optimizer, "cosine", steps=100)
+    assert {layer.weight_update for layer in found.layers} == {"kahan"}
+    assert not found.findings
+    nearest = hu.optim.AdamW(model.named_parameters(), lr=1e-5, weight_update="nearest")
+    codes = [finding.code for finding in hu.forecast(model, nearest, "cosine", steps=100).findings]
+    assert codes[0] == "freeze-ahead"
+    assert "weight-decay-lost" not in codes
+
+
+def test_what_is_lost_beside_the_weights():
+    model = nn.Linear(64, 64)
+    narrow = hu.forecast(model, 1e-3, "linear", steps=100, dtype=torch.bfloat16)
+    by_code = {finding.code: finding for finding in narrow.findings}
+    assert by_code["weight-decay-lost"].evidence["lost"] == 1.0
+    assert by_code["second-moment-stuck"].where == ("weight", "bias")
+    half = hu.forecast(model, 1e-3, "linear", steps=100, dtype="fp16")
+    assert "eps-zero" in [finding.code for finding in half.findings]
+    other = hu.forecast(model, 1e-3, "linear", steps=100, dtype="fp16", eps=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    assert not [finding for finding in other.findings if finding.severity != "note"]
+
+
+def test_costs_are_what_the_optimizers_say():
+    found = hu.forecast(nn.Linear(64, 64), 1e-5, steps=10, dtype="bf16")
+    costs = {cost.weight_update: cost for cost in found.costs}
+    assert costs["nearest"].bytes_per_parameter == 8
+    assert costs["float32"].bytes_per_parameter == 16
+    assert costs["kahan"].total == 10 * (64 * 64 + 64)
+    assert (costs["nearest"].keeps, costs["kahan"].keeps, costs["stochastic"].keeps) == ("no", "yes", "on average")
+
+
+def test_noise_is_a_drift_of_one_spacing():
+    """At n updates u below the spacing d drift n u and noise sqrt(n u (d - u)) are equal for n u = d - u."""
+    weights = nn.Linear(128, 128)
+    with torch.no_grad():
+        weights.weight.fill_(1.0)
+    layer = hu.forecast(weights, 2.0**-12, optimizer="lion", steps=10, dtype="bf16").layers[0]
+    spacing, update = 2.0**-8, 2.0**-12
+    assert layer.noise_drift == spacing - update
+    assert layer.noise_steps == pytest.approx((spacing - update) / update)
+
+
+def test_sgd_needs_gradients_and_says_so():
+    model = nn.Linear(8, 8).bfloat16()
+    found = hu.forecast(model, 0.1, optimizer="sgd", steps=10)
+    assert {layer.updates for layer in found.layers} == {None}
+    assert "not known of 2 of 2 layers" in found.notes[0]
+    assert "not known" in str(found)
+    model(torch.ones(2, 8).bfloat16()).sum().backward()
+    assert {layer.updates for layer in hu.forecast(model, 0.1, optimizer="sgd", steps=10).layers} == {"the gradient"}
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sgd.step()
+    assert {layer.updates for layer in hu.forecast(model, sgd, steps=10).layers} == {"the momentum buffer"}
+
+
+def test_a_saved_state_is_read_by_name_and_by_position():
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+    for parameters in (model.parameters(), model.named_parameters()):
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+        model(torch.randn(4, 16)).square().sum().backward()
+        optimizer.step()
+        found = hu.forecast(model.state_dict(), 1e-3, "linear", steps=10, states=optimizer.state_dict())
+        assert found.start == 1
+        assert [layer.name for layer in found.layers] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert {layer.updates for layer in found.layers} == {"the optimizer's state"}
+    unnamed = torch.optim.AdamW(model.parameters()).state_dict()
+    with pytest.raises(ValueError, match="holds 4 parameters without names, the weights are 2"):
+        hu.forecast(model[0].state_dict(), 1e-3, states=unnamed)
+
+
+def test_zeros_nan_infinities_and_empty_tensors():
+    state = {
+        "zeros": torch.zeros(10).bfloat16(),
+        "nan": torch.full((10,), torch.nan).bfloat16(),
+        "some": torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, 2.0**-133]).bfloat16(),
+        "empty": torch.zeros(0).bfloat16(),
+        "scalar": torch.tensor(1.0).bfloat16(),
+        "view": torch.randn(20, 20).bfloat16().T[::2],
+        "count": torch.tensor(3),
+    }
+    found = hu.forecast(state, 1e-4, "cosine", steps=50)
+    layers = {layer.name: layer for layer in found.layers}
+    assert set(layers) == set(state) - {"count"}
+    assert layers["zeros"].lost[0][1] < 1e-6, "every number is an update of 0"
+    assert layers["nan"].updates is None
+    assert layers["empty"].updates is None
+    assert layers["scalar"].freeze_step == 0
+    assert layers["some"].elements == 5
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_a_rate_of_zero_is_no_update():
+    found = hu.forecast(nn.LayerNorm(8).bfloat16(), 0.0, [0.0, 0.0])
+    assert [layer.freeze_step for layer in found.layers] == [None, None]
+    assert not [finding for finding in found.findings if finding.code == "freeze-ahead"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "words"),
+    [
+        ((3, 0.1), {}, TypeError, "a module, a state dict or a checkpoint's path; got an int"),
+        (({"w": torch.ones(2)}, "fast"), {}, TypeError, "an Optimizer or a learning rate|got a str"),
+        (({1: torch.ones(2)}, 0.1), {}, TypeError, "names for keys"),
+        (({}, 0.1), {}, ValueError, "nothing to forecast"),
+        (({"w": torch.ones(2)}, 0.1), {"optimizer": "adamx"}, ValueError, "did you mean"),
+        (({"w": torch.ones(2)}, 0.1), {"schedule": "cosine"}, ValueError, "give steps="),
+        (({"w": torch.ones(2)}, 0.1), {"dtype": "bf61"}, ValueError, "bf61"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments, options, error, words):
+    with pytest.raises(error, match=words):
+        hu.forecast(*arguments, **options)
+
+
+def test_an_optimizer_of_something_else_or_of_unknown_updates_is_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="holds none of the model's parameters"):
+        hu.forecast(model, torch.optim.AdamW(nn.Linear(2, 2).parameters()))
+    with pytest.raises(NotImplementedError, match="Rprop's updates is not known"):
+        hu.forecast(model, torch.optim.Rprop(model.parameters()))
+    with pytest.raises(ValueError, match="betas: the optimizer has its own"):
+        hu.forecast(model, torch.optim.AdamW(model.parameters()), betas=(0.9, 0.9))
