@@ -289,6 +289,19 @@ def recipes() -> None:
     assert_type(hu.recipes.revert(hu.convert(nn.Linear(4, 2), recipe)), nn.Linear)
 
 
+def forecast() -> None:
+    """A forecast is data with findings; every kind of schedule is taken."""
+    model = nn.LayerNorm(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = hu.forecast(model, optimizer, "cosine", steps=10, dtype=torch.bfloat16)
+    assert_type(found.layers[0].freeze_step, int | None)
+    assert_type([finding.code for finding in found.findings], list[str])
+    assert_type(found.to_dict(), dict[str, Any])
+    hu.forecast(model.state_dict(), 1e-3, lambda step: 1e-3 / (1 + step), steps=10)
+    hu.forecast(model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), steps=10)
+    hu.forecast(model, 1e-3, [1e-3, 5e-4], optimizer="lion")
+
+
 def emulation() -> None:
     """An emulated model is called as before, and is a context manager."""
     model = nn.Linear(2, 2)

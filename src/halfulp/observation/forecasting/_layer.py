@@ -90,10 +90,10 @@ def sample_of(elements: int, most: int) -> Tensor:
     ([0, 1, 2], 1024, 999999)
     """
     if elements <= most:
-        return torch.arange(elements, device="cpu")
+        return torch.arange(elements, dtype=torch.int64, device="cpu")
     runs = max(1, most // _RUN)
     begins = torch.linspace(0, elements - _RUN, runs, dtype=torch.float64, device="cpu").long()
-    return (begins[:, None] + torch.arange(_RUN, device="cpu")).flatten()
+    return (begins[:, None] + torch.arange(_RUN, dtype=torch.int64, device="cpu")).flatten()
 
 
 def _freezing(walked: Walk, rates: Tensor, count: int, sizes: UpdateSizes, start: int) -> dict[str, object]:

@@ -154,7 +154,9 @@ def _scheduled(scheduler: LRScheduler, count: int) -> Tensor:
             "ReduceLROnPlateau depends on losses to come: give a function step -> learning rate, or a list"
         )
     optimizer = scheduler.optimizer
-    stand_in = torch.optim.SGD([{"params": [torch.zeros((), device="cpu")]} for _ in optimizer.param_groups], lr=0.0)
+    stand_in = torch.optim.SGD(
+        [{"params": [torch.zeros((), dtype=torch.float32, device="cpu")]} for _ in optimizer.param_groups], lr=0.0
+    )
     for group, given in zip(stand_in.param_groups, optimizer.param_groups):
         group.update({key: copy.deepcopy(value) for key, value in given.items() if key != "params"})
     copied = copy.deepcopy(scheduler, {id(optimizer): stand_in})

@@ -172,14 +172,14 @@ def noise_size(beta1: float, beta2: float, dtype: torch.dtype, steps: int) -> Te
     v = torch.zeros_like(m)
     sizes = []
     for step in range(1, steps + 1):
-        g = torch.randn(_SIMULATED, generator=generator, device="cpu").to(dtype)
+        g = torch.randn(_SIMULATED, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         size = m.float() / (1 - beta1**step) / (v.float() / (1 - beta2**step)).sqrt()
         sizes.append(size[size.isfinite()].square().mean())
     squares = torch.stack(sizes).double()
     total = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
-    at = torch.arange(steps, device="cpu")
+    at = torch.arange(steps, dtype=torch.int64, device="cpu")
     # Steps at the start differ from each other: the window is no wider than what lies before it.
     half = at.clamp_max(_SMOOTHING // 2)
     low, high = at - half, (at + half + 1).clamp_max(steps)
