@@ -240,9 +240,8 @@ LOOKED_AT = {
     "kernels/_plain_memory.py": {"address", "has_own_memory"},
     "arithmetic/expansions/_pointwise.py": {"fill"},
     "optim/parameters/_narrowing.py": {"narrow", "take_float32"},
-    "optim/_optimizer.py": {"_new_plan"},
     "optim/checkpoint/_checkpoint.py": {"load_float32_state_dict"},
-    "optim/parameters/_parameter_plan.py": {"__post_init__", "is_valid"},
+    "optim/parameters/_parameter_plan.py": {"of", "is_valid"},
     "optim/step/_run.py": {"_point_at_gradients"},
 }
 

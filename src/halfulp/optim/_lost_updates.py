@@ -101,7 +101,7 @@ def lost_update_report(plans: Iterable[ParameterPlan], stalled: tuple[tuple[str,
     """Return the report over some parameters, whose states stall as `stall_widths` says."""
     plans = list(plans)
     below_range = share_below_range(plans)
-    counted = [(plan, plan.lost) for plan in plans if plan.lost is not None]
+    counted = [(plan, plan.record.lost) for plan in plans if plan.record.lost is not None]
     rows = [
         LostUpdateRow(
             plan.name,
@@ -126,7 +126,7 @@ def lost_update_report(plans: Iterable[ParameterPlan], stalled: tuple[tuple[str,
 def warn_if_mostly_lost(plans: Iterable[ParameterPlan]) -> None:
     """Warn once per parameter whose nearest rounding cancelled over half of its updates on 100 metered steps."""
     for plan in plans:
-        lost = plan.lost
+        lost = plan.record.lost
         if lost is not None and lost.mostly_lost == MANY_SAMPLES and plan.spec.update.name == "nearest":
             lost.mostly_lost += 1
             warnings.warn(

@@ -9,7 +9,6 @@ from typing import Any, TypeVar, overload
 import torch
 
 from ..formats import Format
-from ..kernels import plain
 from ..subclass.models import _gathered_states as _whole_states
 from ._group_options import (
     SWITCHES,
@@ -22,7 +21,7 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from .checkpoint._checkpoint import CheckpointMixin
-from .parameters._local_tensors import index_map_of, local, memory, own_parts
+from .parameters._local_tensors import local, memory, own_parts
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
@@ -33,30 +32,20 @@ from .parameters._narrow_groups import (
     refuse_unused_update,
     updates_in_effect,
 )
-from .parameters._narrowing import is_kept
-from .parameters._outside_writes import drop_stale, mark_current, payload_version_of
-from .parameters._parameter_plan import (
-    NOTHING,
-    ParameterPlan,
-    allocate,
-    can_step,
-    is_valid,
-    options_of,
-    refuse_other_dtype,
-    refuse_other_states,
-    set_initial,
-    state_spec,
-)
+from .parameters._outside_writes import drop_stale
+from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
+from .parameters._plan_cache import PlanCache
 from .parameters._random_identity import Identity, assign_identities, follow_parameters, note_identities
-from .parameters._step_spec import step_spec_of
+from .parameters._state_tensors import complete_state
 from .parameters._tensor_map import TensorMap
 from .rules._update_rule import UpdateRule, check_states
 from .states._float8 import PAYLOADS
 from .states._stalled import stall_widths
 from .states._state import StateChoice
 from .states._storage import STORES, Store
+from .step._batch import Batch
 from .step._memory import check_memory, check_parameter, gradient_memory, gradient_store
-from .step._run import Tables, compile_kernels, run_step
+from .step._run import compile_kernels, run_step
 from .step._spec import StepSpec
 from .weight_updates._weight_update import WeightUpdate, weight_update
 
@@ -116,15 +105,16 @@ class Optimizer(CheckpointMixin):
         self._made = True
 
     def _start_caches(self) -> None:
-        """Create the empty caches of what is derived from groups and states; also after a copy or a load."""
+        """Create what is kept by parameter beside torch's groups and states, empty; also after a copy or a load."""
         _whole_states.watch()
-        self._plans: TensorMap[ParameterPlan] = TensorMap()
+        self._plans = PlanCache()
         self._outside_states: TensorMap[dict] = TensorMap()
         self._checksums: TensorMap[torch.Tensor] = TensorMap()
         self._identities: TensorMap[Identity] = TensorMap()
-        self._tables = Tables()
-        self._step_specs: dict[tuple[StepSpec, torch.device], StepSpec] = {}
-        self._plain_step_specs: dict[tuple, tuple[StepSpec, tuple]] = {}
+        self._note_identities()
+
+    def _note_identities(self) -> None:
+        """Record the identities that the groups say."""
         for group in getattr(self, "param_groups", ()):
             note_identities(group, self._identities)
 
@@ -166,22 +156,8 @@ class Optimizer(CheckpointMixin):
 
     def _step_spec(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
         """Return a parameter's step specification; without `gradient`, as it will be after narrowing."""
-        part = memory(parameter)
-        check_parameter(parameter, part, name)
-        if part is not parameter:
-            return self._new_step_spec(group, parameter, gradient, name)
-        rule = self.rule(group)
-        given = rule, group["weight_update"], group["state_dtype"], group["format"], group["param_dtype"], gradient
-        key = (*map(id, given), is_kept(parameter), parameter.dtype, parameter.shape, parameter.device)
-        found = self._plain_step_specs.get(key)
-        if found is None:  # the value keeps alive what the key refers to by id
-            found = self._plain_step_specs[key] = self._new_step_spec(group, parameter, gradient, name), given
-        return found[0]
-
-    def _new_step_spec(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
-        """Return the same without the cache by ids; equal specifications on one device are one object."""
-        spec = step_spec_of(self.rule(group), group, parameter, gradient, name)
-        return self._step_specs.setdefault((spec, local(parameter).device), spec)
+        check_parameter(parameter, memory(parameter), name)
+        return self._plans.step_spec(self.rule(group), group, parameter, gradient, name)
 
     def _follow_groups(self) -> None:
         """Bring names, identities and states in line with the groups' lists of parameters, which users may edit.
@@ -198,60 +174,35 @@ class Optimizer(CheckpointMixin):
                 if parameter in self._outside_states:
                     self.state[parameter] = self._outside_states.pop(parameter)
 
-    def _new_plan(self, group: dict, position: int, gradient: Store) -> ParameterPlan:
-        """Make a parameter's plan, and the state tensors that it lacks."""
+    def _new_plan(
+        self, group: dict, position: int, gradient: Store, options: PlanOptions | None = None
+    ) -> ParameterPlan:
+        """Make a parameter's plan, and the state tensors that it lacks; `options` are its group's, if known."""
         parameter = group["params"][position]
         if parameter not in self._identities or parameter in self._outside_states:
             self._follow_groups()
         (_, identity), name = self._identities[parameter], name_of(group, position)
         spec = self._step_spec(group, parameter, gradient, name)
         refuse_other_dtype(parameter, spec, name)
-        state, shape = self.state[parameter], local(parameter).shape
-        wanted = state_spec(spec, shape)
-        refuse_other_states(state, wanted, name)
-        missing = {key: value for key, value in wanted.items() if key not in state}
-        new = allocate(missing, parameter)
-        set_initial(spec, group, new)
-        state |= new
-        state.setdefault("step", 0)
-        part, known = memory(parameter), self._plans.get(parameter)
-        index_map, plain = index_map_of(parameter), part is parameter
-        plan = ParameterPlan(
-            self._plans.reference(parameter),
-            options_of(group),
-            name,
-            identity,
-            spec,
-            index_map,
-            state,
-            tuple(local(state[key]) for key in spec.tensors),
-            part.data_ptr(),
-            index_map.shape,
-            part.stride(),
-            part.is_contiguous(),
-            tuple(other.data_ptr() for other in own_parts(parameter)[1:]),
-            plain,
-            None if known is None else known.lost,
-        )
-        if plan.tracks_writes:
-            plan.payload_version = payload_version_of(parameter, part, known, self._checksums.pop(parameter))
-        self._plans[parameter] = plan
-        return plan
+        state = self.state[parameter]
+        complete_state(state, spec, group, parameter, name)
+        options = options or self._plans.options_of(group)
+        return self._plans.renew(parameter, spec, state, options, name, identity, self._checksums.pop(parameter))
 
-    def _plan(self, group: dict, position: int) -> ParameterPlan:
-        """Return a parameter's plan, made anew if it is not valid any more."""
+    def _plan(self, group: dict, position: int, gradient: Store | None = None) -> ParameterPlan:
+        """Return a parameter's valid plan, for gradients of some store if one is given."""
         parameter = group["params"][position]
-        plan = self._plans.get(parameter)
-        if plan is None or not is_valid(plan, parameter, self.rule(group), options_of(group), self.state[parameter]):
-            plan = self._new_plan(group, position, PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32]))
+        plan, options = self._plans.get(parameter), self._plans.options_of(group)
+        fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
+        if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
+            likely = PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32])
+            plan = self._new_plan(group, position, gradient or likely, options)
         return plan
 
-    def _invalidate_plans(self) -> None:
-        """Make every plan invalid; the counts of lost updates go on."""
-        for plan in self._plans.values():
-            plan.address = -1
-        for group in self.param_groups:
-            note_identities(group, self._identities)
+    def _clear_plans(self) -> None:
+        """Make every plan anew before it is used again, under the identities that the groups say."""
+        self._plans.clear()
+        self._note_identities()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -282,33 +233,20 @@ class Optimizer(CheckpointMixin):
         """Step every parameter that has a gradient."""
         if len(self.state) > sum(len(group["params"]) for group in self.param_groups):
             self._follow_groups()
-        batches: dict[tuple[int, bool], list[ParameterPlan]] = {}
+        batches: dict[tuple[int, bool], Batch] = {}
+        for group in self.param_groups:
+            self._collect(group, batches)
+        self._check_wrappers(bool(batches))
+        for batch in batches.values():
+            compile_kernels(batch)
         try:
-            for group in self.param_groups:
-                self._collect(group, batches)
-            self._check_wrappers(bool(batches))
-            specs = [
-                plans[0].spec.metered_twin if metered else plans[0].spec for (_, metered), plans in batches.items()
-            ]
-            for spec, plans in zip(specs, batches.values()):
-                compile_kernels(spec, plans[0].gradient.device.type)
-            for spec, plans in zip(specs, batches.values()):
-                run_step(spec, plans, self._tables)
-                torch.autograd.graph.increment_version([plan.stepping for plan in plans])
-                for plan in plans:
-                    plan.state["step"] = plan.step
-                    for part, copy in zip(plan.parts, plan.copied or ()):
-                        part.copy_(copy)
-                    if plan.payload_version is not None:
-                        mark_current(plan)
-                if spec.metered:
-                    warn_if_mostly_lost(plans)
+            for batch in batches.values():
+                run_step(batch, self._plans)
+                batch.finish()
+                if batch.spec.metered:
+                    warn_if_mostly_lost(batch.plans)
         finally:
-            self._tables.end_step()
-            for plans in batches.values():
-                for plan in plans:
-                    plan.stepping = plan.gradient = NOTHING
-                    plan.copied = None
+            self._plans.end_step()
 
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check wrappers around the model at the first step, before which wrapping must have happened."""
@@ -334,11 +272,11 @@ class Optimizer(CheckpointMixin):
         """Refuse the options that choose another implementation in torch.optim."""
         refuse_torch_switches(type(self).__name__, **{name: group.get(name) for name in SWITCHES})
 
-    def _collect(self, group: dict, batches: dict[tuple[int, bool], list[ParameterPlan]]) -> None:
+    def _collect(self, group: dict, batches: dict[tuple[int, bool], Batch]) -> None:
         """Sort a group's parameters with gradients into batches of one step specification."""
         rule, interval, states = self.rule(group), group["report_interval"], self.state
         constants: dict[int, tuple[float, ...]] = {}
-        options = options_of(group)
+        options = self._plans.options_of(group)
         self._check_numbers(group)
         self._warn_of_rate_jump(group)
         if len(group["identities"]) != len(group["params"]):
@@ -352,28 +290,31 @@ class Optimizer(CheckpointMixin):
             scale = 1.0
             if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
                 gradient, scale = gradient_memory(local(gradient), parameter, name_of(group, position))
-            if plan is None or not can_step(plan, parameter, gradient, rule, options, states[parameter]):
-                plan = self._new_plan(group, position, gradient_store(gradient, parameter, name_of(group, position)))
+            if (
+                plan is None
+                or gradient.dtype is not plan.spec.gradient.dtype
+                or gradient.layout is not torch.strided
+                or not is_valid(plan, parameter, rule, options, states[parameter])
+            ):
+                store = gradient_store(gradient, parameter, name_of(group, position))
+                plan = self._new_plan(group, position, store, options)
                 check_memory(plan, gradient)
             if gradient.shape != plan.shape:
                 raise ValueError(
                     f"the gradient of {plan.name} has shape {tuple(gradient.shape)}, the parameter "
                     f"{tuple(plan.shape)}: set .grad to None after a parameter has changed its shape"
                 )
-            plan.step = step = plan.state["step"] + 1
-            plan.constants = constants.get(step) or constants.setdefault(step, tuple(rule.values(group, step)))
-            plan.gradient_scale = scale
-            plan.gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
-            if plan.payload_version is not None and plan.payload_version.version != parameter._version:
+            step = plan.state["step"] + 1
+            numbers = constants.get(step) or constants.setdefault(step, tuple(rule.values(group, step)))
+            held = plan.payload_version
+            if held is not None and held.version != parameter._version:
                 drop_stale(plan)
-            plan.stepping = parameter if plan.plain or plan.spec.scaled else local(parameter)
-            if not plan.contiguous:
-                plan.copied = tuple(plain(part.detach()).contiguous() for part in own_parts(parameter))
-            key = (id(plan.spec), bool(interval) and step % interval == 0)
-            if key in batches:
-                batches[key].append(plan)
-            else:
-                batches[key] = [plan]
+            metered = bool(interval) and step % interval == 0
+            batch = batches.get((id(plan.spec), metered))
+            if batch is None:
+                spec = plan.spec.metered_twin if metered else plan.spec
+                batch = batches[id(plan.spec), metered] = Batch(spec)
+            batch.add(plan, parameter, gradient, scale, step, numbers)
 
     def _warn_of_rate_jump(self, group: dict) -> None:
         """Warn if the learning rate jumps: pending rounding errors are stored in units of it."""

@@ -7,6 +7,7 @@ import itertools
 import random
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -146,3 +147,37 @@ def test_a_rule_that_compiles_to_other_bits_is_named(seed):
     rule = dataclasses.replace(spec.rule, name="of-mine", update=update, **own)
     with pytest.raises(KernelMismatchError, match=r"of-mine.*sqrt, divide, maximum and sign_of"):
         checked(dataclasses.replace(spec, rule=rule))
+
+
+# Names that the kernel binds, with other meanings in this module.
+UNIT, HUGE, BLOCK, WEYL, S16 = (np.float32(value) for value in (3.0, 0.5, 7.0, 0.25, -2.0))
+
+
+def higher(x):
+    return x * UNIT
+
+
+def weight_real(x):
+    return x + higher(BLOCK * x)
+
+
+def _own_names(w, g, m, v, lr, eps):
+    m = m + lr * (higher(g) * HUGE - m)
+    return -lr * weight_real(m) * WEYL, m, v + lr * (g * g * UNIT - v)
+
+
+def _own_feedback(lost, m, v, lr, eps):
+    return m - higher(lost) * S16
+
+
+@pytest.mark.parametrize(("update", "codec"), [("kahan", "8bit"), ("feedback", "bf16-nearest")])
+def test_names_of_a_rules_own_module_mean_what_they_mean_there(seed, update, codec):
+    spec = _spec(seed, update, codec)
+    own = {"constants": ("lr", "eps"), "homogeneous": None, "error_feedback": _own_feedback}
+    rule = dataclasses.replace(spec.rule, name="own_names", update=_own_names, **own)
+    spec = dataclasses.replace(spec, rule=rule)
+    assert {"UNIT", "HUGE", "BLOCK", "WEYL", "S16", "higher", "weight_real"} <= set(bindings(spec))
+    checked(spec)
+    text = triton_source(spec)
+    assert "tl.full([], 3.0, tl.float32)" in text
+    assert "tl.full([], 7.0, tl.float32)" in text

@@ -278,3 +278,42 @@ def test_a_retention_that_a_group_cannot_give_is_refused_at_once():
 
     with pytest.raises(KeyError, match="nope"):
         Own([_parameter()])
+
+
+@pytest.mark.parametrize("codec", ["8bit", "bf16x2", torch.float16])
+def test_a_state_of_which_a_part_was_deleted_is_refused(codec):
+    """The tensor that is left means nothing alone; without it the state begins anew, at its initial value."""
+    parameter = _parameter()
+    if codec == torch.float16:
+        parameter = torch.nn.Parameter(hu.ScaledTensor.encode(parameter.detach().float()))
+    optimizer = YOGI([parameter], initial_accumulator_value=0.5, state_dtype=CODECS.get(codec, codec))
+    _step(optimizer, 2)
+    state = optimizer.state[parameter]
+    names = [name for name in state if name.startswith("exp_avg_sq")]
+    assert len(names) == 2
+    for name, other in (names, reversed(names)):
+        deleted, before = state.pop(name), copy.deepcopy(dict(state))
+        with pytest.raises(ValueError, match=f"of parameter #0 lacks '{name}' beside '{other}': put back"):
+            _step(optimizer)
+        assert before.keys() == state.keys()
+        assert before.pop("step") == state["step"]
+        assert all(same_bits(value, state[key]) for key, value in before.items())
+        state[name] = deleted
+        _step(optimizer)
+    for name in names:
+        del state[name]
+    optimizer.bytes_per_parameter()
+    assert ((_second(optimizer, parameter) - 0.5).abs() <= 0.01).all()
+
+
+def test_a_storage_that_is_changed_in_the_group_does_not_forget_the_states():
+    parameter = _parameter()
+    optimizer = YOGI([parameter], initial_accumulator_value=0.5)
+    _step(optimizer, 2)
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0]["state_dtype"] = "8bit"
+    with pytest.raises(ValueError, match=r"'exp_avg_codes', 'exp_avg_scale' beside 'exp_avg': .* a new optimizer"):
+        _step(optimizer)
+    other = YOGI([parameter], initial_accumulator_value=0.5, state_dtype="8bit")
+    other.load_state_dict(saved)
+    _step(other)

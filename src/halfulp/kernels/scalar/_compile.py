@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +20,19 @@ from ._machine_code import JIT_OPTIONS, machine_code
 from ._operations import SCALARS
 
 Bindings = Mapping[str, object]
-_ALLOWED = types.FunctionType | types.BuiltinFunctionType | type | np.generic | int | float | tuple
+
+
+@dataclass(frozen=True)
+class OwnNames:
+    """A function in `bind` for which, and for what it calls, every name means what it means in its own module.
+
+    So is a function of the user's: its module may have a constant that is called like something that the kernel binds.
+    """
+
+    function: Callable
+
+
+_ALLOWED = types.FunctionType | types.BuiltinFunctionType | type | np.generic | int | float | tuple | OwnNames
 
 
 def digest(function: Callable, bind: Bindings | None = None) -> str:
@@ -92,6 +105,8 @@ def _rebuild(function: Callable, bind: dict, done: dict) -> types.FunctionType:
 def _compiled(value: object, bind: dict, done: dict) -> object:
     import numba
 
+    if isinstance(value, OwnNames):
+        value, bind = value.function, {}
     if not isinstance(value, types.FunctionType):
         return value
     if SCALARS.get(value.__name__) is value:
@@ -100,13 +115,14 @@ def _compiled(value: object, bind: dict, done: dict) -> object:
         return INTRINSICS[value.__name__]
     from ._pipeline import PieceCompiler
 
-    if value not in done:
+    place = value, bool(bind)
+    if place not in done:
         key = value, digest(value, bind)
         if key not in _pieces:
             piece = numba.njit(pipeline_class=PieceCompiler, **JIT_OPTIONS | {"no_cpython_wrapper": True})
             _pieces.setdefault(key, piece(_rebuild(value, bind, done)))
-        done[value] = _pieces[key]
-    return done[value]
+        done[place] = _pieces[key]
+    return done[place]
 
 
 def resolve(function: Callable, name: str, bind: dict) -> object:
@@ -129,9 +145,10 @@ def _names(code: types.CodeType) -> list[str]:
 
 
 def _feed(sink, function: Callable, bind: dict, seen: dict) -> None:
-    known = function in seen
+    place = function, bool(bind)
+    known = place in seen
     # Told again where it is met again: which of two pieces stands under a name is what kernels differ in.
-    sink.update(f"piece {seen.setdefault(function, len(seen))}".encode())
+    sink.update(f"piece {seen.setdefault(place, len(seen))}".encode())
     if known:
         return
     _feed_code(sink, function.__code__)
@@ -139,7 +156,9 @@ def _feed(sink, function: Callable, bind: dict, seen: dict) -> None:
     for name in _names(function.__code__):
         value = resolve(function, name, bind)
         sink.update(name.encode())
-        if not isinstance(value, types.FunctionType):
+        if isinstance(value, OwnNames):
+            _feed(sink, value.function, {}, seen)
+        elif not isinstance(value, types.FunctionType):
             sink.update(repr((type(value).__name__, value)).encode())
         elif SCALARS.get(value.__name__) is value:
             sink.update(value.__name__.encode())

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..scalar._compile import resolve
+from ..scalar._compile import OwnNames, resolve
 from ..scalar._operations import SCALARS
 from . import _operations as operations
 
@@ -53,8 +53,8 @@ def module_source(text: str, bind: Bindings, kernel: str = "") -> str:
     def twice(x, lanes, aligned: tl.constexpr):
         return tl.where(x > x, x + x, negative(x))
     """
-    module = _Module(dict(bind))
-    module.add(_definition(text), None, lanes=True)
+    module = _Module()
+    module.add(_definition(text), None, dict(bind), lanes=True)
     return "\n\n\n".join(["import triton\nimport triton.language as tl", *module.parts, *([kernel] if kernel else [])])
 
 
@@ -75,19 +75,18 @@ def load_module(source: str) -> dict[str, object]:
 class _Module:
     """The functions of a module, each after those that it calls."""
 
-    def __init__(self, bind: dict) -> None:
-        self.bind = bind
+    def __init__(self) -> None:
         self.parts: list[str] = []
-        self._pieces: dict[Callable, str] = {}
+        self._pieces: dict[tuple[Callable, bool], str] = {}
         self._takes: dict[str, bool] = {}
 
-    def add(self, tree: ast.FunctionDef, function: Callable | None, lanes: bool = False) -> str:
-        """Translate a function; returns its name in the module."""
+    def add(self, tree: ast.FunctionDef, function: Callable | None, bind: dict, lanes: bool = False) -> str:
+        """Translate a function under what its names are bound to; returns its name in the module."""
         name = tree.name
         while name in self._takes:
             name += "_"
         self._takes[name] = lanes
-        translation = _Translation(self, tree, function)
+        translation = _Translation(self, tree, function, bind)
         body = [translation.visit(node) for node in tree.body if not _is_docstring(node)]
         self._takes[name] = lanes or translation.touches_memory
         arguments = [a.arg for a in tree.args.args] + (["lanes", "aligned: tl.constexpr"] if self._takes[name] else [])
@@ -95,12 +94,13 @@ class _Module:
         self.parts.append(f"@triton.jit\ndef {name}({', '.join(arguments)}):\n{textwrap.indent(lines, '    ')}")
         return name
 
-    def piece(self, function: Callable) -> str:
+    def piece(self, function: Callable, bind: dict) -> str:
         """A piece's name in the module."""
-        if function not in self._pieces:
+        place = function, bool(bind)
+        if place not in self._pieces:
             tree = _definition(textwrap.dedent(inspect.getsource(function)))
-            self._pieces[function] = self.add(tree, function)
-        return self._pieces[function]
+            self._pieces[place] = self.add(tree, function, bind)
+        return self._pieces[place]
 
     def operation(self, name: str) -> str:
         """A block operation's name in the module."""
@@ -120,8 +120,8 @@ class _Module:
 class _Translation(ast.NodeTransformer):
     """One function's statements in Triton's language."""
 
-    def __init__(self, module: _Module, tree: ast.FunctionDef, function: Callable | None) -> None:
-        self._module, self._function, self._name = module, function, tree.name
+    def __init__(self, module: _Module, tree: ast.FunctionDef, function: Callable | None, bind: dict) -> None:
+        self._module, self._function, self._bind, self._name = module, function, bind, tree.name
         stored = (n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
         self._local = {a.arg for a in tree.args.args} | set(stored)
         self.touches_memory = False
@@ -173,15 +173,17 @@ class _Translation(ast.NodeTransformer):
         if name in _BUILTINS:
             return self._module.operation(_BUILTINS[name])
         value = self._resolve(name)
+        if isinstance(value, OwnNames):
+            return self._module.piece(value.function, {})
         if value is np.float64:
             return self._module.operation("double")
         if isinstance(value, types.FunctionType):
             is_operation = value.__module__ == operations.__name__ or SCALARS.get(value.__name__) is value
-            return self._module.operation(value.__name__) if is_operation else self._module.piece(value)
+            return self._module.operation(value.__name__) if is_operation else self._module.piece(value, self._bind)
         raise TypeError(f"kernel piece {self._name} calls {name} = {value!r}, which has no form on blocks")
 
     def _resolve(self, name: str) -> object:
-        return resolve(self._function or _root, name, self._module.bind)
+        return resolve(self._function or _root, name, self._bind)
 
 
 def _root() -> None:

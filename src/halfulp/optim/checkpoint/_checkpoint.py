@@ -22,8 +22,10 @@ from ..parameters._outside_writes import (
     mark_current,
     mark_loaded,
 )
-from ..parameters._parameter_plan import ParameterPlan, set_initial
+from ..parameters._parameter_plan import ParameterPlan
+from ..parameters._plan_cache import PlanCache
 from ..parameters._random_identity import plain_names
+from ..parameters._state_tensors import STORAGE_SUFFIXES, set_initial
 from ..parameters._tensor_map import TensorMap
 from ..states._int8_blocks import scale_shape
 from ..states._scaled import finite_amax
@@ -38,14 +40,14 @@ from ._state_dict_validation import checked_groups, checked_state
 class CheckpointMixin(torch.optim.Optimizer):
     """state_dict, load_state_dict and their float32 counterparts, for Optimizer, which has the rest."""
 
-    _plans: TensorMap[ParameterPlan]
+    _plans: PlanCache
     _checksums: TensorMap[torch.Tensor]
 
     if TYPE_CHECKING:
 
         def _plan(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
         def _follow_groups(self) -> None: ...
-        def _invalidate_plans(self) -> None: ...
+        def _clear_plans(self) -> None: ...
         def _start_caches(self) -> None: ...
         def _check_numbers(self, group: dict[str, Any]) -> None: ...
 
@@ -126,7 +128,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         before = [dict(group) for group in self.param_groups]
         for group, chosen in zip(self.param_groups, options):
             group.update(chosen)
-        self._invalidate_plans()
+        self._clear_plans()
         try:
             trial = [(*one, self._fit_tensors(*one)) for one in given]
         except Exception:
@@ -135,7 +137,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 group.update(old)
             for parameter in self.state.keys() - known:
                 del self.state[parameter]
-            self._invalidate_plans()
+            self._clear_plans()
             raise
         is_own = all("identities" in saved for saved in state_dict["param_groups"])
         for group, position, state, tensors in trial:
@@ -167,7 +169,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         fitted: dict[str, torch.Tensor] = {}
         used = {"step", CHECKSUMS, "payload_checksum"}  # the latter in older files, which are trusted
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
-            used |= {f"{rule_state.name}{suffix}" for suffix in ("", "_codes", "_scale", "_residual")}
+            used |= {f"{rule_state.name}{suffix}" for suffix in STORAGE_SUFFIXES}
             fitted |= fit_state(plan, group, codec, rule_state, names, state)
         for name in plan.spec.auxiliary_names:
             used.add(name)

@@ -9,7 +9,8 @@ import torch
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..parameters._local_tensors import local
-from ..parameters._parameter_plan import ParameterPlan, set_initial
+from ..parameters._parameter_plan import ParameterPlan
+from ..parameters._state_tensors import set_initial
 from ..rules._update_rule import StateSlot
 from ..states._state import Codec
 from ._saved_states import ABSENT, check_version, saved_value

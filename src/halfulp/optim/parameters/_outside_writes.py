@@ -27,17 +27,17 @@ CHECKSUMS = "payload_checksums"
 
 
 def payload_version_of(
-    parameter: torch.Tensor, part: torch.Tensor, known: ParameterPlan | None, checksums: torch.Tensor | None = None
+    parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None, checksums: torch.Tensor | None = None
 ) -> PayloadVersion:
-    """Return the payload version for a new plan, carried over from the plan before it.
+    """Return the payload version for a new plan, carried over from the plans before it.
 
     Args:
         parameter: as the user holds it.
         part: its memory.
-        known: the plan before, None if there is none.
+        held: as it was recorded last, None if there is none.
         checksums: of the payload that the auxiliary tensors belong to, if these are a copy without a plan yet.
     """
-    memory, held = part.detach(), None if known is None else known.payload_version
+    memory = part.detach()
     if held is None:
         version = parameter._version if checksums is None else ANY
         return PayloadVersion(version, memory, checksums=checksums)
@@ -128,9 +128,8 @@ def mark_current(plan: ParameterPlan) -> None:
 def mark_loaded(plan: ParameterPlan, checksums: object) -> None:
     """Record that auxiliary tensors were loaded, and the checksums of the payload that they belong to."""
     if plan.payload_version is not None:
-        plan.payload_version = PayloadVersion(
-            ANY, plan.payload_version.memory, checksums=checksums_from_saved(checksums, plan)
-        )
+        memory = plan.payload_version.memory
+        plan.record.payload_version = PayloadVersion(ANY, memory, checksums=checksums_from_saved(checksums, plan))
 
 
 def note_restored(tensor: torch.Tensor, before: int, after: int) -> None:

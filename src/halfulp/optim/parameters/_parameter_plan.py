@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
-from ..states._state import constant_of
 from ..step._spec import StepSpec
-from ._local_tensors import local, memory, own_parts, scale_of
+from ._local_tensors import index_map_of, local, memory, own_parts, scale_of
 
-SMALL = 1024
 # Stand for a version counter in `PayloadVersion`.
 ANY, MOVED = -1, -2
-# Stands for the tensors of a step between steps.
-NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 @dataclass(slots=True)
@@ -65,8 +60,57 @@ class PayloadVersion:
 
 
 @dataclass(eq=False, slots=True)
+class ParameterRecord:
+    """What the optimizer remembers of a parameter for as long as that lives, whichever plans it has.
+
+    Attributes:
+        lost: the counts of lost updates, None before the first metered step.
+        payload_version: the version that its auxiliary tensors were stored beside, None before there were any.
+    """
+
+    lost: LostUpdates | None = None
+    payload_version: PayloadVersion | None = None
+
+    def count(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
+        """Count the updates of one metered step."""
+        if self.lost is None:
+            self.lost = LostUpdates()
+        self.lost.add(seen, cancelled, wanted, kept)
+
+
+class PlanOptions(NamedTuple):
+    """The options of a group that the plans of its parameters are made from, besides its rule.
+
+    Attributes:
+        weight_update, format, param_dtype, seed: as the group holds them.
+        state_dtype: the same; a dict as a tuple of its items, so that a change inside is a change.
+        generation: how often the cache that holds the plan was cleared before it was made.
+    """
+
+    weight_update: Any
+    state_dtype: Any
+    format: Any
+    param_dtype: Any
+    seed: int
+    generation: int
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], generation: int) -> PlanOptions:
+        """Return the options of a group."""
+        update, states = group["weight_update"], stored_choice(group["state_dtype"])
+        return cls(update, states, group["format"], group["param_dtype"], group["seed"], generation)
+
+
+def stored_choice(state_dtype: Any) -> Any:
+    """Return a group's `state_dtype` as it is now, to be compared later: of a dict the items."""
+    return tuple(state_dtype.items()) if isinstance(state_dtype, Mapping) else state_dtype
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class ParameterPlan:
-    """What steps of one parameter need; few objects, as there may be 100,000 parameters.
+    """What every step of one parameter needs, until `is_valid` says that something has changed.
+
+    There may be 100,000 parameters: a plan is one object of few others.
 
     Attributes:
         reference: weak, to the user's parameter: a plan keeps neither the parameter nor its memory alive.
@@ -78,46 +122,65 @@ class ParameterPlan:
         state: the parameter's entry in the optimizer's state.
         stored: its auxiliary tensors, then the tensors of its states, local.
         stored_addresses: their addresses when the plan was made.
-        is_small: whether comparing all these addresses would cost more than stepping the elements.
         address, shape, stride, contiguous: of the local parameter when the plan was made.
         component_addresses: of the components behind the first, if the parameter is an MCTensor.
         plain: neither a DTensor nor a tensor class of this package.
-        lost: the counts of lost updates, None before the first metered step.
-        payload_version: the version that the auxiliary tensors were stored beside, None if there are none.
-        stepping, gradient, gradient_scale, step, constants, copied: the input of the running step. `stepping` is the
-            tensor whose version counter it increments, `copied` are contiguous copies of the parameter's tensors
-            if these are not contiguous; their values are copied back after the step.
+        tracks_writes: whether there are auxiliary tensors, and a version counter that shows writes to the parameter.
+        record: what stays when the plan is replaced.
     """
 
     reference: weakref.ref
-    options: tuple
+    options: PlanOptions
     name: str
     identity: int
     spec: StepSpec
     index_map: IndexMap
     state: dict[str, Any]
     stored: tuple[torch.Tensor, ...]
+    stored_addresses: list[int]
     address: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     contiguous: bool
     component_addresses: tuple[int, ...]
     plain: bool
-    lost: LostUpdates | None = None
-    payload_version: PayloadVersion | None = None
-    stepping: torch.Tensor = NOTHING
-    gradient: torch.Tensor = NOTHING
-    gradient_scale: float = 1.0
-    step: int = 0
-    constants: tuple[float, ...] = ()
-    copied: tuple[torch.Tensor, ...] | None = None
-    stored_addresses: Sequence[int] = ()
-    is_small: bool = False
+    tracks_writes: bool
+    record: ParameterRecord
 
-    def __post_init__(self) -> None:
-        """Derive what follows from the stored tensors."""
-        self.stored_addresses = [tensor.data_ptr() for tensor in self.stored]
-        self.is_small = bool(self.stored) and math.prod(self.shape) < SMALL
+    @classmethod
+    def of(
+        cls,
+        parameter: torch.Tensor,
+        reference: weakref.ref,
+        spec: StepSpec,
+        state: dict[str, Any],
+        options: PlanOptions,
+        name: str,
+        identity: int,
+        record: ParameterRecord,
+    ) -> ParameterPlan:
+        """Return the plan of a parameter as it is now with its state, which holds all tensors of the specification."""
+        part, index_map = memory(parameter), index_map_of(parameter)
+        stored = tuple(local(state[key]) for key in spec.tensors)
+        return cls(
+            reference=reference,
+            options=options,
+            name=name,
+            identity=identity,
+            spec=spec,
+            index_map=index_map,
+            state=state,
+            stored=stored,
+            stored_addresses=[tensor.data_ptr() for tensor in stored],
+            address=part.data_ptr(),
+            shape=index_map.shape,
+            stride=part.stride(),
+            contiguous=part.is_contiguous(),
+            component_addresses=tuple(other.data_ptr() for other in own_parts(parameter)[1:]),
+            plain=part is parameter,
+            tracks_writes=bool(spec.auxiliary_names) and not parameter.is_inference(),
+            record=record,
+        )
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -136,7 +199,7 @@ class ParameterPlan:
     @property
     def seed(self) -> int:
         """The seed of the random bits."""
-        return self.options[3]
+        return self.options.seed
 
     @property
     def auxiliary_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -144,9 +207,9 @@ class ParameterPlan:
         return self.stored[: len(self.spec.auxiliary_names)]
 
     @property
-    def tracks_writes(self) -> bool:
-        """Whether there are auxiliary tensors, and a version counter that shows writes to the parameter."""
-        return bool(self.spec.auxiliary_names) and not self.parameter.is_inference()
+    def payload_version(self) -> PayloadVersion | None:
+        """The version that the auxiliary tensors were stored beside; None where writes are not tracked."""
+        return self.record.payload_version if self.tracks_writes else None
 
     @property
     def payloads(self) -> list[torch.Tensor]:
@@ -183,27 +246,27 @@ class ParameterPlan:
         weight += [0] * (4 - len(weight))
         return [*weight, 0, *pointers[beside:]]
 
-    def count(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
-        """Count the updates of one metered step."""
-        if self.lost is None:
-            self.lost = LostUpdates()
-        self.lost.add(seen, cancelled, wanted, kept)
 
+def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, options: PlanOptions, state: dict) -> bool:
+    """Return whether a plan is still valid: whether all that it was made from is as it was.
 
-def options_of(group: Mapping) -> tuple:
-    """Return the options of a group that plans of its parameters depend on, besides the rule."""
-    return group["weight_update"], group["state_dtype"], group["format"], group["seed"]
+    That is the parameter's memory (address, dtype, shape, strides, components), its group's rule and options, the
+    entry of the optimizer's state, and the tensors there with their memory.
 
-
-def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, options: tuple, state: dict) -> bool:
-    """Return whether a plan still matches the parameter: its memory, its group's options, its state."""
+    Args:
+        plan: of the parameter.
+        parameter: as the user holds it.
+        rule: the rule of its group now.
+        options: of its group now, in the present generation of the cache.
+        state: its entry in the optimizer's state now.
+    """
     part, spec = parameter if plan.plain else memory(parameter), plan.spec
     if not (
         part.data_ptr() == plan.address
         and part.dtype is spec.store.dtype
         and part.shape == plan.shape
         and part.stride() == plan.stride
-        and rule is spec.rule
+        and (rule is spec.rule or rule == spec.rule)
         and state is plan.state
         and options == plan.options
     ):
@@ -213,38 +276,11 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
         and tuple([other.data_ptr() for other in own_parts(parameter)[1:]]) != plan.component_addresses
     ):
         return False
-    stored, addresses = plan.stored, plan.stored_addresses
-    for key, tensor in zip(spec.tensors, stored):
-        kept = state.get(key)
-        if kept is not tensor and local(kept) is not tensor:
+    for key, tensor, address in zip(spec.tensors, plan.stored, plan.stored_addresses):
+        held = state.get(key)
+        if (held is not tensor and local(held) is not tensor) or tensor.data_ptr() != address:
             return False
-    if plan.is_small:  # each step compares the address of one stored tensor, in turn
-        turn = plan.step % len(stored)
-        return stored[turn].data_ptr() == addresses[turn]
-    return [tensor.data_ptr() for tensor in stored] == addresses
-
-
-def can_step(
-    plan: ParameterPlan, parameter: torch.Tensor, gradient: torch.Tensor, rule: UpdateRule, options: tuple, state: dict
-) -> bool:
-    """Return whether a plan still matches the parameter and fits a gradient."""
-    fits = gradient.dtype is plan.spec.gradient.dtype and gradient.layout is torch.strided
-    return fits and is_valid(plan, parameter, rule, options, state)
-
-
-def refuse_other_states(state: Mapping, wanted: Mapping, name: str) -> None:
-    """Refuse states that were made before the parameter was converted or resized.
-
-    Raises:
-        ValueError: a state of another shape or dtype than is wanted.
-    """
-    for key, (shape, dtype) in wanted.items():
-        held = local(state[key]) if key in state else None
-        if held is not None and (held.shape != shape or held.dtype != dtype):
-            raise ValueError(
-                f"state {key!r} of parameter {name} is {held.dtype} of shape {tuple(held.shape)}, but {dtype} of shape "
-                f"{tuple(shape)} is needed: convert a model before its optimizer is made, or make a new optimizer"
-            )
+    return True
 
 
 def refuse_other_dtype(parameter: torch.Tensor, spec: StepSpec, name: str) -> None:
@@ -258,33 +294,3 @@ def refuse_other_dtype(parameter: torch.Tensor, spec: StepSpec, name: str) -> No
             f"parameter {name} is {memory(parameter).dtype}, but its group holds {spec.store.dtype}: add parameters by "
             "add_param_group, which narrows them, and do not convert a model after its optimizer is made"
         )
-
-
-def allocate(tensors: dict, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return zeros for each (local shape, dtype), on the parameter's device."""
-    device = local(parameter).device
-    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in tensors.items()}
-
-
-def set_initial(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give states the values that they have before the first step.
-
-    Args:
-        spec: the step specification.
-        group: the options that these values may depend on.
-        tensors: the new ones, local and zero; a state is left as it is where one of its tensors is not among them.
-    """
-    for codec, slot, names in zip(spec.codecs, spec.rule.states, spec.state_tensors):
-        value = slot.initial_value(group)
-        if value and tensors.keys() >= set(names):
-            for name, number in zip(names, constant_of(codec, value)):
-                tensors[name].copy_(number.expand(tensors[name].shape))
-
-
-def state_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of every tensor that a parameter's state holds: auxiliary tensors, then states."""
-    auxiliary = () if spec.in_parameter else spec.update.auxiliary_tensors(spec.store)
-    wanted = {name: (shape, dtype) for name, dtype in auxiliary}
-    for codec, plan in zip(spec.codecs, spec.rule.states):
-        wanted |= codec.tensors(plan.name, shape)
-    return wanted

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...kernels import compile_kernel
+from ...kernels import OwnNames, compile_kernel
 from ...kernels.scalar._operations import (
     add,
     bit_and,
@@ -61,16 +61,16 @@ def bindings(spec: StepSpec) -> dict[str, object]:
     bound: dict[str, object] = {
         "add": add, "bit_and": bit_and, "shr": shr, "draw": draw, "stream_start": stream_start, "WEYL": WEYL,
         "S16": np.uint32(16), "LOW": np.uint32(0xFFFF), "UNDRAWN": np.uint32(0), "sqrt": sqrt, "real": real,
-        "update_rule": spec.rule.update, "gradient_load": spec.gradient.load, "gradient_real": spec.gradient.real,
+        "gradient_load": spec.gradient.load, "gradient_real": spec.gradient.real,
         "load8": load8, "load16": load16, "load32": load32, "store8": store8, "store16": store16, "word": word,
         "store32": store32, "empty": np.empty, "float32": np.float32, "float64": np.float64,
         "decode_signed": decode_signed, "decode_squared": decode_squared, "encode_signed": encode_signed,
         "encode_squared": encode_squared, "BLOCK": np.int64(spec.block or 1), "HUGE": HUGE, "GROW": GROW,
         "HUGE_SQUARED": HUGE_SQUARED, "SHRINK": SHRINK, "UNIT": np.float32(1.0), "ZERO": np.float32(0.0),
-        "higher": higher,
+        "higher": higher, "update_rule": OwnNames(spec.rule.update),
     }  # fmt: skip
     if spec.rule.error_feedback is not None:
-        bound["feedback_rule"] = spec.rule.error_feedback
+        bound["feedback_rule"] = OwnNames(spec.rule.error_feedback)
     for k, codec in enumerate(spec.codecs):
         if not isinstance(codec, Int8Blocks):
             bound |= codec.bindings(k)

@@ -5,98 +5,49 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ...kernels import CHUNK, IndexMap, address, check_bits, chosen, chunk_table, chunks, note, plain, run_chunks
+from ...kernels import CHUNK, IndexMap, address, check_bits, chosen, chunks, note, plain, run_chunks
 from ...rounding._random_bits import mix64_many
 from ..parameters._parameter_plan import ParameterPlan
+from ..parameters._plan_cache import PlanCache
+from ._batch import Batch
 from ._kernel import compiled
 from ._reference import reference_amax, reference_step
-from ._scales import choose_scales, keep_scales, with_present_scales
+from ._scales import keep_scales, with_new_scales, with_present_scales
 from ._spec import StepSpec, draws_of, pointer_count
-
-if TYPE_CHECKING:
-    from ._triton_launch import DeviceChunks
+from ._tables import Table
 
 METER_COLUMNS, GRADIENT = 4, 4
 
 
-@dataclass
-class Table:
-    """Tables that a batch of parameters needs in every step, made anew only if the batch changes.
-
-    Attributes:
-        plans: of the batch, in order; kept alive, so that no later plan can have the id of one of them.
-        chunks: int64 array of shape (chunks, 4).
-        pointers: int64 array of shape (parameters, pointers); the gradients' column is written at each step.
-        keyed: uint64 array of shape (2, parameters): seeds and identities.
-        held: what an accelerator keeps of it.
-    """
-
-    plans: list[ParameterPlan]
-    chunks: np.ndarray
-    pointers: np.ndarray
-    keyed: np.ndarray
-    held: DeviceChunks | None = None
-
-
-class Tables:
-    """Cache of the tables of an optimizer's batches; tables that a step does not use are dropped."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, list[Table]] = {}
-        self._used: dict[int, list[Table]] = {}
-
-    def of(self, plans: list[ParameterPlan]) -> Table:
-        """Return the table of a batch, which its metered steps and its search for amax share."""
-        key = id(plans[0].spec)
-        used = self._used.setdefault(key, [])
-        for table in (*used, *self._kept.get(key, ())):
-            if table.plans == plans:
-                break
-        else:
-            table = _new_table(plans)
-        if not any(table is other for other in used):
-            used.append(table)
-        return table
-
-    def end_step(self) -> None:
-        """Drop the tables that were not used since the last call."""
-        self._kept, self._used = self._used, {}
-
-
-def _new_table(plans: list[ParameterPlan]) -> Table:
-    return Table(
-        list(plans),
-        chunk_table([plan.index_map for plan in plans]),
-        np.array([plan.addresses for plan in plans], np.int64),
-        np.array([[plan.seed for plan in plans], [plan.identity for plan in plans]], np.uint64),
-    )
-
-
-def compile_kernels(spec: StepSpec, device: str) -> None:
+def compile_kernels(batch: Batch) -> None:
     """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was."""
-    if chosen(device) == "numba":
-        for one in (spec, *([amax_spec(spec)] if spec.scaled else [])):
+    if chosen(batch.device.type) == "numba":
+        for one in (batch.spec, *([amax_spec(batch.spec)] if batch.spec.scaled else [])):
             checked(one)
 
 
-def run_step(spec: StepSpec, plans: list[ParameterPlan], tables: Tables) -> None:
-    """Step every parameter of a batch, and count lost updates if the specification is metered."""
+def run_step(batch: Batch, plans: PlanCache) -> None:
+    """Step every parameter of a batch, and count lost updates if its specification is metered."""
+    spec = batch.spec
     if not spec.scaled:
-        _write(spec, plans, tables)
+        _write(batch, plans)
         return
-    for plan in plans:
-        plan.constants = with_present_scales(spec, plan)
-    for plan, amax in zip(plans, _find_amax(amax_spec(spec), plans, tables), strict=True):
-        choose_scales(spec, plan, amax)
-    _write(spec, plans, tables)
-    for plan in plans:
-        keep_scales(spec, plan)
+    batch.constants = [
+        with_present_scales(spec, plan, constants, scale)
+        for plan, constants, scale in zip(batch.plans, batch.constants, batch.gradient_scales)
+    ]
+    amax = _find_amax(amax_spec(spec), batch, plans)
+    batch.constants = [
+        with_new_scales(spec, plan, constants, largest)
+        for plan, constants, largest in zip(batch.plans, batch.constants, amax, strict=True)
+    ]
+    _write(batch, plans)
+    for plan, constants in zip(batch.plans, batch.constants):
+        keep_scales(spec, plan, constants)
 
 
 @functools.cache
@@ -105,49 +56,48 @@ def amax_spec(spec: StepSpec) -> StepSpec:
     return dataclasses.replace(spec, metered=False, finds_amax=True)
 
 
-def _find_amax(spec: StepSpec, plans: list[ParameterPlan], tables: Tables) -> list[list[float]]:
+def _find_amax(spec: StepSpec, batch: Batch, plans: PlanCache) -> list[list[float]]:
     count = 1 + len(spec.scaled_states)
-    if chosen(plans[0].gradient.device.type) != "numba":
-        return [reference_amax(spec, _parts(s), s.gradient, s.states, s.constants) for s in plans]
-    meter, table = _run_compiled(spec, plans, tables)
-    found = np.zeros((len(plans), METER_COLUMNS))
+    if chosen(batch.device.type) != "numba":
+        return [
+            reference_amax(spec, batch.parts(row), batch.gradients[row], plan.states, batch.constants[row])
+            for row, plan in enumerate(batch.plans)
+        ]
+    meter, table = _run_compiled(spec, batch, plans)
+    found = np.zeros((len(batch.plans), METER_COLUMNS))
     np.maximum.at(found, table.chunks[:, 0], meter)
     return found[:, :count].tolist()
 
 
-def _parts(plan: ParameterPlan) -> list[torch.Tensor]:
-    return plan.parts if plan.copied is None else [*plan.copied, *plan.auxiliary_tensors]
-
-
-def _write(spec: StepSpec, plans: list[ParameterPlan], tables: Tables) -> None:
-    device = plans[0].gradient.device.type
+def _write(batch: Batch, plans: PlanCache) -> None:
+    spec, device = batch.spec, batch.device.type
     engine = chosen(device)
     if engine == "numba":
-        _run_compiled(spec, plans, tables)
+        _run_compiled(spec, batch, plans)
         return
-    if engine == "triton" and not spec.scaled and _run_triton(spec, plans, tables):
+    if engine == "triton" and not spec.scaled and _run_triton(batch, plans):
         return
     if device != "cpu":
         note("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
-    for plan in plans:
+    for row, plan in enumerate(batch.plans):
         keyed = np.array([[plan.seed], [plan.identity]], np.uint64)
         lost = reference_step(
             spec,
-            _parts(plan),
-            plan.gradient,
+            batch.parts(row),
+            batch.gradients[row],
             plan.states,
-            plan.constants,
-            [int(key) for key in _keys(spec, [plan], keyed)[0]],
+            batch.constants[row],
+            [int(key) for key in _keys(spec, batch.steps[row : row + 1], keyed)[0]],
             plan.index_map,
         )
         if lost is not None:
-            plan.count(*lost)
+            plan.record.count(*lost)
 
 
-def _run_compiled(spec: StepSpec, plans: list[ParameterPlan], tables: Tables) -> tuple[np.ndarray, Table]:
-    kernel, table = checked(spec), tables.of(plans)
-    _point_at_gradients(table, plans)
-    rows = {id(plan.constants): plan.constants for plan in plans}
+def _run_compiled(spec: StepSpec, batch: Batch, plans: PlanCache) -> tuple[np.ndarray, Table]:
+    kernel, table = checked(spec), plans.table(batch.plans)
+    _point_at_gradients(table, batch)
+    rows = {id(constants): constants for constants in batch.constants}
     numbers = {key: row for row, key in enumerate(rows)}
     meter = np.zeros((len(table.chunks) if spec.metered or spec.finds_amax else 0, METER_COLUMNS))
     run_chunks(
@@ -155,58 +105,58 @@ def _run_compiled(spec: StepSpec, plans: list[ParameterPlan], tables: Tables) ->
         table.chunks[:, 2],
         table.chunks,
         table.pointers,
-        np.array([numbers[id(plan.constants)] for plan in plans], np.int64),
+        np.array([numbers[id(constants)] for constants in batch.constants], np.int64),
         np.array(list(rows.values()), np.float32).reshape(len(rows), -1),
-        _keys(spec, plans, table.keyed).view(np.uint32),
+        _keys(spec, batch.steps, table.keyed).view(np.uint32),
         meter,
     )
     if spec.metered:
-        _count(meter, table.chunks, plans)
+        _count(meter, table.chunks, batch.plans)
     return meter, table
 
 
-def _run_triton(spec: StepSpec, plans: list[ParameterPlan], tables: Tables) -> bool:
+def _run_triton(batch: Batch, plans: PlanCache) -> bool:
     """Run the step on an accelerator; return False if there is no Triton kernel."""
     from ._triton_launch import launch, ready
 
-    device = plans[0].gradient.device
+    spec, device = batch.spec, batch.device
     kernel = ready(spec, device, _trial)
     if kernel is None:
         return False
-    table = tables.of(plans)
-    _point_at_gradients(table, plans)
-    constants = np.array([plan.constants for plan in plans], np.float32).reshape(len(plans), -1)
-    keys = _keys(spec, plans, table.keyed)
+    table = plans.table(batch.plans)
+    _point_at_gradients(table, batch)
+    constants = np.array(batch.constants, np.float32).reshape(len(batch.plans), -1)
+    keys = _keys(spec, batch.steps, table.keyed)
     table.held, meter = launch(spec, kernel, device, table.chunks, table.pointers, constants, keys, table.held)
     if meter is not None:
-        _count(meter, table.held.chunks, plans)
+        _count(meter, table.held.chunks, batch.plans)
     return True
 
 
-def _point_at_gradients(table: Table, plans: list[ParameterPlan]) -> None:
-    pointers = table.pointers
-    pointers[:, GRADIENT] = [plan.gradient.data_ptr() for plan in plans]
+def _point_at_gradients(table: Table, batch: Batch) -> None:
+    pointers, gradients = table.pointers, batch.gradients
+    pointers[:, GRADIENT] = [gradient.data_ptr() for gradient in gradients]
     if not pointers[:, GRADIENT].all():  # empty ones, and those that torch has not written out
-        for empty in np.flatnonzero(pointers[:, GRADIENT] == 0):
-            plans[empty].gradient = plain(plans[empty].gradient, f"the gradient of {plans[empty].name}")
-            pointers[empty, GRADIENT] = address(plans[empty].gradient)
-    for row, plan in enumerate(plans):
-        for column, part in enumerate(plan.copied or ()):
-            pointers[row, column] = address(part)
+        for row in np.flatnonzero(pointers[:, GRADIENT] == 0).tolist():
+            gradients[row] = plain(gradients[row], f"the gradient of {batch.plans[row].name}")
+            pointers[row, GRADIENT] = address(gradients[row])
+    for row, copies in batch.copies.items():
+        for column, copy in enumerate(copies):
+            pointers[row, column] = address(copy)
 
 
 def _count(meter: np.ndarray, chunk_rows: np.ndarray, plans: list[ParameterPlan]) -> None:
     sums = np.zeros((len(plans), METER_COLUMNS))
     np.add.at(sums, chunk_rows[:, 0], meter)
     for plan, row in zip(plans, sums.tolist()):
-        plan.count(*row)
+        plan.record.count(*row)
 
 
-def _keys(spec: StepSpec, plans: list[ParameterPlan], keyed: np.ndarray) -> np.ndarray:
+def _keys(spec: StepSpec, steps: list[int], keyed: np.ndarray) -> np.ndarray:
     """uint64 array of shape (parameters, words): a key per parameter, step and random word."""
     seeds, identities = keyed[:, :, None]
-    steps = np.array([plan.step for plan in plans], np.uint64)[:, None]
-    return mix64_many(seeds, steps, identities, np.arange(draws_of(spec)[2], dtype=np.uint64)[None, :])
+    numbers = np.array(steps, np.uint64)[:, None]
+    return mix64_many(seeds, numbers, identities, np.arange(draws_of(spec)[2], dtype=np.uint64)[None, :])
 
 
 _checked: set[StepSpec] = set()

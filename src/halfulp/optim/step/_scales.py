@@ -12,6 +12,7 @@ from ..parameters._parameter_plan import ParameterPlan
 from ..states._scaled import finite_amax
 from ._spec import StepSpec
 
+Constants = tuple[float, ...]
 # Binades of a payload's largest magnitude: the first and the last in which a scale is kept; where a new one puts it.
 WINDOWS = {
     torch.float16: (-4, 13, 3),
@@ -24,25 +25,26 @@ WINDOWS = {
 _LARGEST_BINADE = 120
 
 
-def with_present_scales(spec: StepSpec, plan: ParameterPlan) -> tuple[float, ...]:
-    """Return a plan's constants with the present scales; placeholders for the new ones."""
+def with_present_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants, gradient_scale: float) -> Constants:
+    """Return a rule's constants with a parameter's present scales behind them; placeholders for the new ones."""
     scale = plan.scale
     own = [number for k in spec.scaled_states for number in (plan.states[k][1].item(), 1.0)]
-    return (*plan.constants, scale, 1 / scale, plan.gradient_scale, 1.0, scale, *own)
+    return (*constants, scale, 1 / scale, gradient_scale, 1.0, scale, *own)
 
 
-def choose_scales(spec: StepSpec, plan: ParameterPlan, amax: Sequence[float]) -> None:
-    """Set the scales under which a step's results will be stored in a plan's constants; tensors are not changed yet.
+def with_new_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants, amax: Sequence[float]) -> Constants:
+    """Return constants with the scales under which a step's results will be stored; tensors are not changed yet.
 
     A step reads the payload under its present scale and rounds the sum once, under the new one.
 
     Args:
         spec: the step specification.
-        plan: whose constants hold the present scales.
+        plan: of the parameter.
+        constants: with the present scales.
         amax: the largest finite magnitudes of the weight and of each scaled state.
     """
     at = spec.constant_places
-    numbers = list(plan.constants)
+    numbers = list(constants)
     present = numbers[at["weight_scale"]]
     scale, ratio = weight_scale(spec.store.dtype, present, amax[0]), 1.0
     if scale != present:
@@ -51,16 +53,16 @@ def choose_scales(spec: StepSpec, plan: ParameterPlan, amax: Sequence[float]) ->
     numbers[at["weight_ratio"]] = ratio
     for (k, codec), largest in zip(spec.scaled_states.items(), amax[1:], strict=True):
         numbers[at[f"inverse_{k}"]] = 1 / codec.fitting(largest)
-    plan.constants = tuple(numbers)
+    return tuple(numbers)
 
 
-def keep_scales(spec: StepSpec, plan: ParameterPlan) -> None:
+def keep_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants) -> None:
     """Write the scales of the weight and the states that a step has stored."""
     at = spec.constant_places
-    if plan.constants[at["new_scale"]] != plan.constants[at["weight_scale"]]:
-        scale_of(plan.parameter).fill_(plan.constants[at["new_scale"]])
+    if constants[at["new_scale"]] != constants[at["weight_scale"]]:
+        scale_of(plan.parameter).fill_(constants[at["new_scale"]])
     for k in spec.scaled_states:
-        plan.states[k][1].fill_(1 / plan.constants[at[f"inverse_{k}"]])
+        plan.states[k][1].fill_(1 / constants[at[f"inverse_{k}"]])
 
 
 def weight_scale(dtype: torch.dtype, scale: float, largest: float) -> float:

@@ -13,7 +13,7 @@ from ...scaled import ScaledTensor
 from .._group_options import Parameters, check_number
 from .._optimizer import Optimizer
 from ..parameters._outside_writes import drop_stale
-from ..parameters._parameter_plan import ParameterPlan, can_step, options_of
+from ..parameters._parameter_plan import ParameterPlan
 from ..rules._update_rule import UpdateRule
 from ..states._storage import Store
 from ..step._spec import StepSpec
@@ -75,14 +75,8 @@ class ExplicitGradientOptimizer(Optimizer):
         """Accept all: these options belong to the wrapped optimizer."""
 
     def _current(self, group: dict, position: int, given: Store) -> ParameterPlan:
-        """Return a parameter's plan, made anew if it is not valid any more."""
-        parameter = group["params"][position]
-        plan = self._plans.get(parameter)
-        like = torch.empty(0, dtype=given.dtype, device="cpu")
-        if plan is None or not can_step(
-            plan, parameter, like, self.rule(group), options_of(group), self.state[parameter]
-        ):
-            plan = self._new_plan(group, position, given)
+        """Return a parameter's plan for gradients that are stored as given, its auxiliary tensors up to date."""
+        plan = self._plan(group, position, given)
         drop_stale(plan)
         return plan
 

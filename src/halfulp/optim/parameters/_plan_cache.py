@@ -1,0 +1,113 @@
+"""The optimizer's cache: plans, the step specifications that they share, and the tables of their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..rules._update_rule import UpdateRule
+from ..states._storage import Store
+from ..step._spec import StepSpec
+from ..step._tables import Table
+from ._local_tensors import local, memory
+from ._narrowing import is_kept
+from ._outside_writes import payload_version_of
+from ._parameter_plan import ParameterPlan, ParameterRecord, PlanOptions, stored_choice
+from ._step_spec import step_spec_of
+from ._tensor_map import TensorMap
+
+
+class PlanCache(TensorMap[ParameterPlan]):
+    """All that an optimizer derives from its parameters, groups and states, and can derive again.
+
+    It maps each parameter to its plan. One rule says what is out of date: a plan, as soon as `is_valid` finds that
+    something it was made from has changed. Whoever uses plans asks that first and replaces the plan by `renew`.
+    Nothing else has a rule of its own:
+
+    - A table is kept for a list of plans, so that a plan which is replaced takes its tables with it.
+    - A step specification is a value and never out of date; equal ones are one object, because the parameters of one
+      object step in one call.
+    - A parameter's record of lost updates and of its payload is no part of a plan, and goes on with the next one.
+
+    `clear` is the only way to make plans invalid by hand. It is for changes that no plan shows, such as of the names
+    that key the random bits when a state_dict is loaded; copies of an optimizer begin with an empty cache.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generation = 0
+        self._specs: dict[tuple[StepSpec, torch.device], StepSpec] = {}
+        # What the keys refer to by id is kept alive by the values.
+        self._specs_by_options: dict[tuple, tuple[StepSpec, tuple]] = {}
+        self._tables: dict[ParameterPlan, Table] = {}
+        self._used_tables: dict[ParameterPlan, Table] = {}
+
+    def clear(self) -> None:
+        """Make every plan invalid."""
+        self._generation += 1
+        self._tables, self._used_tables = {}, {}
+
+    def options_of(self, group: Mapping[str, Any]) -> PlanOptions:
+        """Return the options of a group, for `is_valid` and `renew`."""
+        return PlanOptions.of(group, self._generation)
+
+    def renew(
+        self,
+        parameter: torch.Tensor,
+        spec: StepSpec,
+        state: dict[str, Any],
+        options: PlanOptions,
+        name: str,
+        identity: int,
+        checksums: torch.Tensor | None,
+    ) -> ParameterPlan:
+        """Make a parameter's plan, in place of the one that is not valid any more.
+
+        Args:
+            parameter: as the user holds it.
+            spec: its step specification.
+            state: its entry in the optimizer's state, which holds all tensors of the specification.
+            options: of its group.
+            name: of the parameter, for messages.
+            identity: that keys its random bits.
+            checksums: of the payload that the auxiliary tensors belong to, if these are a copy without a plan so far.
+        """
+        known = self.get(parameter)
+        record = ParameterRecord() if known is None else known.record
+        plan = ParameterPlan.of(parameter, self.reference(parameter), spec, state, options, name, identity, record)
+        if plan.tracks_writes:
+            record.payload_version = payload_version_of(parameter, memory(parameter), record.payload_version, checksums)
+        self[parameter] = plan
+        return plan
+
+    def step_spec(
+        self, rule: UpdateRule, group: Mapping[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
+    ) -> StepSpec:
+        """Return a parameter's step specification, as `step_spec_of` does; equal ones on one device are one object."""
+        given = rule, group["weight_update"], group["format"], group["param_dtype"], gradient
+        key: tuple = ()
+        if memory(parameter) is parameter:
+            states = stored_choice(group["state_dtype"])
+            key = *map(id, given), states, is_kept(parameter), parameter.dtype, parameter.shape, parameter.device
+            if key in self._specs_by_options:
+                return self._specs_by_options[key][0]
+        spec = step_spec_of(rule, group, parameter, gradient, name)
+        spec = self._specs.setdefault((spec, local(parameter).device), spec)
+        if key:
+            self._specs_by_options[key] = spec, given
+        return spec
+
+    def table(self, plans: list[ParameterPlan]) -> Table:
+        """Return the tables of a batch, which its metered steps and its search for amax share."""
+        first = plans[0]
+        table = self._used_tables.get(first) or self._tables.get(first)
+        if table is None or table.plans != plans:
+            table = Table.of(plans)
+        self._used_tables[first] = table
+        return table
+
+    def end_step(self) -> None:
+        """Drop the tables that were not used since the last call."""
+        self._tables, self._used_tables = self._used_tables, {}

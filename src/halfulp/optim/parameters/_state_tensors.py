@@ -1,0 +1,94 @@
+"""The tensors that a parameter's state holds under a step specification: made, given their first values, refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from ..._messages import listed
+from ..states._state import constant_of
+from ..step._spec import StepSpec
+from ._local_tensors import local
+
+# What the names of a state's tensors end in, over all storages.
+STORAGE_SUFFIXES = ("", "_codes", "_scale", "_residual")
+
+
+def complete_state(
+    state: MutableMapping[str, Any], spec: StepSpec, group: Mapping, parameter: torch.Tensor, name: str
+) -> None:
+    """Add the tensors that a parameter's state lacks, and its step number.
+
+    Raises:
+        ValueError: a tensor of another shape or dtype than is needed, or a part of a state without the rest of it.
+        TypeError: an initial value that is no number.
+    """
+    wanted = state_spec(spec, local(parameter).shape)
+    _refuse_other_tensors(state, wanted, name)
+    missing = {key: value for key, value in wanted.items() if key not in state}
+    if missing:
+        _refuse_partial_states(state, spec, name)
+        device = local(parameter).device
+        new = {key: torch.zeros(shape, dtype=dtype, device=device) for key, (shape, dtype) in missing.items()}
+        set_initial(spec, group, new)
+        state.update(new)
+    state.setdefault("step", 0)
+
+
+def state_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of every tensor that a parameter's state holds: auxiliary tensors, then states."""
+    auxiliary = () if spec.in_parameter else spec.update.auxiliary_tensors(spec.store)
+    wanted = {name: (shape, dtype) for name, dtype in auxiliary}
+    for codec, plan in zip(spec.codecs, spec.rule.states):
+        wanted |= codec.tensors(plan.name, shape)
+    return wanted
+
+
+def set_initial(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give states the values that they have before the first step.
+
+    Args:
+        spec: the step specification.
+        group: the options that these values may depend on.
+        tensors: the new ones, local and zero; a state is left as it is where one of its tensors is not among them.
+    """
+    for codec, slot, names in zip(spec.codecs, spec.rule.states, spec.state_tensors):
+        value = slot.initial_value(group)
+        if value and tensors.keys() >= set(names):
+            for name, number in zip(names, constant_of(codec, value)):
+                tensors[name].copy_(number.expand(tensors[name].shape))
+
+
+def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
+    """Refuse states that were made before the parameter was converted or resized.
+
+    Raises:
+        ValueError: a state of another shape or dtype than is wanted.
+    """
+    for key, (shape, dtype) in wanted.items():
+        held = local(state[key]) if key in state else None
+        if held is not None and (held.shape != shape or held.dtype != dtype):
+            raise ValueError(
+                f"state {key!r} of parameter {name} is {held.dtype} of shape {tuple(held.shape)}, but {dtype} of shape "
+                f"{tuple(shape)} is needed: convert a model before its optimizer is made, or make a new optimizer"
+            )
+
+
+def _refuse_partial_states(state: Mapping, spec: StepSpec, name: str) -> None:
+    """Refuse a state some of whose tensors are missing: those that are there mean nothing, or something else, alone.
+
+    Raises:
+        ValueError: one was deleted, or `state_dtype` was changed in the group.
+    """
+    for slot, names in zip(spec.rule.states, spec.state_tensors):
+        missing = [key for key in names if key not in state]
+        forms = {*names, *(f"{slot.name}{suffix}" for suffix in STORAGE_SUFFIXES)}
+        held = sorted(key for key in forms & state.keys() if key in names or key not in spec.tensors)
+        if missing and held:
+            raise ValueError(
+                f"state {slot.name!r} of parameter {name} lacks {listed(missing)} beside {listed(held)}: put back what "
+                f"is missing, or delete {listed(held)} too, and it begins anew; to store it in another way, give "
+                "state_dtype= to a new optimizer and load this one's state_dict there"
+            )

@@ -1,0 +1,43 @@
+"""The tables that a batch of parameters needs in every step, and that stay as long as its plans do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels import chunk_table
+from ..parameters._parameter_plan import ParameterPlan
+
+if TYPE_CHECKING:
+    from ._triton_launch import DeviceChunks
+
+
+@dataclass(eq=False, slots=True)
+class Table:
+    """What a batch's kernel is given, made anew only if one of the batch's plans is another.
+
+    Attributes:
+        plans: of the batch, in order.
+        chunks: int64 array of shape (chunks, 4).
+        pointers: int64 array of shape (parameters, pointers); the gradients' column is written at each step.
+        keyed: uint64 array of shape (2, parameters): seeds and identities.
+        held: what an accelerator keeps of it.
+    """
+
+    plans: list[ParameterPlan]
+    chunks: np.ndarray
+    pointers: np.ndarray
+    keyed: np.ndarray
+    held: DeviceChunks | None = None
+
+    @classmethod
+    def of(cls, plans: list[ParameterPlan]) -> Table:
+        """Return the tables of some plans."""
+        return cls(
+            plans,
+            chunk_table([plan.index_map for plan in plans]),
+            np.array([plan.addresses for plan in plans], np.int64),
+            np.array([[plan.seed for plan in plans], [plan.identity for plan in plans]], np.uint64),
+        )
