@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -104,13 +104,16 @@ def in_words(names: Iterable[str]) -> str:
     return ", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else "")
 
 
-def ranked(findings: Iterable[Finding], causes: Mapping[str, Iterable[str]] | None = None) -> list[Finding]:
+def ranked(
+    findings: Iterable[Finding], causes: Mapping[str, Iterable[str]] | None = None, spreading: Container[str] = ()
+) -> list[Finding]:
     """Join findings of one code over layers of one kind, and return the worst first, each consequence after its cause.
 
     Args:
         findings: in any order.
         causes: code -> codes that explain it where both are found at one place. A cause is as bad as what follows
             from it, and goes before it.
+        spreading: codes whose consequences show at other places too.
 
     >>> lost = Finding("updates-lost", ("norm.weight",), "warning", 0.9)
     >>> frozen = Finding("weight-frozen", ("norm.weight",), "error", 1.0)
@@ -127,7 +130,7 @@ def ranked(findings: Iterable[Finding], causes: Mapping[str, Iterable[str]] | No
     for i, consequence in enumerate(found):
         codes = set((causes or {}).get(consequence.code, ()))
         for j, cause in enumerate(found):
-            if cause.code in codes and _meet(cause.where, consequence.where):
+            if cause.code in codes and (cause.code in spreading or _meet(cause.where, consequence.where)):
                 follows[j].append(i)
     explained = {i for consequences in follows.values() for i in consequences}
 

@@ -67,6 +67,7 @@ def test_what_happens_elsewhere_explains_nothing():
     assert codes(finding("b", "x", confidence=0.9), finding("a", "y")) == ["b", "a"]
     assert codes(finding("b", "x.weight", confidence=0.9), finding("a", "x")) == ["a", "b"]
     assert codes(finding("b", "x", confidence=0.9), finding("a")) == ["a", "b"]
+    assert [each.code for each in ranked([finding("b", "x"), finding("a", "y")], CAUSES, {"a"})] == ["a", "b"]
 
 
 def test_layers_of_one_kind_are_joined():

@@ -22,9 +22,15 @@ def test_scale_collapsed(scales, skipped, expected):
     assert severity("scale-collapsed", with_scale(Record(), scales, skipped=skipped)) == expected
 
 
+def test_a_scale_that_no_step_is_taken_with_counts():
+    record = with_scale(Record(), [65536.0], skipped=18, loss_scale=0.25)
+    assert severity("scale-collapsed", record) == "error"
+    assert severity("scale-collapsed", Record(skipped=18, loss_scale=0.25)) == "error"
+
+
 def backward(*exponents: int, lowest: int = 0) -> Record:
     """Gradients of layers with largest magnitudes 2^e, of which the last has a share at the smallest float16."""
-    small = {-24: lowest, -16: 1000 - lowest}
+    small = {-24: lowest, -13: 1000 - lowest}
     return tensors(
         *(
             ("activation gradient", f"layers.{i}", {"amax": 2.0**e, "histogram": small if e < 0 else {0: 1000}})

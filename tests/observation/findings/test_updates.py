@@ -7,7 +7,7 @@ import torch
 
 from halfulp.observation.record._record import Realised, RoundingRecord
 
-from .records import BRAIN, found, parameter, realised, severity
+from .records import BRAIN, found, parameter, realised, severity, tensor
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,14 @@ def test_weight_frozen(fields, expected):
     assert severity("weight-frozen", record) == expected
     record.sampled_steps = [0]
     assert severity("weight-frozen", record) is None
+
+
+@pytest.mark.parametrize(("zeros", "expected"), [(0, "error"), (16383, "error"), (16384, None), (32768, None)])
+def test_a_weight_that_is_written_back_is_frozen_and_rows_that_no_batch_has_are_not(zeros, expected):
+    record = parameter("layer", moved=0.0, update=realised(1.0))
+    record.tensors |= tensor("weight gradient", zeros=zeros).tensors
+    assert severity("weight-frozen", record) == expected
+    assert not expected or found("weight-frozen", record)[0].cure.startswith("find what writes its old value back")
 
 
 @pytest.mark.parametrize(

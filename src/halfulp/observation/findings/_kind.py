@@ -24,11 +24,13 @@ class FindingKind:
         code: the stable name.
         cure: what to do, unless a finding says something more specific.
         explained_by: codes of which this one is a mere consequence where both are found.
+        spreads: whether what follows from it shows at other names too.
     """
 
     code: ClassVar[str]
     cure: ClassVar[str]
     explained_by: ClassVar[tuple[str, ...]] = ()
+    spreads: ClassVar[bool] = False
 
     def in_record(self, record: Record) -> Iterable[Finding]:
         """Find it in what `hu.observe` recorded."""
@@ -99,7 +101,8 @@ def findings_of(instrument: str, measured: Any) -> list[Finding]:
         measured: a Record, an Audit or a Forecast.
     """
     method = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}[instrument]
-    return ranked(_each(method, measured), {code: kind.explained_by for code, kind in KINDS.items()})
+    causes = {code: kind.explained_by for code, kind in KINDS.items()}
+    return ranked(_each(method, measured), causes, {code for code, kind in KINDS.items() if kind.spreads})
 
 
 def _each(method: str, measured: Any) -> Iterator[Finding]:

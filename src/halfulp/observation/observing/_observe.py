@@ -141,6 +141,7 @@ class Observation:
         """
         if isinstance(loss, torch.Tensor):
             self.book.record.loss_dtype = loss.dtype
+            loss = loss.detach()
         self._logged = float(loss)
 
     def to_dict(self) -> dict[str, Any]:
@@ -253,8 +254,19 @@ class Observation:
 
     @watching
     def _count(self) -> None:
+        self._read_scales()
         if self.book.record.sampled_steps:
             self._parameters.count_moved()
+
+    def _read_scales(self) -> None:
+        """Read what scaler and scheduler did since the last optimizer step, such as skipping all that follow."""
+        record = self.book.record
+        record.loss_scale, skipped = self._scales.read()
+        record.skipped = self._scales.skipped
+        if record.history:
+            last, scheduled = record.history[-1], self._scales.scheduled()
+            last.skipped += skipped
+            last.scheduled = last.scheduled if scheduled is None else (last.scheduled or 0) + scheduled
 
     def _note_unseen(self) -> None:
         record = self.book.record
@@ -279,7 +291,9 @@ def _gap(losses: list[float], dtype: torch.dtype | None) -> float | None:
     exponent = max(int(torch.frexp(largest)[1]) - 1, math.frexp(torch.finfo(dtype).smallest_normal)[1] - 1)
     ulp = math.ldexp(torch.finfo(dtype).eps, exponent)
     change = statistics.median(changes)
-    return ulp / change if change else None
+    if not change:  # all are one number: of a wide dtype that is a run that stands still
+        return math.inf if torch.finfo(dtype).bits <= 16 and losses[-1] else None
+    return ulp / change
 
 
 def observe(

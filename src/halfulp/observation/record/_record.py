@@ -275,6 +275,7 @@ class Record:
         loss_dtype: dtype of the loss, if one was seen.
         loss_gap: largest distance between neighbouring numbers of that dtype at the losses seen, over the losses'
             median absolute change from sampled step to sampled step; None where unknown.
+        loss_scale: of the gradient scaler when the record was read, None without one.
         skipped: steps that the scaler skipped in all.
         sites: gradient exponents per site, from an AdaptiveGradScaler.
         replica_of: (rank, number of ranks).
@@ -292,6 +293,7 @@ class Record:
     compiled: list[Difference] = field(default_factory=list)
     loss_dtype: torch.dtype | None = None
     loss_gap: float | None = None
+    loss_scale: float | None = None
     skipped: int = 0
     sites: list[dict[str, Any]] = field(default_factory=list)
     replica_of: tuple[int, int] = (0, 1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..._finding import Finding
-from ...record._record import Record
+from ...record._record import ParameterRecord, Realised, Record
 from .._kind import FindingKind, register_finding
 from .._words import confidence_of, dtype_name, percent
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
 FEWEST = 32
-# With half of its change missing the average follows a different, slower horizon than beta2 says.
-REALISED = 0.5
+# With half of its changes missing the average follows a different, slower horizon than beta2 says.
+HALF = 0.5
 
 
 @register_finding
@@ -33,8 +33,7 @@ class SecondMomentStuck(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             for state, change in parameter.states.items():
-                realised = change.realised_share
-                if state not in SECOND_MOMENTS or change.seen < FEWEST or realised is None or not realised < REALISED:
+                if state not in SECOND_MOMENTS or change.seen < FEWEST or not _stuck(parameter, change):
                     continue
                 dtype = dtype_name(parameter.state_dtypes.get(state))
                 yield self.found(
@@ -44,7 +43,7 @@ class SecondMomentStuck(FindingKind):
                     f"{percent(change.lost_share)} of changes of {state} lost in {dtype}",
                     state=state,
                     lost=change.lost_share,
-                    realised=realised,
+                    realised=change.realised_share,
                     seen=change.seen,
                     dtype=dtype,
                 )
@@ -60,3 +59,16 @@ class SecondMomentStuck(FindingKind):
 def _cannot_decay(beta2: float | None, dtype: torch.dtype | None) -> bool:
     """Whether (1 - beta2) v is under half the spacing of every number v: at least v eps / 4."""
     return beta2 is not None and dtype is not None and 0 < 1 - beta2 < torch.finfo(dtype).eps / 4
+
+
+def _stuck(parameter: ParameterRecord, change: Realised) -> bool:
+    """Return whether an average stands still.
+
+    Gradients above the average make large changes, which are kept, so that most of the movement takes place while the
+    decay between them, many small changes, is lost: torch rounds to nearest, and counts tell. What rounds a state
+    stochastically loses most changes too and is right on average: there the movement tells.
+    """
+    if parameter.optimizer_module.startswith("torch.optim."):
+        return change.known and change.lost_share >= HALF
+    realised = change.realised_share
+    return realised is not None and realised < HALF

@@ -21,6 +21,7 @@ class FirstNonfinite(FindingKind):
     code = "first-nonfinite"
     cure = FORWARD
     explained_by = ("eps-zero",)
+    spreads = True
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         found = [tensor for tensor in record.tensors.values() if tensor.first_nonfinite is not None]

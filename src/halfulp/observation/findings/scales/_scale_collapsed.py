@@ -23,9 +23,11 @@ class ScaleCollapsed(FindingKind):
         "stop a run whose scale falls below 1; hu.AdaptiveGradScaler names the sites that overflow in scaler.last_step"
     )
     explained_by = ("first-nonfinite", "eps-zero", "dtype-not-asked")
+    spreads = True
 
     def in_record(self, record: Record) -> Iterator[Finding]:
-        scales = [step.loss_scale for step in record.history if step.loss_scale is not None]
+        read = [*(step.loss_scale for step in record.history), record.loss_scale]
+        scales = [scale for scale in read if scale is not None]
         if not scales or not min(scales) < SCALE:
             return
         lowest, steps = min(scales), len(record.history)

@@ -7,15 +7,16 @@ from ....formats import Format
 from ..._finding import Finding
 from ...record._record import Record, TensorRecord
 from .._kind import FindingKind, register_finding
-from .._range_use import loss_is_scaled, margin, nonzero, storage_format, tensors, vanished_share
+from .._range_use import loss_is_scaled, margin, nonzero, storage_format, subnormal_share, tensors, vanished_share
 from .._words import confidence_of, percent
 
 # A dynamic scale is the largest that does not overflow: what is this near to the largest number is what stops it.
 HOLDS = 3.0
 # Everything else could take a scale larger by as many powers of two.
 APART = 6.0
-# Harm done: what a larger scale would save of another tensor.
+# Harm done, which a larger scale would save of another tensor.
 VANISHED = 0.05
+SUBNORMAL = 0.5
 
 
 @register_finding
@@ -25,6 +26,7 @@ class SiteHoldsScale(FindingKind):
     code = "site-holds-scale"
     cure = "hu.AdaptiveGradScaler, which gives each layer its own scale, or compute this layer in float32"
     explained_by = ("first-nonfinite",)
+    spreads = True
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         if not loss_is_scaled(record) or record.sites:
@@ -37,19 +39,21 @@ class SiteHoldsScale(FindingKind):
         holding, others = room[:gap], room[gap:]
         if not holding or margin(*holding[0]) > HOLDS:
             return
-        harmed = max((vanished_share(*pair) for pair in others), default=0.0)
+        vanished = max(vanished_share(*pair) for pair in others)
+        subnormal = max(subnormal_share(*pair) for pair in others)
         apart = margin(*others[0]) - margin(*holding[-1])
-        if apart < APART or harmed < VANISHED:
+        if apart < APART or (vanished < VANISHED and subnormal < SUBNORMAL):
             return
         yield self.found(
             [tensor.name for tensor, _ in holding],
             "warning",
             confidence_of(min(nonzero(tensor) for tensor, _ in room), 32),
-            f"gradient 2^{math.floor(apart)} larger than the next; at a scale that it allows about {percent(harmed)} "
-            "of another layer's gradient becomes zero",
+            f"gradients 2^{math.floor(apart)} times the next; at the scale that it allows {percent(subnormal)} "
+            "of another layer's are subnormal",
             margin=margin(*holding[0]),
             apart=apart,
-            vanished=harmed,
+            vanished=vanished,
+            subnormal=subnormal,
         )
 
 
@@ -60,6 +64,9 @@ def _narrow(tensor: TensorRecord) -> Format | None:
 
 
 def _largest_gap(room: list[tuple[TensorRecord, Format]]) -> int:
-    """Return how many of the tensors, nearest to overflow first, lie before the widest gap among the first quarter."""
+    """Return how many of the tensors, nearest to overflow first, lie before the widest gap in their nearer half.
+
+    A large gradient goes on to the layers before it until one makes it small, so that several may be as large.
+    """
     margins = [margin(*pair) for pair in room]
-    return max(range(1, max(2, len(room) // 4 + 1)), key=lambda i: margins[i] - margins[i - 1])
+    return max(range(1, len(room) // 2 + 1), key=lambda i: margins[i] - margins[i - 1])

@@ -3,12 +3,19 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
-from ...record._record import Record
+from ...record._record import ParameterRecord, Record
 from .._kind import FindingKind, register_finding
 from .._words import at_lr, confidence_of, dtype_name, number
 
 # A smaller sample, as of a scalar, may stand still by chance for some steps.
 FEWEST = 8
+# Rows of an embedding that no batch has stand still in health.
+DENSE = 0.5
+ROUNDED = "keep it in float32, or step it with weight_update='kahan' of hu.optim"
+WRITTEN_BACK = (
+    "find what writes its old value back after each step (copy_, load_state_dict, a weight made anew in forward); "
+    "hu.optim's weight updates need a parameter that stays"
+)
 
 
 @register_finding
@@ -16,25 +23,36 @@ class WeightFrozen(FindingKind):
     """A weight that the optimizer steps, with gradients that are not zero, still holds its first bits."""
 
     code = "weight-frozen"
-    cure = "keep it in float32, or step it with weight_update='kahan' of hu.optim"
+    cure = ROUNDED
     explained_by = ("updates-lost", "never-stepped", "scale-collapsed", "first-nonfinite")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
+        steps = len(record.sampled_steps)
         for name, parameter in record.parameters.items():
-            update, steps = parameter.update, len(record.sampled_steps)
+            update = parameter.update
             if parameter.optimizer is None or parameter.moved != 0 or steps < 2:
                 continue
-            if number(parameter.options, "lr") == 0 or not parameter.nonzero_gradients:
+            if number(parameter.options, "lr") == 0 or not parameter.nonzero_gradients or update.seen < FEWEST:
                 continue
-            if update.seen < FEWEST or update.cancelled < update.seen:
+            rounded = update.cancelled == update.seen
+            if not rounded and not _dense(record, parameter):
                 continue
             yield self.found(
                 name,
                 "error",
                 confidence_of(update.seen, 32) * confidence_of(steps, 1) * (1.0 if update.known else 0.5),
-                f"has not moved in {steps} sampled steps in {dtype_name(parameter.dtype)}{at_lr(parameter.options)}",
+                f"has not moved in {steps} sampled steps in {dtype_name(parameter.dtype)}{at_lr(parameter.options)}"
+                + ("" if rounded else ", though updates changed it"),
+                cure=ROUNDED if rounded else WRITTEN_BACK,
                 moved=0.0,
                 sampled_steps=steps,
                 seen=update.seen,
+                lost=update.lost_share,
                 dtype=dtype_name(parameter.dtype),
             )
+
+
+def _dense(record: Record, parameter: ParameterRecord) -> bool:
+    """Return whether most elements of a parameter have gradients."""
+    gradient = record.tensors.get(("weight gradient", parameter.name))
+    return gradient is not None and gradient.elements - gradient.zeros > DENSE * gradient.elements
