@@ -322,6 +322,28 @@ def verification() -> None:
     assert refused
 
 
+def observation() -> None:
+    """What a run, or a plan of one, shows: findings, each with its cure."""
+    model = nn.Linear(4, 2)
+    optimizer = hu.optim.SGD(model.parameters(), lr=0.1)
+    with hu.observe(model, optimizer, interval=1, formats=("bf16", hu.formats.fp16, torch.float16)) as run:
+        assert_type(run, hu.observation.Observation)
+        torch.autograd.backward(model(torch.ones(3, 4)).sum())
+        optimizer.step()
+    assert hu.observe is hu.observation.observe
+    assert_type(run.record, hu.observation.Record)
+    assert_type(run.to_dict(), dict[str, Any])
+    forecast = hu.forecast(model, 1e-3, "linear", steps=10)
+    assert_type(forecast, hu.observation.Forecast)
+    assert_type(hu.observation.forecast(model.state_dict(), 1e-3, [1e-3, 1e-4]), hu.observation.Forecast)
+    assert_type(forecast.layers, tuple[hu.observation.LayerForecast, ...])
+    assert_type(forecast.to_dict(), dict[str, Any])
+    found = [*run.findings, *forecast.findings]
+    assert_type(found, list[hu.Finding])
+    made: hu.observation.Finding = hu.Finding("updates-lost", ("weight",), "warning", 0.5)
+    assert_type(made.cure, str)
+
+
 def tasks() -> None:
     """Tasks are found by name."""
     assert_type(hu.trials.tasks.names(), list[str])
@@ -382,6 +404,9 @@ def registries_read_only(operator: OpOverload, packet: OpOverloadPacket) -> None
     assert_type(hu.recipes.register(hu.Recipe(name="mine", description="mine")), hu.Recipe)
     assert_type(hu.trials.tasks.register(_Task), type[_Task])
     assert_type(hu.optim.register_optimizer(_Optimizer), type[_Optimizer])
+    hu.observation.register_elementwise(torch.optim.Adagrad, decouples=False)
+    kind = hu.observation.FindingKind
+    assert_type(hu.observation.register_finding(kind), type[hu.observation.FindingKind])
     hu.optim.register_weight_update(hu.Kahan(literal=True))
     assert_type(hu.scaled.rules.register_family(Family("mine", "as it is", "as it is")), hu.scaled.rules.Family)
 
