@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ...auditing._audit import Audit
+from ...auditing._movement import stuck_averages
+from ...auditing._symptom import as_findings
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
 from .._words import confidence_of, dtype_name, percent
@@ -39,3 +42,6 @@ class AverageStuck(FindingKind):
                 retention=average.retention,
                 dtype=dtype_name(average.dtype),
             )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        yield from as_findings(self, stuck_averages(audit))

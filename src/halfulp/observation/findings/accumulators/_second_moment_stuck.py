@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..._finding import Finding
+from ...auditing._audit import Audit
+from ...auditing._movement import stuck_second_moments
+from ...auditing._symptom import as_findings
 from ...record._record import ParameterRecord, Realised, Record
 from .._kind import FindingKind, register_finding
 from .._words import confidence_of, dtype_name, percent
@@ -47,6 +50,9 @@ class SecondMomentStuck(FindingKind):
                     seen=change.seen,
                     dtype=dtype,
                 )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        yield from as_findings(self, stuck_second_moments(audit))
 
     def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
         stuck = [layer for layer in forecast.layers if _cannot_decay(layer.beta2, layer.denominator)]

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ...auditing._audit import Audit
+from ...auditing._damage import saturated_payloads
+from ...auditing._symptom import as_findings
 from ...record._record import Record, TensorRecord
 from .._kind import FindingKind, register_finding
 from .._range_use import storage_format
@@ -45,6 +48,9 @@ class PayloadSaturated(FindingKind):
                 format=held_in.name,
                 scale=tensor.scale,
             )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        yield from as_findings(self, saturated_payloads(audit))
 
 
 def _cut_off(tensor: TensorRecord) -> int:

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ...auditing._audit import Audit
+from ...auditing._damage import zeroed_tensors
+from ...auditing._symptom import as_findings
 from ...record._record import Record, TensorRecord
 from .._kind import FindingKind, register_finding
 from .._range_use import tensors
@@ -35,6 +38,9 @@ class QuantizedToZero(FindingKind):
                 input_amax=entered,
                 steps=len(tensor.steps),
             )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        yield from as_findings(self, zeroed_tensors(audit))
 
 
 def _quantizes(tensor: TensorRecord) -> bool:

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ...auditing._audit import Audit
+from ...auditing._damage import nonfinite_tensors
+from ...auditing._symptom import as_findings
 from ...record._record import Record, TensorRecord
 from .._kind import FindingKind, register_finding
 from .._range_use import GRADIENTS, loss_is_scaled
@@ -46,6 +49,9 @@ class FirstNonfinite(FindingKind):
             elements=first.elements,
             tensors=len(found),
         )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        yield from as_findings(self, nonfinite_tensors(audit))
 
 
 def _cure(tensor: TensorRecord) -> str:

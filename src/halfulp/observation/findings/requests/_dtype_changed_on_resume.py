@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ...auditing._audit import Audit
+from ...auditing._damage import changed_dtypes
+from ...auditing._symptom import as_findings
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
 
@@ -31,3 +34,6 @@ class DtypeChangedOnResume(FindingKind):
                 there=there,
                 other=len(contract.other),
             )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        yield from as_findings(self, changed_dtypes(audit))

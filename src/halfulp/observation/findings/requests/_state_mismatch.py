@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ...auditing._audit import Audit
+from ...auditing._damage import mismatched_states
+from ...auditing._symptom import as_findings
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
 from .._words import dtype_name
@@ -38,3 +41,6 @@ class StateMismatch(FindingKind):
                 dtype=dtype_name(parameter.dtype),
                 states=states,
             )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        yield from as_findings(self, mismatched_states(audit))

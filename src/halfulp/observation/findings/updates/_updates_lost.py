@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding, Severity
+from ...auditing._audit import Audit
+from ...auditing._movement import lost_updates
+from ...auditing._symptom import as_findings
 from ...record._record import ParameterRecord, Record
 from .._kind import FindingKind, register_finding
 from .._words import at_lr, confidence_of, dtype_name, percent
@@ -46,6 +49,9 @@ class UpdatesLost(FindingKind):
                 seen=update.seen,
                 dtype=dtype_name(parameter.dtype),
             )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        yield from as_findings(self, lost_updates(audit))
 
 
 def _severity(parameter: ParameterRecord) -> Severity | None:

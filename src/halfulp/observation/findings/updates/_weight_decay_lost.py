@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..._finding import Finding
+from ...auditing._audit import Audit
+from ...auditing._movement import lost_decay
+from ...auditing._symptom import as_findings
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
 from .._words import confidence_of, dtype_name, number, percent
@@ -48,6 +51,9 @@ class WeightDecayLost(FindingKind):
                 lr=lr,
                 weight_decay=rate,
             )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        yield from as_findings(self, lost_decay(audit))
 
     def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
         losing = [

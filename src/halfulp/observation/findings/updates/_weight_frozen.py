@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ...auditing._audit import Audit
+from ...auditing._movement import frozen_weights
+from ...auditing._symptom import as_findings
 from ...record._record import ParameterRecord, Record
 from .._kind import FindingKind, register_finding
 from .._words import at_lr, confidence_of, dtype_name, number
@@ -50,6 +53,9 @@ class WeightFrozen(FindingKind):
                 lost=update.lost_share,
                 dtype=dtype_name(parameter.dtype),
             )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        yield from as_findings(self, frozen_weights(audit))
 
 
 def _dense(record: Record, parameter: ParameterRecord) -> bool:

@@ -1,0 +1,345 @@
+"""What `hu.audit` measured of two checkpoints: plain data that findings, tables and pages read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from .._finding import Finding, Severity, in_words, pattern_of, worst_severity
+
+Status = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
+Role = Literal["parameter", "average", "buffer", "unknown"]
+WORDS: dict[Status, str] = {
+    "nonfinite": "has NaN or infinity",
+    "dtype-changed": "another dtype",
+    "unchanged": "did not move",
+    "barely-moved": "hardly moved",
+    "constant": "constant",
+    "changed": "moved",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What one checkpoint holds of a tensor.
+
+    Attributes:
+        dtype: of the stored tensor.
+        nan, infinite, zeros: counts of elements.
+        saturated: elements at the largest finite magnitude of the dtype.
+        constant: the value of all elements where it is one, else None.
+        storage: "plain", "scaled", or the number of components of a multi-component tensor ("2 components").
+    """
+
+    dtype: torch.dtype
+    nan: int = 0
+    infinite: int = 0
+    zeros: int = 0
+    saturated: int = 0
+    constant: float | None = None
+    storage: str = "plain"
+
+    @property
+    def nonfinite(self) -> int:
+        """NaN and infinities."""
+        return self.nan + self.infinite
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAudit:
+    """One tensor of both checkpoints. Changes are in ulps: spacings of the coarser dtype at the element of A.
+
+    Attributes:
+        name: qualified.
+        shape, numel: of the tensor.
+        role: "parameter" where an optimizer holds it, "average" for running statistics and EMAs, "buffer" for
+            integers, "unknown" else.
+        a, b: what each checkpoint holds.
+        unchanged: elements with the same value (NaN equals NaN, and -0 equals +0).
+        histogram: finite elements that changed, by floor(log2 |change in ulps|).
+        mean, median, largest: of |change in ulps| over the elements that are finite in both, those that stayed counting
+            as 0. The median is exact below 64 ulps and within 1/32 of itself above. NaN where there is no such element.
+        companions_moved: whether another component changed; None without components.
+        status: the first that holds of: it has NaN or infinity that A did not have, the dtype changed, nothing moved,
+            the mean change is below the share asked for, B is constant and A is not, it moved.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    role: Role
+    a: Side
+    b: Side
+    unchanged: int
+    histogram: Mapping[int, int]
+    mean: float
+    median: float
+    largest: float
+    companions_moved: bool | None
+    status: Status
+
+    @property
+    def share_unchanged(self) -> float:
+        """Share of elements with the same value; 1 of an empty tensor."""
+        return self.unchanged / self.numel if self.numel else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data that JSON can hold."""
+        return {
+            "name": self.name,
+            "dtypes": [_dtype(self.a.dtype), _dtype(self.b.dtype)],
+            "shape": list(self.shape),
+            "role": self.role,
+            "storage": [self.a.storage, self.b.storage],
+            "status": self.status,
+            "share_unchanged": self.share_unchanged,
+            "largest_change_ulps": _number(self.largest),
+            "median_change_ulps": _number(self.median),
+            "mean_change_ulps": _number(self.mean),
+            "histogram": {str(key): count for key, count in sorted(self.histogram.items())},
+            "nan": [self.a.nan, self.b.nan],
+            "infinite": [self.a.infinite, self.b.infinite],
+            "zeros": [self.a.zeros, self.b.zeros],
+            "saturated": [self.a.saturated, self.b.saturated],
+            "constant": [_number(self.a.constant), _number(self.b.constant)],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """How many wanted changes of elements round away, by how the element is stored.
+
+    Attributes:
+        wanted: elements whose wanted change is not zero and finite.
+        lost: those of them that nearest rounding to the stored dtype leaves as they are.
+        realised: sum of wanted times realised change over the sum of squares of the wanted ones; 1 where all moved.
+        lost_by: weight update -> those that it would lose.
+    """
+
+    wanted: int
+    lost: int
+    realised: float = 1.0
+    lost_by: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Lost over wanted; 0 where nothing was wanted."""
+        return self.lost / self.wanted if self.wanted else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return shares as plain data."""
+        by = {name: count / max(1, self.wanted) for name, count in self.lost_by.items()}
+        return {"wanted": self.wanted, "lost": self.share, "realised": self.realised, "lost_by": by}
+
+
+@dataclass(frozen=True, slots=True)
+class StateAudit:
+    """What the optimizers' states say of one parameter.
+
+    Attributes:
+        name: of the parameter.
+        options: numbers of its group in B: lr, weight_decay, betas, eps, momentum.
+        steps: its step in A and B; None where it is not known.
+        dtypes: of each of its states in A and B; None where one has none.
+        shapes_match: whether every state that should have the parameter's shape has it.
+        weight_update: of an optimizer of halfulp; None of any other.
+        compensated: whether low bits, a residual or master weights lie beside the parameter.
+        compensation_moved: whether those changed; None without them or where A has none.
+        all_zero: whether its first moment is all zeros: no gradient has arrived for long.
+        unchanged: share of unchanged elements of its second moment and of averages.
+        nonfinite: NaN and infinities of each state, in A and B; states without any are left out.
+        update: the last update, computed from B's states and learning rate, under nearest rounding.
+        decay: decoupled weight decay alone, likewise.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    steps: tuple[int | None, int | None]
+    dtypes: Mapping[str, tuple[torch.dtype | None, torch.dtype | None]]
+    shapes_match: bool = True
+    weight_update: str | None = None
+    compensated: bool = False
+    compensation_moved: bool | None = None
+    all_zero: bool = False
+    unchanged: Mapping[str, float] = field(default_factory=dict)
+    nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    update: Lost | None = None
+    decay: Lost | None = None
+
+    @property
+    def advanced(self) -> int | None:
+        """Steps made from A to B, None where not known."""
+        before, after = self.steps
+        return None if before is None or after is None else after - before
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data that JSON can hold."""
+        return {
+            "name": self.name,
+            "options": {key: _plain(value) for key, value in self.options.items()},
+            "steps": list(self.steps),
+            "dtypes": {key: [_dtype(one) for one in pair] for key, pair in self.dtypes.items()},
+            "weight_update": self.weight_update,
+            "compensated": self.compensated,
+            "compensation_moved": self.compensation_moved,
+            "unchanged": dict(self.unchanged),
+            "nonfinite": {key: list(pair) for key, pair in self.nonfinite.items()},
+            "update": None if self.update is None else self.update.to_dict(),
+            "decay": None if self.decay is None else self.decay.to_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Tensors of one kind over all layers, and what is to be said of them.
+
+    Attributes:
+        pattern: their names in words.
+        names: of the tensors.
+        dtypes: of A and B, in words.
+        numel: elements of all.
+        share_unchanged: of their elements.
+        median: smallest and largest median change in ulps.
+        verdict: in words.
+        severity: of the worst finding that names one of them.
+    """
+
+    pattern: str
+    names: tuple[str, ...]
+    dtypes: str
+    numel: int
+    share_unchanged: float
+    median: tuple[float, float]
+    verdict: str
+    severity: Severity | None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Two checkpoints of one run, compared tensor by tensor.
+
+    Attributes:
+        tensors: by name, in the order of the files.
+        states: what optimizer states say, by parameter; empty where a checkpoint holds none.
+        share: below which mean change in ulps a tensor counts as barely moved.
+        contract: differences of the precision contracts that both checkpoints hold, name and words.
+        unseen: sentences that say what could not be compared, and why.
+        findings: what is wrong, the worst first.
+    """
+
+    tensors: Mapping[str, TensorAudit]
+    states: Mapping[str, StateAudit] = field(default_factory=dict)
+    share: float = 0.01
+    contract: tuple[tuple[str, str], ...] = ()
+    unseen: tuple[str, ...] = ()
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing above a note was found."""
+        return worst_severity(self.findings) not in ("warning", "error")
+
+    @property
+    def advanced(self) -> int | None:
+        """Optimizer steps from A to B: the most of any parameter; None where not known."""
+        return max((one for state in self.states.values() if (one := state.advanced) is not None), default=None)
+
+    def groups(self) -> list[LayerGroup]:
+        """Return the tensors joined over layers of one kind, those with the worst findings first."""
+        kinds: dict[tuple, list[TensorAudit]] = {}
+        told = {name: finding for finding in reversed(self.findings) for name in finding.where}
+        for name, row in self.tensors.items():
+            found = told.get(name)
+            key = pattern_of(name), row.a.dtype, row.b.dtype, row.status, found.code if found else ""
+            kinds.setdefault(key, []).append(row)
+        made = [_group(rows, told.get(rows[0].name), self.share) for rows in kinds.values()]
+        order = {"error": 0, "warning": 1, "note": 2, None: 3}
+        return sorted(made, key=lambda group: order[group.severity])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data that JSON can hold."""
+        return {
+            "findings": [finding.to_dict() for finding in self.findings],
+            "tensors": [row.to_dict() for row in self.tensors.values()],
+            "states": [state.to_dict() for state in self.states.values()],
+            "groups": [_plain_group(group) for group in self.groups()],
+            "contract": [{"name": name, "difference": said} for name, said in self.contract],
+            "share": self.share,
+            "steps": self.advanced,
+            "unseen": list(self.unseen),
+        }
+
+    def __str__(self) -> str:
+        """Findings, the worst first, then what there is to say of each group of tensors."""
+        lines = [f"{finding.severity}: {finding.code}: {finding}" for finding in self.findings]
+        lines += [f"{group.pattern} ({group.dtypes}): {group.verdict}" for group in self.groups()]
+        return "\n".join([*(lines or ["no tensors"]), *self.unseen])
+
+
+def _group(rows: list[TensorAudit], found: Finding | None, share: float) -> LayerGroup:
+    first, numel = rows[0], sum(row.numel for row in rows)
+    names = tuple(row.name for row in rows)
+    unchanged = sum(row.unchanged for row in rows) / numel if numel else 1.0
+    medians = [row.median for row in rows if not math.isnan(row.median)]
+    dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in (first.a.dtype, first.b.dtype))
+    return LayerGroup(
+        in_words(names),
+        names,
+        " -> ".join(dtypes),
+        numel,
+        unchanged,
+        (min(medians), max(medians)) if medians else (math.nan, math.nan),
+        found.summary if found is not None else _verdict(first, unchanged, medians, share),
+        found.severity if found is not None else None,
+    )
+
+
+def _verdict(row: TensorAudit, unchanged: float, medians: list[float], share: float) -> str:
+    if not row.numel:
+        return "empty"
+    if row.status == "barely-moved":
+        return f"hardly moved: less than {share:g} ulp on average"
+    if row.status != "changed":
+        return WORDS[row.status]
+    if not medians or row.role == "buffer":
+        return f"moved in {1 - unchanged:.3g} of its elements"
+    return f"moved: {100 * unchanged:.3g}% unchanged, median {_range(medians)} ulps"
+
+
+def _range(values: Iterable[float]) -> str:
+    values = list(values)
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _plain_group(group: LayerGroup) -> dict[str, Any]:
+    return {
+        "pattern": group.pattern,
+        "names": list(group.names),
+        "dtypes": group.dtypes,
+        "numel": group.numel,
+        "share_unchanged": group.share_unchanged,
+        "median_change_ulps": [_number(value) for value in group.median],
+        "verdict": group.verdict,
+        "severity": group.severity,
+    }
+
+
+def _dtype(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _number(value: float | None) -> float | str | None:
+    if value is None or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return _number(value) if isinstance(value, float) else value

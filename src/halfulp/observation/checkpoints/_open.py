@@ -1,0 +1,193 @@
+"""Opening a checkpoint: which of the known layouts a path holds."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ..._messages import listed
+from ...optim.parameters._random_identity import plain_names
+from ._dcp_folder import METADATA, open_dcp
+from ._parts import CONTRACT, checkpoint_of, optimizers_of
+from ._safetensors_file import open_safetensors
+from ._stored import Checkpoint, Stored
+from ._torch_file import load_torch_file
+
+_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_WEIGHTS = (
+    "model",
+    "pytorch_model",
+    "adapter_model",
+    "diffusion_pytorch_model",
+    "consolidated",
+    "weights",
+    "checkpoint",
+)
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
+_OTHERS = re.compile(r"^(optimizer|scheduler|scaler|rng_state|training_args|random_states|sampler)", re.I)
+_NUMBERED = re.compile(r"-(\d+)-of-(\d+)$")
+REMEDY = "give a file of safetensors or torch.save, a sharded folder with its index, or a DCP folder"
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a checkpoint for reading, tensor by tensor; nothing that it holds is executed.
+
+    Known are files of safetensors and of torch.save (with a state_dict at the top or inside, as Lightning's), sharded
+    folders with an index (safetensors and .bin), folders with model.safetensors or pytorch_model.bin beside
+    optimizer.pt, as of HF's Trainer, and folders of torch.distributed.checkpoint.
+
+    Raises:
+        ValueError: nothing is there, it is none of these, truncated, without a shard, or not plain data.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            found = _open_folder(path)
+        elif path.is_file():
+            found = _open_file(path)
+        else:
+            raise ValueError(f"{path} does not exist: {REMEDY}")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}; {REMEDY}") from None
+    if not found.tensors:
+        raise ValueError(f"{path} holds no tensors: {REMEDY}")
+    found.path = str(path)
+    return found
+
+
+def _open_file(path: Path) -> Checkpoint:
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty: {REMEDY}")
+    if path.name.endswith(".index.json"):
+        return _open_sharded(path)
+    if path.suffix == ".safetensors" or _begins_like_safetensors(path):
+        return _of_safetensors([path])
+    return checkpoint_of(load_torch_file(path), str(path))
+
+
+def _begins_like_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(9)
+    return head[8:] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    if (folder / METADATA).is_file():
+        return _of_dcp(folder)
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    found = _weights(folder, files)
+    for path in (folder / name for name in _OPTIMIZERS):
+        if path.is_file() and not found.optimizers:
+            _add_optimizer(found, path)
+    beside = folder / f"{CONTRACT}.json"
+    if found.contract is None and beside.is_file():
+        found.contract = _read_json(beside)
+    return found
+
+
+def _weights(folder: Path, files: list[Path]) -> Checkpoint:
+    indices = [path for path in files if path.name.endswith(".index.json")]
+    for kind in (".safetensors.index.json", ".bin.index.json"):
+        for index in (path for path in indices if path.name.endswith(kind)):
+            return _open_sharded(index)
+    tensors = [path for path in files if path.suffix == ".safetensors" and not _OTHERS.match(path.name)]
+    saved = [path for path in files if path.suffix in _TORCH and not _OTHERS.match(path.name)]
+    for group, opened in ((tensors, _of_safetensors), (saved, _of_torch_files)):
+        known = [path for path in group if path.stem in _WEIGHTS]
+        if len(known) == 1 or len(group) == 1:
+            return opened(known[:1] or group)
+        if group and all(_NUMBERED.search(path.stem) for path in group):
+            _check_numbers(folder, group)
+            return opened(group)
+        if group:
+            names = listed(path.name for path in group)
+            raise ValueError(f"{folder} holds several checkpoints ({names}) and no index: give one of the files")
+    inner = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
+    if inner:
+        raise ValueError(f"{folder} is no checkpoint, but holds the folders {listed(inner)}: give one of them")
+    raise ValueError(f"{folder} {'holds no checkpoint' if files else 'is an empty folder'}: {REMEDY}")
+
+
+def _check_numbers(folder: Path, files: list[Path]) -> None:
+    of = {int(match[2]) for path in files if (match := _NUMBERED.search(path.stem))}
+    if of != {len(files)}:
+        raise ValueError(f"{folder} has {len(files)} shards of {max(of)}: copy the missing ones")
+
+
+def _open_sharded(index: Path) -> Checkpoint:
+    placed = _read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise ValueError(f"{index} has no weight_map: it is no index of shards; {REMEDY}")
+    shards = [index.parent / name for name in dict.fromkeys(placed.values())]
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise ValueError(f"{index.parent} lacks the shards {listed(missing)}, which {index.name} names: copy them too")
+    is_safe = all(shard.suffix == ".safetensors" for shard in shards)
+    found = _of_safetensors(shards) if is_safe else _of_torch_files(shards)
+    wanted = dict(zip(placed, plain_names(placed), strict=True))
+    absent = [name for name, plain in wanted.items() if plain not in found.tensors]
+    if absent:
+        raise ValueError(f"the shards of {index} lack {listed(absent)}: index and shards are of different checkpoints")
+    if not is_safe:
+        found.tensors = {plain: found.tensors[plain] for plain in wanted.values()}
+    return found
+
+
+def _of_safetensors(paths: list[Path]) -> Checkpoint:
+    tensors: dict[str, Stored] = {}
+    contract = None
+    for path in paths:
+        part, metadata = open_safetensors(path)
+        tensors |= part
+        if CONTRACT in metadata:
+            contract = _parsed(metadata[CONTRACT], path)
+    named = dict(zip(plain_names(tensors), tensors.values(), strict=True))
+    return Checkpoint(str(paths[0]), named, ordered=False, contract=contract)
+
+
+def _of_torch_files(paths: list[Path]) -> Checkpoint:
+    parts = [checkpoint_of(load_torch_file(path), str(path)) for path in paths]
+    found = parts[0]
+    for part in parts[1:]:
+        found.tensors |= part.tensors
+        found.optimizers += part.optimizers
+        found.unseen += part.unseen
+    return found
+
+
+def _of_dcp(folder: Path) -> Checkpoint:
+    entries, unseen = open_dcp(folder)
+    nested: dict[Any, Any] = {}
+    for path, value in entries.items():
+        at = nested
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = value
+    found = checkpoint_of(nested, str(folder))
+    found.unseen += unseen
+    found.ordered = False
+    return found
+
+
+def _add_optimizer(found: Checkpoint, path: Path) -> None:
+    content = load_torch_file(path)
+    if isinstance(content, dict) and "param_groups" in content:
+        found.optimizers += optimizers_of(content)
+    else:
+        found.unseen.append(f"{path.name} holds no state_dict of a torch optimizer, and was not compared")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return _parsed(path.read_text(encoding="utf-8", errors="replace"), path)
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(text)
+    except ValueError:
+        read = None
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} holds no JSON object: it is damaged; copy it again")
+    return read

@@ -1,0 +1,52 @@
+"""Files of torch.save, read by memory map and with weights_only: nothing that they hold is executed."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_REFUSED = re.compile(r"GLOBAL ([\w.]+)")
+
+
+def load_torch_file(path: Path) -> Any:
+    """Return what a file of torch.save holds: mapped if it is a zip archive, as torch has written since 1.6.
+
+    Raises:
+        ValueError: it is truncated, no file of torch.save, or holds more than tensors and plain data.
+    """
+    is_zip = zipfile.is_zipfile(path)
+    if not is_zip and _is_cut_zip(path):
+        raise ValueError(f"{path} is truncated: its end is missing; copy it again, or take another checkpoint")
+    try:
+        return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(_refusal(path, error)) from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {said}): it is damaged, or of "
+            "another kind; give a checkpoint in safetensors, torch.save, a sharded folder, or DCP"
+        ) from None
+
+
+def _is_cut_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _refusal(path: Path, error: Exception) -> str:
+    found = _REFUSED.search(str(error))
+    if found is None:
+        return (
+            f"{path} cannot be read with weights_only: it is damaged or no checkpoint of torch.save; give a checkpoint "
+            "in safetensors, torch.save, a sharded folder, or DCP"
+        )
+    return (
+        f"{path} was not loaded: it holds {found[1]}, which weights_only refuses, since loading it would run code from "
+        "the file; save the state dicts alone, in torch.save or safetensors"
+    )

@@ -1,0 +1,154 @@
+"""Counts and changes in ulps of two tensors against exact rationals, for every pair of floating-point dtypes."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from halfulp import formats, kernels
+from halfulp.observation.auditing import _device_functions as d
+from halfulp.observation.auditing._differences import add_differences, empty_differences
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+]
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def log2_floor(x: Fraction) -> int:
+    power = x.numerator.bit_length() - x.denominator.bit_length()
+    return power if Fraction(2) ** power <= x else power - 1
+
+
+def ulp(value: Fraction, *forms: formats.Format) -> Fraction:
+    """Return the spacing at a value of the format that is coarser there."""
+    powers = [form.emin if not value else max(log2_floor(abs(value)), form.emin) for form in forms]
+    return max(Fraction(2) ** (power - form.mantissa_bits) for power, form in zip(powers, forms, strict=True))
+
+
+def exact_changes(a: torch.Tensor, b: torch.Tensor) -> list[Fraction]:
+    forms = formats.get(a.dtype), formats.get(b.dtype)
+    pairs = zip(a.double().tolist(), b.double().tolist(), strict=True)
+    return [
+        abs(Fraction(y) - Fraction(x)) / ulp(Fraction(x), *forms)
+        for x, y in pairs
+        if math.isfinite(x) and math.isfinite(y)
+    ]
+
+
+def random_codes(dtype: torch.dtype, count: int) -> torch.Tensor:
+    low, high = (
+        (0, 256) if dtype.itemsize == 1 else (-(1 << (8 * dtype.itemsize - 1)), (1 << (8 * dtype.itemsize - 1)) - 1)
+    )
+    return torch.randint(low, high, (count,)).to(WORDS[dtype.itemsize]).view(dtype)
+
+
+def neighbours(a: torch.Tensor) -> torch.Tensor:
+    """Return tensors whose codes differ by a few from given ones."""
+    words = a.view(WORDS[a.dtype.itemsize])
+    return (words + torch.randint(0, 3, words.shape).to(words.dtype)).view(a.dtype)
+
+
+def special_values(dtype: torch.dtype) -> torch.Tensor:
+    form = formats.get(dtype)
+    small = form.smallest_subnormal
+    values = [0.0, -0.0, small, -small, form.smallest_normal, 1.0, 1.0 + form.eps, 2.0, -2.0, form.max, -form.max]
+    values += [math.inf, -math.inf, math.nan]
+    return torch.tensor(values, dtype=torch.float64).to(dtype)
+
+
+def measured(a: torch.Tensor, b: torch.Tensor):
+    found = empty_differences()
+    add_differences(found, a, b)
+    return found
+
+
+def check(a: torch.Tensor, b: torch.Tensor) -> None:
+    found, changes = measured(a, b), exact_changes(a, b)
+    x, y = a.double(), b.double()
+    assert found.counts[d.SAME] == int((x == y).sum()) + int((x.isnan() & y.isnan()).sum())
+    assert found.counts[d.FINITE] == len(changes)
+    for place, values, form in ((d.A_NAN, x, formats.get(a.dtype)), (d.B_NAN, y, formats.get(b.dtype))):
+        masks = values.isnan(), values.isinf(), values == 0, values.abs() == form.max
+        assert list(found.counts[place : place + 4]) == [int(mask.sum()) for mask in masks]
+    moved = [change for change in changes if change]
+    expected: dict[int, int] = {}
+    for change in moved:
+        key = min(max(log2_floor(change), d.LOWEST), d.LOWEST + d.BINADES - 1)
+        expected[key] = expected.get(key, 0) + 1
+    assert found.histogram() == dict(sorted(expected.items()))
+    if moved and max(moved) < Fraction(2) ** 1000:
+        assert found.largest == pytest.approx(float(max(moved)), rel=1e-15)
+        assert found.total == pytest.approx(float(sum(moved)), rel=1e-12)
+    if changes:
+        median = sorted(changes)[(len(changes) - 1) // 2]
+        if not median or Fraction(2) ** -180 < median < Fraction(2) ** 300:
+            shown = Fraction(found.median())
+            assert shown <= median <= shown * Fraction(33, 32)
+            assert shown == median or median >= 64 or median.denominator > 1
+
+
+@pytest.mark.parametrize("engine", ["auto", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_random_and_neighbouring_codes_of_one_dtype_equal_exact_rationals(dtype, engine):
+    with kernels.engine(engine):
+        a = random_codes(dtype, 400)
+        check(a, random_codes(dtype, 400))
+        check(a, neighbours(a))
+        check(a, a)
+
+
+@pytest.mark.parametrize("engine", ["auto", "reference"])
+@pytest.mark.parametrize("pair", list(itertools.permutations(DTYPES, 2)), ids=str)
+def test_random_codes_of_two_dtypes_equal_exact_rationals(pair, engine):
+    with kernels.engine(engine):
+        a = random_codes(pair[0], 200)
+        check(a, random_codes(pair[1], 200))
+        check(a, a.double().to(pair[1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_pair_of_special_values_equals_exact_rationals(dtype):
+    values = special_values(dtype)
+    a, b = (part.contiguous() for part in torch.cartesian_prod(values.double(), values.double()).unbind(1))
+    check(a.to(dtype), b.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_and_threads_give_what_the_whole_gives(dtype):
+    a = torch.randn(200_000).to(dtype)
+    b = torch.where(torch.rand(a.shape) < 0.5, a, (a.double() * 1.01).to(dtype))
+    b[7], b[150_000] = math.nan, math.inf
+    whole, parts = measured(a, b), empty_differences()
+    for x, y in zip(a.split(70_000), b.split(70_000), strict=True):
+        add_differences(parts, x, y)
+    with kernels.engine("reference"):
+        reference = measured(a, b)
+    for other in (parts, reference):
+        assert np.array_equal(whole.counts, other.counts)
+        assert np.array_equal(whole.table, other.table)
+        assert whole.largest == other.largest
+        assert whole.total == pytest.approx(other.total, rel=1e-12)
+
+
+def test_views_empty_and_constant_tensors():
+    a = torch.randn(6, 5)
+    found = measured(a.t(), (a + 1).t())
+    assert found.counts[d.FINITE] == 30
+    assert math.isnan(measured(a[:0], a[:0]).median())
+    constant = measured(torch.full((9,), 2.0), torch.full((9,), 3.0))
+    assert not constant.counts[d.A_VARIES]
+    assert not constant.counts[d.B_VARIES]
+    assert constant.first == (2.0, 3.0)
+    assert measured(a.flatten(), a.flatten()).counts[d.A_VARIES]
+    assert measured(torch.tensor(1.0).reshape(1), torch.tensor(1.5).reshape(1)).largest == 2.0**22

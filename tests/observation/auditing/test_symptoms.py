@@ -1,0 +1,150 @@
+"""What an audit's numbers are taken for: each code on rows made by hand, and silence on healthy ones."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from halfulp.observation.auditing._audit import Audit, Lost, Side, StateAudit, TensorAudit
+from halfulp.observation.findings import findings_of
+
+BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+NAMES = [f"layers.{k}.weight" for k in range(3)]
+
+
+def row(name=NAMES[0], dtype=BF16, status="changed", unchanged=200, role="parameter", a=None, b=None, **given):
+    a, b = a or Side(dtype), b or Side(dtype)
+    unchanged = 1000 if status == "unchanged" else unchanged
+    numbers = {"histogram": {0: 1000 - unchanged}, "mean": 1.0, "median": 1.0, "largest": 2.0, **given}
+    return TensorAudit(name, (10, 100), 1000, role, a, b, unchanged, companions_moved=None, status=status, **numbers)
+
+
+def state(name=NAMES[0], dtype=BF16, **given):
+    options = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    dtypes = {"exp_avg": (dtype, dtype), "exp_avg_sq": (dtype, dtype)}
+    return StateAudit(name, **{"options": options, "steps": (10, 20), "dtypes": dtypes, **given})
+
+
+def audit(*rows, states=(), **given):
+    return Audit({one.name: one for one in rows}, {one.name: one for one in states}, **given)
+
+
+def codes(measured):
+    return [(finding.code, finding.severity) for finding in findings_of("audit", measured)]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_a_healthy_pair_has_no_findings(dtype):
+    kept = Lost(1000, 10, 0.999, {"kahan": 0})
+    rows = [row(name, dtype) for name in NAMES]
+    states = [state(name, dtype, update=kept, decay=kept) for name in NAMES]
+    assert codes(audit(*rows, states=states)) == []
+    assert codes(audit(*rows)) == []
+
+
+def test_a_stepped_weight_that_stands_still_is_frozen():
+    found = findings_of("audit", audit(row(status="unchanged"), row(NAMES[1]), states=[state(), state(NAMES[1])]))
+    assert [(one.code, one.where, one.severity) for one in found] == [("weight-frozen", (NAMES[0],), "error")]
+    assert "10 steps in bf16 at lr 0.0001" in found[0].summary
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"steps": (10, 10)}, {"compensated": True, "compensation_moved": True}, {"options": {"lr": 0.0}}],
+)
+def test_a_weight_that_had_no_reason_to_move_is_not_frozen(given):
+    assert codes(audit(row(status="unchanged"), states=[state(**given)])) == []
+
+
+def test_without_an_optimizer_a_frozen_weight_is_judged_by_its_digits_and_its_siblings():
+    assert codes(audit(row(status="unchanged"))) == [("weight-frozen", "warning")]
+    wide = row(status="unchanged", dtype=F32)
+    assert codes(audit(wide)) == [("weight-frozen", "note")]
+    assert codes(audit(wide, row(NAMES[1], dtype=F32))) == [("weight-frozen", "warning")]
+    assert codes(audit(wide, states=[state(NAMES[1])])) == [("weight-frozen", "note")]
+    counter = dataclasses.replace(wide, role="buffer", a=Side(torch.int64), b=Side(torch.int64))
+    assert codes(audit(counter)) == []
+
+
+def test_lost_updates_and_decay_say_which_cure_keeps_them():
+    lost = Lost(1000, 990, 0.1, {"kahan": 0, "split8": 0})
+    found = findings_of("audit", audit(row(), states=[state(update=lost, decay=Lost(1000, 1000, 0.0))]))
+    assert [one.code for one in found] == ["updates-lost", "weight-decay-lost"]
+    assert "99% of updates lost in bf16 at lr 0.0001" in found[0].summary
+    assert "kahan" in found[0].cure
+    too_small = Lost(1000, 1000, 0.0, {"kahan": 900})
+    (found,) = findings_of("audit", audit(row(), states=[state(update=too_small)]))
+    assert "'split'" in found.cure
+    for own in ({"compensated": True}, {"weight_update": "stochastic"}):
+        assert codes(audit(row(), states=[state(update=lost, **own)])) == []
+
+
+def test_a_second_moment_that_cannot_decay_is_stuck():
+    options = {"lr": 1e-4, "betas": (0.9, 0.999)}
+    assert codes(audit(row(), states=[state(options=options)])) == [("second-moment-stuck", "warning")]
+    assert codes(audit(row(dtype=F32), states=[state(dtype=F32, options=options)])) == []
+
+
+def test_an_average_that_stands_still_while_weights_move_is_stuck():
+    average = row("ema.weight", status="unchanged", role="average")
+    assert codes(audit(average, row())) == [("average-stuck", "error")]
+    assert codes(audit(average)) == []
+    assert codes(audit(row("ema.weight", role="average"), row())) == []
+
+
+def test_dtypes_that_changed_and_contracts_that_differ():
+    narrower = row(status="dtype-changed", a=Side(F32), b=Side(BF16))
+    assert codes(audit(narrower)) == [("dtype-changed-on-resume", "error")]
+    wider = row(status="dtype-changed", a=Side(BF16), b=Side(F32))
+    assert codes(audit(wider)) == [("dtype-changed-on-resume", "warning")]
+    moments = {"exp_avg": (F32, BF16)}
+    assert ("dtype-changed-on-resume", "error") in codes(audit(row(), states=[state(dtypes=moments)]))
+    assert codes(audit(row(), contract=((NAMES[0], "weight_update: kahan, nearest"),)))[0][1] == "error"
+
+
+def test_nonfinite_tensors_name_the_last_clean_checkpoint():
+    broken = [row(name, b=Side(BF16, nan=k)) for k, name in enumerate(NAMES)]
+    (found,) = findings_of("audit", audit(*broken))
+    assert (found.code, found.where) == ("first-nonfinite", tuple(NAMES[1:]))
+    assert "A is the last clean" in found.summary
+    assert found.evidence["nan"] == 3
+    already = row(a=Side(BF16, nan=1), b=Side(BF16, nan=1))
+    assert codes(audit(already)) == [("first-nonfinite", "error")]
+    mask = row("mask", status="unchanged", role="unknown", a=Side(F32, infinite=9), b=Side(F32, infinite=9))
+    assert codes(audit(mask)) == [("first-nonfinite", "note")]
+    assert codes(audit(row(), states=[state(nonfinite={"exp_avg": (0, 4)})])) == [("first-nonfinite", "error")]
+
+
+def test_saturated_and_zeroed_payloads():
+    assert codes(audit(row(b=Side(E4M3, saturated=50), a=Side(E4M3)))) == [("payload-saturated", "error")]
+    assert codes(audit(row(b=Side(E4M3, saturated=1), a=Side(E4M3)))) == []
+    assert codes(audit(row(b=Side(BF16, saturated=50)))) == []
+    zeroed = row(a=Side(F32), b=Side(E4M3, zeros=1000, constant=0.0), status="dtype-changed")
+    assert ("quantized-to-zero", "error") in codes(audit(zeroed))
+    assert codes(audit(row(a=Side(BF16, zeros=1000), b=Side(BF16, zeros=1000)))) == []
+
+
+def test_states_that_do_not_fit():
+    assert codes(audit(row(), states=[state(shapes_match=False)])) == [("state-mismatch", "error")]
+    assert codes(audit(row(), states=[state(steps=(20, 10))])) == [("state-mismatch", "warning")]
+    assert codes(audit(row(), states=[state(dtype=F32)])) == [("state-mismatch", "warning")]
+    assert codes(audit(row(), states=[state(dtype=F32, weight_update="kahan")])) == []
+
+
+def test_an_audit_is_plain_data_and_words():
+    import json
+
+    whole = audit(*(row(name, status="unchanged") for name in NAMES), row("head.weight"), unseen=("x was not seen",))
+    whole = dataclasses.replace(whole, findings=findings_of("audit", whole))
+    assert not whole.passed
+    (group, healthy) = whole.groups()
+    assert (group.pattern, group.severity) == ("layers.*.weight", "warning")
+    assert healthy.severity is None
+    plain = json.loads(json.dumps(whole.to_dict(), allow_nan=False))
+    assert {"findings", "tensors", "groups", "states"} <= plain.keys()
+    assert plain["findings"][0]["where"] == NAMES
+    assert {"name", "dtypes", "status", "share_unchanged", "largest_change_ulps", "median_change_ulps"} <= plain[
+        "tensors"
+    ][0].keys()
+    assert "layers.*.weight" in str(whole)
+    assert "x was not seen" in str(whole)
