@@ -1,0 +1,193 @@
+"""Pages in a browser: they sort, filter, count again for another format, follow the reader's colours, and are quiet."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from halfulp.observation.page import observation_html
+
+from .conftest import EVIL, FORMATS
+
+VIEWS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]
+
+
+def column(tab: Any, table: str, index: int) -> list[str]:
+    return tab.eval_on_selector_all(f"#{table} tbody tr", f"rows => rows.map(row => row.cells[{index}].textContent)")
+
+
+def visible(tab: Any, selector: str) -> bool:
+    return tab.locator(selector).first.is_visible()
+
+
+def test_a_click_sorts_and_another_turns_around(show: Callable, data: dict) -> None:
+    tab = show(observation_html(data)).tab
+    head = tab.locator("#updates thead th").nth(4)
+    head.locator("button").click()
+    assert head.get_attribute("aria-sort") == "descending"
+    falling = [float(text.rstrip("%")) for text in column(tab, "updates", 4)]
+    assert falling == sorted(falling, reverse=True)
+    assert falling[0] == 29
+    head.locator("button").click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    assert float(column(tab, "updates", 4)[0].rstrip("%")) == 0
+
+
+def test_the_keyboard_sorts_by_name_with_numbers_in_order(show: Callable, data: dict) -> None:
+    tab = show(observation_html(data)).tab
+    tab.locator("#updates thead th button").first.focus()
+    tab.keyboard.press("Enter")
+    names = column(tab, "updates", 0)
+    assert names[1:4] == ["layers.1.weight", "layers.2.weight", "layers.3.weight"]
+    assert tab.locator("#updates thead th").first.get_attribute("aria-sort") == "ascending"
+
+
+def test_words_filter_and_all_rows_can_be_shown(show: Callable, data: dict) -> None:
+    tab = show(observation_html(data)).tab
+    assert len(column(tab, "storage", 0)) == 24
+    tab.locator("#storage button.more").click()
+    assert len(column(tab, "storage", 0)) == 62
+    tab.locator("#storage input[type=search]").fill("layers.3.weight bf16")
+    assert column(tab, "storage", 0) == ["layers.3.weight"]
+    assert column(tab, "storage", 3) == ["fp32"]
+    assert tab.locator("#storage .count").text_content() == "1 of 62"
+    tab.locator("#storage input[type=search]").fill("nothing has this name")
+    assert column(tab, "storage", 0) == []
+
+
+@pytest.mark.parametrize("role", ["activation", "weight gradient"])
+def test_every_format_has_the_counts_of_the_record_at_scale_1(show: Callable, data: dict, role: str) -> None:
+    tab = show(observation_html(data)).tab
+    tab.locator(f".segments input[value='{role}']").check()
+    tab.locator("#map details summary").click()
+    tab.locator("#numbers-table button.more").click()
+    expected = {one["name"]: one["formats"] for one in data["tensors"] if one["role"] == role}
+    for format in FORMATS:
+        tab.locator("[name=format]").select_option(label=format)
+        more = tab.locator("#numbers-table button.more")
+        if more.is_visible():
+            more.click()
+        shown = tab.eval_on_selector_all(
+            "#numbers-table tbody tr",
+            "rows => rows.map(row => [row.cells[0].textContent, "
+            "...['zero', 'subnormal', 'over'].map(key => Number(row.querySelector('.' + key).dataset.count))])",
+        )
+        assert {name: numbers for name, *numbers in shown} == {
+            name: [counts[format][key] for key in ("underflow", "subnormal", "overflow")]
+            for name, counts in expected.items()
+        }
+
+
+def set_scale(tab: Any, power: int) -> None:
+    tab.eval_on_selector(
+        "[name=scale]", f"field => {{ field.value = {power}; field.dispatchEvent(new Event('input')); }}"
+    )
+
+
+def test_a_scale_moves_what_underflows(show: Callable, data: dict) -> None:
+    """By powers of two, the count at 2^k is that of the histogram's bins below the limit less k, for fp16 2^-25."""
+    tab = show(observation_html(data)).tab
+    tab.locator(".segments input[value='weight gradient']").check()
+    tab.locator("#map details summary").click()
+    tab.locator("#numbers-table input[type=search]").fill("layers.20.weight")
+    (one,) = [one for one in data["tensors"] if one["name"] == "layers.20.weight"]
+    bins = {int(bin): many for bin, many in one["histogram"].items()}
+    for power in (-3, 9):
+        set_scale(tab, power)
+        tab.locator("#numbers-table input[type=search]").fill("layers.20.weight")
+        cells = tab.locator("#numbers-table tbody tr td")
+        assert int(cells.nth(3).get_attribute("data-count")) == sum(m for b, m in bins.items() if b + power < -25)
+        assert int(cells.nth(4).get_attribute("data-count")) == sum(
+            m for b, m in bins.items() if -25 <= b + power < -14
+        )
+    assert "2⁹" in tab.locator("#map .said").text_content()
+    assert "by powers of two" in tab.locator("#map .said").text_content()
+
+
+def test_to_centre_on_a_tensor_sets_the_scale_that_loses_least_of_it(show: Callable, data: dict) -> None:
+    tab = show(observation_html(data)).tab
+    tab.locator(".segments input[value='weight gradient']").check()
+    tab.locator("[name=format]").select_option(label="e4m3fn")
+    tab.locator("[name=centre]").select_option(label="layers.25.weight")
+    (one,) = [one for one in data["tensors"] if one["name"] == "layers.25.weight"]
+    bins = {int(bin): many for bin, many in one["histogram"].items()}
+
+    def loss(power: int) -> float:
+        zero = sum(m for b, m in bins.items() if b + power < -10)
+        over = sum(m if b + power > 8 else m * (9 - 8.857981) for b, m in bins.items() if b + power >= 8)
+        return zero + round(over) + sum(m for b, m in bins.items() if -10 <= b + power < -6) / 4
+
+    power = int(tab.locator("[name=scale]").input_value())
+    assert power > 0
+    assert loss(power) == min(map(loss, range(-48, 49)))
+    tab.locator("[name=format]").select_option(label="mxfp8_e4m3")
+    assert tab.locator("[name=scale]").is_disabled()
+
+
+def test_the_map_shows_the_tensors_in_order_and_the_most_lost_first(show: Callable, data: dict) -> None:
+    tab = show(observation_html(data)).tab
+    tab.locator(".segments input[value='weight gradient']").check()
+    tab.locator("[name=order]").select_option("lost")
+    shares = [
+        tab.eval_on_selector_all(f"#map svg text.{key}", "texts => texts.map(text => text.textContent)")
+        for key in ("zero", "over")
+    ]
+    lost = [sum(0.005 if one.startswith("<") else float(one.rstrip("%")) for one in both) for both in zip(*shares)]
+    assert lost[0] > 30
+    assert all(more >= less - 0.2 for more, less in itertools.pairwise(lost))
+
+
+def test_it_follows_the_readers_colours(show: Callable, data: dict) -> None:
+    text = observation_html(data)
+    paper = [
+        show(text, scheme=scheme).tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        for scheme in ("light", "dark")
+    ]
+    light, dark = (sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(","))) for colour in paper)
+    assert light > 700
+    assert dark < 100
+
+
+def test_nothing_in_a_name_or_cure_is_markup(show: Callable, data: dict) -> None:
+    tab = show(observation_html(data)).tab
+    assert tab.locator("main b:text('evil'), main i:text('cure')").count() == 0
+    assert tab.locator("#updates code", has_text=EVIL).count() <= 1
+    tab.locator("#map details summary").click()
+    assert tab.locator("#numbers-table code").first.text_content() == EVIL.removesuffix(".weight")
+
+
+@pytest.mark.parametrize(("scheme", "width"), VIEWS)
+def test_axe_finds_nothing_and_nothing_scrolls_sideways(show: Callable, data: dict, scheme: str, width: int) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
+    tab = show(observation_html(data), width, scheme).tab
+    for summary in tab.locator("details > summary").all():
+        if summary.is_visible():
+            summary.click()
+    found = axe.Axe().run(tab).response["violations"]
+    assert [f"{one['id']}: {one['nodes'][0]['html'][:150]}" for one in found] == []
+    assert tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+
+def test_the_map_fits_a_phone_and_a_wide_screen(show: Callable, data: dict) -> None:
+    for width in (390, 1280):
+        tab = show(observation_html(data), width).tab
+        drawn = tab.eval_on_selector("#map svg", "svg => svg.getBoundingClientRect().right")
+        assert drawn <= width
+
+
+def test_a_saved_map_stands_alone(show: Callable, data: dict) -> None:
+    tab = show(observation_html(data)).tab
+    with tab.expect_download() as waiting:
+        tab.locator("#map .save").click()
+    text = waiting.value.path().read_text(encoding="utf-8")
+    assert waiting.value.suggested_filename == "activation-fp16.svg"
+    assert text.startswith("<svg")
+    assert "--kept:#" in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_page_of_an_empty_observation(show: Callable) -> None:
+    tab = show(observation_html({"findings": []})).tab
+    assert tab.locator("h1").text_content() == "Nothing to mend in 0 steps"
+    assert not visible(tab, "#map")
