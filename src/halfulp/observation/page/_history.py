@@ -18,7 +18,7 @@ def history_data(history: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     steps = [int(one["step"]) for one in history]
     skipped = [int(one["step"]) for one in history if one["skipped"]]
     total = sum(one["skipped"] for one in history)
-    panels = []
+    panels: list[dict[str, Any]] = []
     loss = _numbers(history, "loss")
     if any(value is not None for value in loss):
         panels.append({"title": "loss", "lines": [_line("", loss, "--c0")]})
