@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...pages import number, render
+from ...pages import render, share
 from ._findings import finding_cards, headline
 from ._history import history_data, history_words
 from ._magnitudes import map_data
@@ -21,50 +21,51 @@ def observation_html(data: Mapping[str, Any]) -> str:
     """Return the page of an observation as text; it refers to nothing outside itself.
 
     Args:
-        data: what `Observation.to_dict` gives, also when read back from JSON: the fields of a record
-            (`record._plain.plain_record`), `findings`, and `cost` where it is known.
+        data: what `Observation.to_dict` gives, also when read back from JSON.
 
     Raises:
         ValueError: jinja2 is missing.
     """
-    history = data.get("history", [])
-    charts: dict[str, Any] = map_data(data.get("tensors", ()))
+    record, findings = data.get("record", {}), data["findings"]
+    history, parameters = record.get("history", []), record.get("parameters", [])
+    charts: dict[str, Any] = map_data(record.get("tensors", ()))
     has_map = bool(charts["tensors"])
     curves = history_data(history)
-    parameters = data.get("parameters", [])
-    findings = data.get("findings", [])
     return render(
         __package__,
         "observation.html.j2",
-        headline=headline(findings, plural(_steps(history), "step")),
-        lead=_lead(data),
+        headline=headline(findings, plural(data["steps"], "step")),
+        lead=_lead(record),
         findings=finding_cards(findings),
         has_map=has_map,
         updates=updates_table(parameters),
         has_history=curves is not None,
         history_words=history_words(history),
-        storage=storage_table(data),
+        storage=storage_table(record),
         storage_words=_STORAGE,
-        extras=extra_tables(data),
-        unseen=data.get("unseen", []),
-        cost=[(key.replace("_", " "), number(value)) for key, value in data.get("cost", {}).items()],
+        extras=extra_tables(record),
+        unseen=record.get("unseen", []),
+        cost=_cost(data),
         versions=versions(),
         data=(charts if has_map else {}) | ({"history": curves} if curves else {}),
     )
 
 
-def _steps(history: list[Mapping[str, Any]]) -> int:
-    return int(history[-1]["step"]) + 1 if history else 0
+def _cost(data: Mapping[str, Any]) -> str:
+    """What observing cost, where that is known."""
+    overhead = data.get("overhead")
+    every = f"Tensors of one step in {data['interval']:,} were looked at. " if data.get("interval") else ""
+    return f"{every}Observing took {share(overhead)} of the run's own time." if overhead is not None else ""
 
 
-def _lead(data: Mapping[str, Any]) -> str:
+def _lead(record: Mapping[str, Any]) -> str:
     """What was observed: sampled steps, parameters, optimizers."""
-    parameters = data.get("parameters", [])
+    parameters = record.get("parameters", [])
     elements = sum(one["numel"] for one in parameters)
     optimizers = dict.fromkeys(one["optimizer"] for one in parameters if one["optimizer"])
-    said = [f"{plural(len(data.get('sampled_steps', ())), 'step')} sampled"]
+    said = [f"{plural(len(record.get('sampled_steps', ())), 'step')} sampled"]
     said.append(f"{plural(len(parameters), 'parameter tensor')} of {plural(elements, 'element')}")
     said += [", ".join(optimizers)] if optimizers else ["no optimizer"]
-    rank, ranks = data.get("replica_of", (0, 1))
+    rank, ranks = record.get("replica_of", (0, 1))
     said += [f"rank {rank} of {ranks}"] if ranks > 1 else []
     return " · ".join(said)

@@ -343,6 +343,66 @@
     });
   }
 
+  // Rows of shares along one axis: changes in ulps, updates lost by step ----------------------------------------
+
+  // The curve above the rows, on their axis.
+  function drawCurve(svg, curve, x, top, tall, width) {
+    const most = Math.max(...curve.points.map((point) => point[1])) || 1;
+    const y = (value) => top + tall - (value / most) * tall;
+    write(svg, x(curve.points[0][0]), top - 8, curve.title, { fill: "var(--ink)", "font-weight": 650 });
+    write(svg, width, top - 8, `up to ${Number(most.toPrecision(3))}`, { "text-anchor": "end" });
+    const path = curve.points.map(([at, value], index) => `${index ? "L" : "M"}${round(x(at))} ${round(y(value))}`).join("");
+    svg.append(make("line", { x1: round(x(curve.points[0][0])), y1: top + tall, x2: width, y2: top + tall, stroke: "var(--line)" }));
+    svg.append(make("path", { d: path, fill: "none", stroke: "var(--c0)", "stroke-width": 1.6, "stroke-linejoin": "round" }));
+  }
+
+  function startShares() {
+    const card = document.getElementById("shares");
+    if (!card) return;
+    const { rows, low, high, ticks, columns, title, words, curve, file } = data.shares;
+    const box = card.querySelector(".figure"), more = card.querySelector(".more");
+    let all = false;
+
+    function draw(width) {
+      const shown = all ? rows : rows.slice(0, FEW);
+      const narrow = width < 620, letters = narrow ? 17 : 38, tall = 18, top = curve ? 118 : 40;
+      const label = Math.max(6, ...shown.map((row) => Math.min(letters, row.name.length))) * (narrow ? 5.6 : 6.5) + 12;
+      const titles = narrow ? columns.slice(0, 1) : columns, each = narrow ? 56 : 92, right = titles.length * each + 4;
+      const plot = width - label - right, end = top + shown.length * tall;
+      const x = (value) => label + ((value - low) / (high - low)) * plot;
+      const svg = canvas(width, end + 26, words);
+      if (curve) drawCurve(svg, curve, x, 22, 60, label + plot);
+      write(svg, label, top - 9, title, { fill: "var(--ink)", "font-weight": 650 });
+      titles.forEach((one, index) => write(svg, width - right + (index + 1) * each, top - 9, one, { "text-anchor": "end" }));
+      let last = -Infinity;
+      for (const [at, text] of ticks) {
+        if (at < low || at > high) continue;
+        svg.append(make("line", { x1: round(x(at)), y1: top, x2: round(x(at)), y2: end + 4, stroke: "var(--line)", "stroke-width": 0.7 }));
+        if (x(at) - last > 7 * String(text).length + 12) { write(svg, x(at), end + 17, text, { "text-anchor": "middle" }); last = x(at); }
+      }
+      shown.forEach((row, index) => {
+        const y = top + index * tall, group = make("g");
+        write(group, label - 8, y + tall / 2 + 4, short(row.name, letters), { "text-anchor": "end", fill: "var(--ink)", "font-size": narrow ? 9.5 : 11, "font-family": "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace" });
+        for (const [from, to, depth, kind] of row.cells) {
+          const wide = x(to) - x(from);
+          group.append(make("rect", { x: round(x(from)), y: y + 1.5, width: round(Math.max(wide - (wide > 5 ? 1 : 0), 0.8)), height: tall - 3, rx: wide > 5 ? 1.5 : 0, fill: `var(--${kind})`, "fill-opacity": depth }));
+        }
+        if (row.mark !== undefined) group.append(make("path", { d: `M${round(x(row.mark))} ${y + 1}V${y + tall - 1}`, stroke: "var(--ink)", "stroke-width": 2.2 }));
+        row.texts.slice(0, titles.length).forEach((text, column) => write(group, width - right + (column + 1) * each, y + tall / 2 + 4, text, { "text-anchor": "end", "font-size": narrow ? 10 : 11.5, fill: row.bad && column === 0 ? "var(--lost)" : "var(--soft)", "font-weight": row.bad && column === 0 ? 650 : 400 }));
+        group.append(make("title", {}, [row.name, ...columns.map((one, column) => `${one}: ${row.texts[column]}`)].join("\n")));
+        svg.append(group);
+      });
+      box.replaceChildren(svg);
+      more.hidden = rows.length <= FEW;
+      more.textContent = all ? `Show ${FEW}` : `Show all ${rows.length}`;
+    }
+
+    const again = drawn(box, draw);
+    more.addEventListener("click", () => { all = !all; again(); });
+    card.querySelector(".save").addEventListener("click", () => save(box.firstChild, file));
+  }
+
+  if (data.shares) startShares();
   if (data.tensors) startMap();
   if (data.history) startHistory();
 })();

@@ -1,0 +1,201 @@
+"""The page of an audit."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...pages import Cell, Column, Table, count, number, render, share
+from ._findings import finding_cards, headline
+from ._words import dtype_word, plural, versions
+
+Plain = Mapping[str, Any]
+_TONES = {"error": "bad", "warning": "open", "note": "quiet"}
+_STATUS = {"nonfinite": "bad", "dtype-changed": "open", "unchanged": "bad", "barely-moved": "open", "constant": "open"}
+_UNSEEN = Cell("–", sort="")
+# Shares from this power of ten to 30% are told apart by how deep their colour is.
+_FAINTEST = -4
+
+
+def audit_html(data: Plain) -> str:
+    """Return the page of an audit as text; it refers to nothing outside itself.
+
+    Args:
+        data: what `Audit.to_dict` gives, also when read back from JSON.
+
+    Raises:
+        ValueError: jinja2 is missing.
+    """
+    findings, tensors = data["findings"], data["tensors"]
+    shares = _shares(data["groups"], {one["name"]: one for one in tensors})
+    return render(
+        __package__,
+        "audit.html.j2",
+        headline=headline(findings, plural(len(tensors), "tensor")),
+        lead=_lead(data),
+        findings=finding_cards(findings),
+        groups=_groups(data["groups"]),
+        states=_states(data["states"]),
+        tensors=_tensors(tensors),
+        share_words=f"Hardly moved: less than {data['share']:g} ulp on average.",
+        contract=_contract(data["contract"]),
+        unseen=data["unseen"],
+        versions=versions(),
+        data={"shares": shares} if shares else {},
+    )
+
+
+def _lead(data: Plain) -> str:
+    still = Counter(one["status"] for one in data["tensors"])
+    said = [plural(data["steps"], "optimizer step") + " from A to B"] if data["steps"] is not None else []
+    said.append(f"{still['changed']} of {plural(len(data['tensors']), 'tensor')} moved")
+    said += [f"{still['unchanged']} did not move at all"] if still["unchanged"] else []
+    return " · ".join(said)
+
+
+def _groups(groups: Sequence[Plain]) -> Table:
+    columns = [Column("tensors"), Column("verdict"), Column("dtype"), Column("how many", numeric=True)]
+    columns += [Column("elements", numeric=True, minor=True), Column("unchanged", numeric=True)]
+    rows = [
+        [
+            Cell(one["pattern"], title=", ".join(one["names"][:40])),
+            Cell(one["verdict"], tone=_TONES.get(one["severity"], "")),
+            Cell(one["dtypes"].replace("->", "→")),
+            Cell(count(len(one["names"])), sort=len(one["names"])),
+            Cell(count(one["numel"]), sort=one["numel"]),
+            Cell(share(one["share_unchanged"]), sort=one["share_unchanged"], bar=one["share_unchanged"]),
+        ]
+        for one in groups
+    ]
+    return Table("groups", "Layer by layer", columns, rows, "filter, as norm")
+
+
+def _tensors(tensors: Sequence[Plain]) -> Table:
+    columns = [Column("tensor"), Column("status"), Column("dtype"), Column("elements", numeric=True, minor=True)]
+    columns += [Column("unchanged", numeric=True), Column("median, ulps", numeric=True)]
+    columns += [Column("mean, ulps", numeric=True, minor=True), Column("largest, ulps", numeric=True)]
+    columns += [Column("NaN or inf", numeric=True, minor=True)]
+    rows = []
+    for one in tensors:
+        broken = one["nan"][1] + one["infinite"][1]
+        elements = math.prod(one["shape"])
+        rows.append(
+            [
+                Cell(one["name"]),
+                Cell(one["status"].replace("-", " "), tone=_STATUS.get(one["status"], "")),
+                Cell(_both(one["dtypes"])),
+                Cell(count(elements), sort=elements, title=" × ".join(map(str, one["shape"])) or "one number"),
+                Cell(share(one["share_unchanged"]), sort=one["share_unchanged"]),
+                *[_number(one[key]) for key in ("median_change_ulps", "mean_change_ulps", "largest_change_ulps")],
+                Cell(count(broken), sort=broken),
+            ]
+        )
+    return Table("tensors", "All tensors", columns, rows, "filter, as unchanged bf16")
+
+
+def _states(states: Sequence[Plain]) -> Table:
+    columns = [Column("parameter"), Column("lr", numeric=True), Column("weight update", minor=True), Column("states")]
+    columns += [
+        Column("update lost", numeric=True),
+        Column("realised", numeric=True),
+        Column("decay lost", numeric=True),
+    ]
+    columns += [Column("would keep it", minor=True)]
+    rows = []
+    for one in states:
+        kinds = dict.fromkeys(_both(pair) for pair in one["dtypes"].values())
+        update, decay = one["update"], one["decay"]
+        rows.append(
+            [
+                Cell(one["name"]),
+                _number(one["options"].get("lr")),
+                Cell(one["weight_update"] or "–", sort=one["weight_update"] or ""),
+                Cell(", ".join(kinds), title="; ".join(one["dtypes"])) if kinds else _UNSEEN,
+                _lost(update, bar=True),
+                _UNSEEN if update is None else Cell(f"{100 * update['realised']:.3g}%", sort=update["realised"]),
+                _lost(decay),
+                _UNSEEN if update is None else _remedy(update),
+            ]
+        )
+    return Table("states", "What the optimizer's state says", columns, rows)
+
+
+def _lost(lost: Plain | None, bar: bool = False) -> Cell:
+    if lost is None or not lost["wanted"]:
+        return _UNSEEN
+    part = lost["lost"]
+    tone = "bad" if part >= 0.5 else "open" if part >= 0.1 else ""
+    return Cell(share(part), sort=part, bar=part if bar else None, tone=tone if bar else "")
+
+
+def _remedy(update: Plain) -> Cell:
+    """The weight updates that lose less than a hundredth, or less than a tenth of what nearest rounding loses."""
+    limit = max(0.01, update["lost"] / 10)
+    return Cell(", ".join(name for name, part in update["lost_by"].items() if part <= limit) or "–")
+
+
+def _contract(differences: Sequence[Plain]) -> Table:
+    rows = [[Cell(one["name"]), Cell(one["difference"])] for one in differences]
+    return Table("contract", "Precision contracts that differ", [Column("name"), Column("difference")], rows)
+
+
+def _shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, Any] | None:
+    """One row per group: its changes by power of two of an ulp, the elements that stayed in a column of their own."""
+    rows, bins = [], set()
+    for one in groups:
+        found: Counter[int] = Counter()
+        for name in one["names"]:
+            found.update({int(bin): many for bin, many in tensors[name]["histogram"].items()})
+        if one["numel"]:
+            rows.append((one, found))
+            bins |= set(found)
+    if not rows:
+        return None
+    low, high = min(bins, default=0), max(bins, default=0) + 1
+    stayed = low - 3
+    step = max(1, (high - low) // 12)
+    median = [one["median_change_ulps"] for one, _ in rows]
+    return {
+        "rows": [
+            {
+                "name": one["pattern"],
+                "cells": [
+                    *([[stayed, stayed + 2, _depth(one["share_unchanged"]), "lost"]] if one["share_unchanged"] else []),
+                    *([at, at + 1, _depth(many / one["numel"]), "kept"] for at, many in sorted(found.items())),
+                ],
+                "texts": [share(one["share_unchanged"]), _range(ulps)],
+                "bad": one["share_unchanged"] == 1,
+            }
+            for (one, found), ulps in zip(rows, median)
+        ],
+        "low": stayed - 0.5,
+        "high": high + 0.5,
+        "ticks": [[stayed + 1, "stayed"], *([at, _power(at)] for at in range(low, high + 1) if at % step == 0)],
+        "columns": ["unchanged", "median, ulps"],
+        "title": "change, in ulps",
+        "words": "Changes of the elements in ulps, by group of tensors; the table above has the shares that stayed.",
+        "file": "changes.svg",
+    }
+
+
+def _depth(part: float) -> float:
+    return round(0.14 + 0.86 * min(1.0, max(0.0, (math.log10(part) - _FAINTEST) / 3.5)), 3) if part else 0.0
+
+
+def _power(exponent: int) -> str:
+    return str(2**exponent) if 0 <= exponent <= 10 else f"1/{2**-exponent}" if -6 <= exponent < 0 else f"2^{exponent}"
+
+
+def _range(ends: Sequence[Any]) -> str:
+    low, high = number(ends[0]), number(ends[1])
+    return low if low == high else f"{low} to {high}"
+
+
+def _both(dtypes: Sequence[str | None]) -> str:
+    return " → ".join(dict.fromkeys(map(dtype_word, dtypes)))
+
+
+def _number(value: Any) -> Cell:
+    return Cell(number(value), sort=value) if isinstance(value, int | float) else _UNSEEN

@@ -1,0 +1,169 @@
+"""The page of a forecast."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...pages import Cell, Column, Table, count, number, render, share
+from ._findings import finding_cards, headline
+from ._words import dtype_word, plural, versions
+
+Plain = Mapping[str, Any]
+_UNSEEN = Cell("–", sort="")
+
+
+def forecast_html(data: Plain) -> str:
+    """Return the page of a forecast as text; it refers to nothing outside itself.
+
+    Args:
+        data: what `Forecast.to_dict` gives, also when read back from JSON.
+
+    Raises:
+        ValueError: jinja2 is missing.
+    """
+    shares = _shares(data)
+    return render(
+        __package__,
+        "forecast.html.j2",
+        headline=headline(data["findings"], plural(data["steps"] - data["start"], "step") + " to come"),
+        lead=_lead(data),
+        findings=finding_cards(data["findings"]),
+        layers=_layers(data["layers"]),
+        layers_words="Lost: the mean share of updates that change nothing, each step weighed by its learning rate.",
+        costs=_costs(data["costs"]),
+        unseen=data["notes"],
+        versions=versions(),
+        data={"shares": shares} if shares else {},
+    )
+
+
+def _lead(data: Plain) -> str:
+    layers = data["layers"]
+    frozen = sum(one["freeze_step"] is not None for one in layers)
+    said = [f"{data['rule']}, {data['schedule']} schedule of {plural(data['steps'], 'step')}"]
+    said += [f"from step {count(data['start'])}"] if data["start"] else []
+    said.append(f"{frozen} of {plural(len(layers), 'layer')} will freeze")
+    return " · ".join(said)
+
+
+def _layers(layers: Sequence[Plain]) -> Table:
+    columns = [Column("layer"), Column("stored in"), Column("weight update", minor=True)]
+    columns += [Column("elements", numeric=True, minor=True), Column("freezes at step", numeric=True)]
+    columns += [Column("at lr", numeric=True), Column("lost", numeric=True), Column("decay lost", numeric=True)]
+    columns += [Column("noise = drift after", numeric=True, minor=True), Column("update size from", minor=True)]
+    rows = []
+    for one in layers:
+        rows.append(
+            [
+                Cell(one["name"]),
+                Cell(dtype_word(one["dtype"])),
+                Cell(one["weight_update"]),
+                Cell(count(one["elements"]), sort=one["elements"]),
+                _freeze(one),
+                _number(one["freeze_lr"]),
+                _lost(one["lost_share"]),
+                _share(one["decay_lost"]),
+                _steps(one["noise_steps"]),
+                Cell(one["updates"] or "not known", sort=one["updates"] or ""),
+            ]
+        )
+    rows.sort(key=lambda row: float("inf") if row[4].sort == "" else float(row[4].sort or 0))
+    return Table("layers", "Layers", columns, rows, "filter, as norm bf16")
+
+
+def _costs(costs: Sequence[Plain]) -> Table:
+    columns = [Column("weight update"), Column("bytes / parameter", numeric=True), Column("in all", numeric=True)]
+    tones = {"yes": "good", "no": "bad", "on average": "open"}
+    rows = [
+        [
+            Cell(one["weight_update"]),
+            Cell(number(one["bytes_per_parameter"]), sort=one["bytes_per_parameter"]),
+            Cell(_bytes(one["total"]), sort=one["total"]),
+            Cell(one["keeps"], tone=tones.get(one["keeps"], "")),
+        ]
+        for one in costs
+    ]
+    return Table("costs", "What a remedy costs", [*columns, Column("keeps the smallest")], rows)
+
+
+def _shares(data: Plain) -> dict[str, Any] | None:
+    """One row per layer: the share of updates lost, by step; the step at which it freezes marked."""
+    layers = [one for one in data["layers"] if one["lost"]]
+    if not layers:
+        return None
+    low, high = data["start"], max(data["steps"], data["start"] + 1)
+    layers.sort(key=lambda one: float("inf") if one["freeze_step"] is None else one["freeze_step"])
+    curve = data.get("learning_rates")
+    return {
+        "rows": [_row(one, low, high) for one in layers],
+        "low": low,
+        "high": high,
+        "ticks": [[at, count(at)] for at in _ticks(low, high)],
+        "columns": ["freezes at", "lost"],
+        "title": "updates lost, by step",
+        "words": "Share of updates lost by layer and step, and where each freezes; the table below has the steps.",
+        "file": "forecast.svg",
+        **({"curve": {"title": "learning rate", "points": curve}} if curve else {}),
+    }
+
+
+def _row(one: Plain, low: int, high: int) -> dict[str, Any]:
+    lost = one["lost"]
+    edges = [low, *((a[0] + b[0]) / 2 for a, b in itertools.pairwise(lost)), high]
+    cells = [[edges[at], edges[at + 1], round(part, 3), "lost"] for at, (_, part) in enumerate(lost) if part > 0.001]
+    frozen = one["freeze_step"]
+    return {
+        "name": one["name"],
+        "cells": cells,
+        "texts": ["never" if frozen is None else count(frozen), share(one["lost_share"])],
+        "bad": frozen is not None,
+        **({} if frozen is None else {"mark": frozen}),
+    }
+
+
+def _ticks(low: int, high: int) -> list[int]:
+    """Round steps, about six of them."""
+    rough = max(1, (high - low) // 6)
+    base = 10 ** (len(str(rough)) - 1)
+    gap = next(many * base for many in (1, 2, 5, 10) if many * base >= rough)
+    return list(range(-(-low // gap) * gap, high + 1, gap))
+
+
+def _freeze(one: Plain) -> Cell:
+    if one["freeze_step"] is None:
+        return Cell("never", sort="")
+    between = one["freeze_range"]
+    said = ""
+    if between is not None:
+        first, last = ("beyond the schedule" if end is None else count(end) for end in between)
+        said = f"between {first} and {last}, 9 times in 10"
+    return Cell(count(one["freeze_step"]), sort=one["freeze_step"], title=said)
+
+
+def _lost(part: float | None) -> Cell:
+    if part is None:
+        return _UNSEEN
+    return Cell(share(part), sort=part, bar=part, tone="bad" if part >= 0.5 else "open" if part >= 0.1 else "")
+
+
+def _share(part: float | None) -> Cell:
+    return _UNSEEN if part is None else Cell(share(part) if part >= 0 else f"{100 * part:.3g}%", sort=part)
+
+
+def _number(value: Any) -> Cell:
+    return Cell(number(value), sort=value) if isinstance(value, int | float) else _UNSEEN
+
+
+def _steps(value: Any) -> Cell:
+    return Cell(f"{value:,.0f} steps", sort=value) if isinstance(value, int | float) else _UNSEEN
+
+
+def _bytes(total: float) -> str:
+    """Bytes in decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if total < 1000:
+            return f"{total:.3g} {unit}"
+        total /= 1000
+    return f"{total:.3g} TB"
