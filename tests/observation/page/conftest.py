@@ -95,7 +95,8 @@ def data() -> dict[str, Any]:
     kinds = (("updates-lost", "error"), ("overflow-near", "warning"), ("never-stepped", "note"))
     where, evidence = (EVIL, "layers.1.weight"), {"lost": 0.5, "n": [1, 2]}
     findings = [Finding(code, where, severity, 0.9, evidence, "<i>cure</i>", "said") for code, severity in kinds]
-    found = {"findings": [one.to_dict() for one in findings], **plain_record(make_record()), "cost": {"seconds": 0.25}}
+    found = {"findings": [one.to_dict() for one in findings], "steps": 100, "interval": 50, "overhead": 0.013}
+    found["record"] = plain_record(make_record())
     return json.loads(json.dumps(found, allow_nan=False))
 
 

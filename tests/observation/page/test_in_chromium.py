@@ -62,7 +62,7 @@ def test_every_format_has_the_counts_of_the_record_at_scale_1(show: Callable, da
     tab.locator(f".segments input[value='{role}']").check()
     tab.locator("#map details summary").click()
     tab.locator("#numbers-table button.more").click()
-    expected = {one["name"]: one["formats"] for one in data["tensors"] if one["role"] == role}
+    expected = {one["name"]: one["formats"] for one in data["record"]["tensors"] if one["role"] == role}
     for format in FORMATS:
         tab.locator("[name=format]").select_option(label=format)
         more = tab.locator("#numbers-table button.more")
@@ -91,7 +91,7 @@ def test_a_scale_moves_what_underflows(show: Callable, data: dict) -> None:
     tab.locator(".segments input[value='weight gradient']").check()
     tab.locator("#map details summary").click()
     tab.locator("#numbers-table input[type=search]").fill("layers.20.weight")
-    (one,) = [one for one in data["tensors"] if one["name"] == "layers.20.weight"]
+    (one,) = [one for one in data["record"]["tensors"] if one["name"] == "layers.20.weight"]
     bins = {int(bin): many for bin, many in one["histogram"].items()}
     for power in (-3, 9):
         set_scale(tab, power)
@@ -110,7 +110,7 @@ def test_to_centre_on_a_tensor_sets_the_scale_that_loses_least_of_it(show: Calla
     tab.locator(".segments input[value='weight gradient']").check()
     tab.locator("[name=format]").select_option(label="e4m3fn")
     tab.locator("[name=centre]").select_option(label="layers.25.weight")
-    (one,) = [one for one in data["tensors"] if one["name"] == "layers.25.weight"]
+    (one,) = [one for one in data["record"]["tensors"] if one["name"] == "layers.25.weight"]
     bins = {int(bin): many for bin, many in one["histogram"].items()}
 
     def loss(power: int) -> float:
@@ -188,6 +188,6 @@ def test_a_saved_map_stands_alone(show: Callable, data: dict) -> None:
 
 
 def test_a_page_of_an_empty_observation(show: Callable) -> None:
-    tab = show(observation_html({"findings": []})).tab
+    tab = show(observation_html({"findings": [], "steps": 0})).tab
     assert tab.locator("h1").text_content() == "Nothing to mend in 0 steps"
     assert not visible(tab, "#map")
