@@ -87,6 +87,7 @@ class ForecastData:
         start, steps: steps made so far, and of the whole run.
         costs: bytes of each weight update; empty without parameters of 16 bits.
         notes: what could not be read or is not known, in sentences.
+        learning_rates: (step, learning rate of the first group) at steps spread over the schedule.
     """
 
     layers: tuple[LayerForecast, ...]
@@ -96,6 +97,7 @@ class ForecastData:
     steps: int
     costs: tuple[Cost, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    learning_rates: tuple[tuple[int, float], ...] = ()
 
 
 def _name(dtype: torch.dtype) -> str:

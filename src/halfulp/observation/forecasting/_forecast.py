@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from ... import formats
 from ..._messages import a_kind
 from .._finding import Finding
 from ..findings import findings_of
+from ..page import write_page
 from ._costs import costs
 from ._data import ForecastData
 from ._inputs import Inputs, from_optimizer, from_rate, named_tensors, states_by_name
@@ -25,6 +27,8 @@ _BUDGET = 6e7
 _SAMPLE = 2048
 _SMALLEST_SAMPLE = 256
 _LEAPS = 400
+# Points of the learning-rate curve that a forecast keeps.
+_CURVE = 240
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,17 @@ class Forecast(ForecastData):
             "schedule": self.schedule,
             "start": self.start,
             "steps": self.steps,
+            "learning_rates": [list(pair) for pair in self.learning_rates],
             "notes": list(self.notes),
         }
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one self-contained HTML page, whole or not at all.
+
+        Raises:
+            ValueError: jinja2 is missing, or the file cannot be written.
+        """
+        write_page("forecast", self.to_dict(), path)
 
     def __str__(self) -> str:
         return as_text(self, self.findings)
@@ -167,7 +180,15 @@ def _followed(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forec
         relative = [layer.relative for layer in layers if layer.relative is not None]
         smallest = min(relative, default=0.0)
         found = costs(inputs.rule, narrow[0].value.dtype, sum(one.value.numel() for one in narrow), smallest)
-    return Forecast(layers, inputs.rule, schedule, start, start + rates.shape[1], found, tuple(notes))
+    total = start + rates.shape[1]
+    return Forecast(layers, inputs.rule, schedule, start, total, found, tuple(notes), _thinned(rates[0], start))
+
+
+def _thinned(rates: Tensor, start: int) -> tuple[tuple[int, float], ...]:
+    """Return (step, rate) at some steps spread over all, the first and the last among them."""
+    places = torch.linspace(0, len(rates) - 1, min(len(rates), _CURVE), dtype=torch.float64, device="cpu")
+    at = places.round().long().tolist()
+    return tuple((start + step, float(rates[step])) for step in dict.fromkeys(at))
 
 
 def _finite(plain: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from ..._messages import a_kind
 from ...optim.parameters._local_tensors import memory
 from .._finding import Finding
 from ..findings import findings_of
+from ..page import write_page
 from ..record._plain import plain_record
 from ..record._record import Record, StepRecord
 from ..sampling._candidates import DEFAULT_FORMATS, AnyFormat
@@ -153,6 +155,14 @@ class Observation:
             "overhead": self.overhead,
             "record": plain_record(self.book.record),
         }
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one self-contained HTML page, whole or not at all.
+
+        Raises:
+            ValueError: jinja2 is missing, or the file cannot be written.
+        """
+        write_page("observe", self.to_dict(), path)
 
     def __len__(self) -> int:
         """How many optimizer steps were seen."""

@@ -3,3 +3,4 @@
 from ._audit import audit_html as audit_html
 from ._forecast import forecast_html as forecast_html
 from ._observation import observation_html as observation_html
+from ._write import write_page as write_page

@@ -1,0 +1,51 @@
+"""The option --out of commands that have a page to show: a folder for the page and the JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..pages import check_writable, require, write_whole
+from ._errors import writing
+
+Out = Annotated[str | None, typer.Option(help="A folder for the page and the JSON, as audit.html and audit.json.")]
+
+
+def prepare(out: str | None, name: str) -> None:
+    """Before the work: make the folder and check that a page can be made and written into it.
+
+    Raises:
+        ValueError: jinja2 is missing, or the folder cannot be written.
+    """
+    if out is None:
+        return
+    require(instead="leave --out away")
+    with writing(out):
+        Path(out).mkdir(parents=True, exist_ok=True)
+    for path in _files(out, name):
+        check_writable(path)
+
+
+def write_out(out: str | None, name: str, found: Any) -> None:
+    """Write what an instrument found as NAME.html and NAME.json, each whole or not at all; without a folder nothing.
+
+    Args:
+        out: the folder, as `prepare` made it.
+        name: "observe", "audit" or "forecast".
+        found: an Observation, an Audit or a Forecast.
+
+    Raises:
+        ValueError: a file cannot be written.
+    """
+    if out is None:
+        return
+    page, data = _files(out, name)
+    write_whole(data, json.dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False))
+    found.to_html(page)
+
+
+def _files(out: str, name: str) -> tuple[Path, Path]:
+    return Path(out) / f"{name}.html", Path(out) / f"{name}.json"

@@ -1,0 +1,42 @@
+"""--out: the folder with the page and the JSON of an instrument."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.cli._out import prepare, write_out
+
+
+@pytest.fixture(scope="module")
+def found() -> hu.observation.Forecast:
+    model = torch.nn.Linear(4, 4).to(torch.bfloat16)
+    return hu.observation.forecast(model, torch.optim.AdamW(model.parameters(), lr=1e-4), "cosine", steps=50)
+
+
+def test_page_and_json_lie_in_the_folder(found: hu.observation.Forecast, tmp_path: Path) -> None:
+    out = str(tmp_path / "new" / "folder")
+    prepare(out, "forecast")
+    assert list(Path(out).iterdir()) == []
+    write_out(out, "forecast", found)
+    assert sorted(path.name for path in Path(out).iterdir()) == ["forecast.html", "forecast.json"]
+    assert json.loads((Path(out) / "forecast.json").read_text(encoding="utf-8")) == found.to_dict()
+    assert (Path(out) / "forecast.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_without_a_folder_nothing_is_written(found: hu.observation.Forecast) -> None:
+    prepare(None, "forecast")
+    write_out(None, "forecast", found)
+
+
+def test_a_file_in_the_way_is_said_before_the_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        prepare(str(tmp_path / "file"), "audit")
+    assert ended.value.code == 2
+    assert "cannot write" in capsys.readouterr().err
+    (tmp_path / "out" / "audit.html").mkdir(parents=True)
+    with pytest.raises(ValueError, match="it is a folder"):
+        prepare(str(tmp_path / "out"), "audit")
