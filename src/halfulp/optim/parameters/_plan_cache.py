@@ -86,18 +86,19 @@ class PlanCache(TensorMap[ParameterPlan]):
         self, rule: UpdateRule, group: Mapping[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
     ) -> StepSpec:
         """Return a parameter's step specification, as `step_spec_of` does; equal ones on one device are one object."""
+        if memory(parameter) is not parameter:
+            return self._interned(step_spec_of(rule, group, parameter, gradient, name), parameter)
         given = rule, group["weight_update"], group["format"], group["param_dtype"], gradient
-        key: tuple = ()
-        if memory(parameter) is parameter:
-            states = stored_choice(group["state_dtype"])
-            key = *map(id, given), states, is_kept(parameter), parameter.dtype, parameter.shape, parameter.device
-            if key in self._specs_by_options:
-                return self._specs_by_options[key][0]
-        spec = step_spec_of(rule, group, parameter, gradient, name)
-        spec = self._specs.setdefault((spec, local(parameter).device), spec)
-        if key:
-            self._specs_by_options[key] = spec, given
-        return spec
+        states = stored_choice(group["state_dtype"])
+        key = *map(id, given), states, is_kept(parameter), parameter.dtype, parameter.shape, parameter.device
+        found = self._specs_by_options.get(key)
+        if found is None:
+            spec = self._interned(step_spec_of(rule, group, parameter, gradient, name), parameter)
+            found = self._specs_by_options[key] = spec, given
+        return found[0]
+
+    def _interned(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
+        return self._specs.setdefault((spec, local(parameter).device), spec)
 
     def table(self, plans: list[ParameterPlan]) -> Table:
         """Return the tables of a batch, which its metered steps and its search for amax share."""
