@@ -20,9 +20,6 @@ CONSUMER = ROOT / "tests" / "typed" / "consumer.py"
 MOST_IGNORES = 30
 # Public files that mypy reads as it reads the rest of src.
 NOT_STRICT = {
-    "halfulp.optim._optimizer",
-    "halfulp.optim.wrapping._wrap",
-    "halfulp.observation._finding",
     "halfulp.observation.observing._observe",
 }
 

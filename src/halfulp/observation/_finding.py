@@ -120,7 +120,7 @@ def ranked(
     >>> [finding.code for finding in ranked([frozen, lost], {"weight-frozen": ["updates-lost"]})]
     ['updates-lost', 'weight-frozen']
     """
-    joined: dict[tuple, Finding] = {}
+    joined: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
         key = (finding.code, finding.severity, finding.cure, frozenset(map(pattern_of, finding.where)))
         there = joined.get(key)
@@ -137,7 +137,7 @@ def ranked(
     def badness(i: int) -> int:
         return max(SEVERITIES.index(found[each].severity) for each in [i, *_all_from(i, follows)])
 
-    def rank(i: int) -> tuple:
+    def rank(i: int) -> tuple[object, ...]:
         finding = found[i]
         return -badness(i), i in explained, -finding.confidence, -len(finding.where), finding.code
 

@@ -108,7 +108,7 @@ class Optimizer(CheckpointMixin):
         """Create what is kept by parameter beside torch's groups and states, empty; also after a copy or a load."""
         _whole_states.watch()
         self._plans = PlanCache()
-        self._outside_states: TensorMap[dict] = TensorMap()
+        self._outside_states: TensorMap[dict[str, Any]] = TensorMap()
         self._checksums: TensorMap[torch.Tensor] = TensorMap()
         self._identities: TensorMap[Identity] = TensorMap()
         self._note_identities()
@@ -154,7 +154,7 @@ class Optimizer(CheckpointMixin):
         if wrappers is not None:
             narrow(self, [group], wrappers)
 
-    def _step_spec(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
+    def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
         """Return a parameter's step specification; without `gradient`, as it will be after narrowing."""
         check_parameter(parameter, memory(parameter), name)
         return self._plans.step_spec(self.rule(group), group, parameter, gradient, name)
@@ -175,7 +175,7 @@ class Optimizer(CheckpointMixin):
                     self.state[parameter] = self._outside_states.pop(parameter)
 
     def _new_plan(
-        self, group: dict, position: int, gradient: Store, options: PlanOptions | None = None
+        self, group: dict[str, Any], position: int, gradient: Store, options: PlanOptions | None = None
     ) -> ParameterPlan:
         """Make a parameter's plan, and the state tensors that it lacks; `options` are its group's, if known."""
         parameter = group["params"][position]
@@ -189,7 +189,7 @@ class Optimizer(CheckpointMixin):
         options = options or self._plans.options_of(group)
         return self._plans.renew(parameter, spec, state, options, name, identity, self._checksums.pop(parameter))
 
-    def _plan(self, group: dict, position: int, gradient: Store | None = None) -> ParameterPlan:
+    def _plan(self, group: dict[str, Any], position: int, gradient: Store | None = None) -> ParameterPlan:
         """Return a parameter's valid plan, for gradients of some store if one is given."""
         parameter = group["params"][position]
         plan, options = self._plans.get(parameter), self._plans.options_of(group)
@@ -261,18 +261,18 @@ class Optimizer(CheckpointMixin):
         """Return the gradient that a parameter steps by, or None."""
         return parameter.grad
 
-    def _check_numbers(self, group: dict) -> None:
+    def _check_numbers(self, group: dict[str, Any]) -> None:
         """Check the hyper-parameters that a scheduler may write; raises ValueError."""
         check_numbers(group)
         rule = self.rule(group)
         check_betas(group, rule.betas)
         check_states(rule, group)
 
-    def _check_switches(self, group: dict) -> None:
+    def _check_switches(self, group: dict[str, Any]) -> None:
         """Refuse the options that choose another implementation in torch.optim."""
         refuse_torch_switches(type(self).__name__, **{name: group.get(name) for name in SWITCHES})
 
-    def _collect(self, group: dict, batches: dict[tuple[int, bool], Batch]) -> None:
+    def _collect(self, group: dict[str, Any], batches: dict[tuple[int, bool], Batch]) -> None:
         """Sort a group's parameters with gradients into batches of one step specification."""
         rule, interval, states = self.rule(group), group["report_interval"], self.state
         constants: dict[int, tuple[float, ...]] = {}
@@ -316,7 +316,7 @@ class Optimizer(CheckpointMixin):
                 batch = batches[id(plan.spec), metered] = Batch(spec)
             batch.add(plan, parameter, gradient, scale, step, numbers)
 
-    def _warn_of_rate_jump(self, group: dict) -> None:
+    def _warn_of_rate_jump(self, group: dict[str, Any]) -> None:
         """Warn if the learning rate jumps: pending rounding errors are stored in units of it."""
         chosen = group["weight_update"]
         if chosen is None or not weight_update(chosen).feeds_back:

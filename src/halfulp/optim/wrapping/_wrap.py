@@ -146,7 +146,7 @@ class Wrapped(ExplicitGradientOptimizer):
             raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
         self.base, self._complete = base, False
         self._shadows: TensorMap[torch.Tensor] = TensorMap(shadows.items())
-        self._base_aside: TensorMap[dict] = TensorMap()
+        self._base_aside: TensorMap[dict[str, Any]] = TensorMap()
         super().__init__(groups, dict(base.defaults), **narrow)
         self._complete = True
         self._pair_groups()
@@ -272,7 +272,7 @@ class Wrapped(ExplicitGradientOptimizer):
         try:
             self._load(plans, nowhere)
             try:
-                loss = self._step_base(evaluate)
+                loss: Loss = self._step_base(evaluate)
             finally:
                 for part, copy in before:
                     part.copy_(copy)
@@ -370,7 +370,7 @@ class Wrapped(ExplicitGradientOptimizer):
         self.base.state.update(inner)
         restore_outside_state(self.base, beside)
 
-    def _fit_base_states(self, own: Mapping, inner: Mapping) -> dict:
+    def _fit_base_states(self, own: Mapping[Any, Any], inner: Mapping[Any, Any]) -> dict[torch.Tensor, Any]:
         """The wrapped optimizer's states by shadow, on the parameters' devices."""
         fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
         for group, packed in zip(self.param_groups, own["param_groups"]):
