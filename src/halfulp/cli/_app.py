@@ -48,6 +48,7 @@ def application() -> Any:
 
     from ._compare import compare
     from ._formats import formats
+    from ._observe import SETTINGS, observe
     from ._recipes import recipes
     from ._tasks import tasks
     from ._verify import verify
@@ -80,4 +81,5 @@ def application() -> Any:
 
     for command in (compare, verify, formats, recipes, tasks):
         app.command()(command)
+    app.command(context_settings=SETTINGS)(observe)
     return app

@@ -135,6 +135,11 @@ class Observation:
         own = wall - self.book.seconds
         return self.book.seconds / own if own > 0 else None
 
+    @property
+    def loss_scale(self) -> float:
+        """What the run's scaler multiplies the loss by now; 1 without one."""
+        return self._scales.scale() or 1.0
+
     def log_loss(self, loss: torch.Tensor | float) -> None:
         """Tell the loss of the running step, where no module returns it.
 

@@ -1,0 +1,7 @@
+"""A user's training script, run unmodified: its model and optimizers are found while it runs."""
+
+from ._find import Found as Found
+from ._find import find as find
+from ._run import Ending as Ending
+from ._run import run_script as run_script
+from ._watch import Watch as Watch
