@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .._finding import Finding
+from .._listing import listing
 from ..record._record import Record
 
-MOST_FINDINGS = 10
 ROLES = ("activation", "weight", "activation gradient", "weight gradient", "update", "first moment", "second moment")
 
 
 def summary(record: Record, findings: Sequence[Finding], steps: int, interval: int, overhead: float | None) -> str:
     """Return the lines."""
-    return "\n".join([*_findings(findings), "", *_seen(record, steps, interval), *_unseen(record), *_cost(overhead)])
-
-
-def _findings(findings: Sequence[Finding]) -> list[str]:
-    if not findings:
-        return ["no findings"]
-    lines = [f"{len(findings)} finding{'s' if len(findings) > 1 else ''}:"]
-    lines += [f"  {finding.severity:<7} {finding.code}: {finding}" for finding in findings[:MOST_FINDINGS]]
-    if len(findings) > MOST_FINDINGS:
-        lines.append(f"  ... and {len(findings) - MOST_FINDINGS} more (.findings)")
-    return lines
+    return "\n".join([*listing(findings), "", *_seen(record, steps, interval), *_unseen(record), *_cost(overhead)])
 
 
 def _seen(record: Record, steps: int, interval: int) -> list[str]:
