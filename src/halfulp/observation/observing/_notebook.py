@@ -19,6 +19,7 @@ from ..sampling._sampler import Look, Sampler
 from ..sampling._totals import STEP_NONFINITE, Totals, is_wide
 
 SEED = 0
+_FIRST_STEP = mix64(SEED, 0)
 Watch = TypeVar("Watch", bound=Callable[..., None])
 
 
@@ -34,6 +35,7 @@ class Notebook:
         position: how many tensors were looked at in this step.
         scale: the loss scale of the running backward pass.
         seconds: time spent in watching.
+        fixed: names that are sampled at the same places in every step, so that directions of rounding can be compared.
     """
 
     def __init__(self, formats: Sequence[AnyFormat]) -> None:
@@ -47,6 +49,7 @@ class Notebook:
         self.scale: float = 1.0
         self.seconds: float = 0.0
         self.inside: bool = False
+        self.fixed: set[str] = set()
         self._step_key: int = 0
         self._name_keys: dict[str, int] = {}
         self._broken: dict[int, int] = {}
@@ -61,7 +64,7 @@ class Notebook:
         own = self._name_keys.get(name)
         if own is None:
             own = self._name_keys[name] = name_key(name)
-        return mix64(self._step_key, own)
+        return mix64(_FIRST_STEP if name in self.fixed else self._step_key, own)
 
     def missed(self, sentence: str) -> None:
         """Note something that could not be observed, once."""

@@ -2,313 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import os
-import statistics
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..._messages import a_kind
-from ...optim.parameters._local_tensors import memory
-from .._finding import Finding
-from ..findings import findings_of
-from ..page import write_page
-from ..record._plain import plain_record
-from ..record._record import Record, StepRecord
+from ...optim import EMA
 from ..sampling._candidates import DEFAULT_FORMATS, AnyFormat
-from ._loss_scales import LossScales
-from ._module_hooks import ModuleHooks
-from ._notebook import Notebook, watching
-from ._parameter_hooks import ParameterHooks
-from ._parameters import Parameters
-from ._schedule import History
-from ._summary import summary
-from ._updates import Updates
+from ._expectations import Asked
+from ._observation import Observation
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-
-
-class Observation:
-    """A watched run; `observe` makes it.
-
-    Use it as a context, or call `start` and `stop`. Reading `record` or `findings` is allowed at any time.
-
-    Attributes:
-        model: the model.
-        optimizers: its optimizers.
-        interval: one step in so many is sampled.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        interval: int,
-        scaler: torch.amp.GradScaler | None,
-        scheduler: Any | None,
-        formats: Sequence[AnyFormat],
-    ) -> None:
-        self.model, self.optimizers, self.interval = model, optimizers, interval
-        self.book = Notebook(formats)
-        self._parameters = Parameters(model, optimizers, self.book.record)
-        self._scales = LossScales(scaler, scheduler)
-        self._history = History(self.book.record.history)
-        self._modules = ModuleHooks(self.book, model)
-        self._gradients = ParameterHooks(self.book, self._parameters.trainable())
-        self._updates = {id(one): Updates(self.book, one, self._parameters.names) for one in optimizers}
-        self._handles: list[RemovableHandle] = []
-        self._lead: torch.optim.Optimizer | None = None
-        self._others: int = 0
-        self._logged: float | None = None
-        self._losses: list[float] = []
-        self._began: float | None = None
-        self._wall: float = 0.0
-
-    # beginning and end ----------------------------------------------------------------------------------------
-
-    def start(self) -> Observation:
-        """Attach the hooks; returns itself. The step that runs next is sampled.
-
-        Raises:
-            RuntimeError: it runs already.
-        """
-        if self._began is not None:
-            raise RuntimeError("the observation runs already: call stop() before start()")
-        self.book.sampler.prepare([torch.float32, *(memory(p).dtype for p in self._parameters.named.values())])
-        self._began = time.perf_counter()
-        for optimizer in self.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
-        if not self.book.record.history:
-            self._remember()
-        self._begin_step(self._next_step(), sampling=True)
-        return self
-
-    def stop(self) -> Observation:
-        """Remove all hooks; the record stays, and a later `start` goes on with it."""
-        if self._began is None:
-            return self
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._modules.detach()
-        self._gradients.detach()
-        self._count()
-        self._wall += time.perf_counter() - self._began
-        self._began, self.book.sampling = None, False
-        return self
-
-    def __enter__(self) -> Observation:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    # what is asked --------------------------------------------------------------------------------------------
-
-    @property
-    def record(self) -> Record:
-        """All that was counted so far."""
-        if self._began is not None:
-            self._count()
-        self._note_unseen()
-        return self.book.finish()
-
-    @property
-    def findings(self) -> list[Finding]:
-        """What the record shows to be wrong, the worst first."""
-        return findings_of("observe", self.record)
-
-    @property
-    def overhead(self) -> float | None:
-        """Share of the run's time that was spent in watching; None before any time passed."""
-        wall = self._wall + (0.0 if self._began is None else time.perf_counter() - self._began)
-        own = wall - self.book.seconds
-        return self.book.seconds / own if own > 0 else None
-
-    @property
-    def loss_scale(self) -> float:
-        """What the run's scaler multiplies the loss by now; 1 without one."""
-        return self._scales.scale() or 1.0
-
-    def log_loss(self, loss: torch.Tensor | float) -> None:
-        """Tell the loss of the running step, where no module returns it.
-
-        Args:
-            loss: a number, or a tensor with one element.
-        """
-        if isinstance(loss, torch.Tensor):
-            self.book.record.loss_dtype = loss.dtype
-            loss = loss.detach()
-        self._logged = float(loss)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data that JSON can hold, with the list `findings` first."""
-        return {
-            "findings": [finding.to_dict() for finding in self.findings],
-            "steps": len(self),
-            "interval": self.interval,
-            "overhead": self.overhead,
-            "record": plain_record(self.book.record),
-        }
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page, whole or not at all.
-
-        Raises:
-            ValueError: jinja2 is missing, or the file cannot be written.
-        """
-        write_page("observe", self.to_dict(), path)
-
-    def __len__(self) -> int:
-        """How many optimizer steps were seen."""
-        return self._next_step()
-
-    def __str__(self) -> str:
-        """The findings and what was seen, as a table for a person."""
-        record = self.record
-        return summary(record, findings_of("observe", record), len(self), self.interval, self.overhead)
-
-    # hooks ----------------------------------------------------------------------------------------------------
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Hook: an optimizer is about to step; with a closure, its gradients come with that."""
-        self._scales.search()
-        if not self.book.sampling:
-            return None
-        closure = args[0] if args and callable(args[0]) else kwargs.get("closure")
-        if not callable(closure):
-            self._sample_before(optimizer)
-            return None
-
-        def watched() -> Any:
-            loss = closure()
-            self._sample_before(optimizer)
-            return loss
-
-        return ((watched, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": watched})
-
-    @watching
-    def _sample_before(self, optimizer: torch.optim.Optimizer) -> None:
-        self._updates[id(optimizer)].before(self._gradients.arrived)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """Hook: it has stepped."""
-        if self.book.sampling:
-            self._sample_after(optimizer)
-        if self._lead is None:
-            self._lead = optimizer
-        self._others = 0 if optimizer is self._lead else self._others + 1
-        if self._others > 4 * self.interval + 20:  # the one that counted steps has no more
-            self._lead, self._others = optimizer, 0
-        if optimizer is self._lead:
-            self._end_step(optimizer)
-
-    @watching
-    def _sample_after(self, optimizer: torch.optim.Optimizer) -> None:
-        self._updates[id(optimizer)].after()
-
-    @watching
-    def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        book, record = self.book, self.book.record
-        scale, skipped = self._scales.read()
-        record.skipped = self._scales.skipped
-        loss = self._loss()
-        lr = optimizer.param_groups[0].get("lr")
-        step = StepRecord(book.step, book.sampling, None if lr is None else float(lr), scale, skipped)
-        step.scheduled, step.loss = self._scales.scheduled(), loss
-        if book.sampling:
-            record.sampled_steps.append(book.step)
-            record.sites = self._scales.sites()
-            exponents = [site["exponent"] for site in record.sites]
-            step.exponents = (min(exponents), max(exponents)) if exponents else None
-        self._history.add(step)
-        following = book.step + 1
-        self._begin_step(following, following % self.interval == 0)
-
-    def _begin_step(self, step: int, sampling: bool) -> None:
-        self._modules.end_step()
-        self._gradients.end_step()
-        self.book.begin_step(step, sampling)
-        if sampling:
-            self.book.scale = self._scales.scale() or 1.0
-            self._modules.attach()
-            self._gradients.attach()
-        else:
-            self._modules.detach()
-            self._gradients.detach()
-
-    def _next_step(self) -> int:
-        history = self.book.record.history
-        return history[-1].step + 1 if history else 0
-
-    def _loss(self) -> float | None:
-        """The loss of this step: told, or seen among the model's outputs."""
-        seen, told = self._modules.loss, self._logged
-        self._logged = None
-        if told is None and seen is not None:
-            self.book.record.loss_dtype = seen.dtype
-            told = float(seen)
-        if told is not None and self.book.sampling and math.isfinite(told):
-            self._losses.append(told)
-            self.book.record.loss_gap = _gap(self._losses, self.book.record.loss_dtype)
-        return told
-
-    @watching
-    def _remember(self) -> None:
-        self._parameters.remember()
-
-    @watching
-    def _count(self) -> None:
-        self._read_scales()
-        if self.book.record.sampled_steps:
-            self._parameters.count_moved()
-
-    def _read_scales(self) -> None:
-        """Read what scaler and scheduler did since the last optimizer step, such as skipping all that follow."""
-        record = self.book.record
-        record.loss_scale, skipped = self._scales.read()
-        record.skipped = self._scales.skipped
-        if record.history:
-            last, scheduled = record.history[-1], self._scales.scheduled()
-            last.skipped += skipped
-            last.scheduled = last.scheduled if scheduled is None else (last.scheduled or 0) + scheduled
-
-    def _note_unseen(self) -> None:
-        record = self.book.record
-        if not record.history:
-            if self._wall:
-                self.book.missed("no optimizer step was seen: the run never stepped, or steps other optimizers")
-            return
-        gradients = any(parameter.gradients for parameter in record.parameters.values())
-        if gradients and self._modules.expects_calls and not any(role == "activation" for role, _ in self.book.totals):
-            self.book.missed(
-                "no module of the model was seen to run: it runs compiled, or under another object; activations and "
-                "their gradients are not observed"
-            )
-
-
-def _gap(losses: list[float], dtype: torch.dtype | None) -> float | None:
-    """Distance between numbers of a dtype at the losses, over their median change from one to the next."""
-    changes = [abs(b - a) for a, b in itertools.pairwise(losses)]
-    if dtype is None or not dtype.is_floating_point or not changes:
-        return None
-    largest = torch.tensor(max(map(abs, losses)), dtype=torch.float64, device="cpu")
-    exponent = max(int(torch.frexp(largest)[1]) - 1, math.frexp(torch.finfo(dtype).smallest_normal)[1] - 1)
-    ulp = math.ldexp(torch.finfo(dtype).eps, exponent)
-    change = statistics.median(changes)
-    if not change:  # all are one number: of a wide dtype that is a run that stands still
-        return math.inf if torch.finfo(dtype).bits <= 16 and losses[-1] else None
-    return ulp / change
 
 
 def observe(
@@ -318,6 +24,9 @@ def observe(
     interval: int = 50,
     scaler: torch.amp.GradScaler | None = None,
     scheduler: Any | None = None,
+    average: EMA | nn.Module | None = None,
+    expect: Asked | None = None,
+    check: bool = False,
     formats: Sequence[AnyFormat] = DEFAULT_FORMATS,
 ) -> Observation:
     """Watch a run of any model and any torch optimizer, unmodified, and say what is wrong with its numbers.
@@ -335,14 +44,20 @@ def observe(
         interval: one step in so many is sampled.
         scaler: the run's GradScaler or AdaptiveGradScaler; without one it is looked for where an optimizer is stepped.
         scheduler: the learning-rate scheduler, whose steps are counted beside the optimizer's.
+        average: an average of the weights that is updated between steps: `hu.optim.EMA`, torch's AveragedModel, or a
+            module of averaged parameters. Running statistics of batch normalizations are watched in any case.
+        expect: dtypes or formats that parameters and outputs should have, by patterns over the names of modules and
+            parameters: ``{"*.norm": torch.float32, "lm_head": "bf16"}``.
+        check: whether compiled modules are run a second time in eager mode in sampled steps, and what checkpointed
+            modules give when they run again is compared with the first time.
         formats: that samples are counted in: formats, names or dtypes, block formats of up to 128 elements.
 
     Returns:
         An Observation: a context manager, with `start` and `stop` for other programs.
 
     Raises:
-        TypeError: no module, or an optimizer that is not torch's.
-        ValueError: an interval below 1, a model without parameters, or an unknown format.
+        TypeError: no module, or an optimizer that is not torch's; another kind of scaler, average or expectation.
+        ValueError: an interval below 1, a model without parameters, an unknown format, another model's average.
 
     >>> import torch, halfulp as hu
     >>> model = torch.nn.Linear(4, 2).bfloat16()
@@ -371,7 +86,7 @@ def observe(
             f"{type(model).__name__} has no parameters, and no optimizer has any: there is nothing to observe; give "
             "the model that is trained"
         )
-    return Observation(model, optimizers, interval, scaler, scheduler, formats)
+    return Observation(model, optimizers, interval, scaler, scheduler, average, expect, check, formats)
 
 
 def checked_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

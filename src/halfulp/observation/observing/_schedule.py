@@ -1,8 +1,13 @@
-"""The steps of an observation: which optimizer counts them, which are sampled, and their history of bounded length."""
+"""The history of a run's steps, of bounded length, and what its losses show."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
 from dataclasses import replace
+
+import torch
 
 from ..record._record import StepRecord
 
@@ -39,3 +44,17 @@ def thinned(steps: list[StepRecord]) -> list[StepRecord]:
         loss = first.loss if second.loss is None else second.loss
         kept.append(replace(second, skipped=first.skipped + second.skipped, scheduled=scheduled, loss=loss))
     return kept + (steps[-1:] if len(steps) % 2 else [])
+
+
+def loss_gap(losses: list[float], dtype: torch.dtype | None) -> float | None:
+    """Distance between numbers of a dtype at the losses, over their median change from one to the next."""
+    changes = [abs(b - a) for a, b in itertools.pairwise(losses)]
+    if dtype is None or not dtype.is_floating_point or not changes:
+        return None
+    largest = torch.tensor(max(map(abs, losses)), dtype=torch.float64, device="cpu")
+    exponent = max(int(torch.frexp(largest)[1]) - 1, math.frexp(torch.finfo(dtype).smallest_normal)[1] - 1)
+    ulp = math.ldexp(torch.finfo(dtype).eps, exponent)
+    change = statistics.median(changes)
+    if not change:  # all are one number: of a wide dtype that is a run that stands still
+        return math.inf if torch.finfo(dtype).bits <= 16 and losses[-1] else None
+    return ulp / change

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ...kernels import address, chosen, compile_kernel
-from ...kernels.scalar._operations import load64, real64
-from ..record._record import Realised
+from ....kernels import address, chosen, compile_kernel
+from ....kernels.scalar._operations import load64, real64
+from ...record._record import Realised
 
 INFINITY = float("inf")
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..sampling._totals import LAST_AMAX
-from ._notebook import Notebook, watching
-
-MOST_OUTPUTS = 16
+from ...sampling._totals import LAST_AMAX
+from .._expectations import Expectations
+from .._notebook import Notebook, watching
+from ._checks import CompiledModules, Recomputations
+from ._outputs import loss_in, tensors_in
+from ._running_statistics import RunningStatistics
 
 
 class ModuleHooks:
@@ -22,17 +24,19 @@ class ModuleHooks:
     Args:
         book: what is written to.
         model: the model.
+        expectations: told what autocast makes of outputs.
+        check: whether compiled modules and modules that run again are compared with a second run.
     """
 
-    def __init__(self, book: Notebook, model: nn.Module) -> None:
-        self.book = book
+    def __init__(self, book: Notebook, model: nn.Module, expectations: Expectations, check: bool) -> None:
+        self.book, self._expectations = book, expectations
         self.loss: torch.Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: list[RemovableHandle] = []
         self._modules: dict[nn.Module, tuple[str, str]] = {}
         self._seen: set[str] = set()
         self._last: tuple[weakref.ref, int, float] | None = None
-        compiled: list[str] = []
+        compiled: dict[str, nn.Module] = {}
         for name, module in _eager_modules(model, compiled):
             self._modules.setdefault(module, (name, type(module).__name__))
         for name in compiled:
@@ -41,11 +45,18 @@ class ModuleHooks:
                 "hooks run in eager mode only; observe the run without torch.compile to see them"
             )
         self.expects_calls: bool = bool(self._modules) and not compiled
+        self._statistics = RunningStatistics(book, {module: name for module, (name, _) in self._modules.items()})
+        self._again = Recomputations(book) if check else None
+        wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
+        for name in compiled.keys() - wrappers.keys() if check else ():
+            book.missed(f"{name or 'the model'} was compiled in place: there is no eager original to compare with")
+        self._compiled = CompiledModules(book, wrappers)
 
     def attach(self) -> None:
         """Attach the hooks."""
         if not self._handles:
             self._handles = [module.register_forward_hook(self._forward) for module in self._modules]
+        self._compiled.attach()
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -53,6 +64,15 @@ class ModuleHooks:
             handle.remove()
         self._handles.clear()
         self._gradient_handles.clear()
+        self._compiled.detach()
+
+    def begin_step(self) -> None:
+        """Take the running statistics as they are before a sampled step."""
+        self._statistics.begin()
+
+    def finish_step(self) -> None:
+        """Compare them at the end of it."""
+        self._statistics.end()
 
     def end_step(self) -> None:
         """Forget what belongs to one step."""
@@ -61,18 +81,28 @@ class ModuleHooks:
         self._gradient_handles.clear()
         self._seen.clear()
         self._last = self.loss = None
+        if self._again is not None:
+            self._again.end_step()
 
     def _forward(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Hook: a module has run; evaluation without gradients is not training and is left out."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self.book.sampling:
+            return
+        if torch.is_grad_enabled():
             self._activations(module, inputs, output)
+        elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
+            self._note(module, output)
 
     @watching
     def _activations(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         name, kind = self._modules[module]
         again = torch._C._current_graph_task_id() != -1 and name in self._seen
         found = list(tensors_in(output))
+        self._statistics.follow(module, inputs)
+        if self._again is not None and found:
+            self._again.note(name, found[0], torch._C._current_graph_task_id() != -1)
         if not again:
+            self._expectations.note_output(module, name, output)
             amax = [self._amax(tensor) for tensor in tensors_in(inputs)]
             for tensor in found:
                 if not self._was_last(tensor):
@@ -80,6 +110,13 @@ class ModuleHooks:
             self._seen.add(name)
         if not name:
             self.loss = loss_in(output)
+
+    @watching
+    def _note(self, module: nn.Module, output: Any) -> None:
+        for tensor in tensors_in(output):
+            assert self._again is not None
+            self._again.note(self._modules[module][0], tensor, again=False)
+            break
 
     def _activation(self, name: str, kind: str, tensor: torch.Tensor, input_amax: float | None) -> None:
         totals = self.book.look("activation", name, kind, tensor)
@@ -124,10 +161,12 @@ class _GradientHook:
         self.book.look("activation gradient", self.name, self.kind, gradient, self.book.scale)
 
 
-def _eager_modules(model: nn.Module, compiled: list[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _eager_modules(
+    model: nn.Module, compiled: dict[str, nn.Module], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that are called in eager mode, by name, and note those that are compiled."""
     if is_compiled(model):
-        compiled.append(prefix)
+        compiled[prefix] = model
         return
     if type(model).forward is not nn.Module.forward:
         yield prefix, model
@@ -138,26 +177,3 @@ def _eager_modules(model: nn.Module, compiled: list[str], prefix: str = "") -> I
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile wraps a module, or was called on it in place."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the floating-point tensors of a nested tuple, list, or mapping, such as a model's output."""
-    stack, count = [value], 0
-    while stack and count < MOST_OUTPUTS:
-        item = stack.pop()
-        if isinstance(item, torch.Tensor):
-            if item.dtype.is_floating_point:
-                count += 1
-                yield item
-        elif isinstance(item, Mapping):
-            stack.extend(reversed(list(item.values())))
-        elif isinstance(item, tuple | list):
-            stack.extend(reversed(item))
-
-
-def loss_in(output: Any) -> torch.Tensor | None:
-    """Return the loss among a model's outputs, where it is one: `output.loss`, or a single number."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1 and loss.requires_grad:
-        return loss.detach()
-    return None

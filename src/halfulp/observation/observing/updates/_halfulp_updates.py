@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ...kernels import on_tensors
-from ...optim import Optimizer
-from ...optim._float32_weights import read_weights
-from ...optim.parameters._parameter_plan import ParameterPlan
-from ..sampling._reference import sample_of
+from ....kernels import on_tensors
+from ....optim import Optimizer
+from ....optim._float32_weights import read_weights
+from ....optim.parameters._parameter_plan import ParameterPlan
+from ...sampling._reference import sample_of
 
 
 def represented(optimizer: Optimizer, parameter: torch.Tensor, key: int) -> torch.Tensor | None:

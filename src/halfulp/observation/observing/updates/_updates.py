@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from ...optim import Optimizer
-from ..record._record import Realised, Role
-from ..sampling._plain import Stored, stored
-from ..sampling._reference import sample_of
+from ....optim import Optimizer
+from ...record._record import Realised, Role
+from ...sampling._plain import Stored, stored
+from ...sampling._reference import sample_of
+from .._notebook import Notebook
 from ._elementwise import ELEMENTWISE, WHOLE, Shadow, decay_factor
 from ._halfulp_updates import decoded_states, halfulp_change, represented
-from ._notebook import Notebook
 from ._realised import add_changes
+from ._rounding_decisions import RoundingDecisions, draws
 
 # Roles of states, by their names in torch.optim and here.
 MOMENTS: dict[str, Role] = {
@@ -66,6 +67,7 @@ class Updates:
         self.book, self.optimizer, self._names = book, optimizer, names
         self._stepped: list[Stepped] = []
         self._shadows: dict[int, Shadow] = {}
+        self._directions: dict[str, RoundingDecisions] = {}
 
     def before(self, arrived: set[str]) -> None:
         """Sample what the step is about to change.
@@ -87,6 +89,8 @@ class Updates:
                     self.book.missed(f"{name}: a parameter or gradient whose numbers cannot be read")
                     continue
                 kind = self.book.record.parameters[name].kind
+                if draws(self.optimizer, parameter):
+                    self.book.fixed.add(name)
                 entries.append((name, kind, parameter, group, weight))
                 weights.append((name, kind, weight))
                 gradients.append((name, kind, gradient))
@@ -163,6 +167,8 @@ class Updates:
         after = torch.cat([now[k].double() for k in positions])
         change = moved - weights
         add_changes([record.update for record in records], weights, after, change, sizes)
+        for one, wanted, stored_now in zip(group, moved.split(sizes), after.split(sizes)):
+            self._follow_directions(one, wanted, stored_now)
         self._look_at_updates(group, change.split(sizes))
         for key, value in wanted_states.items():
             if key not in WHOLE and isinstance(value, torch.Tensor) and value.shape == weights.shape:
@@ -203,7 +209,16 @@ class Updates:
             self._compare_own_states(one)
             wanted = one.gradient if one.change is None else one.change
             add_changes([record.update], one.weight, after, wanted, [len(one.weight)], known)
+            if one.change is not None:
+                self._follow_directions(one, one.weight.double() + one.change.double(), after.double())
             self._look_at_updates([one], [one.change if known else after.double() - one.weight.double()])
+
+    def _follow_directions(self, one: Stepped, wanted: torch.Tensor, after: torch.Tensor) -> None:
+        """Count the directions of stochastic rounding."""
+        if one.name in self.book.fixed:
+            decisions = self._directions.setdefault(one.name, RoundingDecisions())
+            record = self.book.record.parameters[one.name]
+            decisions.add(record, record.dtype, wanted, after)
 
     def _compare_own_states(self, one: Stepped) -> None:
         """States of halfulp's optimizers, decoded from however they are stored."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..record._record import Realised
-from ..sampling._plain import stored
-from ..sampling._reference import sample_of
-from ._notebook import Notebook, watching
+from ...record._record import Realised
+from ...sampling._plain import stored
+from ...sampling._reference import sample_of
+from .._notebook import Notebook, watching
 from ._realised import add_changes
 
 
-class ParameterHooks:
+class GradientHooks:
     """Watches gradients as backward passes hand them to parameters.
 
     Args:
@@ -50,7 +50,7 @@ class _Arrival:
 
     __slots__ = ("book", "held", "incoming", "name", "owner", "parameter")
 
-    def __init__(self, owner: ParameterHooks, name: str) -> None:
+    def __init__(self, owner: GradientHooks, name: str) -> None:
         self.owner, self.book, self.name = owner, owner.book, name
         self.parameter: torch.Tensor | None = None
         self.held: torch.Tensor | None = None

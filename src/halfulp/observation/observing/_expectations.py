@@ -1,0 +1,145 @@
+"""Dtypes and formats that were asked for, by the user, autocast or a trainer, beside those that are there."""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ...formats import Format, get
+from ...optim.parameters._local_tensors import memory
+from ...rounding import quantize
+from ..record._record import Expectation, Record
+from ..sampling._plain import stored
+
+Asked: TypeAlias = Mapping[str, torch.dtype | str | Format]
+# What autocast, and trainers that use it, compute in the lower precision.
+PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TRAINERS = {"16": "fp16", "bf16": "bf16", "fp16": "fp16", "fp8": "e4m3fn", "transformer": "e4m3fn"}
+
+
+def checked(expect: Any) -> dict[str, Format]:
+    """Return the formats that are expected, by pattern.
+
+    Raises:
+        TypeError: no mapping from patterns to dtypes, names or formats.
+        ValueError: an unknown format.
+    """
+    if expect is None:
+        return {}
+    if not isinstance(expect, Mapping) or not all(isinstance(pattern, str) for pattern in expect):
+        raise TypeError(f'expect= takes a dict such as {{"*.norm": torch.float32, "lm_head": "bf16"}}, got {expect!r}')
+    return {pattern: get(asked) for pattern, asked in expect.items()}
+
+
+class Expectations:
+    """Compares what was asked for with what is there.
+
+    Args:
+        model: the model.
+        expect: formats by pattern; a pattern is a glob over the names of modules and parameters.
+    """
+
+    def __init__(self, model: nn.Module, expect: dict[str, Format]) -> None:
+        self._model, self._expect = model, expect
+        self._autocast: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+
+    def note_output(self, module: nn.Module, name: str, output: Any) -> None:
+        """Note what autocast made of a product's output."""
+        device = output.device.type if isinstance(output, torch.Tensor) else ""
+        watched = isinstance(module, PRODUCTS) and device and torch.is_autocast_enabled(device)
+        if watched and output.dtype != torch.float64:  # which autocast leaves alone
+            self._autocast[name] = torch.get_autocast_dtype(device), output.dtype
+
+    def compare(self, record: Record, sampled: bool) -> list[Expectation]:
+        """Return all that was asked for; activations count where a step was sampled."""
+        outputs = {name: tensor.dtype for (role, name), tensor in record.tensors.items() if role == "activation"}
+        found = [self._expected(pattern, asked, outputs) for pattern, asked in self._expect.items()]
+        found += self._by_autocast()
+        if sampled:
+            found += self._by_trainers(outputs)
+        return found
+
+    def _expected(self, pattern: str, asked: Format, outputs: dict[str, torch.dtype]) -> Expectation:
+        one = Expectation(pattern, asked.name)
+        for name, module in self._model.named_modules():
+            if not name or not fnmatch.fnmatchcase(name, pattern):
+                continue
+            one.matched.append(name)
+            for own, parameter in module.named_parameters():
+                self._compare(one, f"{name}.{own}", parameter, asked)
+            if name in outputs and _name(outputs[name]) != asked.name and asked.torch_dtype_name is not None:
+                one.other[name] = f"{_name(outputs[name])} outputs"
+        for name, parameter in self._model.named_parameters():
+            if fnmatch.fnmatchcase(name, pattern):
+                one.matched.append(name)
+                self._compare(one, name, parameter, asked)
+        return one
+
+    def _compare(self, one: Expectation, name: str, parameter: torch.Tensor, asked: Format) -> None:
+        dtype = memory(parameter).dtype
+        if dtype.is_floating_point and _name(dtype) != asked.name and not _holds_values(parameter, asked):
+            one.other[name] = _name(dtype)
+
+    def _by_autocast(self) -> list[Expectation]:
+        if not self._autocast:
+            return []
+        found: dict[torch.dtype, Expectation] = {}
+        for name, (asked, there) in self._autocast.items():
+            one = found.setdefault(asked, Expectation("*", _name(asked), source="autocast"))
+            one.matched.append(name)
+            if there != asked:
+                one.other[name] = f"{_name(there)} outputs"
+        return list(found.values())
+
+    def _by_trainers(self, outputs: dict[str, torch.dtype]) -> list[Expectation]:
+        found = []
+        for source, precision in _trainer_precisions(self._model):
+            asked = next((to for start, to in _TRAINERS.items() if precision.startswith(start)), None)
+            names = [name for name, module in self._model.named_modules() if isinstance(module, PRODUCTS)]
+            if asked is None or not names:
+                continue
+            one = Expectation("*", asked, matched=[name for name in names if name in outputs], source=source)
+            for name in one.matched:
+                if asked == "e4m3fn":
+                    if type(self._model.get_submodule(name)) in PRODUCTS:
+                        one.other[name] = f"{_name(outputs[name])} products"
+                elif _name(outputs[name]) != asked:
+                    one.other[name] = f"{_name(outputs[name])} outputs"
+            found.append(one)
+        return found
+
+
+def _trainer_precisions(model: nn.Module) -> list[tuple[str, str]]:
+    """What loaded trainers say that they compute in."""
+    found = []
+    state = sys.modules.get("accelerate.state")
+    shared = getattr(getattr(state, "AcceleratorState", None), "_shared_state", None) or {}
+    precision = shared.get("_mixed_precision") or shared.get("mixed_precision")
+    if precision and precision != "no":
+        found.append(("accelerate", str(precision)))
+    trainer = getattr(model, "_trainer", None)
+    if trainer is not None and isinstance(getattr(trainer, "precision", None), str):
+        found.append(("lightning", trainer.precision))
+    return found
+
+
+def _holds_values(parameter: torch.Tensor, asked: Format) -> bool:
+    """Whether a wider tensor holds numbers of a format that torch has no dtype for."""
+    if asked.torch_dtype_name is not None:
+        return False
+    found = stored(parameter)
+    if found is None or found.flat.dtype.itemsize < 2:
+        return False
+    return bool((quantize(found.flat, asked) == found.flat).all())
+
+
+def _name(dtype: torch.dtype) -> str:
+    try:
+        return get(dtype).name
+    except ValueError:
+        return str(dtype).removeprefix("torch.")

@@ -1,0 +1,89 @@
+"""Several processes: whether replicas hold the same bits, and extremes of all ranks, by one small reduction."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from ...optim.parameters._local_tensors import is_dtensor, local
+from ...rounding import mix64
+from ..sampling._places import name_key
+from ..sampling._plain import stored
+from ..sampling._reference import sample_of
+from ..sampling._totals import AMAX, AMIN, LAST_AMAX
+from ._notebook import Notebook
+
+_MASK = (1 << 53) - 1
+
+
+class Processes:
+    """Joins what the ranks of a run saw.
+
+    Every rank must sample the same steps, as ranks do whose optimizers step together. Counts stay those of each rank's
+    own shards and batches; whether replicas agree, and the largest and smallest magnitudes, are those of all.
+
+    Args:
+        book: what is written to.
+        parameters: by name.
+    """
+
+    def __init__(self, book: Notebook, parameters: dict[str, torch.Tensor]) -> None:
+        self.book = book
+        active = dist.is_available() and dist.is_initialized()
+        self.rank: int = dist.get_rank() if active else 0
+        self.size: int = dist.get_world_size() if active else 1
+        book.record.replica_of = (self.rank, self.size)
+        self._replicated = {name: p for name, p in parameters.items() if not _is_sharded(p)} if self.size > 1 else {}
+
+    def join(self) -> None:
+        """Reduce, after a sampled step."""
+        if self.size == 1 or not dist.is_initialized():
+            return
+        sums = [self._checksum(name, parameter) for name, parameter in self._replicated.items()]
+        keys = sorted(self.book.totals)
+        layout = mix64(len(sums), *(name_key(f"{role} {name}") for role, name in keys)) & _MASK
+        extremes = [value for key in keys for value in self._extremes(key)]
+        head = torch.tensor([layout, -layout, *sums, *(-one for one in sums)], dtype=torch.float64)
+        head = self._largest(head)
+        if float(head[0]) == -float(head[1]):
+            joined = self._largest(torch.tensor(extremes, dtype=torch.float64)).tolist()
+            for k, key in enumerate(keys):
+                self._take(key, joined[3 * k : 3 * k + 3])
+        else:
+            self.book.missed("ranks ran different modules: extremes are those of each rank alone")
+        top, bottom = head[2 : 2 + len(sums)], -head[2 + len(sums) :]
+        for name, same in zip(self._replicated, (top == bottom).tolist()):
+            self.book.record.replicas[name] = self.book.record.replicas.get(name, True) and same
+
+    def _largest(self, vector: torch.Tensor) -> torch.Tensor:
+        """The largest of each number over all ranks, by a reduction where the parameters are."""
+        device = next(iter(self._devices()), torch.device("cpu"))
+        moved = vector.to(device)
+        dist.all_reduce(moved, dist.ReduceOp.MAX)
+        return moved.cpu()
+
+    def _devices(self) -> list[torch.device]:
+        return [local(parameter).device for parameter in self._replicated.values()][:1]
+
+    def _extremes(self, key: tuple) -> tuple[float, float, float]:
+        reals = self.book.totals[key].reals
+        return float(reals[AMAX]), -float(reals[AMIN]), float(reals[LAST_AMAX])
+
+    def _take(self, key: tuple, joined: list[float]) -> None:
+        reals = self.book.totals[key].reals
+        reals[AMAX], reals[AMIN], reals[LAST_AMAX] = joined[0], -joined[1], joined[2]
+
+    def _checksum(self, name: str, parameter: torch.Tensor) -> float:
+        """A number below 2^53 of the sampled elements' bits; the same on ranks that hold the same."""
+        found = stored(parameter)
+        if found is None or not found.flat.numel():
+            return math.nan if found is None else 0.0
+        sample = sample_of(found.flat.reshape(-1), self.book.key(name)).double().view(torch.int64)
+        weights = torch.arange(1, len(sample) + 1, dtype=torch.int64, device="cpu") * 0x9E3779B97F4A7C1 | 1
+        return float(int((sample * weights).sum()) & _MASK)
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return is_dtensor(parameter) and not all(placement.is_replicate() for placement in parameter.placements)

@@ -1,0 +1,135 @@
+"""Averages of the weights, such as an EMA's, whose changes may be lost as updates are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from ...._messages import a_kind
+from ....optim import EMA
+from ....optim._ema import decay_at
+from ...record._record import AverageRecord
+from ...sampling._plain import stored
+from ...sampling._reference import sample_of
+from .._notebook import Notebook
+from ._halfulp_updates import represented
+from ._realised import add_changes
+
+
+@dataclass(slots=True)
+class _Average:
+    """One averaged tensor before its update: samples of it and of its live weight."""
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+    before: torch.Tensor
+    live: torch.Tensor
+
+
+class WeightAverages:
+    """Watches an average of the weights, which is updated between two optimizer steps.
+
+    Args:
+        book: what is written to.
+        average: `hu.optim.EMA`, torch's AveragedModel, or a module that holds averaged parameters; None for none.
+        model: whose parameters are averaged, of the same names.
+
+    Raises:
+        TypeError: something else.
+        ValueError: no parameter of the average has the name of one of the model's.
+    """
+
+    def __init__(self, book: Notebook, average: EMA | nn.Module | None, model: nn.Module) -> None:
+        self.book, self.average = book, average
+        self._pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._held: list[_Average] = []
+        self._retention: float | None = None
+        if average is None:
+            return
+        if not isinstance(average, EMA | nn.Module):
+            raise TypeError(
+                f"average= takes a hu.optim.EMA, a torch.optim.swa_utils.AveragedModel or a module of averaged "
+                f"parameters, got {a_kind(average)}"
+            )
+        live = dict(model.named_parameters())
+        for name, tensor in _averaged(average).items():
+            if name in live and tensor.shape == live[name].shape and tensor.dtype.is_floating_point:
+                self._pairs.append((name, tensor, live[name]))
+        if not self._pairs:
+            raise ValueError("average= holds no parameter named and shaped like one of the model's: give this model's")
+
+    def begin(self) -> None:
+        """Sample averages and weights as they are after a step."""
+        self._held = []
+        if not self._pairs:
+            return
+        self._retention = _retention(self.average)
+        for name, tensor, weight in self._pairs:
+            before, live = self._sample(name, tensor), self._sample(name, weight)
+            if before is not None and live is not None:
+                self._held.append(_Average(name, tensor, _version(tensor), before, live))
+
+    def end(self) -> None:
+        """Compare with what they are before the next step, where they were updated in between."""
+        held, self._held = self._held, []
+        for one in held:
+            after = self._sample(one.name, one.tensor)
+            if after is None or _version(one.tensor) == one.version:
+                continue
+            name = f"average.{one.name}"
+            record = self.book.record.averages.setdefault(name, AverageRecord(name, one.tensor.dtype, None))
+            record.retention = self._retention
+            gap = one.live.double() - one.before.double()
+            wanted = gap if self._retention is None else gap * (1 - self._retention)
+            known = self._retention is not None
+            add_changes([record.change], one.before, after, wanted, [len(after)], known)
+
+    def _sample(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        key = self.book.key(name)
+        if isinstance(self.average, EMA):
+            shown = represented(self.average._inner, tensor, key)
+            if shown is not None:
+                return shown
+        found = stored(tensor)
+        return None if found is None else sample_of(found.flat.reshape(-1), key).mul_(found.scale)
+
+
+def _averaged(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
+    if isinstance(average, EMA):
+        return dict(average._averages)
+    return dict((average.module if isinstance(average, AveragedModel) else average).named_parameters())
+
+
+def _retention(average: EMA | nn.Module | None) -> float | None:
+    """The share of an average that its next update keeps, where it can be told."""
+    if isinstance(average, EMA):
+        return decay_at(average._inner.param_groups[0], average.updates + 1)
+    if not isinstance(average, AveragedModel):
+        return None
+    count = int(average.n_averaged)
+    if not count:
+        return 0.0
+    function = average.multi_avg_fn or average.avg_fn
+    if function is None:
+        return count / (count + 1)
+    return _decay_of(function)
+
+
+def _decay_of(function: Callable[..., Any]) -> float | None:
+    """The decay that torch's EMA functions hold in their closure."""
+    function = inspect.unwrap(function)
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    held = dict(zip(code.co_freevars, cells)) if code is not None and cells else {}
+    decay = held["decay"].cell_contents if "decay" in held else None
+    return float(decay) if isinstance(decay, float) else None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return tensor._version

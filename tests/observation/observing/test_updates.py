@@ -1,0 +1,234 @@
+"""What observe says of updates, states, decay and averages is what happened, by independent computations."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import halfulp as hu
+from halfulp.observation.observing.updates._rounding_decisions import neighbours
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.003, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.1, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.3),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-3),
+    "hu-adamw": lambda p: hu.optim.AdamW(p, lr=1e-3, weight_decay=0.1, weight_update="nearest"),
+    "hu-sgd": lambda p: hu.optim.SGD(p, lr=0.003, momentum=0.9, weight_decay=0.01, weight_update="nearest"),
+}
+
+
+def model_of(dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 7)).to(dtype)
+
+
+def step(model, optimizer, x) -> None:
+    model(x).float().square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_wanted_updates_are_those_of_a_float64_twin(seed, name):
+    model = model_of(torch.bfloat16)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    x = torch.randn(5, 12, dtype=torch.bfloat16)
+    with hu.observe(model, optimizer, interval=1) as seen:
+        for _ in range(3):
+            step(model, optimizer, x)
+        before = {key: parameter.detach().double() for key, parameter in model.named_parameters()}
+        counts = copy.deepcopy({key: record.update for key, record in seen.record.parameters.items()})
+        twin = model_of(torch.float64)
+        twin.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
+        other = OPTIMIZERS[name.replace("hu-", "")](twin.parameters())
+        for mine, its in zip(model.parameters(), twin.parameters()):
+            state = dict(optimizer.state[mine])
+            other.state[its] = {
+                key: torch.tensor(float(value)) if key == "step" else value.double() if value.dim() else value.clone()
+                for key, value in ((k, torch.as_tensor(v)) for k, v in state.items())
+            }
+        model(x).float().square().sum().backward()
+        for mine, its in zip(model.parameters(), twin.parameters()):
+            its.grad = mine.grad.double()
+        other.step()
+        optimizer.step()
+    for (key, mine), its in zip(model.named_parameters(), twin.parameters()):
+        wanted = its.detach() - before[key]
+        found, old = seen.record.parameters[key].update, counts[key]
+        asked = wanted != 0
+        assert found.known
+        assert found.seen - old.seen == int(asked.sum())
+        lost = int((asked & (mine.detach().double() == before[key])).sum())
+        assert found.cancelled - old.cancelled == lost
+        change = mine.detach().double() - before[key]
+        assert found.wanted - old.wanted == pytest.approx(float((wanted**2).sum()), rel=1e-3)
+        assert found.kept - old.kept == pytest.approx(float((wanted * change).sum()), rel=1e-3, abs=1e-12)
+
+
+def test_weights_of_one_lose_their_updates_and_their_decay():
+    weight = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    model = nn.Module()
+    model.weight = weight
+    optimizer = torch.optim.AdamW([weight], lr=6e-4, weight_decay=0.1)
+    with hu.observe(model, optimizer, interval=5) as seen:
+        for _ in range(20):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    record = seen.record.parameters["weight"]
+    assert record.update.lost_share == 1.0
+    assert record.update.realised_share == 0.0
+    assert record.decay.lost_share == 1.0
+    assert record.moved == 0.0
+    assert record.states["exp_avg_sq"].seen == 4 * 1000
+
+
+@pytest.mark.parametrize("update", ["kahan", "stochastic", "split"])
+def test_halfulps_weight_updates_lose_nothing(seed, update):
+    model = model_of(torch.bfloat16)
+    optimizer = hu.optim.AdamW(model.parameters(), lr=3e-4, weight_update=update)
+    with hu.observe(model, optimizer, interval=1) as seen:
+        for _ in range(30):
+            step(model, optimizer, torch.randn(5, 12, dtype=torch.bfloat16))
+    for record in seen.record.parameters.values():
+        assert record.weight_update == update
+        assert record.update.known
+        assert (record.rounding is not None) == (update == "stochastic")
+    kept, wanted = (
+        sum(getattr(one.update, name) for one in seen.record.parameters.values()) for name in ("kept", "wanted")
+    )
+    # Noise of stochastic rounding: sqrt(ulp / update / elements), here 1%.
+    assert abs(kept / wanted - 1) < (0.1 if update == "stochastic" else 0.01)
+
+
+def test_directions_of_stochastic_rounding(seed):
+    model = nn.Linear(60, 50, bias=False).bfloat16()
+    optimizer = hu.optim.SGD(model.parameters(), lr=1e-3, weight_update="stochastic")
+    with hu.observe(model, optimizer, interval=1) as seen:
+        for _ in range(40):
+            step(model, optimizer, torch.randn(8, 60, dtype=torch.bfloat16))
+    rounding = seen.record.parameters["weight"].rounding
+    assert rounding.seen > 50_000
+    assert abs(rounding.excess) < 5 * rounding.variance**0.5
+    assert abs(rounding.repeated) < 0.2
+
+
+def test_neighbours_are_those_of_the_dtype(seed):
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(1000, dtype=torch.float64)
+        low, high = neighbours(torch.cat([x, x.to(dtype).double(), torch.zeros(1, dtype=torch.float64)]), dtype)
+        given = torch.cat([x, x.to(dtype).double(), torch.zeros(1, dtype=torch.float64)])
+        assert bool(((low <= given) & (given < high)).all())
+        assert torch.equal(low.to(dtype).double(), low)
+        assert torch.equal(high.to(dtype).double(), high)
+        middle = (low + high) / 2
+        assert bool(((middle.to(dtype).double() == low) | (middle.to(dtype).double() == high)).all())
+
+
+def test_an_unknown_optimizer_counts_unchanged_elements():
+    class Odd(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.view(-1)[::2] -= group["lr"] * parameter.grad.view(-1)[::2]
+
+    model = nn.Linear(8, 4, bias=False)
+    optimizer = Odd(model.parameters(), lr=0.1)
+    with hu.observe(model, optimizer, interval=1) as seen:
+        step(model, optimizer, torch.ones(2, 8))
+    update = seen.record.parameters["weight"].update
+    assert (update.known, update.seen, update.cancelled, update.realised_share) == (False, 32, 16, None)
+
+
+def test_a_registered_class_is_run_on_shadows():
+    class Mine(torch.optim.SGD):
+        pass
+
+    model = nn.Linear(8, 4, bias=False)
+    try:
+        hu.observation.register_elementwise(Mine)
+        optimizer = Mine(model.parameters(), lr=0.1)
+        with hu.observe(model, optimizer, interval=1) as seen:
+            step(model, optimizer, torch.ones(2, 8))
+        assert seen.record.parameters["weight"].update.known
+    finally:
+        from halfulp.observation.observing.updates._elementwise import ELEMENTWISE
+
+        del ELEMENTWISE[Mine]
+    with pytest.raises(TypeError, match="subclass of"):
+        hu.observation.register_elementwise(nn.Linear)
+
+
+def test_accumulation_in_a_narrow_type_is_swamped():
+    weight = nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
+    model = nn.Module()
+    model.weight = weight
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with hu.observe(model, optimizer, interval=1) as seen:
+        for _ in range(600):
+            (weight.float() * 0.01).sum().backward()
+        optimizer.step()
+    found = seen.record.parameters["weight"].accumulation
+    assert found.seen == 599 * 100
+    assert found.lost_share > 0.1
+    assert found.realised_share < 0.8
+    with hu.observe(model, optimizer, interval=1) as healthy:
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            weight.float().sum().backward()
+            optimizer.step()
+    assert healthy.record.parameters["weight"].accumulation is None
+
+
+@pytest.mark.filterwarnings("ignore:AveragedModel keeps:RuntimeWarning")
+def test_averages_of_weights(seed):
+    for dtype, stuck in ((torch.bfloat16, True), (torch.float32, False)):
+        model = nn.Linear(20, 10).to(dtype)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+        average.update_parameters(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with hu.observe(model, optimizer, interval=1, average=average) as seen:
+            for _ in range(10):
+                step(model, optimizer, torch.randn(4, 20, dtype=dtype))
+                average.update_parameters(model)
+        record = seen.record.averages["average.weight"]
+        assert record.retention == pytest.approx(0.999)
+        assert (record.change.lost_share > 0.5) == stuck
+        assert record.change.known
+    ema = hu.optim.EMA(model.bfloat16(), 0.999)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with hu.observe(model, optimizer, interval=1, average=ema) as seen:
+        for _ in range(10):
+            step(model, optimizer, torch.randn(4, 20, dtype=torch.bfloat16))
+            ema.update()
+    assert seen.record.averages["average.weight"].change.realised_share == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics(seed, momentum):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=momentum))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with hu.observe(model, optimizer, interval=2) as seen:
+        for _ in range(4):
+            step(model, optimizer, torch.randn(4, 3, 9, 9))
+            with torch.no_grad():
+                model(torch.randn(4, 3, 9, 9))
+    # In the second sampled step a batch without gradients moved the statistics unseen.
+    assert seen.record.averages["1.running_mean"].change.seen == 8
+    with hu.observe(model, optimizer, interval=2) as seen:
+        for _ in range(4):
+            step(model, optimizer, torch.randn(4, 3, 9, 9))
+    for key in ("running_mean", "running_var"):
+        record = seen.record.averages[f"1.{key}"]
+        assert record.retention == (None if momentum is None else 0.9)
+        assert record.change.realised_share == pytest.approx(1, abs=1e-4)
+        assert record.change.seen == 2 * 8
