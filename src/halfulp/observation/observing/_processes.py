@@ -45,10 +45,10 @@ class Processes:
         keys = sorted(self.book.totals)
         layout = mix64(len(sums), *(name_key(f"{role} {name}") for role, name in keys)) & _MASK
         extremes = [value for key in keys for value in self._extremes(key)]
-        head = torch.tensor([layout, -layout, *sums, *(-one for one in sums)], dtype=torch.float64)
+        head = torch.tensor([layout, -layout, *sums, *(-one for one in sums)], dtype=torch.float64, device="cpu")
         head = self._largest(head)
         if float(head[0]) == -float(head[1]):
-            joined = self._largest(torch.tensor(extremes, dtype=torch.float64)).tolist()
+            joined = self._largest(torch.tensor(extremes, dtype=torch.float64, device="cpu")).tolist()
             for k, key in enumerate(keys):
                 self._take(key, joined[3 * k : 3 * k + 3])
         else:
