@@ -59,8 +59,8 @@ class Table:
 def share(part: float | None) -> str:
     """Return a share from 0 to 1 as per cent, never rounded to a 0 or 100 that it is not.
 
-    >>> share(0.0), share(1e-6), share(0.1234), share(0.99999), share(1.0), share(None)
-    ('0%', '<0.01%', '12.3%', '>99.9%', '100%', '–')
+    >>> share(0.0), share(1e-6), share(0.1234), share(0.99999), share(1.0), share(1.1234), share(None)
+    ('0%', '<0.01%', '12.3%', '>99.9%', '100%', '112.3%', '–')
     """
     if part is None:
         return DASH
@@ -68,7 +68,8 @@ def share(part: float | None) -> str:
         return "<0.01%"
     if 0.999 < part < 1:
         return ">99.9%"
-    return f"{100 * part:.{1 if part >= 0.01 and part < 1 else 2}f}".rstrip("0").rstrip(".") + "%" if part else "0%"
+    digits = f"{100 * part:.{1 if part >= 0.01 else 2}f}"
+    return f"{digits.rstrip('0').rstrip('.')}%"
 
 
 def count(number: float | None) -> str:

@@ -3,7 +3,7 @@
   "use strict";
   const data = JSON.parse(document.getElementById("data").textContent);
   const NS = "http://www.w3.org/2000/svg";
-  const FEW = 36;
+  const FEW = 36, MARGIN = 14;
 
   function make(name, attributes = {}, text) {
     const element = document.createElementNS(NS, name);
@@ -45,6 +45,10 @@
     const style = getComputedStyle(document.documentElement);
     const used = new Set(svg.outerHTML.match(/--[\w-]+/g));
     const colours = [...used].map((key) => `${key}:${style.getPropertyValue(key).trim()}`).join(";");
+    const [, , width, height] = svg.getAttribute("viewBox").split(" ").map(Number);
+    copy.setAttribute("viewBox", `${-MARGIN} ${-MARGIN} ${width + 2 * MARGIN} ${height + 2 * MARGIN}`);
+    copy.setAttribute("width", width + 2 * MARGIN);
+    copy.setAttribute("height", height + 2 * MARGIN);
     copy.setAttribute("xmlns", NS);
     copy.prepend(make("style", {}, `svg{${colours};background:${style.getPropertyValue("--card")}} .hit{fill:none}`));
     const link = html("a", { download: name });
@@ -162,7 +166,7 @@
       const plot = width - label - right, height = top + shown.length * tall + bottom;
       const [low, high] = range(found), power = powerOf(), one = format();
       const x = (bin) => label + ((Math.min(Math.max(bin, low), high) - low) / (high - low)) * plot;
-      const svg = canvas(width, height, `${state.role}s in ${one.name}: ${said.textContent} The table below has the numbers.`);
+      const svg = canvas(width, height, `Magnitudes of every ${state.role}. ${said.textContent} The table below has the numbers.`);
       const end = top + shown.length * tall;
       const hatch = make("pattern", { id: "hatch", width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
       hatch.append(make("rect", { width: 5, height: 5, fill: "var(--lost-bg)" }), make("line", { x1: 0, y1: 0, x2: 0, y2: 5, stroke: "var(--hatch)", "stroke-width": 1.4 }));
@@ -182,7 +186,7 @@
           if (start > label + 0.5) svg.append(make("line", { x1: round(start), y1: top - 3, x2: round(start), y2: end, stroke: name === "normal" ? "var(--subnormal)" : "var(--lost)", "stroke-width": 1 }));
         }
       }
-      write(svg, label, 13, one.title, { fill: "var(--ink)", "font-weight": 650, "font-size": narrow ? 11.5 : 13 });
+      write(svg, label, 13, narrow ? one.title : `${state.role} · ${one.title}${power ? ` · times 2${superscript(power)}` : ""}`, { fill: "var(--ink)", "font-weight": 650, "font-size": narrow ? 11.5 : 13 });
       columns.forEach(([, title], index) => write(svg, width - right + (index + 1) * each, top - 7, title, { "text-anchor": "end" }));
 
       const step = [1, 2, 4, 5, 10, 20, 40].find((gap) => ((high - low) / gap) * (narrow ? 34 : 40) <= plot) ?? 80;
