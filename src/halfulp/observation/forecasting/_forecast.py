@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..findings import findings_of
 from ..page import write_page
 from ._costs import costs
 from ._data import ForecastData
+from ._from_checkpoint import read_checkpoint
 from ._inputs import Inputs, from_optimizer, from_rate, named_tensors, states_by_name
 from ._layer import forecast_layer
 from ._schedule import Schedule, learning_rates, schedule_name
@@ -70,8 +72,8 @@ class Forecast(ForecastData):
 
 
 def forecast(
-    model_or_state: nn.Module | Mapping[str, Any],
-    optimizer_or_lr: torch.optim.Optimizer | float,
+    model_or_state: nn.Module | Mapping[str, Any] | str | Path,
+    optimizer_or_lr: torch.optim.Optimizer | float | None = None,
     schedule: Schedule = None,
     *,
     steps: int | None = None,
@@ -99,8 +101,10 @@ def forecast(
     freezes layers earlier. Of layers of few elements the step is a matter of chance: `freeze_range` says how much.
 
     Args:
-        model_or_state: a module, or a state dict of tensors.
-        optimizer_or_lr: a torch.optim.Optimizer (its states, options and groups are read), or a learning rate.
+        model_or_state: a module, a state dict of tensors, or the path of a checkpoint: safetensors, torch.save, a
+            sharded folder, DCP. Its optimizer states and options are read too; nothing in it is executed.
+        optimizer_or_lr: a torch.optim.Optimizer (its states, options and groups are read), or a learning rate; a
+            checkpoint's own by default.
         schedule: "constant" (None), "linear", "cosine" or "wsd"; a torch LRScheduler, which is not advanced; a function
             step -> learning rate; a list with one rate per step. Names begin at the optimizer's initial rates.
         steps: length of the whole run; needed unless the schedule is a list. 1,000 more for a constant rate.
@@ -129,16 +133,36 @@ def forecast(
     given = {"betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
     options = {name: value for name, value in given.items() if value is not None}
     dtype = formats.get(dtype).torch_dtype if isinstance(dtype, str) else dtype
-    weights = named_tensors(model_or_state)
-    inputs = _inputs(weights, optimizer_or_lr, optimizer, states, options, dtype)
+    if isinstance(model_or_state, str | Path):
+        inputs = _of_checkpoint(model_or_state, optimizer_or_lr, optimizer, states, options, dtype)
+    else:
+        weights = named_tensors(model_or_state)
+        inputs = _inputs(weights, optimizer_or_lr, optimizer, states, options, dtype)
     begin = inputs.start if start is None else start
     rates = learning_rates(schedule, inputs.peaks, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr)
     return _followed(inputs, rates, schedule_name(schedule), begin)
 
 
+def _of_checkpoint(
+    path: str | Path,
+    lr: torch.optim.Optimizer | float | None,
+    rule: str | None,
+    states: Mapping[str, Any] | None,
+    options: dict[str, Any],
+    dtype: torch.dtype | None,
+) -> Inputs:
+    if states is not None:
+        raise ValueError("states= goes with a state dict; a checkpoint has its own: leave it out")
+    saved = read_checkpoint(path)
+    lr = saved.lr if lr is None else lr
+    if lr is None:
+        raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
+    return from_rate(saved.weights, saved.states, _rate(lr), rule, options, dtype, saved.options, saved.unseen)
+
+
 def _inputs(
     weights: list[tuple[str, Tensor]],
-    optimizer_or_lr: torch.optim.Optimizer | float,
+    optimizer_or_lr: torch.optim.Optimizer | float | None,
     rule: str | None,
     states: Mapping[str, Any] | None,
     options: dict[str, Any],
@@ -149,12 +173,17 @@ def _inputs(
             named = ", ".join([*options, *(["states"] if states is not None else [])])
             raise ValueError(f"{named}: the optimizer has its own; leave them out, or give a learning rate instead")
         return from_optimizer(weights, optimizer_or_lr, rule, dtype)
-    if isinstance(optimizer_or_lr, bool) or not isinstance(optimizer_or_lr, int | float):
-        raise TypeError(f"forecast takes a torch.optim.Optimizer or a learning rate; got {a_kind(optimizer_or_lr)}")
+    rate = _rate(optimizer_or_lr)
     by_name: Mapping[str, Any] = states or {}
     if "param_groups" in by_name:
         by_name = states_by_name(by_name, weights)
-    return from_rate(weights, by_name, float(optimizer_or_lr), rule, options, dtype)
+    return from_rate(weights, by_name, rate, rule, options, dtype)
+
+
+def _rate(given: object) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise TypeError(f"forecast takes a torch.optim.Optimizer or a learning rate; got {a_kind(given)}")
+    return float(given)
 
 
 def _followed(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forecast:
@@ -167,7 +196,7 @@ def _followed(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forec
         forecast_layer(trained, inputs, rates[trained.group], start=start, sample=sample, leaps=leaps, seed=position)
         for position, trained in enumerate(inputs.parameters)
     )
-    narrow = [trained for trained in inputs.parameters if trained.value.dtype in (torch.bfloat16, torch.float16)]
+    narrow = [trained for trained in inputs.parameters if trained.dtype in (torch.bfloat16, torch.float16)]
     notes = list(inputs.notes)
     unknown = [layer for layer in layers if layer.updates is None]
     if unknown:
@@ -179,7 +208,7 @@ def _followed(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forec
     if narrow:
         relative = [layer.relative for layer in layers if layer.relative is not None]
         smallest = min(relative, default=0.0)
-        found = costs(inputs.rule, narrow[0].value.dtype, sum(one.value.numel() for one in narrow), smallest)
+        found = costs(inputs.rule, narrow[0].dtype, sum(one.value.numel() for one in narrow), smallest)
     total = start + rates.shape[1]
     return Forecast(layers, inputs.rule, schedule, start, total, found, tuple(notes), _thinned(rates[0], start))
 

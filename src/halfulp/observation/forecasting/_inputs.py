@@ -33,6 +33,7 @@ class Trained:
     Attributes:
         name: qualified.
         value: its elements, of a floating-point dtype.
+        dtype: what it will be trained in.
         state: the optimizer's tensors and numbers for it; empty without.
         options: of its group.
         group: index of its group.
@@ -42,6 +43,7 @@ class Trained:
 
     name: str
     value: Tensor
+    dtype: torch.dtype
     state: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     group: int = 0
@@ -104,18 +106,26 @@ def from_rate(
     rule: str | None,
     options: Mapping[str, Any],
     dtype: torch.dtype | None,
+    saved: Mapping[str, Mapping[str, Any]] | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Inputs:
-    """Return all floating-point weights as one group of a named optimizer, with states where a checkpoint has them."""
+    """Return all floating-point weights as one group of a named optimizer, with states where a checkpoint has them.
+
+    Options are those given, else what a checkpoint saved for a parameter, else the optimizer's own defaults.
+    """
     rule = _known_rule(rule or "AdamW")
-    merged = {**DEFAULTS[rule], **options, "lr": lr}
+
+    def merged(name: str) -> dict[str, Any]:
+        return {**DEFAULTS[rule], **(saved or {}).get(name, {}), **options, "lr": lr}
+
     found = [
-        _trained(name, tensor, states.get(name, {}), merged, 0, dtype, tensor.grad if tensor.is_leaf else None)
+        _trained(name, tensor, states.get(name, {}), merged(name), 0, dtype, tensor.grad if tensor.is_leaf else None)
         for name, tensor in weights
         if tensor.is_floating_point() and name.rpartition(".")[2] not in _BUFFERS
     ]
     if not found:
         raise ValueError("nothing to forecast: there is no floating-point tensor among the weights")
-    return Inputs(tuple(found), rule, (lr,), _start(found))
+    return Inputs(tuple(found), rule, (lr,), _start(found), notes=notes)
 
 
 def named_tensors(given: object) -> list[tuple[str, Tensor]]:
@@ -175,7 +185,7 @@ def _trained(
         formats.get(dtype or value.dtype)
     except ValueError:
         raise NotImplementedError(f"{name} has dtype {value.dtype}, of which no format is known") from None
-    return Trained(name, value if dtype is None else value.to(dtype), state, options, group, gradient, update)
+    return Trained(name, value, dtype or value.dtype, state, options, group, gradient, update)
 
 
 def _rule_of(optimizer: torch.optim.Optimizer) -> str:

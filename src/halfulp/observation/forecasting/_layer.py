@@ -18,7 +18,9 @@ from ._update_sizes import UpdateSizes, second_moment, update_sizes
 # Elements of a run that is read together where not all are: a page of memory holds many of them.
 _RUN = 64
 _SHOWN = 12
+# The chance to lie before the range, and after it, and where a normal number has it.
 _EDGE = 0.05
+_EDGES = 1.645
 
 
 def forecast_layer(
@@ -35,17 +37,17 @@ def forecast_layer(
         leaps: most leaps through the schedule.
         seed: of the walk.
     """
-    format = formats.get(trained.value.dtype)
+    format = formats.get(trained.dtype)
     generator = torch.Generator(device="cpu").manual_seed(seed)
     index = sample_of(trained.value.numel(), sample)
-    weights = trained.value.flatten()[index].cpu().double()
+    weights = trained.value.flatten()[index].cpu().to(trained.dtype).double()
     finite = weights.isfinite()
     index, weights = index[finite], weights[finite]
     decay = _decoupled_decay(trained, inputs.rule)
     options = {name: number(trained.options[name]) for name in ("eps",) if name in trained.options}
     common = {
         "name": trained.name,
-        "dtype": trained.value.dtype,
+        "dtype": trained.dtype,
         "elements": trained.value.numel(),
         "weight_update": trained.weight_update,
         "lr": float(rates.max()),
@@ -72,13 +74,14 @@ def forecast_layer(
         leaps=leaps,
         generator=generator,
     )
+    sampling = _EDGES / math.sqrt(FROZEN * len(held)) if len(index) < trained.value.numel() else 0.0
     count = max(1, round(len(held) / len(weights) * trained.value.numel()))
     return LayerForecast(
         **common,  # type: ignore[arg-type]
         updates=sizes.source,
         update_size=sizes.rms,
         decay_lost=1 - walked.decay_made / walked.decay_wanted if walked.decay_wanted else None,
-        **_freezing(walked, rates, count, sizes, start),  # type: ignore[arg-type]
+        **_freezing(walked, rates, count, sampling, sizes, start),  # type: ignore[arg-type]
         **_noise(held, sizes, rates, format),  # type: ignore[arg-type]
     )
 
@@ -96,18 +99,21 @@ def sample_of(elements: int, most: int) -> Tensor:
     return (begins[:, None] + torch.arange(_RUN, dtype=torch.int64, device="cpu")).flatten()
 
 
-def _freezing(walked: Walk, rates: Tensor, count: int, sizes: UpdateSizes, start: int) -> dict[str, object]:
-    """When it freezes, and which share of its updates is lost when."""
+def _freezing(
+    walked: Walk, rates: Tensor, count: int, sampling: float, sizes: UpdateSizes, start: int
+) -> dict[str, object]:
+    """When it freezes, and which share of its updates is lost when.
+
+    `sampling` is how far the share that moves may be off, relative to itself, as only a sample was followed.
+    """
     after = (rates > 0).nonzero()
     # Where the rate is 0 there is no update that could be lost.
     last = int(after[-1]) if len(after) else -1
 
-    def at(chance: float) -> int | None:
-        found = crossing(walked.moved[: last + 1], count, sizes.run, chance)
-        return None if found is None else found
-
-    step = at(0.5)
-    low, high = at(_EDGE), at(1 - _EDGE)
+    moved = walked.moved[: last + 1]
+    step = crossing(moved, count, sizes.run)
+    low = crossing(moved * max(0.0, 1 - sampling), count, sizes.run, _EDGE)
+    high = crossing(moved * (1 + sampling), count, sizes.run, 1 - _EDGE)
     shown = torch.linspace(0, last, min(_SHOWN, last + 1), dtype=torch.float64, device="cpu").long().unique().tolist()
     weighed = float((walked.moved * rates).sum() / rates.sum()) if rates.sum() > 0 else 1.0
     return {
@@ -155,4 +161,4 @@ def _denominator(trained: Trained, inputs: Inputs) -> torch.dtype | None:
     """The dtype in which torch's loops add eps: the states', which is the parameter's."""
     if not inputs.rule.startswith("Adam") or inputs.ours or trained.options.get("fused"):
         return None
-    return second_moment(trained.state) or trained.value.dtype
+    return second_moment(trained.state) or trained.dtype

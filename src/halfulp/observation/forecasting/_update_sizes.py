@@ -97,7 +97,8 @@ def _adam(
     eps = number(trained.options["eps"])
     run = max(1.0, 0.5 / (1 - beta1)) if beta1 < 1 else 1.0
     step = int(number(trained.state.get("step", inputs.start))) if first is not None else 0
-    dtype = torch.float32 if inputs.ours else (second if second is not None else trained.value).dtype
+    own = trained.dtype if second is None else second.dtype
+    dtype = torch.float32 if inputs.ours else own
     noise = noise_size(beta1, beta2, dtype if dtype.itemsize > 1 else torch.float32, min(step + steps, _LONGEST))
     noise = torch.cat([noise, noise[-1:].expand(max(0, step + steps - len(noise)))])
     moving = torch.ones_like(weights, dtype=torch.bool)
@@ -105,7 +106,7 @@ def _adam(
         growth = noise[step : step + steps]
         deviation = torch.ones_like(weights)
         return UpdateSizes(moving, torch.zeros_like(weights), deviation, growth, run, False, "Adam's on noise")
-    m, v = first.flatten()[index].double(), second.flatten()[index].double()
+    m, v = first.flatten()[index].cpu().double(), second.flatten()[index].cpu().double()
     size = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
     moving = (m != 0) & size.isfinite()
     size, held = size[moving], weights[moving]
@@ -137,7 +138,7 @@ def _sgd(trained: Trained, index: Tensor, weights: Tensor, steps: int) -> Update
         known = known.double() / math.sqrt(1 - momentum**2) if momentum < 1 else known
     if known is None:
         return None
-    size = known.flatten()[index].double()
+    size = known.flatten()[index].cpu().double()
     moving = (size != 0) & size.isfinite()
     size, held = size[moving], weights[moving]
     square = _mean_square(size, held) if len(size) else size
