@@ -26,7 +26,7 @@ FACE = {
         *("Down", "Nearest", "Stochastic", "TowardZero", "Up", "quantize"),
         *("Components", "Feedback", "Kahan", "Master", "Split", "float32_gradients"),
         *("Evidence", "Recipe", "compare", "convert", "emulate", "explain", "revert"),
-        *("Finding", "observe", "forecast"),
+        *("Finding", "audit", "contract", "observe", "forecast"),
     },
     "halfulp.gradients": {
         *("AdaptiveGradScaler", "LastStep", "Policy", "Amax", "Constant", "Dynamic", "Measured", "RisingFloor"),

@@ -24,6 +24,7 @@ from .gradients import AdaptiveGradScaler as AdaptiveGradScaler
 from .mctensor import MCTensor as MCTensor
 from .mctensor import multicomponent as multicomponent
 from .observation import Finding as Finding
+from .observation import audit as audit
 from .observation import forecast as forecast
 from .observation import observe as observe
 from .optim import Components as Components
@@ -33,6 +34,7 @@ from .optim import Master as Master
 from .optim import Split as Split
 from .optim import float32_gradients as float32_gradients
 from .recipes import Recipe as Recipe
+from .recipes import contract as contract
 from .recipes import convert as convert
 from .recipes import explain as explain
 from .recipes import revert as revert

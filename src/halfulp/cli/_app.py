@@ -46,6 +46,7 @@ def application() -> Any:
     """
     import typer
 
+    from ._audit import audit
     from ._compare import compare
     from ._forecast import forecast
     from ._formats import formats
@@ -80,7 +81,7 @@ def application() -> Any:
         elif context.invoked_subcommand is None:
             print(context.get_help())
 
-    for command in (compare, verify, forecast, formats, recipes, tasks):
+    for command in (compare, verify, audit, forecast, formats, recipes, tasks):
         app.command()(command)
     app.command(context_settings=SETTINGS)(observe)
     return app

@@ -2,6 +2,8 @@
 
 from .. import _needs_torch as _needs_torch
 from ._finding import Finding as Finding
+from .auditing._audit import Audit as Audit
+from .auditing._run import audit as audit
 from .findings import FindingKind as FindingKind
 from .findings import register_finding as register_finding
 from .forecasting import Forecast as Forecast

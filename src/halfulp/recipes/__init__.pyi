@@ -3,6 +3,8 @@
 from ._catalog import get as get
 from ._catalog import names as names
 from ._catalog import register as register
+from ._contract import Contract as Contract
+from ._contract import contract as contract
 from ._convert import convert as convert
 from ._convert import revert as revert
 from ._optimizer import optimizer as optimizer

@@ -6,7 +6,7 @@ from numpy import float64, int64, uint64
 
 from ...kernels.scalar._operations import real64, word64
 
-# Words of a setup.
+# Words of a setup. SAME_FORMAT is 1 where equal codes are equal numbers, 2 where they also count ulps.
 NUMEL, SHARE, SAME_FORMAT, A, B, ULP = 0, 1, 2, 3, 9, 15
 # Of a layout, from A or B on: bits of the mantissa, bias, mask of the magnitude, first code that is no finite number,
 # code of infinity (-1 without one), code of the largest number.
@@ -17,19 +17,21 @@ SAME, FINITE, A_NAN, A_INFINITE, A_ZEROS, A_TOP, A_VARIES, B_NAN, B_INFINITE, B_
 COUNTS = 12
 # Changes in ulps by binade, from 2^LOWEST on, and by the first FINE bits of their fraction.
 FINE, LOWEST, BINADES = 5, -192, 512
-BLOCK = 2048
+# Changes of fewer ulps, where they are whole, are counted by their number.
+SMALL = 64
+BLOCK = 1024  # with at most 2^52 steps each, their sum is below 2^63
 
 
-def compare_shares(first, last, a, b, setup, counts, table, sums):
+def compare_shares(first, last, a, b, setup, counts, table, small, sums):
     """For the shares [first, last): counts, changes by size, their sum and the largest, each share in a row."""
     for share in range(first, last):
         begin = share * setup[SHARE]
         end = min(begin + setup[SHARE], setup[NUMEL])
         for low in range(begin, end, BLOCK):
-            compare_block(low, min(low + BLOCK, end), share, a, b, setup, counts, table, sums)
+            compare_block(low, min(low + BLOCK, end), share, a, b, setup, counts, table, small, sums)
 
 
-def compare_block(low, high, share, a, b, setup, counts, table, sums):
+def compare_block(low, high, share, a, b, setup, counts, table, small, sums):
     """Counts that need no branch first, then the elements that changed."""
     mask_a, special_a, top_a = setup[A + MAGNITUDE], setup[A + SPECIAL], setup[A + TOP]
     mask_b, special_b, top_b = setup[B + MAGNITUDE], setup[B + SPECIAL], setup[B + TOP]
@@ -56,10 +58,10 @@ def compare_block(low, high, share, a, b, setup, counts, table, sums):
         counts[share, SAME] += equal
         counts[share, FINITE] += equal
     else:
-        compare_changed(low, high, share, a, b, setup, counts, table, sums)
+        compare_changed(low, high, share, a, b, setup, counts, table, small, sums)
 
 
-def compare_changed(low, high, share, a, b, setup, counts, table, sums):
+def compare_changed(low, high, share, a, b, setup, counts, table, small, sums):
     """The elements of a block of which some changed, or are NaN or infinite."""
     mask_a, special_a, mantissa_a, bias_a = (
         setup[A + MAGNITUDE],
@@ -75,7 +77,8 @@ def compare_changed(low, high, share, a, b, setup, counts, table, sums):
     )
     digits_1, least_1, digits_2, least_2 = setup[ULP], setup[ULP + 1], setup[ULP + 2], setup[ULP + 3]
     same_format = setup[SAME_FORMAT]
-    same, finite = 0, 0
+    same, finite, top, sum_of_steps = 0, 0, 0, 0
+    still = small[share, 0]
     total, largest = 0.0, sums[share, 1]
     for i in range(low, high):
         x, y = int64(a[i]), int64(b[i])
@@ -84,8 +87,15 @@ def compare_changed(low, high, share, a, b, setup, counts, table, sums):
             same += count_special(x, y, p, q, share, setup, counts)
             continue
         finite += 1
-        if same_format and x == y:
-            same += 1
+        if same_format == 2 and (x ^ y) >> mantissa_a == 0:
+            # In one binade and of one sign codes count ulps; to ask for equal ones first costs more than to count them.
+            steps = abs(p - q)
+            sum_of_steps += steps
+            top = max(top, steps)
+            if steps < SMALL:
+                small[share, steps] += 1
+            else:
+                count_change(int64(word64(float64(steps))), 0, share, table)
             continue
         u, v = magnitude(p, mantissa_a, bias_a), magnitude(q, mantissa_b, bias_b)
         u = u if x == p else -u
@@ -111,17 +121,22 @@ def compare_changed(low, high, share, a, b, setup, counts, table, sums):
         binade = (int64(word64(abs(u))) >> 52) - 1023 + halved
         spacing = max(max(binade, least_1) - digits_1, max(binade, least_2) - digits_2)
         power = (bits >> 52) - 1023 - raised + halved - spacing
-        slot = min(max(power - LOWEST, 0), BINADES - 1)
-        table[share, (slot << FINE) + ((bits >> (52 - FINE)) & ((1 << FINE) - 1))] += 1
+        count_change(bits, power - ((bits >> 52) - 1023), share, table)
         # The change with its exponent replaced by that of its size in ulps.
         size = real64(uint64((bits & 0xFFFFFFFFFFFFF) | (min(max(power + 1023, 1), 2046) << 52)))
         total += size
         if size > largest:
             largest = size
-    counts[share, SAME] += same
+    counts[share, SAME] += same + small[share, 0] - still
     counts[share, FINITE] += finite
-    sums[share, 0] += total
-    sums[share, 1] = largest
+    sums[share, 0] += total + float64(sum_of_steps)
+    sums[share, 1] = max(largest, float64(top))
+
+
+def count_change(bits, moved, share, table):
+    """Count a size in ulps: the bits of a float64, to be multiplied by 2^moved."""
+    slot = min(max((bits >> 52) - 1023 + moved - LOWEST, 0), BINADES - 1)
+    table[share, (slot << FINE) + ((bits >> (52 - FINE)) & ((1 << FINE) - 1))] += 1
 
 
 def magnitude(code, mantissa, bias):

@@ -25,6 +25,12 @@ _NATIVE = (
     torch.float8_e5m2,
 )
 _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+# Where whole changes of 1 to SMALL - 1 ulps stand in the table.
+_SMALL_SLOTS = [
+    ((power - d.LOWEST) << d.FINE) + ((steps << d.FINE) >> power) - (1 << d.FINE)
+    for steps in range(1, d.SMALL)
+    for power in (steps.bit_length() - 1,)
+]
 # Elements of the parts that are converted, or read, one after another.
 AT_ONCE = 1 << 21
 
@@ -112,21 +118,25 @@ def _run_compiled(
     share = max(d.BLOCK, -(-len(a) // threads))
     shares = -(-len(a) // share)
     setup = np.zeros(d.SETUP, np.int64)
-    setup[: d.A] = len(a), share, a.dtype == b.dtype
+    counting = all(one.torch_dtype == a.dtype for one in spacings)
+    setup[: d.A] = len(a), share, (1 + counting) * (a.dtype == b.dtype)
     for place, dtype, top in ((d.A, a.dtype, tops[0]), (d.B, b.dtype, tops[1])):
         setup[place : place + 6] = _layout(dtype, top)
     setup[d.ULP :] = [word for one in spacings for word in (one.mantissa_bits, one.emin)]
     counts = np.zeros((shares, d.COUNTS), np.int64)
     table = np.zeros((shares, d.BINADES << d.FINE), np.int64)
+    small = np.zeros((shares, d.SMALL), np.int64)
     sums = np.zeros((shares, 2), np.float64)
     words = [x.view(_WORDS[x.element_size()]).numpy() for x in (a, b)]
     kernel = _kernel(a.element_size(), b.element_size())
-    run_chunks(kernel, np.full(shares, share), *words, setup, counts, table, sums)
+    run_chunks(kernel, np.full(shares, share), *words, setup, counts, table, small, sums)
     for which in (d.A_VARIES, d.B_VARIES):
         # Each share compares with the first of all.
         counts[0, which] = counts[:, which].max()
         counts[1:, which] = 0
-    _add(found, counts.sum(0), table.sum(0), float(sums[:, 0].sum()), float(sums[:, 1].max()))
+    merged = table.sum(0)
+    merged[_SMALL_SLOTS] += small.sum(0)[1:]
+    _add(found, counts.sum(0), merged, float(sums[:, 0].sum()), float(sums[:, 1].max()))
 
 
 def _add(found: Differences, counts: np.ndarray, table: np.ndarray, total: float, largest: float) -> None:
@@ -142,7 +152,8 @@ def _add(found: Differences, counts: np.ndarray, table: np.ndarray, total: float
 def _kernel(a_bytes: int, b_bytes: int) -> Callable:
     words = f"uint{8 * a_bytes}[::1], uint{8 * b_bytes}[::1]"
     return compile_kernel(
-        d.compare_shares, f"void(int64, int64, {words}, int64[::1], int64[:,::1], int64[:,::1], float64[:,::1])"
+        d.compare_shares,
+        f"void(int64, int64, {words}, int64[::1], int64[:,::1], int64[:,::1], int64[:,::1], float64[:,::1])",
     )
 
 

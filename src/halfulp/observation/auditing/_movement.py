@@ -102,7 +102,7 @@ def stuck_second_moments(audit: Audit) -> Iterator[Symptom]:
                 continue
             said = f"{moment} in {format_name(dtype)} loses every decay by beta2 = {1 - rate:.6g}"
             unchanged = state.unchanged.get(moment)
-            if unchanged is not None and state.advanced:
+            if unchanged is not None and unchanged > HALF_LOST and state.advanced:
                 said += f"; {percentage(unchanged)} of it unchanged in {state.advanced} steps"
             evidence = {"state": moment, "dtype": format_name(dtype), "decay": rate, "unchanged": unchanged}
             yield Symptom((name,), "warning", 1.0, said, evidence)
@@ -158,6 +158,6 @@ def _evidence(lost: Lost, state: StateAudit, dtype: str) -> dict[str, object]:
 def _cure(lost: Lost) -> str | None:
     """Return what to do where the usual cure would lose updates too."""
     kahan = lost.lost_by.get("kahan", 0)
-    if kahan <= lost.wanted / 10:
+    if kahan <= lost.wanted / 2:
         return None
     return "keep these in float32, or weight_update='split' of hu.optim: the updates are too small for 'kahan'"

@@ -1,0 +1,60 @@
+"""halfulp audit: two checkpoints of one run, compared tensor by tensor."""
+
+import math
+from typing import Annotated, Any
+
+import typer
+
+from ._output import Json, console, plain_table, print_json
+
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", None: ""}
+
+
+def audit(
+    a: Annotated[str, typer.Argument(metavar="A", help="The earlier checkpoint: a file or a folder.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The later checkpoint of the same run.")],
+    share: Annotated[
+        float, typer.Option(help="Mean change in ulps below which a tensor counts as barely moved.")
+    ] = 0.01,
+    lr: Annotated[float | None, typer.Option(help="Learning rate in place of the one that B holds.")] = None,
+    json: Json = False,
+) -> int:
+    """Compare two checkpoints of one run: what did not move, what rounding lost, what is NaN or of another dtype.
+
+    Reads safetensors, torch.save (weights_only), sharded folders, folders of HF's Trainer and of
+    torch.distributed.checkpoint, by memory map; nothing in them is executed. The exit code is 0 if nothing above a
+    note was found, 1 if something was, 2 if a checkpoint cannot be read.
+    """
+    from ..observation import audit as compare_checkpoints
+
+    found = compare_checkpoints(a, b, share=share, lr=lr)
+    if json:
+        print_json(found.to_dict())
+    else:
+        _print(found)
+    return 0 if found.passed else 1
+
+
+def _print(found: Any) -> None:
+    from rich.text import Text
+
+    shown = console()
+    for finding in found.findings:
+        shown.print(Text(f"{finding.severity}: {finding.code}: {finding}", style=_STYLES[finding.severity]))
+    if not found.findings:
+        shown.print(Text("nothing found", style="green"))
+    columns = ["tensors", "dtypes", "elements", "unchanged", "median ulps", "verdict"]
+    table = plain_table(columns, right=columns[2:5], fold=("tensors", "verdict"))
+    for group in found.groups():
+        low, high = (f"{value:.3g}" if not math.isnan(value) else "–" for value in group.median)
+        table.add_row(
+            group.pattern,
+            group.dtypes,
+            f"{group.numel:,}",
+            f"{group.share_unchanged:.1%}",
+            low if low == high else f"{low}–{high}",
+            Text(group.verdict, style=_STYLES[group.severity]),
+        )
+    shown.print(table)
+    for said in found.unseen:
+        shown.print(Text(said, style="dim"))

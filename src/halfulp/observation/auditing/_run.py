@@ -1,0 +1,92 @@
+"""hu.audit: two checkpoints of one run compared, and what is wrong with the second."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..._messages import a_kind
+from ...recipes._contract import Contract, contract_differences
+from ..checkpoints._open import open_checkpoint
+from ..checkpoints._parts import checkpoint_of
+from ..checkpoints._state_names import named_states
+from ..checkpoints._stored import Checkpoint
+from ..findings import findings_of
+from ._audit import Audit
+from ._states import compare_states
+from ._tensors import compare_tensors
+
+Given = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def audit(a: Given, b: Given, *, share: float = 0.01, lr: float | None = None) -> Audit:
+    """Compare two checkpoints of one run: what did not move, what rounding lost, what is NaN or of another dtype.
+
+    Files are read by memory map, tensor by tensor; no model code is needed, and nothing that they hold is executed.
+    Changes are in ulps: the spacing, at the element of A, of the coarser of the two dtypes. Where B holds an Adam's,
+    Lion's or SGD's states, its last update is computed again, and rounded to the weight's dtype.
+
+    Args:
+        a, b: the earlier and the later checkpoint: a file of safetensors or torch.save, a sharded folder, a folder of
+            HF's Trainer or of torch.distributed.checkpoint, or a state_dict.
+        share: mean change in ulps below which a tensor counts as barely moved.
+        lr: learning rate in place of the one that B's optimizer holds.
+
+    Returns:
+        An `Audit`: `print` it, or read `findings`, `tensors`, `states`, `to_dict()`.
+
+    Raises:
+        TypeError: a or b is neither a path nor a mapping.
+        ValueError: it cannot be read as a checkpoint, or is refused by weights_only; both are the same file, or of
+            different models; share or lr is no number from 0 on.
+
+    >>> import torch
+    >>> start = {"norm.weight": torch.ones(64, dtype=torch.bfloat16), "head.weight": torch.ones(64)}
+    >>> later = {"norm.weight": torch.ones(64, dtype=torch.bfloat16), "head.weight": torch.full((64,), 1.001)}
+    >>> [(found.code, found.where) for found in audit(start, later).findings]
+    [('weight-frozen', ('norm.weight',))]
+    """
+    for name, number in (("share", share), ("lr", lr)):
+        if number is not None and not (isinstance(number, int | float) and 0 <= number < math.inf):
+            raise ValueError(f"{name}={number!r}: give a number from 0 on")
+    if _is_same(a, b):
+        raise ValueError(f"A and B are the same checkpoint, {a}: give an earlier and a later one of a run")
+    before, after = _opened(a, "A"), _opened(b, "B")
+    unseen = [*before.unseen, *after.unseen]
+    earlier, later = named_states(before, unseen), named_states(after, unseen)
+    after.unseen.clear()
+    tensors = compare_tensors(before, after, set(earlier) | set(later), share)
+    states = compare_states(earlier, later, after, lr)
+    contract = _compared_contracts(before, after, unseen)
+    unseen += [said for said in after.unseen if said not in unseen]
+    made = Audit(tensors, states, share, contract, tuple(dict.fromkeys(unseen)))
+    return dataclasses.replace(made, findings=findings_of("audit", made))
+
+
+def _opened(given: Given, which: str) -> Checkpoint:
+    if isinstance(given, Mapping):
+        return checkpoint_of(given, which)
+    if isinstance(given, str | os.PathLike):
+        return open_checkpoint(Path(given))
+    raise TypeError(f"checkpoint {which} is {a_kind(given)}: give a path or a state_dict")
+
+
+def _is_same(a: Given, b: Given) -> bool:
+    if isinstance(a, str | os.PathLike) and isinstance(b, str | os.PathLike):
+        return Path(a).exists() and Path(b).exists() and Path(a).samefile(b)
+    return a is b
+
+
+def _compared_contracts(a: Checkpoint, b: Checkpoint, unseen: list[str]) -> tuple[tuple[str, str], ...]:
+    if a.contract is None or b.contract is None:
+        return ()
+    try:
+        held = Contract.from_dict(a.contract), Contract.from_dict(b.contract)
+    except ValueError as error:
+        unseen.append(f"the precision contracts were not compared: {error}")
+        return ()
+    return tuple((one.name, one.words) for one in contract_differences(*held))

@@ -1,0 +1,130 @@
+"""What the optimizer states of two checkpoints say of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoints._state_names import NamedState
+from ..checkpoints._stored import Checkpoint, Stored, of_tensor
+from ._audit import StateAudit
+from ._differences import AT_ONCE
+from ._movement import SECOND_MOMENTS
+from ._replay import replay
+from ._symptom import is_narrow, precision
+from ._tensors import same_elements
+
+# What optimizers of halfulp, optimi and torchao keep beside a weight of few bits.
+_COMPENSATION = ("residual", "low_bits", "master", "kahan_comp", "kahan_compensation", "master_param", "shift")
+_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+_OPTIONS = ("lr", "weight_decay", "betas", "eps", "momentum", "alpha", "amsgrad", "maximize", "fused", "nesterov")
+_OWN = ("decoupled_weight_decay", "weight_update")
+
+
+def compare_states(
+    a: Mapping[str, NamedState], b: Mapping[str, NamedState], weights: Checkpoint, lr: float | None
+) -> dict[str, StateAudit]:
+    """Return what the states say, by parameter.
+
+    Args:
+        a, b: states by parameter's name.
+        weights: checkpoint B.
+        lr: in place of the learning rate that B's groups hold.
+    """
+    found = {}
+    for name, after in b.items():
+        if name in weights.tensors and (after.tensors or after.values):
+            found[name] = _compare(name, a.get(name), after, weights.tensors[name], lr)
+    return found
+
+
+def _compare(name: str, before: NamedState | None, after: NamedState, weight: Stored, lr: float | None) -> StateAudit:
+    options = _options(after.options)
+    if lr is not None:
+        options["lr"] = lr
+    ours = {} if before is None else _elements(before)
+    theirs = _elements(after)
+    steps = None if before is None else _step(before), _step(after)
+    compensation = [key for key in _COMPENSATION if key in theirs]
+    moved = None
+    if compensation and all(key in ours for key in compensation):
+        moved = any(same_elements(ours[key], theirs[key]) < theirs[key].numel for key in compensation)
+    narrow = [key for key in SECOND_MOMENTS if key in ours and key in theirs and is_narrow(theirs[key].dtype)]
+    weight_update = _weight_update(after.options, theirs)
+    update, decay = None, None
+    if precision(weight.dtype) is not None and not compensation and weight_update in (None, "nearest"):
+        update, decay = replay(weight, theirs, options, steps[1])
+    return StateAudit(
+        name,
+        {key: value for key, value in options.items() if key not in _OWN},
+        steps,
+        {key: (_dtype(ours.get(key)), stored.dtype) for key, stored in theirs.items()},
+        all(theirs[key].shape == weight.shape for key in (*_FIRST_MOMENTS, *SECOND_MOMENTS[:3]) if key in theirs),
+        weight_update,
+        bool(compensation),
+        moved,
+        any(_nonzero(theirs[key]) == 0 for key in _FIRST_MOMENTS if key in theirs),
+        {key: same_elements(ours[key], theirs[key]) / max(1, theirs[key].numel) for key in narrow},
+        _nonfinite(ours, theirs),
+        update,
+        decay,
+    )
+
+
+def _elements(state: NamedState) -> dict[str, Stored]:
+    """Return the tensors of a state but for its step and checksums."""
+    stored = {key: value if isinstance(value, Stored) else of_tensor(value) for key, value in state.tensors.items()}
+    return {key: one for key, one in stored.items() if key != "step" and "checksum" not in key}
+
+
+def _step(state: NamedState) -> int | None:
+    step = state.tensors.get("step", state.values.get("step"))
+    if isinstance(step, Stored):
+        step = step.read(None)
+    if isinstance(step, Tensor):
+        return int(step.item()) if step.numel() == 1 else None
+    return int(step) if isinstance(step, int | float) else None
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: group[key] for key in (*_OPTIONS, *_OWN) if group.get(key) is not None}
+    return {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in found.items()
+    }
+
+
+def _weight_update(group: Mapping[str, Any], states: Mapping[str, Stored]) -> str | None:
+    """Return the name of a weight update of halfulp's optimizers; None of others."""
+    if "weight_update" not in group:
+        return None
+    given = group["weight_update"]
+    if given is None:
+        return "split8" if "low_bits" in states else "nearest"
+    return str(given.get("name")) if isinstance(given, Mapping) else str(given)
+
+
+def _dtype(stored: Stored | None) -> torch.dtype | None:
+    return None if stored is None else stored.dtype
+
+
+def _nonzero(stored: Stored) -> int:
+    return sum(int(torch.count_nonzero(stored.read(rows).float())) for rows in stored.rows(AT_ONCE // 4))
+
+
+def _nonfinite(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[str, tuple[int, int]]:
+    found = {}
+    for key, stored in b.items():
+        count = _count_nonfinite(stored)
+        if count:
+            found[key] = (_count_nonfinite(a[key]) if key in a else 0, count)
+    return found
+
+
+def _count_nonfinite(stored: Stored) -> int:
+    if not stored.dtype.is_floating_point:
+        return 0
+    parts = (stored.read(rows) for rows in stored.rows(AT_ONCE // 4))
+    return sum(int((~(part.float() if part.itemsize == 1 else part).isfinite()).sum()) for part in parts)

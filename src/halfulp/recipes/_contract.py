@@ -1,0 +1,283 @@
+"""The precision contract: which dtypes, weight updates, states and scales a run has, to be saved and checked."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._messages import a_kind, listed
+from ..mctensor import MCTensor
+from ..optim import Optimizer
+from ..optim.parameters._narrow_groups import name_of
+from ..optim.parameters._random_identity import plain_names
+from ..scaled import ScaledTensor
+
+KEY = "precision_contract"
+_VERSION = 1
+_FIELDS = ("dtype", "storage", "weight_update", "states", "scale")
+_MOST = 5
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How one tensor is held.
+
+    Attributes:
+        dtype: what autograd and the model see.
+        storage: dtype of the stored numbers; "2 x bfloat16" of two components.
+        weight_update: of an optimizer of halfulp, "nearest" of any other; None for what no optimizer steps.
+        states: dtype of each of the optimizer's states; empty before the first step.
+        scale: "none", "per tensor" or "per component set" (one scale for all components).
+    """
+
+    dtype: str
+    storage: str
+    weight_update: str | None = None
+    states: Mapping[str, str] = field(default_factory=dict)
+    scale: str = "none"
+
+
+@dataclass(frozen=True)
+class ContractDifference:
+    """One field of one tensor that is not as the contract says.
+
+    Attributes:
+        name: of the tensor.
+        field: of its `Terms`; "tensor" where one side has none of this name.
+        before, after: in words.
+    """
+
+    name: str
+    field: str
+    before: str
+    after: str
+
+    @property
+    def words(self) -> str:
+        """The field and both values."""
+        return f"{self.field} was {self.before}, is {self.after}"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What `contract` returns: the terms of every parameter and floating-point buffer, by name.
+
+    Attributes:
+        tensors: in the order of the model.
+    """
+
+    tensors: Mapping[str, Terms]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON, for a dict that torch.save writes (key "precision_contract"), or for DCP."""
+        return {"version": _VERSION, "tensors": {name: asdict(terms) for name, terms in self.tensors.items()}}
+
+    def metadata(self) -> dict[str, str]:
+        """Return what `safetensors.torch.save_file(..., metadata=)` takes."""
+        return {KEY: json.dumps(self.to_dict())}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Contract:
+        """Return the contract that `to_dict` gave, alone, as JSON, or under its key of a checkpoint or metadata.
+
+        Raises:
+            ValueError: it holds none, or one of a later version.
+        """
+        given: object = data[KEY] if isinstance(data, Mapping) and KEY in data else data
+        held = _parsed(given) if isinstance(given, str) else given
+        if not isinstance(held, Mapping) or "version" not in held:
+            raise ValueError(f"no precision contract in {a_kind(held)}: give what hu.contract(...).to_dict() returned")
+        if held["version"] != _VERSION:
+            raise ValueError(
+                f"the precision contract is of version {held['version']!r}, known is {_VERSION}: update halfulp"
+            )
+        tensors = held.get("tensors") or {}
+        try:
+            return cls({name: Terms(**{"states": {}, **terms}) for name, terms in tensors.items()})
+        except (TypeError, AttributeError):
+            raise ValueError("the precision contract is damaged: save it anew by hu.contract(...).to_dict()") from None
+
+    def check(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        allow: Iterable[str] = (),
+    ) -> None:
+        """Raise unless model and optimizer are as this contract says: on load, and before a resumed run's first step.
+
+        Args:
+            model: that resumes.
+            optimizer: its optimizer, or several; without one, weight updates and states are not compared.
+            allow: globs over names, each with a field after a colon where only that may differ: "head.*",
+                "*:weight_update".
+
+        Raises:
+            ValueError: a difference that is not allowed, or a glob that matches no name.
+        """
+        here = contract(model, optimizer)
+        allow = [allow] if isinstance(allow, str) else list(allow)
+        names = {**self.tensors, **here.tensors}
+        idle = [glob for glob in allow if not any(fnmatch.fnmatchcase(name, glob.split(":")[0]) for name in names)]
+        unknown = [glob for glob in allow if ":" in glob and glob.split(":", 1)[1] not in (*_FIELDS, "tensor")]
+        if idle or unknown:
+            raise ValueError(
+                f"allow={listed(idle or unknown)} {'matches no tensor' if idle else 'names no field'}: give globs over "
+                f"names, with one of {', '.join(_FIELDS)} after a colon or none"
+            )
+        found = contract_differences(self, here, with_optimizer=optimizer is not None)
+        wrong = [one for one in found if not any(_allows(glob, one) for glob in allow)]
+        if wrong:
+            rest = f"; and {len(wrong) - _MOST} more" if len(wrong) > _MOST else ""
+            said = "; ".join(f"{one.name}: {one.words}" for one in wrong[:_MOST])
+            raise ValueError(
+                f"the precision contract does not hold: {said}{rest}. Convert the model and make the optimizer as the "
+                f"run did that saved it, or allow it: allow=({wrong[0].name + ':' + wrong[0].field!r},)"
+            )
+
+    def __str__(self) -> str:
+        """One line for each kind of terms, with its names."""
+        kinds: dict[str, list[str]] = {}
+        for name, terms in self.tensors.items():
+            kinds.setdefault(_words(terms), []).append(name)
+        return "\n".join(f"{words}: {listed(names)}" for words, names in kinds.items())
+
+
+def contract(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+) -> Contract:
+    """Return how every parameter and floating-point buffer is held: dtype, storage, weight update, states, scale.
+
+    Save it beside a checkpoint (``to_dict()`` under "precision_contract", or ``metadata()`` in safetensors) and `check`
+    it on load and on resume: a run that comes back in another precision is an error, not a worse loss.
+
+    Args:
+        model: plain, with scaled or multi-component parameters, or sharded by fully_shard.
+        optimizer: its optimizer, or several, of torch or halfulp; None leaves weight updates and states out.
+
+    Raises:
+        TypeError: no module, or no optimizer.
+
+    >>> import halfulp as hu
+    >>> model = nn.Linear(4, 2).bfloat16()
+    >>> held = contract(model, hu.optim.AdamW(model.named_parameters(), weight_update="kahan"))
+    >>> print(held)
+    bfloat16, weight_update kahan: 'weight', 'bias'
+    >>> held.check(model.float())
+    Traceback (most recent call last):
+    ...
+    ValueError: the precision contract does not hold: weight: dtype was bfloat16, is float32; ...
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
+    optimizers = _optimizers(optimizer)
+    stepped = {
+        id(p): _stepped(one, group, k)
+        for one in optimizers
+        for group in one.param_groups
+        for k, p in enumerate(group["params"])
+    }
+    held: list[tuple[str, Tensor]] = list(model.named_parameters())
+    held += [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+    names = plain_names(name for name, _ in held)
+    return Contract(
+        {
+            name: _terms(tensor, *stepped.get(id(tensor), (None, {})))
+            for name, (_, tensor) in zip(names, held, strict=True)
+        }
+    )
+
+
+def contract_differences(before: Contract, after: Contract, *, with_optimizer: bool = True) -> list[ContractDifference]:
+    """Return every field that differs, in the order of the names.
+
+    States are compared where both sides have some: before the first step an optimizer has none.
+    """
+    found = []
+    for name in {**before.tensors, **after.tensors}:
+        ours, theirs = before.tensors.get(name), after.tensors.get(name)
+        if ours is None or theirs is None:
+            found.append(
+                ContractDifference(name, "tensor", *("absent" if x is None else _words(x) for x in (ours, theirs)))
+            )
+            continue
+        for key in _FIELDS:
+            a, b = getattr(ours, key), getattr(theirs, key)
+            unknown = key in ("weight_update", "states") and (not with_optimizer or not a or not b)
+            if a != b and not unknown:
+                found.append(ContractDifference(name, key, _value(a), _value(b)))
+    return found
+
+
+def _optimizers(given: object) -> list[torch.optim.Optimizer]:
+    several = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    for one in several:
+        if not isinstance(getattr(one, "param_groups", None), list):
+            raise TypeError(f"the optimizer is {a_kind(one)}: give a torch optimizer, a list of them, or None")
+    return several
+
+
+def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], position: int) -> tuple[str, dict[str, str]]:
+    """Return the weight update of a parameter and the dtypes of its states."""
+    update = "nearest"
+    if isinstance(optimizer, Optimizer):
+        # A plan would make the states that it lacks; its specification does not.
+        spec = optimizer._step_spec(group, group["params"][position], None, name_of(group, position))
+        update = spec.update.name
+    state = optimizer.state.get(group["params"][position], {})
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return update, {
+        key: _name(value.dtype) for key, value in tensors.items() if key != "step" and "checksum" not in key
+    }
+
+
+def _terms(tensor: Tensor, weight_update: str | None, states: dict[str, str]) -> Terms:
+    inner = getattr(tensor, "_local_tensor", tensor)
+    storage, scale = _name(inner.dtype), "none"
+    if isinstance(inner, MCTensor):
+        storage = f"{len(inner.components)} x {_name(inner.components[0].dtype)}"
+        scale = "none" if inner.scale is None else "per component set"
+    elif isinstance(inner, ScaledTensor):
+        storage, scale = _name(inner.payload.dtype), "per tensor"
+    return Terms(_name(tensor.dtype), storage, weight_update, states, scale)
+
+
+def _allows(glob: str, difference: ContractDifference) -> bool:
+    name, _, key = glob.partition(":")
+    return fnmatch.fnmatchcase(difference.name, name) and key in ("", difference.field)
+
+
+def _words(terms: Terms) -> str:
+    said = [terms.dtype]
+    if terms.storage != terms.dtype:
+        said.append(f"stored as {terms.storage}")
+    if terms.scale != "none":
+        said.append(f"scale {terms.scale}")
+    if terms.weight_update is not None:
+        said.append(f"weight_update {terms.weight_update}")
+    if terms.states:
+        said.append(f"states {_value(terms.states)}")
+    return ", ".join(said)
+
+
+def _value(given: object) -> str:
+    if isinstance(given, Mapping):
+        return " and ".join(f"{key} {value}" for key, value in given.items()) or "none"
+    return str(given)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ValueError("the precision contract is no JSON: save it by hu.contract(...).metadata()") from None

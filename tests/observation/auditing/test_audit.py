@@ -1,0 +1,176 @@
+"""hu.audit finds what was planted into pairs of checkpoints, and nothing else."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import halfulp as hu
+
+SIZES = {f"layers.{k}.{part}.weight": (16, 24) for k in range(4) for part in ("attention", "mlp")}
+
+
+def pair(dtype):
+    before = {name: torch.randn(size).to(dtype) for name, size in SIZES.items()}
+    before |= {f"layers.{k}.norm.weight": torch.rand(48).add(1).to(dtype) for k in range(4)}
+    after = {name: (value.double() * (1 + 0.05 * torch.randn(value.shape))).to(dtype) for name, value in before.items()}
+    return before, after
+
+
+def codes(found):
+    return {(one.code, name) for one in found.findings for name in one.where if one.severity != "note"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["safetensors", "pt", "dicts"])
+def test_planted_faults_are_found_and_nothing_else(tmp_path, dtype, kind):
+    before, after = pair(dtype)
+    assert not codes(hu.audit(before, after))
+    after["layers.1.mlp.weight"] = before["layers.1.mlp.weight"].clone()
+    after["layers.2.norm.weight"] = after["layers.2.norm.weight"].to(torch.float8_e5m2)
+    after["layers.3.attention.weight"][3, 5] = math.nan
+    after["layers.0.norm.weight"][7] = math.inf
+    if kind == "dicts":
+        a, b = before, after
+    else:
+        a, b = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
+        for path, content in ((a, before), (b, after)):
+            save_file(content, path) if kind == "safetensors" else torch.save(content, path)
+    found = hu.audit(a, b)
+    assert codes(found) == {
+        ("weight-frozen", "layers.1.mlp.weight"),
+        ("dtype-changed-on-resume", "layers.2.norm.weight"),
+        ("first-nonfinite", "layers.3.attention.weight"),
+        ("first-nonfinite", "layers.0.norm.weight"),
+    }
+    assert not found.passed
+    assert found.tensors["layers.1.mlp.weight"].status == "unchanged"
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def run(dtype, lr, kind="torch", named=True, steps=8, **given):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8)).to(dtype)
+    if kind == "torch":
+        parameters = model.named_parameters() if named else model.parameters()
+        optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), **given)
+    else:
+        optimizer = hu.optim.AdamW(model.named_parameters(), lr=lr, betas=(0.9, 0.98), weight_update=kind, **given)
+    saved = []
+    for _ in range(2):
+        for _ in range(steps):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            optimizer.step()
+        content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        saved.append({key: torch_copy(value) for key, value in content.items()})
+    return saved, before, dict(model.named_parameters())
+
+
+def torch_copy(content):
+    import copy
+
+    return copy.deepcopy(content)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_lost_updates_are_those_that_left_the_weights_as_they_were(named):
+    saved, before, after = run(torch.bfloat16, 1e-4, named=named, weight_decay=0.0)
+    found = hu.audit(*saved)
+    for name, state in found.states.items():
+        measured = float((before[name] == after[name]).float().mean())
+        assert state.update is not None
+        # torch computes the update in bfloat16, which moves some elements over the border.
+        assert state.update.share == pytest.approx(measured, abs=0.06)
+        assert state.steps == (8, 16)
+    assert ("updates-lost", "1.weight") in codes(found)
+    assert found.advanced == 8
+
+
+def test_healthy_runs_have_no_findings_above_a_note():
+    for dtype, kind in ((torch.float32, "torch"), (torch.bfloat16, "kahan"), (torch.bfloat16, "stochastic")):
+        saved, *_ = run(dtype, 1e-3, kind, **({} if kind == "torch" else {"state_dtype": torch.float32}))
+        found = hu.audit(*saved)
+        assert found.passed, str(found)
+
+
+def test_weight_decay_that_the_format_cannot_hold_is_lost():
+    saved, *_ = run(torch.bfloat16, 1e-2, weight_decay=0.01)
+    decays = [state.decay for state in hu.audit(*saved).states.values()]
+    assert all(decay is not None for decay in decays)
+    assert all(decay.share == 1 for decay in decays)
+    saved, *_ = run(torch.float32, 1e-2, weight_decay=0.01)
+    assert all(state.decay.share == 0 for state in hu.audit(*saved).states.values())
+
+
+def test_components_beside_a_weight_that_moved_are_movement():
+    model = hu.multicomponent(torch.nn.Linear(8, 8), 2, torch.bfloat16)
+    before = torch_copy(dict(model.state_dict()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.components[1].add_(2.0**-20)
+    found = hu.audit(before, dict(model.state_dict()))
+    assert found.tensors["weight"].companions_moved
+    assert found.tensors["weight"].a.storage == "2 components"
+    assert found.passed, str(found)
+
+
+def test_empty_scalar_integer_complex_and_strided_tensors():
+    before = {
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(1.0),
+        "count": torch.tensor(3),
+        "mask": torch.tensor([True, False]),
+        "waves": torch.randn(4, dtype=torch.complex64),
+        "strided": torch.randn(6, 4).t(),
+    }
+    after = {name: value + 1 if value.dtype != torch.bool else value for name, value in before.items()}
+    found = hu.audit(before, after)
+    assert found.passed
+    assert {name: row.unchanged for name, row in found.tensors.items()} == {
+        "empty": 0,
+        "scalar": 0,
+        "count": 0,
+        "mask": 2,
+        "waves": 0,
+        "strided": 0,
+    }
+
+
+def test_the_share_of_an_ulp_below_which_a_tensor_hardly_moved():
+    a = {"w": torch.full((1000,), 1.0, dtype=torch.bfloat16)}
+    b = {"w": a["w"].clone()}
+    b["w"][:5] = 1.0 + 2**-7
+    assert hu.audit(a, b).tensors["w"].status == "barely-moved"
+    assert hu.audit(a, b, share=0.004).tensors["w"].status == "changed"
+    assert hu.audit(a, b).tensors["w"].mean == 0.005
+
+
+def test_contracts_are_compared_where_both_hold_one():
+    held = []
+    for update in ("kahan", "nearest"):
+        model = torch.nn.Linear(4, 4).bfloat16()
+        optimizer = hu.optim.AdamW(model.named_parameters(), weight_update=update)
+        kept = hu.contract(model, optimizer).to_dict()
+        held.append({"model": dict(model.state_dict()), "precision_contract": kept})
+    found = hu.audit(*held)
+    assert ("dtype-changed-on-resume", "weight") in codes(found)
+    assert "weight_update was kahan, is nearest" in str(found)
+
+
+def test_bad_input_is_refused_in_words(tmp_path):
+    a, _ = pair(torch.float32)
+    torch.save(a, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="the same checkpoint"):
+        hu.audit(tmp_path / "a.pt", str(tmp_path / "a.pt"))
+    with pytest.raises(ValueError, match=r"different models: only A has 'layers.0.*only B has 'other'"):
+        hu.audit(tmp_path / "a.pt", {"other": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"other shapes \(w: \(3,\) in A, \(4,\) in B\)"):
+        hu.audit({"w": torch.ones(3)}, {"w": torch.ones(4)})
+    with pytest.raises(TypeError, match="give a path or a state_dict"):
+        hu.audit([1], {"w": torch.ones(4)})
+    for given in (-1, math.nan, "much"):
+        with pytest.raises(ValueError, match="from 0 on"):
+            hu.audit(a, a | {}, share=given)

@@ -1,0 +1,181 @@
+"""Checkpoints of every layout give the tensors and states that were saved; what is none is refused in words."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import halfulp as hu
+from halfulp.kernels import same_bits
+from halfulp.observation.checkpoints._open import open_checkpoint
+from halfulp.observation.checkpoints._state_names import named_states
+
+
+def trained(dtype=torch.bfloat16, named=True, steps=3):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3)).to(dtype)
+    optimizer = torch.optim.AdamW(model.named_parameters() if named else model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return model, optimizer
+
+
+def check(path, model, optimizer=None):
+    found = open_checkpoint(path)
+    wanted = model.state_dict()
+    assert found.tensors.keys() == wanted.keys()
+    for name, stored in found.tensors.items():
+        assert same_bits(stored.read(None), wanted[name])
+        assert (stored.dtype, stored.shape) == (wanted[name].dtype, tuple(wanted[name].shape))
+    if optimizer is not None:
+        unseen: list[str] = []
+        states = named_states(found, unseen)
+        assert not unseen
+        for name, parameter in model.named_parameters():
+            moment = states[name].tensors["exp_avg"]
+            moment = moment if isinstance(moment, torch.Tensor) else moment.read(None)
+            assert same_bits(moment, optimizer.state[parameter]["exp_avg"])
+            assert states[name].options["lr"] == 1e-3
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_safetensors(tmp_path, dtype):
+    model, _ = trained(dtype)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    check(tmp_path / "model.safetensors", model)
+    check(tmp_path, model)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+def test_torch_files_bare_and_nested(tmp_path, zipped, named):
+    model, optimizer = trained(named=named)
+    options = {"_use_new_zipfile_serialization": zipped}
+    torch.save(model.state_dict(), tmp_path / "bare.pt", **options)
+    check(tmp_path / "bare.pt", model)
+    whole = {"epoch": 3, "loss": torch.tensor(0.5), "optimizer": optimizer.state_dict()}
+    for key in ("model", "state_dict", "module", "model_state_dict"):
+        torch.save({**whole, key: model.state_dict()}, tmp_path / "whole.ckpt", **options)
+        check(tmp_path / "whole.ckpt", model, optimizer)
+
+
+def test_a_lightning_file_and_names_of_wrappers(tmp_path):
+    model, optimizer = trained()
+    wrapped = {f"module._orig_mod.{name}": value for name, value in model.state_dict().items()}
+    content = {
+        "state_dict": wrapped,
+        "optimizer_states": [optimizer.state_dict()],
+        "callbacks": {"best": {"score": torch.tensor(1.0)}},
+        "loops": {},
+    }
+    torch.save(content, tmp_path / "last.ckpt")
+    check(tmp_path / "last.ckpt", model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_sharded_folders_of_a_trainer(tmp_path, kind):
+    model, optimizer = trained()
+    names = list(model.state_dict())
+    placed = {name: f"model-{1 + (k > 3):05d}-of-00002.{kind}" for k, name in enumerate(names)}
+    for shard in set(placed.values()):
+        part = {name: model.state_dict()[name] for name in names if placed[name] == shard}
+        save_file(part, tmp_path / shard) if kind == "safetensors" else torch.save(part, tmp_path / shard)
+    index = "model.safetensors.index.json" if kind == "safetensors" else "pytorch_model.bin.index.json"
+    (tmp_path / index).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    torch.save({"last_epoch": 1}, tmp_path / "scheduler.pt")
+    (tmp_path / "config.json").write_text("{}")
+    check(tmp_path, model, optimizer)
+    check(tmp_path / index, model)
+    (tmp_path / placed[names[0]]).unlink()
+    with pytest.raises(ValueError, match=r"lacks the shards 'model-00001-of-00002.*copy them too"):
+        open_checkpoint(tmp_path)
+
+
+def test_states_without_names_beside_safetensors_are_matched_by_shape_or_said(tmp_path):
+    model, optimizer = trained(named=False)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    unseen: list[str] = []
+    states = named_states(open_checkpoint(tmp_path), unseen)
+    assert set(states) == {"0.weight", "2.weight", "2.bias"}
+    assert "3 of 6 optimizer states" in unseen[0]
+    assert "named_parameters" in unseen[0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_distributed_checkpoints(tmp_path):
+    from torch.distributed.checkpoint import FileSystemWriter, save
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = trained()
+    weights, states = get_state_dict(model, optimizer)
+    content = {"model": weights, "optimizer": states, "epoch": 3}
+    save(content, storage_writer=FileSystemWriter(str(tmp_path / "dcp")), no_dist=True)
+    check(tmp_path / "dcp", model, optimizer)
+    save(model.state_dict(), storage_writer=FileSystemWriter(str(tmp_path / "flat")), no_dist=True)
+    check(tmp_path / "flat", model)
+    for file in (tmp_path / "flat").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:-400])
+    with pytest.raises(ValueError, match="truncated"):
+        open_checkpoint(tmp_path / "flat")
+
+
+class Evil:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('executed')",)
+
+
+def test_nothing_is_executed(tmp_path):
+    for name, zipped in (("zip.pt", True), ("old.pt", False)):
+        torch.save({"model": {"w": torch.ones(2)}, "x": Evil()}, tmp_path / name, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(ValueError, match=r"was not loaded: it holds .*exec.*weights_only refuses"):
+            open_checkpoint(tmp_path / name)
+    folder = tmp_path / "dcp"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match=r"was not loaded: it names builtins\.exec"):
+        open_checkpoint(folder)
+
+
+def truncated(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: None, "does not exist"),
+        (lambda path: path.mkdir(), "is an empty folder"),
+        (lambda path: path.write_bytes(b""), "is empty"),
+        (lambda path: path.write_bytes(b"GIF89a" * 40), "no checkpoint|of another kind"),
+        (lambda path: path.write_text("hello"), "no checkpoint|of another kind"),
+        (lambda path: torch.save(torch.ones(2), path), "holds a Tensor"),
+        (lambda path: torch.save({"epoch": 1}, path), "no tensors"),
+        (lambda path: torch.save(trained()[1].state_dict(), path), "only an optimizer's states"),
+        (lambda path: (torch.save(trained()[0].state_dict(), path), truncated(path)), "truncated"),
+        (lambda path: (save_file(trained()[0].state_dict(), path), truncated(path)), "truncated"),
+        (lambda path: ((path / "step-1").mkdir(parents=True), (path / "step-2").mkdir()), "holds the folders"),
+        (lambda path: (path.mkdir(), (path / "readme.txt").write_text("x")), "holds no checkpoint"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused_with_a_remedy(tmp_path, make, said):
+    path = tmp_path / "given.safetensors" if "save_file" in make.__code__.co_names else tmp_path / "given"
+    make(path)
+    with pytest.raises(ValueError, match=said) as raised:
+        open_checkpoint(path)
+    assert "give" in str(raised.value) or "copy" in str(raised.value)
+
+
+def test_tensors_of_this_library_come_with_what_lies_beside_them(tmp_path):
+    many = hu.multicomponent(torch.nn.Linear(4, 3), 2, torch.bfloat16)
+    torch.save(many.state_dict(), tmp_path / "many.pt")
+    assert {"weight", "weight.component_1"} <= open_checkpoint(tmp_path / "many.pt").tensors.keys()
+    scaled = hu.scalify(torch.nn.Linear(4, 3))
+    torch.save(scaled.state_dict(), tmp_path / "scaled.pt")
+    assert {"weight", "weight.payload_scale"} <= open_checkpoint(tmp_path / "scaled.pt").tensors.keys()
