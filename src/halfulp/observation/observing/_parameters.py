@@ -12,7 +12,7 @@ from ...optim.parameters._local_tensors import local, memory
 from ..record._record import ParameterRecord, Record
 from ..sampling._places import place_key
 from ..sampling._plain import stored
-from ..sampling._reference import sample_of
+from ..sampling._sampler import sampled
 
 
 class Parameters:
@@ -76,7 +76,7 @@ class Parameters:
         for name, parameter in self.named.items():
             numbers = stored(parameter)
             if numbers is not None:
-                found[name] = sample_of(numbers.flat.reshape(-1), place_key(0, 0, name)).mul_(numbers.scale)
+                found[name] = sampled(numbers.flat, place_key(0, 0, name)).mul_(numbers.scale)
         return found
 
 

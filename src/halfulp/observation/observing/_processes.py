@@ -11,7 +11,7 @@ from ...optim.parameters._local_tensors import is_dtensor, local
 from ...rounding import mix64
 from ..sampling._places import name_key
 from ..sampling._plain import stored
-from ..sampling._reference import sample_of
+from ..sampling._sampler import sampled
 from ..sampling._totals import AMAX, AMIN, LAST_AMAX
 from ._notebook import Notebook
 
@@ -80,7 +80,7 @@ class Processes:
         found = stored(parameter)
         if found is None or not found.flat.numel():
             return math.nan if found is None else 0.0
-        sample = sample_of(found.flat.reshape(-1), self.book.key(name)).double().view(torch.int64)
+        sample = sampled(found.flat, self.book.key(name)).double().view(torch.int64)
         weights = torch.arange(1, len(sample) + 1, dtype=torch.int64, device="cpu") * 0x9E3779B97F4A7C1 | 1
         return float(int((sample * weights).sum()) & _MASK)
 

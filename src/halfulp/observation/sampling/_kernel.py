@@ -49,7 +49,7 @@ from ._places import MOST, RUN, RUNS
 from ._totals import AMAX, AMIN, FIXED, LAST_AMAX, LAST_FINITE, SQUARES
 
 # Columns of the table.
-DATA, COUNT, KEY_LOW, KEY_HIGH, SAMPLE, INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD, COLUMNS = range(10)
+DATA, COUNT, KEY_LOW, KEY_HIGH, SAMPLE, INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD, TAKEN, COLUMNS = range(11)
 ZERO, ONE, ONES = np.uint32(0), np.uint32(1), np.uint32(0xFFFFFFFF)
 MAGNITUDE, INFINITE, NORMALS, FIELD = np.uint32(0x7FFFFFFF), np.uint32(INFINITY), np.uint32(0x800000), np.uint32(23)
 HALF_MAGNITUDE = np.uint32(0x7FFF)
@@ -65,12 +65,20 @@ def look(first, last, table, thresholds, blocks):
         sample, integers, reals = table[row, SAMPLE], table[row, INTEGERS], table[row, REALS_AT]
         extremes(data, count, low_of(table[row, LARGEST_WORD]), low_of(table[row, INFINITE_WORD]), integers, reals)
         taken = gather(data, count, low_of(table[row, KEY_LOW]), low_of(table[row, KEY_HIGH]), sample)
+        table[row, TAKEN] = taken
         bump(integers, 4, taken)
         histogram(sample, taken, integers, FIXED + 3 * thresholds.shape[0] + 4 * blocks.shape[0], reals)
         for k in range(thresholds.shape[0]):
             singles(sample, taken, thresholds[k, 0], thresholds[k, 1], thresholds[k, 2], integers, FIXED + 3 * k)
         for k in range(blocks.shape[0]):
             in_blocks(sample, taken, blocks, k, integers, FIXED + 3 * thresholds.shape[0] + 4 * k)
+
+
+def copy_samples(first, last, table):
+    """Kernel: write the samples of the rows [first, last) alone."""
+    for row in range(first, last):
+        low, high = low_of(table[row, KEY_LOW]), low_of(table[row, KEY_HIGH])
+        table[row, TAKEN] = gather(table[row, DATA], table[row, COUNT], low, high, table[row, SAMPLE])
 
 
 def low_of(value):
@@ -347,3 +355,9 @@ def look_kernel(dtype: torch.dtype) -> Callable:
     load_word, load_magnitude, value_word = _PIECES[dtype]
     pieces = {"load_word": load_word, "load_magnitude": load_magnitude, "value_word": value_word}
     return compile_kernel(look, SIGNATURE, {**pieces, **_TYPES})
+
+
+@functools.cache
+def copy_kernel(dtype: torch.dtype) -> Callable:
+    """Return the kernel that only copies samples of tensors of a dtype."""
+    return compile_kernel(copy_samples, "void(int64, int64, int64[:,::1])", {"load_word": _PIECES[dtype][0], **_TYPES})

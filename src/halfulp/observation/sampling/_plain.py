@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels import plain
+from ...kernels import has_own_memory, plain
 from ...mctensor import MCTensor
 from ...optim.parameters._local_tensors import local
 from ...scaled import ScaledTensor
 
 _NARROW = (torch.float16, torch.bfloat16)
+_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class Stored(NamedTuple):
@@ -34,6 +36,9 @@ def stored(tensor: torch.Tensor) -> Stored | None:
     Floating-point tensors only; of a DTensor the shard on this process. A sparse, quantized, nested, fake or meta
     tensor, and one inside a transform of torch.func, has none.
     """
+    simple = type(tensor) in _PLAIN and tensor.dtype in _FLOATS and has_own_memory(tensor) and tensor.is_contiguous()
+    if simple and not (tensor.is_neg() or tensor._is_zerotensor()):
+        return Stored(tensor.detach(), tensor.dtype)
     tensor = local(tensor)
     if not tensor.dtype.is_floating_point:
         return None

@@ -12,8 +12,8 @@ import torch
 from ...kernels import address, check_bits, chosen, run_chunks, undisturbed
 from ..record._record import TensorRecord
 from ._candidates import DEFAULT_FORMATS, Candidates
-from ._kernel import COLUMNS, INFINITE_WORDS, KERNEL_DTYPES, look_kernel
-from ._places import MOST, RUN, run_starts, sample_size
+from ._kernel import COLUMNS, INFINITE_WORDS, KERNEL_DTYPES, TAKEN, copy_kernel, look_kernel
+from ._places import MOST, sample_size
 from ._reference import count_sample, count_whole, sample_of
 from ._totals import Totals
 
@@ -50,7 +50,7 @@ class Sampler:
     def look(self, one: Look) -> None:
         """Add one tensor's counts to its totals."""
         tensor = widened(one.tensor)
-        if not _by_kernel(tensor):
+        if not _by_kernel(tensor, chosen("cpu")):
             self.look_by_reference(one)
             return
         self._row[0] = _row(tensor, one, self._scratch.ctypes.data)
@@ -63,25 +63,20 @@ class Sampler:
             One float32 tensor (float64 of a float64 tensor) per look, on the CPU, of at most 4096 elements; those of
             one dtype lie one after another in memory.
         """
-        samples: list[torch.Tensor] = [_EMPTY] * len(looks)
+        samples, engine = [_EMPTY] * len(looks), chosen("cpu")
         by_dtype: dict[torch.dtype, list[int]] = {}
         wide = [widened(one.tensor) for one in looks]
         for k, tensor in enumerate(wide):
-            if _by_kernel(tensor):
+            if _by_kernel(tensor, engine):
                 by_dtype.setdefault(tensor.dtype, []).append(k)
             else:
                 samples[k] = self.look_by_reference(looks[k])
         for dtype, positions in by_dtype.items():
-            sizes = [sample_size(wide[k].numel()) for k in positions]
-            buffer = torch.empty(sum(sizes), dtype=torch.float32, device="cpu")
-            parts = buffer.split(sizes)
+            parts = _buffers([wide[k].numel() for k in positions])
             rows = [_row(wide[k], looks[k], address(part)) for k, part in zip(positions, parts)]
             table, counts = np.array(rows, np.int64), self.candidates
-            lengths = table[:, 1]
-            run_chunks(checked_kernel(dtype), lengths, table, counts.thresholds, counts.block_numbers)
-            # A last run may be short: what was taken is known from the counts alone, as places are.
-            for k, part in zip(positions, parts):
-                samples[k] = part[: _taken(looks[k], wide[k].numel())]
+            run_chunks(checked_kernel(dtype), table[:, 1], table, counts.thresholds, counts.block_numbers)
+            _cut(samples, positions, parts, table)
         return samples
 
     def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
@@ -102,12 +97,13 @@ _EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return eight-bit floating-point numbers as bfloat16, which holds them all, and others as they are."""
+    """Return eight-bit floating-point numbers as bfloat16, which holds them all, and others as they are, contiguous."""
+    tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
     return tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
 
 
-def _by_kernel(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in KERNEL_DTYPES and tensor.device.type == "cpu" and chosen("cpu") == "numba"
+def _by_kernel(tensor: torch.Tensor, engine: str) -> bool:
+    return engine == "numba" and tensor.dtype in KERNEL_DTYPES and tensor.is_cpu
 
 
 @functools.lru_cache(64)
@@ -135,15 +131,51 @@ def _row(tensor: torch.Tensor, one: Look, sample: int) -> tuple[int, ...]:
         *counts,
         largest,
         INFINITE_WORDS[dtype],
+        0,
     )
 
 
-def _taken(one: Look, elements: int) -> int:
-    """How many elements a sample has; less than 4096 of a larger tensor where its short last run is among them."""
-    if elements <= MOST or not elements % RUN:
-        return sample_size(elements)
-    last = run_starts(one.key, elements)[-1]
-    return MOST - RUN + min(RUN, elements - last)
+def sampled(flat: torch.Tensor, key: int) -> torch.Tensor:
+    """Return a copy of a contiguous tensor's sampled elements, in float32 (float64 of float64), on the CPU."""
+    return sampled_all([(flat, key)])[0]
+
+
+def sampled_all(given: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+    """Return the samples of many tensors; those of one dtype lie one after another in memory."""
+    samples, engine = [_EMPTY] * len(given), chosen("cpu")
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for k, (flat, key) in enumerate(given):
+        flat = widened(flat)
+        if _by_kernel(flat, engine):
+            by_dtype.setdefault(flat.dtype, []).append(k)
+        else:
+            samples[k] = sample_of(flat.reshape(-1), key)
+    for dtype, positions in by_dtype.items():
+        flats = [widened(given[k][0]) for k in positions]
+        parts = _buffers([flat.numel() for flat in flats])
+        rows = [
+            (address(flat), flat.numel(), given[k][1] & 0xFFFFFFFF, given[k][1] >> 32, address(part), 0, 0, 0, 0, 0)
+            for k, flat, part in zip(positions, flats, parts)
+        ]
+        table = np.array(rows, np.int64)
+        checked_kernel(dtype)
+        copy_kernel(dtype)(0, len(rows), table)
+        _cut(samples, positions, parts, table)
+    return samples
+
+
+def _buffers(sizes: list[int]) -> Sequence[torch.Tensor]:
+    """Memory for samples of tensors of some sizes."""
+    wanted = [sample_size(size) for size in sizes]
+    if len(wanted) == 1:
+        return (torch.empty(wanted[0], dtype=torch.float32, device="cpu"),)
+    return torch.empty(sum(wanted), dtype=torch.float32, device="cpu").split(wanted)
+
+
+def _cut(samples: list, positions: list[int], parts: Sequence[torch.Tensor], table: np.ndarray) -> None:
+    """Keep of each part what was taken: a short last run leaves some of it free."""
+    for k, part, taken in zip(positions, parts, table[:, TAKEN].tolist()):
+        samples[k] = part if taken == len(part) else part[:taken]
 
 
 @functools.cache

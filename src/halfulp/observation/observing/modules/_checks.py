@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...record._record import Difference
 from ...sampling._plain import stored
-from ...sampling._reference import sample_of
+from ...sampling._sampler import sampled
 from .._notebook import Notebook, watching
 from ._outputs import tensors_in
 
@@ -47,7 +47,7 @@ class Recomputations:
         found = stored(output)
         if found is None:
             return
-        sample = sample_of(found.flat.reshape(-1), self.book.key(name))
+        sample = sampled(found.flat, self.book.key(name))
         if not again:
             self._first[name] = None if name in self._first else (found.dtype, sample)
             return

@@ -7,7 +7,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...record._record import Realised
 from ...sampling._plain import stored
-from ...sampling._reference import sample_of
+from ...sampling._sampler import sampled
 from .._notebook import Notebook, watching
 from ._realised import add_changes
 
@@ -79,8 +79,8 @@ class _Arrival:
         held, incoming = stored(there), stored(gradient)
         if held is not None and incoming is not None and held.flat.numel() == incoming.flat.numel():
             key = book.key(name)
-            self.held = sample_of(held.flat.reshape(-1), key)
-            self.incoming = sample_of(incoming.flat.reshape(-1), key)
+            self.held = sampled(held.flat, key)
+            self.incoming = sampled(incoming.flat, key)
 
     @watching
     def _accumulated(self, parameter: torch.Tensor) -> None:
@@ -89,7 +89,7 @@ class _Arrival:
         # Zeros that `zero_grad(set_to_none=False)` left swallow nothing.
         if found is None or held is None or incoming is None or not held.any():
             return
-        now = sample_of(found.flat.reshape(-1), self.book.key(self.name))
+        now = sampled(found.flat, self.book.key(self.name))
         record = self.book.record.parameters[self.name]
         if record.accumulation is None:
             record.accumulation = Realised()

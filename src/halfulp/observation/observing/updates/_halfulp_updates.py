@@ -10,7 +10,7 @@ from ....kernels import on_tensors
 from ....optim import Optimizer
 from ....optim._float32_weights import read_weights
 from ....optim.parameters._parameter_plan import ParameterPlan
-from ...sampling._reference import sample_of
+from ...sampling._sampler import sampled
 
 
 def represented(optimizer: Optimizer, parameter: torch.Tensor, key: int) -> torch.Tensor | None:
@@ -21,7 +21,7 @@ def represented(optimizer: Optimizer, parameter: torch.Tensor, key: int) -> torc
     plan = optimizer._plans.get(parameter)
     if plan is None or plan.spec.scaled or plan.spec.in_parameter or not plan.spec.auxiliary_names:
         return None
-    return sample_of(read_weights([plan])[0].reshape(-1), key)
+    return sampled(read_weights([plan])[0], key)
 
 
 def halfulp_change(
@@ -51,4 +51,4 @@ def decoded_states(plan: ParameterPlan, key: int) -> dict[str, torch.Tensor]:
     """Return samples of a parameter's states as float32 values, whatever they are stored as."""
     names = [slot.name for slot in plan.spec.rule.states]
     decoded = (codec.decode(tensors).reshape(-1) for codec, tensors in zip(plan.spec.codecs, plan.states))
-    return {name: sample_of(values, key) for name, values in zip(names, decoded)}
+    return {name: sampled(values, key) for name, values in zip(names, decoded)}

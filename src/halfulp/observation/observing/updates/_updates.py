@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ....optim import Optimizer
 from ...record._record import Realised, Role
 from ...sampling._plain import Stored, stored
-from ...sampling._reference import sample_of
+from ...sampling._sampler import sampled_all
 from .._notebook import Notebook
 from ._elementwise import ELEMENTWISE, WHOLE, Shadow, decay_factor
 from ._halfulp_updates import decoded_states, halfulp_change, represented
 from ._realised import add_changes
 from ._rounding_decisions import RoundingDecisions, draws
 
+_EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
 # Roles of states, by their names in torch.optim and here.
 MOMENTS: dict[str, Role] = {
     **dict.fromkeys(("exp_avg", "momentum_buffer", "grad_avg", "prev"), "first moment"),
@@ -67,6 +69,7 @@ class Updates:
         self.book, self.optimizer, self._names = book, optimizer, names
         self._stepped: list[Stepped] = []
         self._shadows: dict[int, Shadow] = {}
+        self._after: dict[tuple[str, str], torch.Tensor] = {}
         self._directions: dict[str, RoundingDecisions] = {}
 
     def before(self, arrived: set[str]) -> None:
@@ -98,16 +101,36 @@ class Updates:
         if late:
             self.book.look_all("weight gradient", late)
         samples = self.book.look_all("weight", weights)
-        for (name, kind, parameter, group, weight), sample, (_, _, gradient) in zip(entries, samples, gradients):
-            size = weight.flat.numel()
-            slopes = self._sample(name, gradient).mul_(gradient.scale / divisor)
-            one = Stepped(name, kind, parameter, group, size, _scaled(sample, weight), slopes)
-            one.states = {key: self._state(name, key, value, size) for key, value in self._state_of(parameter).items()}
-            self._represent(one)
-            self._stepped.append(one)
-            record = self.book.record.parameters[name]
+        self._stepped = [
+            Stepped(name, kind, parameter, group, weight.flat.numel(), _scaled(sample, weight), _EMPTY)
+            for (name, kind, parameter, group, weight), sample in zip(entries, samples)
+        ]
+        slopes = sampled_all([(found.flat, self.book.key(name)) for name, _, found in gradients])
+        for one, slope, (_, _, gradient) in zip(self._stepped, slopes, gradients):
+            factor = gradient.scale / divisor
+            one.gradient = slope if factor == 1.0 else slope * factor
+            record = self.book.record.parameters[one.name]
             record.gradients += 1
-            record.nonzero_gradients += int(torch.count_nonzero(slopes))
+            record.nonzero_gradients += int(np.count_nonzero(one.gradient.numpy()))
+        self._sample_states(self._stepped)
+        for one in self._stepped if isinstance(self.optimizer, Optimizer) else ():
+            self._represent(one)
+
+    def _sample_states(self, stepped: list[Stepped]) -> None:
+        """Sample the states before the step, and copy the numbers of whole tensors."""
+        wanted: list[tuple[Stepped, str, Stored]] = []
+        for one in stepped:
+            for key, value in self._state_of(one.parameter).items():
+                if key in WHOLE or not isinstance(value, torch.Tensor):
+                    one.states[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    continue
+                found = stored(value)
+                one.states[key] = None  # of what belongs to no element
+                if found is not None and found.flat.numel() == one.elements:
+                    wanted.append((one, key, found))
+        samples = sampled_all([(found.flat, self.book.key(one.name)) for one, _, found in wanted])
+        for (one, key, found), sample in zip(wanted, samples):
+            one.states[key] = _scaled(sample, found)
 
     def _represent(self, one: Stepped) -> None:
         """Of halfulp's optimizers: the float32 weight behind a parameter, and the change that their rule wants."""
@@ -126,14 +149,15 @@ class Updates:
         stepped, self._stepped = self._stepped, []
         if not stepped or _number(getattr(self.optimizer, "found_inf", None), 0.0):
             return
-        now = [self._weight_now(one) for one in stepped]
+        now = self._weights_now(stepped)
+        self._after = self._look_at_states(stepped)
         known: list[int] = []
         for positions in self._batches(stepped):
             known += self._compare(positions, stepped, now)
         others = [k for k in range(len(stepped)) if k not in set(known)]
         if others:
             self._count_unknown([stepped[k] for k in others], [now[k] for k in others])
-        self._look_at_states(stepped)
+        self._after = {}
 
     def _batches(self, stepped: Sequence[Stepped]) -> list[list[int]]:
         """Positions of the parameters that one step of a shadow serves: of one group, at one count of steps."""
@@ -150,21 +174,21 @@ class Updates:
         """Step a shadow of some parameters, and count what was wanted against what took place."""
         group = [stepped[k] for k in positions]
         options, sizes = group[0].options, [len(one.weight) for one in group]
-        weights, gradients = (torch.cat([getattr(one, n).double() for one in group]) for n in ("weight", "gradient"))
+        weights, gradients = (torch.cat([getattr(one, n) for one in group]).double() for n in ("weight", "gradient"))
         states = {
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in group[0].states.items()
             if key in WHOLE
         }
         before = {
-            key: torch.cat([one.states[key].double() for one in group]) for key in group[0].states if key not in states
+            key: torch.cat([one.states[key] for one in group]).double() for key in group[0].states if key not in states
         }
         shadow = self._shadows.setdefault(id(options), Shadow(self.optimizer))
         moved, wanted_states = shadow.step(
             weights, gradients, {**states, **{key: value.clone() for key, value in before.items()}}, options
         )
         records = [self.book.record.parameters[one.name] for one in group]
-        after = torch.cat([now[k].double() for k in positions])
+        after = torch.cat([now[k] for k in positions]).double()
         change = moved - weights
         add_changes([record.update for record in records], weights, after, change, sizes)
         for one, wanted, stored_now in zip(group, moved.split(sizes), after.split(sizes)):
@@ -180,10 +204,11 @@ class Updates:
         self, key: str, group: list[Stepped], before: Any, wanted: torch.Tensor, sizes: list[int]
     ) -> None:
         there = torch.zeros_like(wanted) if before is None else before
-        samples = [self._state(one.name, key, self._state_of(one.parameter).get(key), one.elements) for one in group]
-        if any(sample is None for sample in samples):
+        found = [self._after.get((one.name, key)) for one in group]
+        samples = [sample for sample in found if sample is not None]
+        if len(samples) < len(group):
             return
-        after = torch.cat([sample.double() for sample in samples])
+        after = torch.cat(samples)
         records = [self.book.record.parameters[one.name].states.setdefault(key, Realised()) for one in group]
         add_changes(records, there, after, wanted - there, sizes)
 
@@ -241,18 +266,27 @@ class Updates:
                 found.append((one.name, one.kind, Stored(flat.contiguous(), _held(dtype))))
         self.book.look_all("update", found)
 
-    def _look_at_states(self, stepped: Sequence[Stepped]) -> None:
-        by_role: dict[Role, list[tuple[str, str, Stored]]] = {}
+    def _look_at_states(self, stepped: Sequence[Stepped]) -> dict[tuple[str, str], torch.Tensor]:
+        """Count the states after the step, and return their samples by the names of parameter and state."""
+        by_role: dict[Role | None, list[tuple[Stepped, str, Stored]]] = {}
         for one in stepped:
             record = self.book.record.parameters[one.name]
             for key, value in self._state_of(one.parameter).items():
-                if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and key not in WHOLE:
-                    record.state_dtypes[key] = value.dtype
-                    found = stored(value)
-                    if key in MOMENTS and found is not None:
-                        by_role.setdefault(MOMENTS[key], []).append((one.name, one.kind, found))
+                if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or key in WHOLE:
+                    continue
+                record.state_dtypes[key] = value.dtype
+                found = stored(value)
+                if found is not None and found.flat.numel() == one.elements:
+                    by_role.setdefault(MOMENTS.get(key), []).append((one, key, found))
+        samples = {}
         for role, named in by_role.items():
-            self.book.look_all(role, named)
+            if role is None:
+                taken = sampled_all([(found.flat, self.book.key(one.name)) for one, _, found in named])
+            else:
+                taken = self.book.look_all(role, [(one.name, one.kind, found) for one, _, found in named])
+            for (one, key, found), sample in zip(named, taken):
+                samples[one.name, key] = _scaled(sample, found)
+        return samples
 
     def _note(self, name: str, group: dict[str, Any], parameter: torch.Tensor) -> None:
         record = self.book.record.parameters[name]
@@ -263,30 +297,22 @@ class Updates:
             chosen = group.get("weight_update")
             record.weight_update = str(getattr(chosen, "name", chosen) or record.weight_update)
 
-    def _sample(self, name: str, found: Stored) -> torch.Tensor:
-        return sample_of(found.flat.reshape(-1), self.book.key(name))
-
-    def _weight_now(self, one: Stepped) -> torch.Tensor:
+    def _weights_now(self, stepped: Sequence[Stepped]) -> list[torch.Tensor]:
+        """Samples of the weights after the step."""
+        shown: list[torch.Tensor | None] = [None] * len(stepped)
         if isinstance(self.optimizer, Optimizer):
-            shown = represented(self.optimizer, one.parameter, self.book.key(one.name))
-            if shown is not None:
-                return shown
-        found = stored(one.parameter)
-        assert found is not None
-        return _scaled(self._sample(one.name, found), found)
+            shown = [represented(self.optimizer, one.parameter, self.book.key(one.name)) for one in stepped]
+        found = [stored(one.parameter) for one in stepped]
+        samples = sampled_all(
+            [(numbers.flat, self.book.key(one.name)) for one, numbers in zip(stepped, found) if numbers is not None]
+        )
+        given = iter(samples)
+        now = [one.weight if numbers is None else _scaled(next(given), numbers) for one, numbers in zip(stepped, found)]
+        return [plain if own is None else own for own, plain in zip(shown, now)]
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         # Indexing a defaultdict would make an entry that the optimizer takes for a started one.
         return self.optimizer.state.get(parameter, {})
-
-    def _state(self, name: str, key: str, value: Any, size: int) -> Any:
-        """A state's sample, a copy of a number of the whole tensor; None of what is neither."""
-        if key in WHOLE or not isinstance(value, torch.Tensor):
-            return value.clone() if isinstance(value, torch.Tensor) else value
-        found = stored(value)
-        if found is None or found.flat.numel() != size:
-            return None  # it belongs to no element
-        return _scaled(self._sample(name, found), found)
 
 
 def _scaled(sample: torch.Tensor, found: Stored) -> torch.Tensor:

@@ -16,7 +16,7 @@ from ....optim import EMA
 from ....optim._ema import decay_at
 from ...record._record import AverageRecord
 from ...sampling._plain import stored
-from ...sampling._reference import sample_of
+from ...sampling._sampler import sampled
 from .._notebook import Notebook
 from ._halfulp_updates import represented
 from ._realised import add_changes
@@ -98,7 +98,7 @@ class WeightAverages:
             if shown is not None:
                 return shown
         found = stored(tensor)
-        return None if found is None else sample_of(found.flat.reshape(-1), key).mul_(found.scale)
+        return None if found is None else sampled(found.flat, key).mul_(found.scale)
 
 
 def _averaged(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
