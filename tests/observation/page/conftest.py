@@ -1,6 +1,7 @@
 """A record made by hand of tensors whose counts `quantize` gives, and a headless Chromium to look at pages with."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 
 import halfulp as hu
 from halfulp.observation import Finding
+from halfulp.observation.auditing._audit import Audit, Lost, Side, StateAudit, TensorAudit
+from halfulp.observation.page import audit_html, forecast_html, observation_html
 from halfulp.observation.record._plain import plain_record
 from halfulp.observation.record._record import (
     Expectation,
@@ -98,6 +101,41 @@ def data() -> dict[str, Any]:
     found = {"findings": [one.to_dict() for one in findings], "steps": 100, "interval": 50, "overhead": 0.013}
     found["record"] = plain_record(make_record())
     return json.loads(json.dumps(found, allow_nan=False))
+
+
+def make_audit() -> Audit:
+    """Two checkpoints of a run whose norm did not move and whose head became NaN and changed its dtype."""
+    bf16, fp32 = Side(torch.bfloat16), Side(torch.float32)
+    broken = Side(torch.float32, nan=3)
+    rows = [
+        TensorAudit(EVIL, (4, 4), 16, "parameter", bf16, bf16, 4, {0: 7, 3: 5}, 3.0, 1.5, 9.0, None, "changed"),
+        TensorAudit("norm.weight", (4,), 4, "parameter", bf16, bf16, 4, {}, 0.0, 0.0, 0.0, None, "unchanged"),
+        TensorAudit("head", (2,), 2, "unknown", bf16, broken, 0, {}, math.nan, math.nan, math.nan, None, "nonfinite"),
+        TensorAudit("none", (0,), 0, "buffer", fp32, fp32, 0, {}, math.nan, math.nan, math.nan, None, "changed"),
+    ]
+    lost = Lost(100, 90, 0.1, {"kahan": 0, "split8": 1, "stochastic": 40})
+    pairs = {"exp_avg": (torch.bfloat16, torch.float32), "step": (None, torch.float32)}
+    state = StateAudit(
+        "norm.weight", {"lr": 1e-4, "betas": [0.9, 0.99]}, (10, 70), pairs, update=lost, decay=Lost(5, 5)
+    )
+    found = [Finding("weight-frozen", ("norm.weight",), "error", 1.0, {"steps": 60}, "<i>cure</i>", "did not move")]
+    tensors = {row.name: row for row in rows}
+    states = {"norm.weight": state, "head": StateAudit("head", {}, (None, None), {})}
+    return Audit(tensors, states, 0.01, (("head", "was bf16, is float32"),), ("step 3 is <b>lost</b>",), found)
+
+
+@pytest.fixture(scope="session")
+def pages(data: dict[str, Any]) -> dict[str, str]:
+    """The page of each instrument."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
+    ahead = hu.forecast(model, optimizer, "cosine", steps=1000, warmup=10)
+    return {
+        "observe": observation_html(data),
+        "audit": audit_html(make_audit().to_dict()),
+        "forecast": forecast_html(ahead.to_dict()),
+    }
 
 
 @pytest.fixture(scope="package")

@@ -158,9 +158,12 @@ def test_nothing_in_a_name_or_cure_is_markup(show: Callable, data: dict) -> None
 
 
 @pytest.mark.parametrize(("scheme", "width"), VIEWS)
-def test_axe_finds_nothing_and_nothing_scrolls_sideways(show: Callable, data: dict, scheme: str, width: int) -> None:
+@pytest.mark.parametrize("instrument", ["observe", "audit", "forecast"])
+def test_axe_finds_nothing_and_nothing_scrolls_sideways(
+    show: Callable, pages: dict, instrument: str, scheme: str, width: int
+) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
-    tab = show(observation_html(data), width, scheme).tab
+    tab = show(pages[instrument], width, scheme).tab
     for summary in tab.locator("details > summary").all():
         if summary.is_visible():
             summary.click()
@@ -185,6 +188,36 @@ def test_a_saved_map_stands_alone(show: Callable, data: dict) -> None:
     assert text.startswith("<svg")
     assert "--kept:#" in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_an_audit_says_what_moved_and_sorts(show: Callable, pages: dict) -> None:
+    tab = show(pages["audit"]).tab
+    assert tab.locator("h1").text_content() == "1 error in 4 tensors"
+    assert (
+        tab.locator(".lead").text_content()
+        == "60 optimizer steps from A to B · 2 of 4 tensors moved · 1 did not move at all"
+    )
+    assert column(tab, "groups", 1)[0] == "did not move"
+    assert sorted(column(tab, "tensors", 1)) == ["changed", "changed", "nonfinite", "unchanged"]
+    tab.locator("#tensors thead th").nth(7).locator("button").click()
+    assert column(tab, "tensors", 0)[0] == EVIL
+    assert column(tab, "tensors", 7) == ["9", "0", "–", "–"]
+    assert column(tab, "states", 4)[0] == "90%"
+    assert column(tab, "states", 7)[0] == "kahan, split8"
+    assert column(tab, "contract", 1) == ["was bf16, is float32"]
+    assert "step 3 is <b>lost</b>" in tab.locator("main").text_content()
+    assert tab.locator("#shares svg g").count() == 3
+
+
+def test_a_forecast_marks_where_layers_freeze(show: Callable, pages: dict) -> None:
+    tab = show(pages["forecast"]).tab
+    steps = [text for text in column(tab, "layers", 4) if text != "never"]
+    assert steps
+    assert tab.locator("#shares svg g path").count() == len(steps)
+    assert tab.locator("#shares svg text", has_text="learning rate").count() == 1
+    tab.locator("#costs thead button").nth(1).click()
+    bytes_each = [float(text) for text in column(tab, "costs", 1)]
+    assert bytes_each == sorted(bytes_each, reverse=True)
 
 
 def test_a_page_of_an_empty_observation(show: Callable) -> None:

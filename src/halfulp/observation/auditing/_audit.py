@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from .._finding import Finding, Severity, in_words, pattern_of, worst_severity
+from ..page import write_page
 
 Status = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
 Role = Literal["parameter", "average", "buffer", "unknown"]
@@ -272,6 +274,14 @@ class Audit:
             "steps": self.advanced,
             "unseen": list(self.unseen),
         }
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one self-contained HTML page, whole or not at all.
+
+        Raises:
+            ValueError: jinja2 is missing, or the file cannot be written.
+        """
+        write_page("audit", self.to_dict(), path)
 
     def __str__(self) -> str:
         """Findings, the worst first, then what there is to say of each group of tensors."""

@@ -28,14 +28,14 @@ def audit_html(data: Plain) -> str:
     Raises:
         ValueError: jinja2 is missing.
     """
-    findings, tensors = data["findings"], data["tensors"]
+    cards, tensors = finding_cards(data["findings"]), data["tensors"]
     shares = _shares(data["groups"], {one["name"]: one for one in tensors})
     return render(
         __package__,
         "audit.html.j2",
-        headline=headline(findings, plural(len(tensors), "tensor")),
+        headline=headline(cards, plural(len(tensors), "tensor")),
         lead=_lead(data),
-        findings=finding_cards(findings),
+        findings=cards,
         groups=_groups(data["groups"]),
         states=_states(data["states"]),
         tensors=_tensors(tensors),
@@ -62,7 +62,7 @@ def _groups(groups: Sequence[Plain]) -> Table:
         [
             Cell(one["pattern"], title=", ".join(one["names"][:40])),
             Cell(one["verdict"], tone=_TONES.get(one["severity"], "")),
-            Cell(one["dtypes"].replace("->", "→")),
+            Cell(_both(one["dtypes"].split(" -> "))),
             Cell(count(len(one["names"])), sort=len(one["names"])),
             Cell(count(one["numel"]), sort=one["numel"]),
             Cell(share(one["share_unchanged"]), sort=one["share_unchanged"], bar=one["share_unchanged"]),
@@ -162,7 +162,11 @@ def _shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, 
             {
                 "name": one["pattern"],
                 "cells": [
-                    *([[stayed, stayed + 2, _depth(one["share_unchanged"]), "lost"]] if one["share_unchanged"] else []),
+                    *(
+                        [[stayed, stayed + 2, _linear(one["share_unchanged"]), "lost"]]
+                        if one["share_unchanged"]
+                        else []
+                    ),
                     *([at, at + 1, _depth(many / one["numel"]), "kept"] for at, many in sorted(found.items())),
                 ],
                 "texts": [share(one["share_unchanged"]), _range(ulps)],
@@ -182,6 +186,11 @@ def _shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, 
 
 def _depth(part: float) -> float:
     return round(0.14 + 0.86 * min(1.0, max(0.0, (math.log10(part) - _FAINTEST) / 3.5)), 3) if part else 0.0
+
+
+def _stayed(part: float, at: int) -> list[list[Any]]:
+    """The cell of the elements that stayed, if any, the darker the more."""
+    return [[at, at + 2, round(0.14 + 0.86 * part, 3), "lost"]] if part else []
 
 
 def _power(exponent: int) -> str:

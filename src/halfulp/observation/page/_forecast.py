@@ -23,13 +23,13 @@ def forecast_html(data: Plain) -> str:
     Raises:
         ValueError: jinja2 is missing.
     """
-    shares = _shares(data)
+    cards, shares = finding_cards(data["findings"]), _shares(data)
     return render(
         __package__,
         "forecast.html.j2",
-        headline=headline(data["findings"], plural(data["steps"] - data["start"], "step") + " to come"),
+        headline=headline(cards, plural(data["steps"] - data["start"], "step") + " to come"),
         lead=_lead(data),
-        findings=finding_cards(data["findings"]),
+        findings=cards,
         layers=_layers(data["layers"]),
         layers_words="Lost: the mean share of updates that change nothing, each step weighed by its learning rate.",
         costs=_costs(data["costs"]),

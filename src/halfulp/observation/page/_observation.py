@@ -26,7 +26,7 @@ def observation_html(data: Mapping[str, Any]) -> str:
     Raises:
         ValueError: jinja2 is missing.
     """
-    record, findings = data.get("record", {}), data["findings"]
+    record, cards = data.get("record", {}), finding_cards(data["findings"])
     history, parameters = record.get("history", []), record.get("parameters", [])
     charts: dict[str, Any] = map_data(record.get("tensors", ()))
     has_map = bool(charts["tensors"])
@@ -34,9 +34,9 @@ def observation_html(data: Mapping[str, Any]) -> str:
     return render(
         __package__,
         "observation.html.j2",
-        headline=headline(findings, plural(data["steps"], "step")),
+        headline=headline(cards, plural(data["steps"], "step")),
         lead=_lead(record),
-        findings=finding_cards(findings),
+        findings=cards,
         has_map=has_map,
         updates=updates_table(parameters),
         has_history=curves is not None,

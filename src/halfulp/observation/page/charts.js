@@ -369,7 +369,7 @@
 
     function draw(width) {
       const shown = all ? rows : rows.slice(0, FEW);
-      const narrow = width < 620, letters = narrow ? 17 : 38, tall = 18, top = curve ? 118 : 40;
+      const narrow = width < 620, letters = narrow ? 17 : 38, tall = 18, top = curve ? 118 : 28;
       const label = Math.max(6, ...shown.map((row) => Math.min(letters, row.name.length))) * (narrow ? 5.6 : 6.5) + 12;
       const titles = narrow ? columns.slice(0, 1) : columns, each = narrow ? 56 : 92, right = titles.length * each + 4;
       const plot = width - label - right, end = top + shown.length * tall;
