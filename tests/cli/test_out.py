@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import halfulp as hu
+from halfulp.cli import main
 from halfulp.cli._out import prepare, write_out
 
 
@@ -40,3 +41,17 @@ def test_a_file_in_the_way_is_said_before_the_work(tmp_path: Path, capsys: pytes
     (tmp_path / "out" / "audit.html").mkdir(parents=True)
     with pytest.raises(ValueError, match="it is a folder"):
         prepare(str(tmp_path / "out"), "audit")
+
+
+def test_an_audit_writes_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("a", 1.0), ("b", 1.5)):
+        torch.save({"norm.weight": torch.ones(4), "head.weight": torch.full((4,), value)}, tmp_path / f"{name}.pt")
+    arguments = ["audit", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--json", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        main(arguments)
+    said = capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "audit.json").read_text(encoding="utf-8")) == json.loads(said)
+    page = (tmp_path / "out" / "audit.html").read_text(encoding="utf-8")
+    assert "<code>norm.weight</code>" in page
+    assert str(tmp_path) not in page
+    assert str(tmp_path) not in said

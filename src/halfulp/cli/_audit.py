@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ._out import Out, prepare, write_out
 from ._output import Json, console, plain_table, print_json
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", None: ""}
@@ -17,6 +18,7 @@ def audit(
         float, typer.Option(help="Mean change in ulps below which a tensor counts as barely moved.")
     ] = 0.01,
     lr: Annotated[float | None, typer.Option(help="Learning rate in place of the one that B holds.")] = None,
+    out: Out = None,
     json: Json = False,
 ) -> int:
     """Compare two checkpoints of one run: what did not move, what rounding lost, what is NaN or of another dtype.
@@ -27,11 +29,13 @@ def audit(
     """
     from ..observation import audit as compare_checkpoints
 
+    prepare(out, "audit")
     found = compare_checkpoints(a, b, share=share, lr=lr)
     if json:
         print_json(found.to_dict())
     else:
         _print(found)
+    write_out(out, "audit", found)
     return 0 if found.passed else 1
 
 

@@ -11,7 +11,7 @@ import typer
 from ..pages import check_writable, require, write_whole
 from ._errors import writing
 
-Out = Annotated[str | None, typer.Option(help="A folder for the page and the JSON, as audit.html and audit.json.")]
+Out = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]
 
 
 def prepare(out: str | None, name: str) -> None:

@@ -162,11 +162,7 @@ def _shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, 
             {
                 "name": one["pattern"],
                 "cells": [
-                    *(
-                        [[stayed, stayed + 2, _linear(one["share_unchanged"]), "lost"]]
-                        if one["share_unchanged"]
-                        else []
-                    ),
+                    *_stayed(one["share_unchanged"], stayed),
                     *([at, at + 1, _depth(many / one["numel"]), "kept"] for at, many in sorted(found.items())),
                 ],
                 "texts": [share(one["share_unchanged"]), _range(ulps)],
