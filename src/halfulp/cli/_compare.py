@@ -6,12 +6,17 @@ from typing import Annotated, Any
 import typer
 
 from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
+from ._compare_script import compare_script
 from ._errors import fail
 from ._names import complete, recipe_names, several, split, task_names
 from ._output import Json, console, plain_table, print_json
 
 
 def compare(
+    script: Annotated[
+        str | None, typer.Argument(help="A training script to compare under recipes in place of tasks.")
+    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, behind --.")] = None,
     task: Annotated[
         list[str] | None,
         typer.Option(help=several("Tasks", DEFAULT_TASKS), autocompletion=complete(task_names)),
@@ -31,7 +36,19 @@ def compare(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Train tasks under several recipes, and show which keep float32's accuracy, at what memory and speed."""
+    """Train tasks under several recipes, and show which keep float32's accuracy, at what memory and speed.
+
+    With a SCRIPT.py that is run once per recipe: where it makes torch's SGD, Adam or AdamW, its model is converted.
+    """
+    if script is not None:
+        unused = {"--task": task, "--steps": steps, "--data": data, "--workers": workers}
+        unused |= {
+            "--seeds": seeds if seeds != 3 else None,
+            "--resume": resume or None,
+            "--overwrite": overwrite or None,
+        }
+        compare_script(script, arguments or [], split(recipe, DEFAULT_RECIPES), unused, out, json)
+        return
     tasks, recipes = split(task, DEFAULT_TASKS), split(recipe, DEFAULT_RECIPES)
     options = {"seeds": seeds, "steps": steps, "data": data, "workers": workers}
     options |= {"resume": resume, "overwrite": overwrite}

@@ -2,6 +2,7 @@
 
 from ._find import Found as Found
 from ._find import find as find
+from ._find import model_of as model_of
 from ._run import Ending as Ending
 from ._run import run_script as run_script
 from ._watch import Watch as Watch

@@ -28,7 +28,9 @@ class Ending:
     reason: str
 
 
-def run_script(path: str, arguments: Sequence[str] = ()) -> Ending:
+def run_script(
+    path: str, arguments: Sequence[str] = (), passing: type[BaseException] | tuple[type[BaseException], ...] = ()
+) -> Ending:
     """Run a script to its end; a traceback is printed as Python prints it, from the script's first line on.
 
     sys.argv, sys.path[0], __name__ and __file__ are what the script would find; they are put back afterwards.
@@ -36,10 +38,13 @@ def run_script(path: str, arguments: Sequence[str] = ()) -> Ending:
     Args:
         path: of the script.
         arguments: what follows it on the command line.
+        passing: exceptions that are the caller's and not the script's.
     """
     try:
         with _as_main(path, arguments):
             runpy.run_path(path, run_name="__main__")
+    except passing:
+        raise
     except SystemExit as ending:
         return _exited(ending)
     except KeyboardInterrupt:
