@@ -35,6 +35,7 @@ NAMES = (
     "two_families",
     "gradient_exactness",
     "gradient_overhead",
+    "observe",
     "gradient_safety",
     "gradient_schedules",
     "gradient_trainings",

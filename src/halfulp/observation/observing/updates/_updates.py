@@ -183,7 +183,9 @@ class Updates:
         before = {
             key: torch.cat([one.states[key] for one in group]).double() for key in group[0].states if key not in states
         }
-        shadow = self._shadows.setdefault(id(options), Shadow(self.optimizer))
+        shadow = self._shadows.get(id(options))
+        if shadow is None:
+            shadow = self._shadows[id(options)] = Shadow(self.optimizer)
         moved, wanted_states = shadow.step(
             weights, gradients, {**states, **{key: value.clone() for key, value in before.items()}}, options
         )
