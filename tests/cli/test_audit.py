@@ -30,14 +30,14 @@ def run(capsys, *arguments):
 def test_a_healthy_pair(pair, capsys):
     code, out, err = run(capsys, pair / "a.pt", pair / "b.pt")
     assert (code, err) == (0, "")
-    assert "nothing found" in out
+    assert "no findings" in out
     assert "layers.*.weight" in out
 
 
 def test_a_finding_is_exit_code_1_and_stands_in_table_and_json(pair, capsys):
     code, out, _ = run(capsys, pair / "a.pt", pair / "frozen.pt")
     assert code == 1
-    assert "warning: weight-frozen: layers.1.weight" in out
+    assert "warning  weight-frozen: layers.1.weight\n" in out
     code, out, err = run(capsys, pair / "a.pt", pair / "frozen.pt", "--json", "--share", "0.5")
     found = json.loads(out)
     assert (code, err) == (1, "")

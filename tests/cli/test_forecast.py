@@ -39,8 +39,8 @@ def test_weights_alone(forecast):
     safetensors.torch.save_file(model.state_dict(), "model.safetensors")
     code, out, err = forecast("model.safetensors", "--lr", "1e-4", "--schedule", "cosine", "--steps", "1000")
     assert (code, err) == (1, "")
-    assert out.startswith("AdamW, cosine schedule, steps 0 to 1000\n  error: ")
-    assert "1.weight: frozen in bf16 from now" in out
+    assert out.startswith("AdamW, cosine schedule, steps 0 to 1000\n\n5 findings:\nerror    freeze-ahead: 1.weight\n")
+    assert "frozen in bf16 from now" in out
     assert "kahan" in out
     assert "bytes per parameter" in out
 

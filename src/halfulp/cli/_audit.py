@@ -8,7 +8,7 @@ import typer
 from ._out import Out, prepare, write_out
 from ._output import Json, console, plain_table, print_json
 
-_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", None: ""}
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", "no": "green", None: ""}
 
 
 def audit(
@@ -42,11 +42,12 @@ def audit(
 def _print(found: Any) -> None:
     from rich.text import Text
 
+    from ..observation._listing import listing
+
     shown = console()
-    for finding in found.findings:
-        shown.print(Text(f"{finding.severity}: {finding.code}: {finding}", style=_STYLES[finding.severity]))
-    if not found.findings:
-        shown.print(Text("nothing found", style="green"))
+    for line in listing(found.findings):
+        shown.print(Text(line, style=_STYLES.get(line.split(" ", 1)[0], "")))
+    shown.print()
     columns = ["tensors", "dtypes", "elements", "unchanged", "median ulps", "verdict"]
     table = plain_table(columns, right=columns[2:5], fold=("tensors", "verdict"))
     for group in found.groups():

@@ -89,6 +89,16 @@ def test_lost_updates_are_those_that_left_the_weights_as_they_were(named):
     assert found.advanced == 8
 
 
+def test_at_the_end_of_a_schedule_the_learning_rate_is_the_earlier_one():
+    a, b = run(torch.bfloat16, 1e-5)
+    for group in b["optimizer"]["param_groups"]:
+        group["lr"] = 0.0
+    found = hu.audit(a, b)
+    assert ("weight-frozen", "1.weight") in codes(found)
+    assert ("updates-lost", "1.weight") in codes(found)
+    assert found.states["1.weight"].options["lr"] == 1e-5
+
+
 def test_healthy_runs_have_no_findings_above_a_note():
     for dtype, kind in ((torch.float32, "torch"), (torch.bfloat16, "kahan"), (torch.bfloat16, "stochastic")):
         saved, *_ = run(dtype, 1e-3, kind, **({} if kind == "torch" else {"state_dtype": torch.float32}))

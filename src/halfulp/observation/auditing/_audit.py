@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from .._finding import Finding, Severity, in_words, pattern_of, worst_severity
+from .._listing import listing
 from ..page import write_page
 
 Status = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
@@ -144,7 +145,7 @@ class StateAudit:
 
     Attributes:
         name: of the parameter.
-        options: numbers of its group in B: lr, weight_decay, betas, eps, momentum.
+        options: numbers of its group in B: lr (A's where B's is 0), weight_decay, betas, eps, momentum.
         steps: its step in A and B; None where it is not known.
         dtypes: of each of its states in A and B; None where one has none.
         shapes_match: whether every state that should have the parameter's shape has it.
@@ -285,9 +286,8 @@ class Audit:
 
     def __str__(self) -> str:
         """Findings, the worst first, then what there is to say of each group of tensors."""
-        lines = [f"{finding.severity}: {finding.code}: {finding}" for finding in self.findings]
-        lines += [f"{group.pattern} ({group.dtypes}): {group.verdict}" for group in self.groups()]
-        return "\n".join([*(lines or ["no tensors"]), *self.unseen])
+        groups = [f"{group.pattern} ({group.dtypes}): {group.verdict}" for group in self.groups()]
+        return "\n".join([*listing(self.findings), *(groups or ["no tensors"]), *self.unseen])
 
 
 def _group(rows: list[TensorAudit], found: Finding | None, share: float) -> LayerGroup:

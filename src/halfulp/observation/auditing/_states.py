@@ -32,7 +32,7 @@ def compare_states(
     Args:
         a, b: states by parameter's name.
         weights: checkpoint B.
-        lr: in place of the learning rate that B's groups hold.
+        lr: in place of the learning rate that B's groups hold, or A's where that is 0, at the end of a schedule.
     """
     found = {}
     for name, after in b.items():
@@ -43,6 +43,8 @@ def compare_states(
 
 def _compare(name: str, before: NamedState | None, after: NamedState, weight: Stored, lr: float | None) -> StateAudit:
     options = _options(after.options)
+    if lr is None and options.get("lr") == 0 and before is not None:
+        lr = _options(before.options).get("lr")
     if lr is not None:
         options["lr"] = lr
     ours = {} if before is None else _elements(before)

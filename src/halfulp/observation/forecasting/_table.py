@@ -8,6 +8,7 @@ import torch
 
 from ... import formats
 from .._finding import Finding
+from .._listing import listing
 from ._data import ForecastData, LayerForecast
 
 HEADERS = ("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost", "SR: steps to a signal")
@@ -18,7 +19,7 @@ _MOST = 40
 def as_text(forecast: ForecastData, findings: Sequence[Finding]) -> str:
     """Return the findings, a table of the layers, the costs and the notes."""
     lines = [f"{forecast.rule}, {forecast.schedule} schedule, steps {forecast.start} to {forecast.steps}"]
-    lines += [f"  {finding.severity}: {finding}" for finding in findings]
+    lines += ["", *listing(findings)]
     lines += ["", *aligned(HEADERS, map(row, forecast.layers[:_MOST]))]
     if len(forecast.layers) > _MOST:
         lines.append(f"... and {len(forecast.layers) - _MOST} more (.layers)")
