@@ -46,6 +46,7 @@ NAMES = (
     "torch_contract",
     "compiled",
     "processes",
+    "audit",
 )
 
 

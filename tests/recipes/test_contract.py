@@ -1,6 +1,8 @@
 """The precision contract holds for what it was made of, names every difference, and travels in any checkpoint."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -123,3 +125,27 @@ def test_it_travels_in_a_distributed_checkpoint(tmp_path):
     content = {"model": model.state_dict(), "precision_contract": held.to_dict()}
     save(content, storage_writer=FileSystemWriter(str(tmp_path)), no_dist=True)
     assert Contract.from_dict(open_checkpoint(tmp_path).contract) == held
+
+
+def test_it_is_the_same_for_a_sharded_run():
+    """In a process of its own, since a process group is one for all."""
+    code = """
+import os, tempfile, torch, torch.distributed as dist, halfulp as hu
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
+mesh = dist.init_device_mesh("cpu", (1,))
+def run(shard):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3)).bfloat16()
+    model = fully_shard(model, mesh=mesh) if shard else model
+    optimizer = hu.optim.AdamW(model.named_parameters(), weight_update="kahan")
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    return model, optimizer
+held = hu.contract(*run(False))
+sharded = hu.contract(*run(True))
+assert held == sharded, (held, sharded)
+held.check(*run(True))
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -179,3 +181,36 @@ def test_tensors_of_this_library_come_with_what_lies_beside_them(tmp_path):
     scaled = hu.scalify(torch.nn.Linear(4, 3))
     torch.save(scaled.state_dict(), tmp_path / "scaled.pt")
     assert {"weight", "weight.payload_scale"} <= open_checkpoint(tmp_path / "scaled.pt").tensors.keys()
+
+
+SHARDED = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.tensor import Shard, distribute_tensor
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+mesh = dist.init_device_mesh("cpu", (2,))
+whole = torch.arange(35, dtype=torch.float32).reshape(7, 5)
+content = {
+    "rows": distribute_tensor(whole, mesh, [Shard(0)]),
+    "columns": distribute_tensor(whole, mesh, [Shard(1)]),
+    "whole": whole.bfloat16(),
+}
+save(content, storage_writer=FileSystemWriter(f"{folder}/dcp"))
+dist.destroy_process_group()
+"""
+
+
+def test_chunks_of_several_ranks_are_one_tensor(tmp_path):
+    ranks = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", SHARDED, str(k), str(tmp_path)]) for k in range(2)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    found = open_checkpoint(tmp_path / "dcp").tensors
+    whole = torch.arange(35, dtype=torch.float32).reshape(7, 5)
+    for name in ("rows", "columns"):
+        assert not found[name].mapped
+        assert same_bits(found[name].read(None), whole)
+        assert same_bits(found[name].read(slice(2, 6)), whole[2:6])
+    assert same_bits(found["whole"].read(None), whole.bfloat16())
+    next((tmp_path / "dcp").glob("__1_*.distcp")).unlink()
+    with pytest.raises(ValueError, match=r"lacks __1_0\.distcp"):
+        open_checkpoint(tmp_path / "dcp")
