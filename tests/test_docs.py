@@ -19,7 +19,7 @@ import pytest
 import halfulp as hu
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/findings/*.md")])
 WRITTEN = [page for page in PAGES if page.name != "benchmarks.md"]
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 FENCE = re.compile(r"^```([\w-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -177,6 +177,9 @@ def test_every_figure_is_shown_and_every_page_is_reachable():
     index = (ROOT / "docs" / "index.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "index.md" or f"({page.name}" in index, f"docs/index.md does not lead to {page.name}"
+    codes = (ROOT / "docs" / "findings.md").read_text()
+    for page in (ROOT / "docs" / "findings").glob("*.md"):
+        assert f"(findings/{page.name})" in codes, f"docs/findings.md does not lead to {page.name}"
 
 
 def test_the_readme_starts_with_its_two_commands():

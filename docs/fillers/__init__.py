@@ -5,6 +5,7 @@ from . import comparisons as comparisons
 from . import gradients as gradients
 from . import library as library
 from . import mctensor as mctensor
+from . import observation as observation
 from . import optimizers as optimizers
 from . import peers as peers
 from . import scaled as scaled

@@ -74,7 +74,7 @@ def test_activation_underflow(fields, expected):
         ({"amax": 65504.0}, "warning"),
         ({"amax": 0.0}, None),
         ({"amax": 60000.0, "scale": 0.5}, None),
-        ({"amax": 60000.0, "asked_format": "e4m3fn"}, None),
+        ({"amax": 400.0, "dtype": torch.float8_e4m3fn}, None),
         ({"amax": 60000.0, "dtype": BRAIN}, None),
         ({"amax": 3.0e38, "dtype": SINGLE}, "warning"),
         ({"amax": torch.finfo(SINGLE).max, "dtype": SINGLE}, None),

@@ -54,7 +54,7 @@ def test_site_holds_scale():
         backward(-8, 15, -9, -10, lowest=300),
         with_scale(backward(-8, 15, -9, -10)),
         with_scale(backward(12, 15, 12, -10, lowest=300)),
-        with_scale(backward(-8, 5, -9, -10, lowest=300)),
+        with_scale(backward(-8, 9, -9, -10, lowest=300)),
         with_scale(backward(-8, 15, -9, -10, lowest=300), sites=[{"name": "layers.1", "exponent": 3}]),
     ],
     ids=["empty", "two layers", "no scaler", "no harm", "two of a size", "far from overflow", "a scale each"],

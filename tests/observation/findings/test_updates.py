@@ -7,7 +7,7 @@ import torch
 
 from halfulp.observation.record._record import Realised, RoundingRecord
 
-from .records import BRAIN, found, parameter, realised, severity, tensor
+from .records import BRAIN, SINGLE, found, parameter, realised, severity, tensor
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,13 @@ from .records import BRAIN, found, parameter, realised, severity, tensor
 )
 def test_updates_lost(update, expected):
     assert severity("updates-lost", parameter(update=update)) == expected
+
+
+def test_what_float32_loses_is_a_note():
+    given = {"dtype": SINGLE, "update": realised(0.0), "moved": 0.0, "decay": realised(0.0)}
+    for code in ("updates-lost", "weight-frozen", "weight-decay-lost"):
+        assert severity(code, parameter(**given)) == "note"
+    assert severity("updates-lost", parameter(dtype=SINGLE, update=realised(0.0, known=False))) == "note"
 
 
 def test_updates_lost_in_words():
@@ -111,10 +118,15 @@ def test_weight_decay_lost(decay, expected):
         (RoundingRecord(seen=4096, excess=-200.0, variance=700.0), "error"),
         # Significant with so many, and too small to matter.
         (RoundingRecord(seen=10**7, excess=10**4, variance=10**6), None),
-        (RoundingRecord(seen=4096, repeated=0.09), None),
-        (RoundingRecord(seen=4096, repeated=0.11), "error"),
+        (RoundingRecord(seen=2**20, variance=2.0**17, repeated=0.09), None),
+        (RoundingRecord(seen=2**20, variance=2.0**17, repeated=0.11), "error"),
+        # Eight steps of 512 decisions: 6 standard deviations of a correlation are 0.27.
+        (RoundingRecord(seen=4096, variance=700.0, repeated=0.26), None),
+        (RoundingRecord(seen=4096, variance=700.0, repeated=0.27), "error"),
+        # Four of each step's 4096 elements are expected to go up: chance, however large the correlation.
+        (RoundingRecord(seen=2**15, variance=32.0, repeated=0.9), None),
         (RoundingRecord(seen=300, repeated=0.3), None),
-        (RoundingRecord(seen=4096, between_ranks=1.0), "error"),
+        (RoundingRecord(seen=4096, variance=700.0, between_ranks=1.0), "error"),
         (RoundingRecord(seen=100, between_ranks=1.0), None),
     ],
 )

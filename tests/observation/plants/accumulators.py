@@ -35,3 +35,20 @@ def accumulation_swamped(faulty: bool) -> Run:
             optimizer.zero_grad()
 
     return Run(model, optimizer, train)
+
+
+@plant("average-stuck")
+def average_stuck(faulty: bool) -> Run:
+    """An EMA of the weights in bfloat16."""
+    model = mlp()
+    ema = torch.optim.swa_utils.AveragedModel(model, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.999))
+    ema.update_parameters(model)
+    ema.module.to(BF16 if faulty else torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def train() -> None:
+        for _ in range(20):
+            steps(model, optimizer, 1)()
+            ema.update_parameters(model)
+
+    return Run(model, optimizer, train, {"average": ema})

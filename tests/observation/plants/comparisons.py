@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from .plant import Run, batch, mlp, plant
+from .plant import Run, batch, mlp, plant, steps
 
 
 class WithLoss(nn.Module):
@@ -30,3 +31,40 @@ def loss_cancels(faulty: bool) -> Run:
             optimizer.zero_grad()
 
     return Run(model, optimizer, train)
+
+
+class Checkpointed(nn.Module):
+    """Layers with dropout that run again in the backward pass."""
+
+    def __init__(self, keeps_random_state: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.Linear(64, 64))
+        self.keeps_random_state = keeps_random_state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layers, x, use_reentrant=False, preserve_rng_state=self.keeps_random_state)
+
+
+@plant("recompute-differs")
+def recompute_differs(faulty: bool) -> Run:
+    """Dropout that draws again."""
+    model = mlp(torch.float32, Checkpointed(not faulty))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Run(model, optimizer, steps(model, optimizer, 8), {"check": True})
+
+
+class Narrowed(nn.Module):
+    """A cast to bfloat16 and back, which a compiler may leave out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 1.1).to(torch.bfloat16).float() + 0.1
+
+
+@plant("compiled-differs")
+def compiled_differs(faulty: bool) -> Run:
+    """Inductor leaves the cast out, unless it is told to keep it."""
+    options = {"emulate_precision_casts": not faulty}
+    model = mlp()
+    model.insert(2, torch.compile(Narrowed(), options=options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Run(model, optimizer, steps(model, optimizer, 8), {"check": True})

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import halfulp as hu
+
 
 @dataclass
 class Run:
@@ -17,14 +19,28 @@ class Run:
     train: Callable[[], None]
     watched: dict[str, Any] = field(default_factory=dict)
 
+    def findings(self) -> list[hu.observation.Finding]:
+        """Train under observation."""
+        with hu.observe(self.model, self.optimizer, interval=4, **self.watched) as seen:
+            self.train()
+        return seen.findings
 
-PLANTS: dict[str, Callable[[bool], Run]] = {}
+
+@dataclass
+class Measured:
+    """What another instrument measures."""
+
+    findings: Callable[[], list[hu.observation.Finding]]
 
 
-def plant(code: str) -> Callable[[Callable[[bool], Run]], Callable[[bool], Run]]:
+Make = Callable[[bool], Run | Measured]
+PLANTS: dict[str, Make] = {}
+
+
+def plant(code: str) -> Callable[[Make], Make]:
     """List a function that makes the run with the fault of a code (True), or its healthy twin (False)."""
 
-    def enter(make: Callable[[bool], Run]) -> Callable[[bool], Run]:
+    def enter(make: Make) -> Make:
         assert code not in PLANTS
         PLANTS[code] = make
         return make

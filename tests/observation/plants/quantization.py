@@ -52,3 +52,21 @@ def payload_saturated(faulty: bool) -> Run:
     model = mlp(torch.float32, Float8(scale), Decoded(scale))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return Run(model, optimizer, steps(model, optimizer))
+
+
+@plant("block-hidden")
+def block_hidden(faulty: bool) -> Run:
+    """One massive channel in each block of 32."""
+    model = mlp()
+    with torch.no_grad():
+        model[0].bias[::32] += 1000.0 if faulty else 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return Run(model, optimizer, steps(model, optimizer, 8), {"quantized": {"0": "mxfp4" if faulty else "mxfp8_e4m3"}})
+
+
+@plant("gradient-below-noise")
+def gradient_below_noise(faulty: bool) -> Run:
+    """Four bits with one scale for all, and with a scale for each block."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return Run(model, optimizer, steps(model, optimizer, 8), {"quantized": {"3": "e2m1fn" if faulty else "mxfp8_e4m3"}})

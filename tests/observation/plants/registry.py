@@ -1,6 +1,6 @@
 """All plants, by code."""
 
 from . import accumulators, comparisons, quantization, ranges, requests, scales, updates
-from .plant import PLANTS, Run
+from .plant import PLANTS
 
-__all__ = ["PLANTS", "Run", "accumulators", "comparisons", "quantization", "ranges", "requests", "scales", "updates"]
+__all__ = ["PLANTS", "accumulators", "comparisons", "quantization", "ranges", "requests", "scales", "updates"]

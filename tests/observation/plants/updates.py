@@ -2,7 +2,9 @@
 
 import torch
 
-from .plant import Run, mlp, plant, steps
+import halfulp as hu
+
+from .plant import Measured, Run, mlp, plant, steps
 
 BF16 = torch.bfloat16
 
@@ -49,3 +51,42 @@ def never_stepped(faulty: bool) -> Run:
     if faulty:
         model[-1] = torch.nn.Linear(64, 4)
     return Run(model, optimizer, steps(model, optimizer))
+
+
+class RandomSGD(torch.optim.SGD):
+    """SGD that rounds bfloat16 weights stochastically, by bits that are drawn anew or repeat."""
+
+    bf16_stochastic_round = True  # as torchao's optimizers say it
+
+    def __init__(self, params, lr: float = 1e-3, repeats: bool = False) -> None:
+        super().__init__(params, lr=lr)
+        self.generator, self.repeats = torch.Generator().manual_seed(7), repeats
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.repeats:
+            self.generator.manual_seed(7)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                wanted = parameter - group["lr"] * parameter.grad
+                if parameter.dtype == BF16:
+                    wanted = parameter.float() - group["lr"] * parameter.grad.float()
+                    noise = torch.randint(0, 1 << 16, wanted.shape, generator=self.generator, dtype=torch.int32)
+                    wanted = ((wanted.view(torch.int32) + noise) & ~0xFFFF).view(torch.float32)
+                parameter.copy_(wanted)
+
+
+@plant("random-bits-repeat")
+def random_bits_repeat(faulty: bool) -> Run:
+    """A seed that is set again in each step."""
+    hu.observation.register_elementwise(RandomSGD)
+    model = mlp(BF16)
+    optimizer = RandomSGD(model.parameters(), lr=1e-2, repeats=faulty)
+    return Run(model, optimizer, steps(model, optimizer, 40, BF16))
+
+
+@plant("freeze-ahead")
+def freeze_ahead(faulty: bool) -> Measured:
+    """A cosine schedule to zero, in bfloat16 and in float32."""
+    model = mlp(BF16 if faulty else torch.float32)
+    return Measured(lambda: hu.forecast(model, 3e-4, "cosine", steps=1000, weight_decay=0.0, betas=(0.9, 0.9)).findings)

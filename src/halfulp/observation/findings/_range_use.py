@@ -10,14 +10,11 @@ GRADIENTS: tuple[Role, ...] = ("activation gradient", "weight gradient")
 
 
 def storage_format(tensor: TensorRecord) -> Format | None:
-    """Return the format that holds a tensor's values: what they are quantized to, or the dtype's; None for others."""
-    for name in (tensor.asked_format, tensor.dtype):
-        try:
-            if name is not None:
-                return formats.get(name)
-        except ValueError:
-            continue
-    return None
+    """Return the format of a tensor's dtype; None for what is none, such as integers."""
+    try:
+        return formats.get(tensor.dtype)
+    except ValueError:
+        return None
 
 
 def tensors(record: Record, *roles: Role) -> list[TensorRecord]:
@@ -55,7 +52,7 @@ def margin(tensor: TensorRecord, format: Format) -> float:
 
 def unscaled(tensor: TensorRecord) -> bool:
     """Return whether nothing chooses a scale for the tensor: what does comes close to the largest number on purpose."""
-    return tensor.scale == 1.0 and tensor.asked_format is None
+    return tensor.scale == 1.0
 
 
 def loss_is_scaled(record: Record) -> bool:

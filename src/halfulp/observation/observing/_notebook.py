@@ -12,11 +12,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...rounding import mix64
 from ..record._record import Record, Role, TensorRecord
-from ..sampling._candidates import AnyFormat, Candidates
+from ..sampling._candidates import AnyFormat, Candidates, candidate
 from ..sampling._places import name_key
 from ..sampling._plain import Stored, stored
+from ..sampling._reference import sample_of
 from ..sampling._sampler import Look, Sampler
 from ..sampling._totals import STEP_NONFINITE, Totals, is_wide
+from ._quantized import Quantized
 
 SEED = 0
 _FIRST_STEP = mix64(SEED, 0)
@@ -28,6 +30,7 @@ class Notebook:
 
     Attributes:
         record: what is filled.
+        quantized: formats that tensors go through afterwards; their block formats are counted too.
         candidates: the formats that samples are counted in.
         sampler: looks at tensors.
         step: number of the running step, from 0.
@@ -38,9 +41,14 @@ class Notebook:
         fixed: names that are sampled at the same places in every step, so that directions of rounding can be compared.
     """
 
-    def __init__(self, formats: Sequence[AnyFormat]) -> None:
+    def __init__(self, formats: Sequence[AnyFormat], quantized: Quantized | None = None) -> None:
         self.record = Record()
-        self.candidates = Candidates(formats)
+        self.quantized = quantized
+        also = {} if quantized is None else {format.name: format for format in quantized.formats.values()}
+        counted = [candidate(format) for format in formats]
+        for format in counted:
+            also.pop(format.name, None)
+        self.candidates = Candidates([*counted, *also.values()])
         self.sampler = Sampler(self.candidates)
         self.totals: dict[tuple[Role, str], Totals] = {}
         self.step: int = 0
@@ -92,6 +100,8 @@ class Notebook:
         totals = self.totals_of(role, name, kind, found._replace(scale=found.scale * scale))
         self.sampler.look(Look(found.flat, found.dtype, self.key(name), totals))
         self.note_nonfinite(totals)
+        if self.quantized is not None and self.quantized.formats:
+            self.quantized.note(totals.record, sample_of(found.flat.reshape(-1), self.key(name)))
         return totals
 
     def look_all(self, role: Role, named: Sequence[tuple[str, str, Stored]]) -> list[torch.Tensor]:

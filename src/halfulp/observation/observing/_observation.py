@@ -26,6 +26,7 @@ from ._loss_scales import LossScales
 from ._notebook import Notebook, watching
 from ._parameters import Parameters
 from ._processes import Processes
+from ._quantized import Formats, Quantized
 from ._schedule import History, loss_gap
 from ._summary import summary
 from .modules._module_hooks import ModuleHooks
@@ -55,10 +56,11 @@ class Observation:
         average: EMA | nn.Module | None,
         expect: Asked | None,
         check: bool,
+        quantized: Formats | None,
         formats: Sequence[AnyFormat],
     ) -> None:
         self.model, self.optimizers, self.interval = model, optimizers, interval
-        self.book = Notebook(formats)
+        self.book = Notebook(formats, Quantized(model, quantized))
         self._parameters = Parameters(model, optimizers, self.book.record)
         self._scales = LossScales(scaler, scheduler)
         self._history = History(self.book.record.history)

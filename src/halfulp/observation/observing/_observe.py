@@ -13,6 +13,7 @@ from ...optim import EMA
 from ..sampling._candidates import DEFAULT_FORMATS, AnyFormat
 from ._expectations import Asked
 from ._observation import Observation
+from ._quantized import Formats
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -27,6 +28,7 @@ def observe(
     average: EMA | nn.Module | None = None,
     expect: Asked | None = None,
     check: bool = False,
+    quantized: Formats | None = None,
     formats: Sequence[AnyFormat] = DEFAULT_FORMATS,
 ) -> Observation:
     """Watch a run of any model and any torch optimizer, unmodified, and say what is wrong with its numbers.
@@ -50,13 +52,16 @@ def observe(
             parameters: ``{"*.norm": torch.float32, "lm_head": "bf16"}``.
         check: whether compiled modules are run a second time in eager mode in sampled steps, and what checkpointed
             modules give when they run again is compared with the first time.
+        quantized: formats that outputs of modules and their gradients are rounded to after they were made, by patterns
+            over the names of modules: ``{"layers.*": "mxfp8_e4m3"}``.
         formats: that samples are counted in: formats, names or dtypes, block formats of up to 128 elements.
 
     Returns:
         An Observation: a context manager, with `start` and `stop` for other programs.
 
     Raises:
-        TypeError: no module, or an optimizer that is not torch's; another kind of scaler, average or expectation.
+        TypeError: no module, or an optimizer that is not torch's; another kind of scaler, average, expectation,
+            or formats that tensors are quantized to.
         ValueError: an interval below 1, a model without parameters, an unknown format, another model's average.
 
     >>> import torch, halfulp as hu
@@ -86,7 +91,7 @@ def observe(
             f"{type(model).__name__} has no parameters, and no optimizer has any: there is nothing to observe; give "
             "the model that is trained"
         )
-    return Observation(model, optimizers, interval, scaler, scheduler, average, expect, check, formats)
+    return Observation(model, optimizers, interval, scaler, scheduler, average, expect, check, quantized, formats)
 
 
 def checked_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -8,7 +8,7 @@ from ...auditing._movement import stuck_averages
 from ...auditing._symptom import as_findings
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
-from .._words import confidence_of, dtype_name, percent
+from .._words import confidence_of, dtype_name, is_wide, percent
 
 FEWEST = 16
 # An average that takes half of its changes lags behind; one that takes a tenth stays where it began.
@@ -33,7 +33,7 @@ class AverageStuck(FindingKind):
             retention = "" if average.retention is None else f", of which a step keeps {average.retention:.6g}"
             yield self.found(
                 name,
-                "error" if realised < ERROR else "warning",
+                "note" if is_wide(average.dtype) else "error" if realised < ERROR else "warning",
                 confidence_of(change.seen, FEWEST),
                 f"{percent(change.lost_share)} of changes lost in {dtype_name(average.dtype)}{retention}",
                 lost=change.lost_share,

@@ -13,7 +13,7 @@ from ...auditing._movement import stuck_second_moments
 from ...auditing._symptom import as_findings
 from ...record._record import ParameterRecord, Realised, Record
 from .._kind import FindingKind, register_finding
-from .._words import confidence_of, dtype_name, percent
+from .._words import confidence_of, dtype_name, is_wide, percent
 
 if TYPE_CHECKING:
     from ...forecasting._data import ForecastData
@@ -41,7 +41,7 @@ class SecondMomentStuck(FindingKind):
                 dtype = dtype_name(parameter.state_dtypes.get(state))
                 yield self.found(
                     name,
-                    "warning",
+                    "note" if is_wide(parameter.state_dtypes.get(state, parameter.dtype)) else "warning",
                     confidence_of(change.seen, FEWEST),
                     f"{percent(change.lost_share)} of changes of {state} lost in {dtype}",
                     state=state,

@@ -32,8 +32,7 @@ class QuantizedToZero(FindingKind):
                 tensor.name,
                 "error",
                 confidence_of(tensor.elements, 8),
-                f"all {tensor.elements} outputs in {tensor.asked_format or dtype_name(tensor.dtype)} are 0, "
-                f"of inputs up to {entered:.3g}",
+                f"all {tensor.elements} outputs in {dtype_name(tensor.dtype)} are 0, of inputs up to {entered:.3g}",
                 elements=tensor.elements,
                 input_amax=entered,
                 steps=len(tensor.steps),
@@ -45,4 +44,4 @@ class QuantizedToZero(FindingKind):
 
 def _quantizes(tensor: TensorRecord) -> bool:
     """Return whether zeros are the work of a quantizer, and not of a ReLU, a mask or a zero weight."""
-    return tensor.asked_format is not None or tensor.dtype.itemsize == 1 or "quant" in tensor.kind.lower()
+    return tensor.dtype.itemsize == 1 or "quant" in tensor.kind.lower()

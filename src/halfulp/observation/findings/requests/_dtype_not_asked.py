@@ -26,7 +26,7 @@ class DtypeNotAsked(FindingKind):
                 tuple(asked.other),
                 "error",
                 1.0,
-                f"{asked.source} asked for {asked.asked}; {len(asked.other)} of {len(asked.matched)} have {there}",
+                f"{asked.asked} was asked for ({asked.source}); {len(asked.other)} have {there}",
                 asked=asked.asked,
                 there=there,
                 other=len(asked.other),

@@ -20,5 +20,5 @@ class PatternEmpty(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         for asked in record.expectations:
             if not asked.matched:
-                said = f"{asked.source}: {asked.pattern!r} matches no name, and nothing became {asked.asked}"
+                said = f"{asked.pattern!r} matches no name, where {asked.asked} was asked for ({asked.source})"
                 yield self.found((), "error", 1.0, said, pattern=asked.pattern, asked=asked.asked, source=asked.source)

@@ -10,8 +10,9 @@ from .._kind import FindingKind, register_finding
 from .._range_use import loss_is_scaled, margin, nonzero, storage_format, subnormal_share, tensors, vanished_share
 from .._words import confidence_of, percent
 
-# A dynamic scale is the largest that does not overflow: what is this near to the largest number is what stops it.
-HOLDS = 3.0
+# A dynamic scale is the largest at which nothing overflows. What is this near to the largest number stops it, by itself
+# or in a weight gradient, which is its sum over a batch.
+HOLDS = 6.0
 # Everything else could take a scale larger by as many powers of two.
 APART = 6.0
 # Harm done, which a larger scale would save of another tensor.

@@ -12,6 +12,8 @@ DEVIATIONS = 6.0
 # A correlation below a tenth leaves at least 99% of the variance independent: it slows no average down.
 CORRELATION = 0.1
 FEWEST = 256
+# Of small updates few are rounded up, and each that is by chance in two steps looks like a large correlation.
+COINCIDENCES = 6
 
 
 @register_finding
@@ -26,10 +28,14 @@ class RandomBitsRepeat(FindingKind):
             rounding = parameter.rounding
             if rounding is None or rounding.seen < FEWEST:
                 continue
-            yield from self._each(name, rounding, rounding.seen, confidence_of(rounding.seen, FEWEST))
+            steps = max(1, len(record.sampled_steps))
+            yield from self._each(name, rounding, steps, confidence_of(rounding.seen, FEWEST))
 
-    def _each(self, name: str, rounding: RoundingRecord, seen: int, confidence: float) -> Iterator[Finding]:
-        least = max(CORRELATION, DEVIATIONS / seen**0.5)
+    def _each(self, name: str, rounding: RoundingRecord, steps: int, confidence: float) -> Iterator[Finding]:
+        # A correlation is between two steps; of n decisions n times their mean variance are as good as open.
+        seen, count = rounding.seen, rounding.seen / steps
+        opened = rounding.variance / steps
+        least = max(CORRELATION, DEVIATIONS / count**0.5, COINCIDENCES / opened if opened else float("inf"))
         for what, correlation in (("steps", rounding.repeated), ("ranks", rounding.between_ranks)):
             if correlation is not None and correlation > least:
                 said = f"two {what} round the same way, with a correlation of {correlation:.2g}"

@@ -8,7 +8,7 @@ from ...auditing._movement import lost_updates
 from ...auditing._symptom import as_findings
 from ...record._record import ParameterRecord, Record
 from .._kind import FindingKind, register_finding
-from .._words import at_lr, confidence_of, dtype_name, percent
+from .._words import at_lr, confidence_of, dtype_name, is_wide, percent
 
 # Fewer elements say nothing of a share of 10%.
 FEWEST = 32
@@ -59,7 +59,8 @@ def _severity(parameter: ParameterRecord) -> Severity | None:
     update = parameter.update
     if not update.known:
         lr = parameter.options.get("lr", 1.0)
-        return "warning" if lr != 0 and update.lost_share >= UNKNOWN else None
+        severity: Severity = "note" if is_wide(parameter.dtype) else "warning"
+        return severity if lr != 0 and update.lost_share >= UNKNOWN else None
     realised = update.realised_share
     if realised is None or not realised < WARNING:
         return None
@@ -68,4 +69,6 @@ def _severity(parameter: ParameterRecord) -> Severity | None:
     kept = 1 - update.lost_share
     if parameter.rounding is not None and kept and (1 - realised) ** 2 < 16 * (1 / kept - 1) / update.seen:
         return None
+    if is_wide(parameter.dtype):
+        return "note"
     return "error" if realised < ERROR else "warning"

@@ -11,7 +11,7 @@ from ...auditing._movement import lost_decay
 from ...auditing._symptom import as_findings
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
-from .._words import confidence_of, dtype_name, number, percent
+from .._words import confidence_of, dtype_name, is_wide, number, percent
 
 if TYPE_CHECKING:
     from ...forecasting._data import ForecastData
@@ -42,7 +42,7 @@ class WeightDecayLost(FindingKind):
             factor = f" (1 - {lr * rate:.3g} a step)" if lr is not None and rate is not None else ""
             yield self.found(
                 name,
-                "warning",
+                "note" if is_wide(parameter.dtype) else "warning",
                 confidence_of(decay.seen, FEWEST),
                 f"{percent(decay.lost_share)} of weight decay lost in {dtype_name(parameter.dtype)}{factor}",
                 lost=decay.lost_share,
@@ -65,7 +65,7 @@ class WeightDecayLost(FindingKind):
             worst, lost = max(losing, key=lambda pair: pair[1])
             yield self.found(
                 [layer.name for layer, _ in losing],
-                "warning",
+                "note" if is_wide(worst.dtype) else "warning",
                 1.0,
                 f"{percent(lost)} of weight decay will be lost in {dtype_name(worst.dtype)} "
                 f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)",

@@ -8,7 +8,7 @@ from ...auditing._movement import frozen_weights
 from ...auditing._symptom import as_findings
 from ...record._record import ParameterRecord, Record
 from .._kind import FindingKind, register_finding
-from .._words import at_lr, confidence_of, dtype_name, number
+from .._words import at_lr, confidence_of, dtype_name, is_wide, number
 
 # A smaller sample, as of a scalar, may stand still by chance for some steps.
 FEWEST = 8
@@ -42,7 +42,7 @@ class WeightFrozen(FindingKind):
                 continue
             yield self.found(
                 name,
-                "error",
+                "note" if rounded and is_wide(parameter.dtype) else "error",
                 confidence_of(update.seen, 32) * confidence_of(steps, 1) * (1.0 if update.known else 0.5),
                 f"has not moved in {steps} sampled steps in {dtype_name(parameter.dtype)}{at_lr(parameter.options)}"
                 + ("" if rounded else ", though updates changed it"),

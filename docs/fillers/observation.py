@@ -1,0 +1,44 @@
+"""Findings: the codes by what they are about, and how reliably they are found."""
+
+import importlib
+
+from ._places import place
+from ._tables import benchmark_rows, benchmark_table, grid
+
+INSTRUMENTS = {"observe": "`hu.observe`", "audit": "`hu.audit`", "forecast": "`hu.forecast`"}
+
+
+@place
+def findings_index() -> str:
+    """All codes, in the rooms of the source, with what they say and what shows them."""
+    from halfulp.observation.findings import KINDS
+
+    rooms: dict[str, list[list[str]]] = {}
+    for code, kind in sorted(KINDS.items()):
+        if not kind.__module__.startswith("halfulp."):
+            continue  # a user's
+        room = importlib.import_module(kind.__module__.rpartition(".")[0])
+        shown = ", ".join(INSTRUMENTS[name] for name in kind.instruments())
+        rooms.setdefault(room.__doc__ or "", []).append([f"[{code}](findings/{code}.md)", kind.__doc__ or "", shown])
+    tables = (f"### {title.partition(':')[0].rstrip('.')}\n\n" + _grid(rows) for title, rows in sorted(rooms.items()))
+    return "\n\n".join(tables)
+
+
+def _grid(rows: list[list[str]]) -> str:
+    return grid(["code", "what it says", "shown by"], rows)
+
+
+@place
+def findings_measured() -> str:
+    """How often a fault in one layer comes first, by code."""
+    return benchmark_table("findings", "Faults in one layer", ["code", "planted", "first, with layer and cure"])
+
+
+@place
+def findings_healthy() -> str:
+    """How many healthy runs are silent."""
+    rows = benchmark_rows("findings", "Healthy runs")
+    if not rows:
+        return ""
+    models, loud = len({row["model"] for row in rows}), sum(row["above a note"] != "nothing" for row in rows)
+    return f"Of {len(rows)} healthy runs of {models} models, float32 and mixed precision, {loud} show more than a note."
