@@ -99,6 +99,19 @@ def test_at_the_end_of_a_schedule_the_learning_rate_is_the_earlier_one():
     assert found.states["1.weight"].options["lr"] == 1e-5
 
 
+def test_a_weight_whose_states_have_no_name_is_not_taken_for_one_that_is_not_trained(tmp_path):
+    saved, *_ = run(torch.bfloat16, 1e-5, named=False)
+    folders = tmp_path / "checkpoint-8", tmp_path / "checkpoint-16"
+    for folder, content in zip(folders, saved, strict=True):
+        folder.mkdir()
+        save_file(dict(content["model"]), folder / "model.safetensors")
+        torch.save(content["optimizer"], folder / "optimizer.pt")
+    found = hu.audit(*folders)
+    assert "1.weight" not in found.states
+    assert ("weight-frozen", "1.weight") in codes(found)
+    assert any("have no names and no order" in said for said in found.unseen)
+
+
 def test_healthy_runs_have_no_findings_above_a_note():
     for dtype, kind in ((torch.float32, "torch"), (torch.bfloat16, "kahan"), (torch.bfloat16, "stochastic")):
         saved, *_ = run(dtype, 1e-3, kind, **({} if kind == "torch" else {"state_dtype": torch.float32}))

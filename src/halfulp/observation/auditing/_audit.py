@@ -232,6 +232,8 @@ class Audit:
         contract: differences of the precision contracts that both checkpoints hold, name and words.
         unseen: sentences that say what could not be compared, and why.
         findings: what is wrong, the worst first.
+        states_complete: whether each of B's optimizer states found its parameter; where not, a parameter without states
+            may be one that is stepped.
     """
 
     tensors: Mapping[str, TensorAudit]
@@ -240,6 +242,7 @@ class Audit:
     contract: tuple[tuple[str, str], ...] = ()
     unseen: tuple[str, ...] = ()
     findings: list[Finding] = field(default_factory=list)
+    states_complete: bool = True
 
     @property
     def passed(self) -> bool:

@@ -49,7 +49,7 @@ def _unstepped(row: TensorAudit, audit: Audit, siblings_moved: bool) -> Symptom 
     evidence = {"moved": 0.0, "elements": row.numel, "constant": row.b.constant}
     if row.b.constant is not None and row.numel > 1:
         said += f", all still {row.b.constant:g}"
-    if audit.states:
+    if audit.states and audit.states_complete:
         return Symptom(where, "note", 0.5, f"{said}; the optimizer holds no state of it", evidence, "nothing, if meant")
     if is_narrow(row.a.dtype):
         return Symptom(where, "warning", 0.8 if row.numel >= FEWEST else 0.5, said, evidence)

@@ -63,7 +63,9 @@ def audit(a: Given, b: Given, *, share: float = 0.01, lr: float | None = None) -
     states = compare_states(earlier, later, after, lr)
     contract = _compared_contracts(before, after, unseen)
     unseen += [said for said in after.unseen if said not in unseen]
-    made = Audit(tensors, states, share, contract, tuple(dict.fromkeys(unseen)))
+    members = sum(len(group.get("params") or ()) for one in after.optimizers for group in one.groups)
+    said = tuple(dict.fromkeys(unseen))
+    made = Audit(tensors, states, share, contract, said, states_complete=len(later) >= members)
     return dataclasses.replace(made, findings=findings_of("audit", made))
 
 
