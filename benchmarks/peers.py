@@ -32,6 +32,8 @@ PEERS = (
     Peer("torch-dd==0.1.1", "torch_dd", "two float64 in one tensor (asks for Python 3.12, runs on 3.11)"),
     Peer("https://github.com/ydtydr/MCTensor", "MCTensor", "the published multi-component tensors"),
     Peer("pychop==0.6.2", "pychop", "quantization to any exponent and mantissa"),
+    Peer("accelerate==1.15.0", "accelerate", "a trainer that halfulp observe runs unmodified, and HF's Trainer by it"),
+    Peer("lightning==2.6.6", "lightning", "a trainer that halfulp observe runs unmodified"),
 )
 TOOLS = ("setuptools", "ninja")
 EXTRAS = ".[cli,test]"

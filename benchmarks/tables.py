@@ -12,6 +12,7 @@ ORDER = (
     "adamw",
     "small_updates",
     "states",
+    "forecast",
     "overhead",
     "exhaustive",
     "peers",

@@ -140,3 +140,10 @@ def mammals() -> str:
     """The embedding of WordNet's mammals."""
     result = measured("mammals")
     return benchmark_table("mammals", "", list(result.tables[0].columns)) if result else ""
+
+
+@place
+def forecast_steps() -> str:
+    """Forecast and measured freeze steps, by schedule."""
+    columns = ["schedule", "tensors", "within 10%", "of 1,000 elements and more", "median error", "largest error"]
+    return benchmark_table("forecast", "Forecast and measured", columns)
