@@ -12,8 +12,8 @@ from .peers import missing, version
 
 TEXT = """Six scripts that train a small bfloat16 model by AdamW at 1e-4, whose norm weights rounding holds at 1. Each \
 is run by `halfulp observe --interval 2 SCRIPT.py` as it would be run by Python; of two processes the first alone \
-reports. Found: whether the findings say weight-frozen of the norm's weight, by the name that it has in the script's own \
-model."""
+reports. Found: whether the findings say weight-frozen of the norm's weight, by the name that it has in the script's \
+own model."""
 
 MODEL = "torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)).bfloat16()"
 LOOP = """
