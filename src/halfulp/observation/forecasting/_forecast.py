@@ -25,7 +25,7 @@ from ._schedule import Schedule, learning_rates, schedule_name
 from ._table import as_text
 
 # Elements times leaps over all layers that are followed in some seconds.
-_BUDGET = 6e7
+_BUDGET = 2.4e7
 _SAMPLE = 2048
 _SMALLEST_SAMPLE = 256
 _LEAPS = 400

@@ -79,7 +79,7 @@ def walk(
             weights, lost = _decayed(weights, rate * decay, end - begin, format)
             wanted, made = wanted + lost[0], made + lost[1]
         deviation = rate * growth * sizes.deviation
-        weights = _leap(weights, mean, deviation, (rises, falls), end - begin, sizes.run, format, generator)
+        weights = _leap(weights, mean, deviation, (up, down), (rises, falls), end - begin, sizes.run, format, generator)
     return Walk(moved, wanted, made)
 
 
@@ -95,6 +95,7 @@ def _leap(
     weights: Tensor,
     mean: Tensor,
     deviation: Tensor,
+    distances: tuple[Tensor, Tensor],
     chances: tuple[Tensor, Tensor],
     steps: int,
     run: float,
@@ -102,7 +103,7 @@ def _leap(
     generator: torch.Generator,
 ) -> Tensor:
     """Weights after some steps whose updates have a mean, a deviation, and chances to round up and down."""
-    up, down = gaps(weights, format)
+    up, down = distances
     ups, downs = (torch.poisson((chance * steps).clamp_max(_MANY), generator=generator) for chance in chances)
     hopped = weights + ups * up - downs * down
     drawn = torch.randn(len(weights), generator=generator, dtype=torch.float64, device="cpu")
