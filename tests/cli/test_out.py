@@ -43,6 +43,12 @@ def test_a_file_in_the_way_is_said_before_the_work(tmp_path: Path, capsys: pytes
         prepare(str(tmp_path / "out"), "audit")
 
 
+def test_the_name_of_a_page_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give a folder, and audit.html and audit.json stand in it"):
+        prepare(str(tmp_path / "report.html"), "audit")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_audit_writes_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in (("a", 1.0), ("b", 1.5)):
         torch.save({"norm.weight": torch.ones(4), "head.weight": torch.full((4,), value)}, tmp_path / f"{name}.pt")

@@ -18,10 +18,12 @@ def prepare(out: str | None, name: str) -> None:
     """Before the work: make the folder and check that a page can be made and written into it.
 
     Raises:
-        ValueError: jinja2 is missing, or the folder cannot be written.
+        ValueError: jinja2 is missing, the folder cannot be written, or its name is that of a page.
     """
     if out is None:
         return
+    if out.endswith((".html", ".json")) and not Path(out).is_dir():
+        raise ValueError(f"--out {out} looks like a file: give a folder, and {name}.html and {name}.json stand in it")
     require(instead="leave --out away")
     with writing(out):
         Path(out).mkdir(parents=True, exist_ok=True)

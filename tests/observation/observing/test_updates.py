@@ -88,7 +88,22 @@ def test_weights_of_one_lose_their_updates_and_their_decay():
     assert record.update.realised_share == 0.0
     assert record.decay.lost_share == 1.0
     assert record.moved == 0.0
-    assert record.states["exp_avg_sq"].seen == 4 * 1000
+    assert record.states["exp_avg"].seen == 4 * 1000
+    assert record.states["exp_avg_sq"].seen == 0  # it only grows
+
+
+def test_of_averages_of_squares_decreases_count():
+    for dtype, lost in ((torch.bfloat16, 1.0), (torch.float32, 0.0)):
+        weight = nn.Parameter(torch.ones(1000, dtype=dtype))
+        model = nn.Module()
+        model.weight = weight
+        optimizer = torch.optim.AdamW([weight], lr=1e-3)
+        with hu.observe(model, optimizer, interval=1) as seen:
+            for size in (1.0, 1.0, 0.01, 0.01):
+                weight.grad = torch.full_like(weight, size)
+                optimizer.step()
+        record = seen.record.parameters["weight"].states["exp_avg_sq"]
+        assert (record.seen, record.lost_share) == (2 * 1000, lost)
 
 
 @pytest.mark.parametrize("update", ["kahan", "stochastic", "split"])

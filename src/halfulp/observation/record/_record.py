@@ -153,7 +153,8 @@ class ParameterRecord:
         update: of its elements.
         decay: of weight decay alone, where the optimizer decays the weight apart from the gradient; None elsewhere.
         accumulation: of gradients that were added to one that was there; None where none was.
-        states: of each floating-point state tensor, by its name in the optimizer's state.
+        states: of each floating-point state tensor, by its name in the optimizer's state; of averages of squares their
+            decreases alone.
         state_dtypes: their dtypes.
         rounding: None unless its updates are rounded stochastically.
     """

@@ -43,7 +43,7 @@ class SecondMomentStuck(FindingKind):
                     name,
                     "note" if is_wide(parameter.state_dtypes.get(state, parameter.dtype)) else "warning",
                     confidence_of(change.seen, FEWEST),
-                    f"{percent(change.lost_share)} of changes of {state} lost in {dtype}",
+                    f"{percent(change.lost_share)} of decreases of {state} lost in {dtype}",
                     state=state,
                     lost=change.lost_share,
                     realised=change.realised_share,

@@ -25,6 +25,8 @@ MOMENTS: dict[str, Role] = {
     **dict.fromkeys(("exp_avg", "momentum_buffer", "grad_avg", "prev"), "first moment"),
     **dict.fromkeys(("exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq", "exp_inf", "acc_delta"), "second moment"),
 }
+# Averages of squares: what holds them too coarsely loses their decay and keeps their growth, so that decay alone tells.
+AVERAGED_SQUARES = ("exp_avg_sq", "square_avg", "acc_delta")
 
 
 @dataclass(slots=True)
@@ -212,7 +214,7 @@ class Updates:
             return
         after = torch.cat(samples)
         records = [self.book.record.parameters[one.name].states.setdefault(key, Realised()) for one in group]
-        add_changes(records, there, after, wanted - there, sizes)
+        add_changes(records, there, after, _followed(key, wanted - there), sizes)
 
     def _compare_decay(self, group: list[Stepped], weights: torch.Tensor, sizes: list[int]) -> None:
         """Decay that is decoupled from the gradient, rounded by itself as torch's loop does."""
@@ -256,7 +258,7 @@ class Updates:
         after = decoded_states(self.optimizer._plans[one.parameter], self.book.key(one.name))
         for key, wanted in one.wanted_states.items():
             before = one.states[key]
-            change = wanted.double() - before.double()
+            change = _followed(key, wanted.double() - before.double())
             add_changes([records.setdefault(key, Realised())], before, after[key], change, [len(before)])
 
     def _look_at_updates(self, group: Sequence[Stepped], changes: Sequence[torch.Tensor | None]) -> None:
@@ -343,3 +345,8 @@ def _plain_option(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_plain_option, value))
     return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _followed(key: str, change: torch.Tensor) -> torch.Tensor:
+    """Return the wanted changes of a state that are counted; 0 for the others."""
+    return change.clamp(max=0) if key in AVERAGED_SQUARES else change
