@@ -44,7 +44,7 @@ def test_a_file_in_the_way_is_said_before_the_work(tmp_path: Path, capsys: pytes
 
 
 def test_the_name_of_a_page_is_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="give a folder, and audit.html and audit.json stand in it"):
+    with pytest.raises(ValueError, match=r"give a folder, and audit\.html and audit\.json stand in it"):
         prepare(str(tmp_path / "report.html"), "audit")
     assert not list(tmp_path.iterdir())
 

@@ -344,6 +344,24 @@ def observation() -> None:
     assert_type(made.cure, str)
 
 
+def checkpoints() -> None:
+    """Two checkpoints are compared, and what a model was trained in is checked."""
+    before = {"weight": torch.ones(4, dtype=torch.bfloat16)}
+    after = {"weight": torch.full((4,), 2.0, dtype=torch.bfloat16)}
+    audit = hu.audit(before, after)
+    assert_type(audit, hu.observation.Audit)
+    assert_type(hu.observation.audit(before, after, share=0.1), hu.observation.Audit)
+    assert_type(audit.findings, list[hu.Finding])
+    assert_type(audit.to_dict(), dict[str, Any])
+    model = nn.Linear(4, 2)
+    optimizer = hu.optim.SGD(model.parameters(), lr=0.1)
+    terms = hu.contract(model, optimizer)
+    assert_type(terms, hu.recipes.Contract)
+    assert_type(hu.recipes.Contract.from_dict(terms.to_dict()), hu.recipes.Contract)
+    assert hu.recipes.contract(model) != terms
+    terms.check(model, optimizer)
+
+
 def tasks() -> None:
     """Tasks are found by name."""
     assert_type(hu.trials.tasks.names(), list[str])

@@ -256,7 +256,7 @@ class Audit:
 
     def groups(self) -> list[LayerGroup]:
         """Return the tensors joined over layers of one kind, those with the worst findings first."""
-        kinds: dict[tuple, list[TensorAudit]] = {}
+        kinds: dict[tuple[object, ...], list[TensorAudit]] = {}
         told = {name: finding for finding in reversed(self.findings) for name in finding.where}
         for name, row in self.tensors.items():
             found = told.get(name)

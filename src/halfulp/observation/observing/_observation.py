@@ -189,7 +189,9 @@ class Observation:
 
     # hooks ----------------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook: an optimizer is about to step; with a closure, its gradients come with that."""
         self._scales.search()
         if not self.book.sampling:
@@ -213,7 +215,7 @@ class Observation:
         self._averages.end()
         self._updates[id(optimizer)].before(self._gradients.arrived)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook: it has stepped."""
         if self.book.sampling:
             self._sample_after(optimizer)

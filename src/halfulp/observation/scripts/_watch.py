@@ -16,7 +16,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from .._finding import Finding, ranked
-from ..observing._observe import Observation, observe
+from ..observing._observation import Observation
+from ..observing._observe import observe
 from ..page import write_page
 from ._find import find
 
