@@ -49,6 +49,14 @@ def test_a_page_asks_for_nothing_and_is_small(observation: hu.observation.Observ
     assert os.getcwd() not in text
 
 
+def test_of_several_processes_the_first_writes(
+    observation: hu.observation.Observation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observation.record, "replica_of", (1, 2))
+    observation.to_html(tmp_path / "observe.html")
+    assert not list(tmp_path.iterdir())
+
+
 def test_json_makes_the_same_page(observation: hu.observation.Observation, forecast: hu.observation.Forecast) -> None:
     for make, found in ((observation_html, observation), (forecast_html, forecast)):
         data = found.to_dict()

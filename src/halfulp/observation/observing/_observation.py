@@ -171,12 +171,13 @@ class Observation:
         }
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page, whole or not at all.
+        """Write one self-contained HTML page, whole or not at all; of several processes rank 0 alone writes.
 
         Raises:
             ValueError: jinja2 is missing, or the file cannot be written.
         """
-        write_page("observe", self.to_dict(), path)
+        if self.record.replica_of[0] == 0:
+            write_page("observe", self.to_dict(), path)
 
     def __len__(self) -> int:
         """How many optimizer steps were seen."""

@@ -27,7 +27,7 @@ HALF = 0.5
 
 @register_finding
 class SecondMomentStuck(FindingKind):
-    """Changes of the second moment are smaller than half its spacing: steps follow gradients of long ago."""
+    """Decreases of the second moment are smaller than half its spacing: steps follow gradients of long ago."""
 
     code = "second-moment-stuck"
     cure = "keep the state in float32 (state_dtype=torch.float32 of hu.optim), or a beta2 of at most 0.99"
@@ -70,9 +70,9 @@ def _cannot_decay(beta2: float | None, dtype: torch.dtype | None) -> bool:
 def _stuck(parameter: ParameterRecord, change: Realised) -> bool:
     """Return whether an average stands still.
 
-    Gradients above the average make large changes, which are kept, so that most of the movement takes place while the
-    decay between them, many small changes, is lost: torch rounds to nearest, and counts tell. What rounds a state
-    stochastically loses most changes too and is right on average: there the movement tells.
+    Only decreases are counted: gradients above the average make changes that are large enough. torch rounds to nearest,
+    and counts tell. What rounds a state stochastically loses most decreases too and is right on average: there the
+    movement tells.
     """
     if parameter.optimizer_module.startswith("torch.optim."):
         return change.known and change.lost_share >= HALF
