@@ -120,12 +120,12 @@ def ranked(
     >>> [finding.code for finding in ranked([frozen, lost], {"weight-frozen": ["updates-lost"]})]
     ['updates-lost', 'weight-frozen']
     """
-    joined: dict[tuple[object, ...], Finding] = {}
+    merged: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
         key = (finding.code, finding.severity, finding.cure, frozenset(map(pattern_of, finding.where)))
-        there = joined.get(key)
-        joined[key] = finding if there is None else _join(there, finding)
-    found = list(joined.values())
+        there = merged.get(key)
+        merged[key] = finding if there is None else _join(there, finding)
+    found = list(merged.values())
     follows: dict[int, list[int]] = {i: [] for i in range(len(found))}
     for i, consequence in enumerate(found):
         codes = set((causes or {}).get(consequence.code, ()))

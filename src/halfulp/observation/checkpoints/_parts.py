@@ -108,10 +108,10 @@ def _named(leaves: _Leaves, unseen: list[str]) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for key in models:
         prefix = f"{key}." if len(models) > 1 else ""
-        found |= _joined(groups[key], prefix, 1 if key is not None else 0)
+        found |= _merged(groups[key], prefix, 1 if key is not None else 0)
     for key in [key for key in groups if key not in models]:
         if isinstance(key, str) and _AVERAGE.search(key):
-            found |= _joined(groups[key], "ema.", 1)
+            found |= _merged(groups[key], "ema.", 1)
         elif key is not None and not _is_beside(key):
             unseen.append(f"tensors under {key!r} were not compared: they are not the model's")
     return found
@@ -121,6 +121,6 @@ def _is_beside(key: object) -> bool:
     return isinstance(key, int) or bool(_BESIDE.search(str(key)))
 
 
-def _joined(leaves: _Leaves, prefix: str, skip: int) -> dict[str, Stored]:
+def _merged(leaves: _Leaves, prefix: str, skip: int) -> dict[str, Stored]:
     names = [".".join(map(str, where[skip:])) for where in leaves]
     return {prefix + name: leaf for name, leaf in zip(plain_names(names), leaves.values(), strict=True)}

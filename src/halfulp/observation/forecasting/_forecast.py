@@ -139,7 +139,9 @@ def forecast(
         weights = named_tensors(model_or_state)
         inputs = _inputs(weights, optimizer_or_lr, optimizer, states, options, dtype)
     begin = inputs.start if start is None else start
-    rates = learning_rates(schedule, inputs.peaks, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr)
+    rates = learning_rates(
+        schedule, inputs.top_rates, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr
+    )
     return _followed(inputs, rates, schedule_name(schedule), begin)
 
 

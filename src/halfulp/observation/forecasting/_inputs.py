@@ -58,7 +58,7 @@ class Inputs:
     Attributes:
         parameters: in the model's order.
         rule: "AdamW", "Adam", "SGD" or "Lion".
-        peaks: per group, its learning rate before a schedule.
+        top_rates: per group, its learning rate before a schedule.
         start: steps that were made so far.
         ours: whether halfulp's optimizer steps them, which rounds decay and update together, and moments at random.
         notes: what could not be read.
@@ -66,7 +66,7 @@ class Inputs:
 
     parameters: tuple[Trained, ...]
     rule: str
-    peaks: tuple[float, ...]
+    top_rates: tuple[float, ...]
     start: int
     ours: bool = False
     notes: tuple[str, ...] = ()
@@ -95,8 +95,8 @@ def from_optimizer(
     order = {name: position for position, (name, _) in enumerate(weights)}
     found.sort(key=lambda trained: order[trained.name])
     notes = [f"{strangers} parameters of the optimizer are not the model's: left out"] if strangers else []
-    peaks = tuple(number(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
-    return Inputs(tuple(found), rule, peaks, _start(found), ours, tuple(notes))
+    top_rates = tuple(number(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
+    return Inputs(tuple(found), rule, top_rates, _start(found), ours, tuple(notes))
 
 
 def from_rate(

@@ -25,7 +25,7 @@ _DECAY = 5
 
 def learning_rates(
     schedule: Schedule,
-    peaks: Sequence[float],
+    top_rates: Sequence[float],
     *,
     steps: int | None = None,
     start: int = 0,
@@ -38,10 +38,10 @@ def learning_rates(
     Args:
         schedule: "constant" (or None), "linear", "cosine" or "wsd" (warm-up, stable, decay); a scheduler of torch,
             which is run on a copy that holds no parameters; a function step -> learning rate; a list of them.
-        peaks: per group, the learning rate that a named schedule begins to fall from.
+        top_rates: per group, the learning rate that a named schedule begins to fall from.
         steps: length of the whole run; a list has its own.
         start: steps that were made already.
-        warmup: steps over which a named schedule rises from peak / warmup to the peak.
+        warmup: steps over which a named schedule rises from top / warmup to the top.
         decay: steps over which "wsd" falls at the end; a fifth of all by default.
         final: the learning rate that a named schedule ends at.
 
@@ -57,16 +57,16 @@ def learning_rates(
     [[0.5, 1.0, 1.0, 0.5]]
     """
     if isinstance(schedule, str) or schedule is None:
-        rates = _named(schedule or "constant", peaks, steps, start, warmup, decay, final)
+        rates = _named(schedule or "constant", top_rates, steps, start, warmup, decay, final)
     else:
         _check_unused(schedule, warmup=warmup, decay=decay, final=final)
         if isinstance(schedule, LRScheduler):
             rates = _scheduled(schedule, _length(steps, "a scheduler of torch", start))
         elif callable(schedule):
             count = _length(steps, "a function step -> learning rate", start)
-            rates = _one_for_all([_rate(schedule(step)) for step in range(start, start + count)], peaks)
+            rates = _one_for_all([_rate(schedule(step)) for step in range(start, start + count)], top_rates)
         else:
-            rates = _one_for_all(_listed(schedule, steps, start), peaks)
+            rates = _one_for_all(_listed(schedule, steps, start), top_rates)
     if not (rates.isfinite() & (rates >= 0)).all():
         raise ValueError("the schedule gives learning rates that are no finite numbers from 0: see its formula")
     return rates
@@ -82,7 +82,7 @@ def schedule_name(schedule: Schedule) -> str:
 
 
 def _named(
-    name: str, peaks: Sequence[float], steps: int | None, start: int, warmup: int, decay: int | None, final: float
+    name: str, top_rates: Sequence[float], steps: int | None, start: int, warmup: int, decay: int | None, final: float
 ) -> Tensor:
     if name not in NAMES:
         raise ValueError(unknown("schedule", name, NAMES))
@@ -103,7 +103,7 @@ def _named(
     elif name == "cosine":
         share = (1 + torch.cos(math.pi * gone)) / 2
     rise = ((at + 1) / warmup).clamp_max(1) if warmup else torch.ones_like(at)
-    return torch.stack([rise * (final + (peak - final) * share) for peak in peaks])
+    return torch.stack([rise * (final + (top - final) * share) for top in top_rates])
 
 
 def _length(steps: int | None, what: str, start: int) -> int:
@@ -143,8 +143,8 @@ def _listed(schedule: Any, steps: int | None, start: int) -> list[float]:
     return rates[start:]
 
 
-def _one_for_all(rates: list[float], peaks: Sequence[float]) -> Tensor:
-    return torch.tensor(rates, dtype=torch.float64, device="cpu").expand(len(peaks), -1)
+def _one_for_all(rates: list[float], top_rates: Sequence[float]) -> Tensor:
+    return torch.tensor(rates, dtype=torch.float64, device="cpu").expand(len(top_rates), -1)
 
 
 def _scheduled(scheduler: LRScheduler, count: int) -> Tensor:

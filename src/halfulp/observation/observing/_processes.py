@@ -48,9 +48,9 @@ class Processes:
         head = torch.tensor([layout, -layout, *sums, *(-one for one in sums)], dtype=torch.float64, device="cpu")
         head = self._largest(head)
         if float(head[0]) == -float(head[1]):
-            joined = self._largest(torch.tensor(extremes, dtype=torch.float64, device="cpu")).tolist()
+            merged = self._largest(torch.tensor(extremes, dtype=torch.float64, device="cpu")).tolist()
             for k, key in enumerate(keys):
-                self._take(key, joined[3 * k : 3 * k + 3])
+                self._take(key, merged[3 * k : 3 * k + 3])
         else:
             self.book.missed("ranks ran different modules: extremes are those of each rank alone")
         top, bottom = head[2 : 2 + len(sums)], -head[2 + len(sums) :]
@@ -71,9 +71,9 @@ class Processes:
         reals = self.book.totals[key].reals
         return float(reals[AMAX]), -float(reals[AMIN]), float(reals[LAST_AMAX])
 
-    def _take(self, key: tuple, joined: list[float]) -> None:
+    def _take(self, key: tuple, merged: list[float]) -> None:
         reals = self.book.totals[key].reals
-        reals[AMAX], reals[AMIN], reals[LAST_AMAX] = joined[0], -joined[1], joined[2]
+        reals[AMAX], reals[AMIN], reals[LAST_AMAX] = merged[0], -merged[1], merged[2]
 
     def _checksum(self, name: str, parameter: torch.Tensor) -> float:
         """A number below 2^53 of the sampled elements' bits; the same on ranks that hold the same."""

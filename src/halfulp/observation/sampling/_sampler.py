@@ -49,7 +49,7 @@ class Sampler:
 
     def look(self, one: Look) -> None:
         """Add one tensor's counts to its totals."""
-        tensor = widened(one.tensor)
+        tensor = to_wide(one.tensor)
         if not _by_kernel(tensor, chosen("cpu")):
             self.look_by_reference(one)
             return
@@ -65,7 +65,7 @@ class Sampler:
         """
         samples, engine = [_EMPTY] * len(looks), chosen("cpu")
         by_dtype: dict[torch.dtype, list[int]] = {}
-        wide = [widened(one.tensor) for one in looks]
+        wide = [to_wide(one.tensor) for one in looks]
         for k, tensor in enumerate(wide):
             if _by_kernel(tensor, engine):
                 by_dtype.setdefault(tensor.dtype, []).append(k)
@@ -96,7 +96,7 @@ class Sampler:
 _EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
-def widened(tensor: torch.Tensor) -> torch.Tensor:
+def to_wide(tensor: torch.Tensor) -> torch.Tensor:
     """Return eight-bit floating-point numbers as bfloat16, which holds them all, and others as they are, contiguous."""
     tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
     return tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
@@ -145,13 +145,13 @@ def sampled_all(given: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]
     samples, engine = [_EMPTY] * len(given), chosen("cpu")
     by_dtype: dict[torch.dtype, list[int]] = {}
     for k, (flat, key) in enumerate(given):
-        flat = widened(flat)
+        flat = to_wide(flat)
         if _by_kernel(flat, engine):
             by_dtype.setdefault(flat.dtype, []).append(k)
         else:
             samples[k] = sample_of(flat.reshape(-1), key)
     for dtype, positions in by_dtype.items():
-        flats = [widened(given[k][0]) for k in positions]
+        flats = [to_wide(given[k][0]) for k in positions]
         parts = _buffers([flat.numel() for flat in flats])
         rows = [
             (address(flat), flat.numel(), given[k][1] & 0xFFFFFFFF, given[k][1] >> 32, address(part), 0, 0, 0, 0, 0)
