@@ -167,9 +167,39 @@ def test_the_whole_course_of_a_training_keeps_requires_grad(start: str, seed: in
     assert frozen
 
 
+def watched(model: nn.Module) -> nn.Module:
+    with hu.observe(model, torch.optim.SGD(model.parameters(), lr=0.1), interval=1):
+        model(torch.randn(3, 4)).square().mean().backward()
+    model.zero_grad()
+    return model
+
+
+def forecast(model: nn.Module) -> nn.Module:
+    hu.forecast(model, 1e-3, "linear", steps=10, dtype=torch.bfloat16)
+    return model
+
+
+def contracted(model: nn.Module) -> nn.Module:
+    hu.contract(model).check(model)
+    return model
+
+
+# Functions that look at a model and leave it as it is.
+READERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "observe": watched,
+    "forecast": forecast,
+    "contract": contracted,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_keep_requires_grad(reader: str, seed: int) -> None:
+    assert grads(READERS[reader](net())) == WANTED
+
+
 def test_every_function_of_the_face_that_takes_a_model_is_here() -> None:
     """Whoever adds one adds it to the lists above."""
-    named = " ".join([*COPIES, *CONVERSIONS])
+    named = " ".join([*COPIES, *CONVERSIONS, *READERS])
     for name in dir(hu):
         found = getattr(hu, name)
         if not callable(found) or inspect.ismodule(found):

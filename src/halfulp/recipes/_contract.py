@@ -220,7 +220,8 @@ def _optimizers(given: object) -> list[torch.optim.Optimizer]:
     for one in several:
         if not isinstance(getattr(one, "param_groups", None), list):
             raise TypeError(f"the optimizer is {a_kind(one)}: give a torch optimizer, a list of them, or None")
-    return several
+    # accelerate wraps optimizers in one that hides whose they are.
+    return [one.optimizer if hasattr(one, "accelerator_state") else one for one in several]
 
 
 def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], position: int) -> tuple[str, dict[str, str]]:

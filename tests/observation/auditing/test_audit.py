@@ -83,7 +83,7 @@ def test_lost_updates_are_those_that_left_the_weights_as_they_were(named):
         measured = float((before[name] == after[name]).float().mean())
         assert state.update is not None
         # torch computes the update in bfloat16, which moves some elements over the border.
-        assert state.update.share == pytest.approx(measured, abs=0.06)
+        assert state.update.share == pytest.approx(measured, abs=0.06 + 1 / before[name].numel())
         assert state.steps == (8, 16)
     assert ("updates-lost", "1.weight") in codes(found)
     assert found.advanced == 8

@@ -184,7 +184,7 @@ def test_tensors_of_this_library_come_with_what_lies_beside_them(tmp_path):
 
 
 SHARDED = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.tensor import Shard, distribute_tensor
 rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -197,7 +197,10 @@ content = {
     "whole": whole.bfloat16(),
 }
 save(content, storage_writer=FileSystemWriter(f"{folder}/dcp"))
+dist.barrier()
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # threads of gloo may outlive the interpreter, which aborts then
 """
 
 

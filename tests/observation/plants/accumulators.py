@@ -13,7 +13,7 @@ def second_moment_stuck(faulty: bool) -> Run:
     """Gradients fall after the first steps; in bfloat16 the second moment does not."""
     dtype = BF16 if faulty else torch.float32
     model = mlp(dtype)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
     return Run(model, optimizer, steps(model, optimizer, 40, dtype, lambda loss, step: loss * (30 if step < 3 else 1)))
 
 

@@ -39,7 +39,7 @@ def weight_frozen(faulty: bool) -> Run:
 def weight_decay_lost(faulty: bool) -> Run:
     dtype = BF16 if faulty else torch.float32
     model = mlp(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, betas=(0.9, 0.9))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.9))
     return Run(model, optimizer, steps(model, optimizer, dtype=dtype))
 
 

@@ -58,6 +58,8 @@ def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
     chunks: dict[str, list[tuple[tuple, Any]]] = {}
     for key, info in (index.storage_data or {}).items():
         file = folder / info.relative_path
+        if not file.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{folder / METADATA} names {info.relative_path}, a file outside its folder: not read")
         if not file.is_file():
             raise ValueError(f"{folder} lacks {info.relative_path}, which its index names: copy the whole checkpoint")
         if file.stat().st_size < info.offset + info.length:
@@ -74,15 +76,18 @@ def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
         elif name in chunks:
             try:
                 found[path] = _plain_value(folder, chunks[name][0][1])
-            except pickle.UnpicklingError:
-                unseen.append(f"{name!r} of {folder} was not loaded: it holds more than plain data")
+            except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
+                unseen.append(f"{name!r} was not loaded: it is damaged, or holds more than plain data")
     return found, unseen
 
 
 def _read_index(folder: Path) -> Any:
     try:
         with (folder / METADATA).open("rb") as file:
-            return _IndexUnpickler(file).load()
+            found = _IndexUnpickler(file).load()
+        if not isinstance(getattr(found, "state_dict_metadata", None), dict):
+            raise ValueError("it holds no index")
+        return found
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{folder / METADATA} was not loaded: it names {error}, which no index of tensors holds, and loading it "

@@ -44,7 +44,7 @@ def named_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedSt
             lost = len(members) - len(names)
             if lost:
                 unseen.append(
-                    f"{lost} of {len(members)} optimizer states of {checkpoint.path} have no names and no order: they "
+                    f"{lost} of {len(members)} optimizer states of the checkpoint have no names and no order: they "
                     "were not compared; make the optimizer from model.named_parameters(), which saves names"
                 )
         groups = dict(members)

@@ -153,7 +153,8 @@ def watching(function: Watch) -> Watch:
                 else:
                     function(self, *arguments)
         except Exception as error:
-            book.missed(f"{function.__name__.strip('_').replace('_', ' ')}: {type(error).__name__}: {error}")
+            # Its words may hold paths, hosts or values, which neither page nor JSON is to hold.
+            book.missed(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
         finally:
             book.inside = False
             book.seconds += time.perf_counter() - begin

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -33,6 +34,9 @@ from .modules._module_hooks import ModuleHooks
 from .updates._gradient_hooks import GradientHooks
 from .updates._updates import Updates
 from .updates._weight_averages import WeightAverages
+
+# Losses of sampled steps that tell how far neighbouring ones are apart.
+RECENT_LOSSES = 256
 
 
 class Observation:
@@ -74,7 +78,7 @@ class Observation:
         self._lead: torch.optim.Optimizer | None = None
         self._others: int = 0
         self._logged: float | None = None
-        self._losses: list[float] = []
+        self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)
         self._began: float | None = None
         self._wall: float = 0.0
 
@@ -241,16 +245,18 @@ class Observation:
         lr = optimizer.param_groups[0].get("lr")
         step = StepRecord(book.step, book.sampling, None if lr is None else float(lr), scale, skipped)
         step.scheduled, step.loss = self._scales.scheduled(), loss
-        if book.sampling:
-            self._modules.finish_step()
-            self._processes.join()
-            record.sampled_steps.append(book.step)
-            record.sites = self._scales.sites()
-            exponents = [site["exponent"] for site in record.sites]
-            step.exponents = (min(exponents), max(exponents)) if exponents else None
-        self._history.add(step)
-        following = book.step + 1
-        self._begin_step(following, following % self.interval == 0)
+        try:
+            if book.sampling:
+                record.sampled_steps.append(book.step)
+                self._modules.finish_step()
+                self._processes.join()
+                record.sites = self._scales.sites()
+                exponents = [site["exponent"] for site in record.sites]
+                step.exponents = (min(exponents), max(exponents)) if exponents else None
+        finally:  # what failed is noted, and steps go on
+            self._history.add(step)
+            following = book.step + 1
+            self._begin_step(following, following % self.interval == 0)
 
     def _begin_step(self, step: int, sampling: bool) -> None:
         self._modules.end_step()

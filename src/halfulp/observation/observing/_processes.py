@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.distributed as dist
 
@@ -35,7 +33,9 @@ class Processes:
         self.rank: int = dist.get_rank() if active else 0
         self.size: int = dist.get_world_size() if active else 1
         book.record.replica_of = (self.rank, self.size)
-        self._replicated = {name: p for name, p in parameters.items() if not _is_sharded(p)} if self.size > 1 else {}
+        replicated = parameters.items() if self.size > 1 else ()
+        self._replicated = {name: p for name, p in replicated if not _is_sharded(name, p) and stored(p) is not None}
+        self._device = next((local(p).device for p in parameters.values()), torch.device("cpu"))
 
     def join(self) -> None:
         """Reduce, after a sampled step."""
@@ -43,29 +43,25 @@ class Processes:
             return
         sums = [self._checksum(name, parameter) for name, parameter in self._replicated.items()]
         keys = sorted(self.book.totals)
-        layout = mix64(len(sums), *(name_key(f"{role} {name}") for role, name in keys)) & _MASK
+        names = [*(f"{role} {name}" for role, name in keys), *self._replicated]
+        layout = float(mix64(len(sums), *map(name_key, names)) & _MASK)
+        # What follows has the same length on all ranks only where this number agrees.
+        top, bottom = self._largest([layout, -layout])
+        if top != -bottom:
+            self.book.missed("ranks ran different modules: extremes are those of each rank alone, replicas unknown")
+            return
         extremes = [value for key in keys for value in self._extremes(key)]
-        head = torch.tensor([layout, -layout, *sums, *(-one for one in sums)], dtype=torch.float64, device="cpu")
-        head = self._largest(head)
-        if float(head[0]) == -float(head[1]):
-            merged = self._largest(torch.tensor(extremes, dtype=torch.float64, device="cpu")).tolist()
-            for k, key in enumerate(keys):
-                self._take(key, merged[3 * k : 3 * k + 3])
-        else:
-            self.book.missed("ranks ran different modules: extremes are those of each rank alone")
-        top, bottom = head[2 : 2 + len(sums)], -head[2 + len(sums) :]
-        for name, same in zip(self._replicated, (top == bottom).tolist()):
-            self.book.record.replicas[name] = self.book.record.replicas.get(name, True) and same
+        merged = self._largest([*sums, *(-one for one in sums), *extremes])
+        for name, top, bottom in zip(self._replicated, merged, merged[len(sums) :]):
+            self.book.record.replicas[name] = self.book.record.replicas.get(name, True) and top == -bottom
+        for k, key in enumerate(keys):
+            self._take(key, merged[2 * len(sums) + 3 * k :][:3])
 
-    def _largest(self, vector: torch.Tensor) -> torch.Tensor:
+    def _largest(self, numbers: list[float]) -> list[float]:
         """The largest of each number over all ranks, by a reduction where the parameters are."""
-        device = next(iter(self._devices()), torch.device("cpu"))
-        moved = vector.to(device)
-        dist.all_reduce(moved, dist.ReduceOp.MAX)
-        return moved.cpu()
-
-    def _devices(self) -> list[torch.device]:
-        return [local(parameter).device for parameter in self._replicated.values()][:1]
+        vector = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(self._device)
+        dist.all_reduce(vector, dist.ReduceOp.MAX)
+        return vector.tolist()
 
     def _extremes(self, key: tuple) -> tuple[float, float, float]:
         reals = self.book.totals[key].reals
@@ -79,11 +75,14 @@ class Processes:
         """A number below 2^53 of the sampled elements' bits; the same on ranks that hold the same."""
         found = stored(parameter)
         if found is None or not found.flat.numel():
-            return math.nan if found is None else 0.0
+            return 0.0
         sample = sampled(found.flat, self.book.key(name)).double().view(torch.int64)
         weights = torch.arange(1, len(sample) + 1, dtype=torch.int64, device="cpu") * 0x9E3779B97F4A7C1 | 1
         return float(int((sample * weights).sum()) & _MASK)
 
 
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    return is_dtensor(parameter) and not all(placement.is_replicate() for placement in parameter.placements)
+def _is_sharded(name: str, parameter: torch.Tensor) -> bool:
+    """Whether ranks hold different numbers: shards of a DTensor, of FSDP1, or of Megatron's tensor parallelism."""
+    if is_dtensor(parameter):
+        return not all(placement.is_replicate() for placement in parameter.placements)
+    return "_fsdp_wrapped_module" in name or bool(getattr(parameter, "tensor_model_parallel", False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -46,15 +47,17 @@ def thinned(steps: list[StepRecord]) -> list[StepRecord]:
     return kept + (steps[-1:] if len(steps) % 2 else [])
 
 
-def loss_gap(losses: list[float], dtype: torch.dtype | None) -> float | None:
-    """Distance between numbers of a dtype at the losses, over their median change from one to the next."""
-    changes = [abs(b - a) for a, b in itertools.pairwise(losses)]
-    if dtype is None or not dtype.is_floating_point or not changes:
+def loss_gap(losses: Iterable[float], dtype: torch.dtype | None) -> float | None:
+    """Median, over losses in a row, of the distance between a dtype's numbers there over their change."""
+    losses = list(losses)
+    if dtype is None or not dtype.is_floating_point or len(losses) < 2:
         return None
-    largest = torch.tensor(max(map(abs, losses)), dtype=torch.float64, device="cpu")
-    exponent = max(int(torch.frexp(largest)[1]) - 1, math.frexp(torch.finfo(dtype).smallest_normal)[1] - 1)
-    ulp = math.ldexp(torch.finfo(dtype).eps, exponent)
-    change = statistics.median(changes)
-    if not change:  # all are one number: of a wide dtype that is a run that stands still
-        return math.inf if torch.finfo(dtype).bits <= 16 and losses[-1] else None
-    return ulp / change
+    kind = torch.finfo(dtype)
+    gaps = []
+    for a, b in itertools.pairwise(losses):
+        exponent = math.frexp(max(abs(a), abs(b), kind.smallest_normal))[1] - 1
+        gaps.append(math.ldexp(kind.eps, exponent) / abs(b - a) if a != b else math.inf)
+    found = statistics.median(gaps)
+    if math.isinf(found):  # most are one number: of a wide dtype that is a run that stands still
+        return math.inf if kind.bits <= 16 and losses[-1] else None
+    return found

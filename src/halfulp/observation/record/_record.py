@@ -36,8 +36,9 @@ class Realised:
     Attributes:
         seen: elements whose wanted change is not zero.
         cancelled: those of them that stayed as they were, bit for bit.
-        wanted: sum of the squares of the wanted changes, each divided by its largest first where that keeps it finite.
-        kept: sum of wanted times realised change in the same units; kept / wanted is 1 where all moved as wanted.
+        wanted: as `seen`, of steps whose wanted changes w have squares that are not 0.
+        kept: sum over steps of their elements times sum(w * realised) / sum(w^2); kept / wanted is 1 where all moved
+            as wanted, whatever the learning rates of the steps.
         known: whether the wanted change was computed; without, only `seen` (nonzero gradients) and `cancelled` count.
     """
 

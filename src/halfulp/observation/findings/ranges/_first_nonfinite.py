@@ -1,5 +1,6 @@
 """first-nonfinite: where NaN or infinity came from."""
 
+import math
 from collections.abc import Iterator
 
 from ..._finding import Finding
@@ -28,14 +29,16 @@ class FirstNonfinite(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         found = [tensor for tensor in record.tensors.values() if tensor.first_nonfinite is not None]
+        outputs_alone = all(tensor.role == "activation" for tensor in found)
         if loss_is_scaled(record):
             found = [tensor for tensor in found if tensor.role not in GRADIENTS or _in_every_step(tensor)]
         if not found:
             return
         first = min(found, key=_when)
         step, others = _when(first)[0], len(found) - 1
-        # An attention mask of -inf is infinite, and what reads it is not.
-        alone = not others and first.role == "activation"
+        # Attention masks of -inf are infinite, and neither the loss nor a gradient that they lead to is.
+        finite = all(one.loss is None or math.isfinite(one.loss) for one in record.history)
+        alone = outputs_alone and finite and (not others or _have_gradients(record))
         yield self.found(
             first.name,
             "note" if alone else "error",
@@ -58,6 +61,10 @@ def _cure(tensor: TensorRecord) -> str:
     if tensor.role == "activation":
         return FORWARD
     return BACKWARD if tensor.role in GRADIENTS else STORED
+
+
+def _have_gradients(record: Record) -> bool:
+    return any(role in GRADIENTS for role, _ in record.tensors)
 
 
 def _when(tensor: TensorRecord) -> tuple[int, int]:

@@ -46,8 +46,10 @@ def add_changes(
         if not known:
             record.known = False
         elif record.known:
-            record.wanted += square
-            record.kept += kept
+            # Each step's share counts by its elements, not by the size of its learning rate.
+            share = kept / square if square else 0.0
+            record.wanted += seen if square else 0
+            record.kept += seen * share
 
 
 def count_changes(before, after, wanted, ends, counts, sums):
