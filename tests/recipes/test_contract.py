@@ -149,3 +149,21 @@ dist.destroy_process_group()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As accelerate wraps an optimizer: one itself, which hides the other's class."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.accelerator_state = optimizer, object()
+
+    @property
+    def param_groups(self) -> list:
+        return self.optimizer.param_groups
+
+
+def test_a_trainers_wrapper_is_looked_through():
+    model = torch.nn.Linear(4, 2).bfloat16()
+    optimizer = hu.optim.AdamW(model.named_parameters(), lr=0.1, weight_update="kahan")
+    assert hu.contract(model, Accelerated(optimizer)) == hu.contract(model, optimizer)
+    hu.contract(model, optimizer).check(model, Accelerated(optimizer))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..pages import check_writable, require, write_whole
 from ._errors import writing
 
+if TYPE_CHECKING:
+    from ..observation.page._write import Instrument
+
 Out = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]
 
 
-def prepare(out: str | None, name: str) -> None:
+def prepare(out: str | None, name: Instrument) -> None:
     """Before the work: make the folder and check that a page can be made and written into it.
 
     Raises:
@@ -31,12 +34,12 @@ def prepare(out: str | None, name: str) -> None:
         check_writable(path)
 
 
-def write_out(out: str | None, name: str, found: Any) -> None:
+def write_out(out: str | None, name: Instrument, found: Any) -> None:
     """Write what an instrument found as NAME.html and NAME.json, each whole or not at all; without a folder nothing.
 
     Args:
         out: the folder, as `prepare` made it.
-        name: "observe", "audit" or "forecast".
+        name: of the instrument.
         found: an Observation, an Audit or a Forecast.
 
     Raises:
@@ -44,9 +47,12 @@ def write_out(out: str | None, name: str, found: Any) -> None:
     """
     if out is None:
         return
+    from ..observation.page import write_page
+
     page, data = _files(out, name)
-    write_whole(data, json.dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False))
-    found.to_html(page)
+    content = found.to_dict()
+    write_whole(data, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+    write_page(name, content, page)
 
 
 def _files(out: str, name: str) -> tuple[Path, Path]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from .record._plain import plain
 
 Severity = Literal["note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
@@ -66,20 +67,10 @@ class Finding:
             "where": list(self.where),
             "severity": self.severity,
             "confidence": self.confidence,
-            "evidence": {key: _plain(value) for key, value in self.evidence.items()},
+            "evidence": plain(self.evidence),
             "cure": self.cure,
             "summary": self.summary,
         }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bool | int | str) or value is None:
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value)
 
 
 def pattern_of(name: str) -> str:

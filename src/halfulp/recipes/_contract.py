@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .._messages import a_kind, listed
 from ..mctensor import MCTensor
 from ..optim import Optimizer
+from ..optim._inner_optimizer import inner_optimizer
 from ..optim.parameters._narrow_groups import name_of
 from ..optim.parameters._random_identity import plain_names
 from ..scaled import ScaledTensor
@@ -217,11 +218,11 @@ def contract_differences(before: Contract, after: Contract, *, with_optimizer: b
 
 def _optimizers(given: object) -> list[torch.optim.Optimizer]:
     several = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-    for one in several:
+    found = [inner_optimizer(one) for one in several]
+    for one in found:
         if not isinstance(getattr(one, "param_groups", None), list):
             raise TypeError(f"the optimizer is {a_kind(one)}: give a torch optimizer, a list of them, or None")
-    # accelerate wraps optimizers in one that hides whose they are.
-    return [one.optimizer if hasattr(one, "accelerator_state") else one for one in several]
+    return found
 
 
 def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], position: int) -> tuple[str, dict[str, str]]:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from ... import formats
+from .._dtypes import dtype_name, is_narrow, precision
 from .._finding import Severity
+from .._words import percent
 from ._audit import Audit, StateAudit, TensorAudit
-from ._symptom import Symptom, format_name, is_narrow, percentage, precision
+from ._symptom import Symptom
 
 # A payload whose scale follows its largest element has one there; more than a thousandth of all is clipping.
 CLIPPED, CLIPPED_MUCH, CLIPPED_FEWEST = 1e-3, 1e-2, 8
@@ -38,8 +40,8 @@ def changed_dtypes(audit: Audit) -> Iterator[Symptom]:
 
 def _changed(name: str, what: str, before: torch.dtype, after: torch.dtype) -> Symptom:
     digits = precision(before) or 0, precision(after) or 0
-    said = f"{what}{format_name(before)} in A, {format_name(after)} in B"
-    evidence = {"before": format_name(before), "after": format_name(after), "state": what.strip() or None}
+    said = f"{what}{dtype_name(before)} in A, {dtype_name(after)} in B"
+    evidence = {"before": dtype_name(before), "after": dtype_name(after), "state": what.strip() or None}
     if digits[1] < digits[0]:
         said += f": {digits[0] - digits[1]} digits fewer"
     return Symptom((name,), "error" if digits[1] < digits[0] else "warning", 1.0, said, evidence)
@@ -82,7 +84,7 @@ def saturated_payloads(audit: Audit) -> Iterator[Symptom]:
         share = count / max(1, row.numel)
         if count < CLIPPED_FEWEST or share < CLIPPED or not _saturates(row.b.dtype) or row.b.constant is not None:
             continue
-        said = f"{percentage(share)} of elements at the largest number of {format_name(row.b.dtype)}"
+        said = f"{percent(share)} of elements at the largest number of {dtype_name(row.b.dtype)}"
         before = row.a.saturated / max(1, row.numel)
         severity: Severity = "error" if share >= CLIPPED_MUCH else "warning"
         yield Symptom((name,), severity, 0.9, said, {"share": share, "before": before, "elements": row.numel})
@@ -100,9 +102,9 @@ def zeroed_tensors(audit: Audit) -> Iterator[Symptom]:
         share, before = row.b.zeros / row.numel, row.a.zeros / row.numel
         evidence = {"zeros": share, "before": before, "elements": row.numel}
         if share == 1 and before < 1:
-            yield Symptom((name,), "error", 1.0, f"all zeros in B, {percentage(before)} zeros in A", evidence)
+            yield Symptom((name,), "error", 1.0, f"all zeros in B, {percent(before)} zeros in A", evidence)
         elif share - before > 0.5 and row.a.dtype != row.b.dtype:
-            said = f"{percentage(share)} zeros in {format_name(row.b.dtype)}, {percentage(before)} before"
+            said = f"{percent(share)} zeros in {dtype_name(row.b.dtype)}, {percent(before)} before"
             yield Symptom((name,), "error", 0.9, said, evidence)
 
 
@@ -132,7 +134,7 @@ def _other_digits(name: str, row: TensorAudit, state: StateAudit) -> Iterator[Sy
         digits = precision(dtype)
         if bits is None or digits is None or digits == bits or key == "step":
             continue
-        stored, kept = format_name(row.b.dtype), format_name(dtype)
+        stored, kept = dtype_name(row.b.dtype), dtype_name(dtype)
         evidence = {"parameter": stored, "state": key, "dtype": kept}
         if digits > bits:
             said = f"saved in {stored} beside {key} in {kept}: the weights were rounded when they were saved"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .._dtypes import cannot_decay, dtype_name, is_narrow, precision
 from .._finding import Severity, pattern_of
+from .._words import at_lr, percent
 from ._audit import Audit, Lost, StateAudit, TensorAudit
-from ._symptom import Symptom, format_name, is_narrow, percentage, precision
+from ._symptom import Symptom
 
 # Fewer elements say nothing of a share of 10%.
 FEWEST = 32
@@ -14,6 +16,7 @@ FEWEST = 32
 LITTLE_LOST, HALF_LOST = 0.9, 0.5
 # An average that takes in what is new changes nearly everywhere; a few elements may stand still by chance.
 STUCK = 0.95
+# As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
 
 
@@ -36,7 +39,7 @@ def _stepped(row: TensorAudit, state: StateAudit) -> Symptom | None:
     if state.compensation_moved or steps == 0 or lr == 0:
         return None
     during = f"in {steps} steps" if steps is not None else "between the checkpoints"
-    said = f"has not moved {during} in {format_name(row.a.dtype)}{_at_lr(state)}"
+    said = f"has not moved {during} in {dtype_name(row.a.dtype)}{at_lr(state.options)}"
     evidence = {"moved": 0.0, "steps": steps, "elements": row.numel, "lr": lr}
     if state.all_zero:
         cure = "see whether the loss depends on it; set requires_grad=False if it is to stay"
@@ -45,7 +48,7 @@ def _stepped(row: TensorAudit, state: StateAudit) -> Symptom | None:
 
 
 def _unstepped(row: TensorAudit, audit: Audit, siblings_moved: bool) -> Symptom | None:
-    where, said = (row.name,), f"not one of {row.numel} elements moved in {format_name(row.a.dtype)}"
+    where, said = (row.name,), f"not one of {row.numel} elements moved in {dtype_name(row.a.dtype)}"
     evidence = {"moved": 0.0, "elements": row.numel, "constant": row.b.constant}
     if row.b.constant is not None and row.numel > 1:
         said += f", all still {row.b.constant:g}"
@@ -65,10 +68,10 @@ def lost_updates(audit: Audit) -> Iterator[Symptom]:
         update = state.update
         if update is None or update.wanted < FEWEST or not update.realised < LITTLE_LOST:
             continue
-        dtype = format_name(row.b.dtype)
+        dtype = dtype_name(row.b.dtype)
         severity: Severity = "error" if update.realised < HALF_LOST else "warning"
         confidence = 1.0
-        said = f"{percentage(update.share)} of updates lost in {dtype}{_at_lr(state)}"
+        said = f"{percent(update.share)} of updates lost in {dtype}{at_lr(state.options)}"
         # Weights that move although their format loses nearly every update are copies of wider ones.
         if update.share > 0.99 and row.share_unchanged < 0.5:
             severity, confidence = "warning", 0.5
@@ -82,9 +85,9 @@ def lost_decay(audit: Audit) -> Iterator[Symptom]:
         decay, rate = state.decay, state.options.get("weight_decay")
         if decay is None or decay.wanted < FEWEST or not decay.realised < HALF_LOST:
             continue
-        dtype, lr = format_name(row.b.dtype), state.options.get("lr")
+        dtype, lr = dtype_name(row.b.dtype), state.options.get("lr")
         factor = f" (1 - {lr * rate:.3g} a step)" if lr is not None and rate is not None else ""
-        said = f"{percentage(decay.share)} of weight decay lost in {dtype}{factor}"
+        said = f"{percent(decay.share)} of weight decay lost in {dtype}{factor}"
         # In float32 that is a schedule's last steps, when decay has nothing left to do.
         severity: Severity = "warning" if is_narrow(row.b.dtype) else "note"
         yield Symptom((name,), severity, 1.0, said, {**_evidence(decay, state, dtype), "weight_decay": rate})
@@ -97,14 +100,13 @@ def stuck_second_moments(audit: Audit) -> Iterator[Symptom]:
         if rate is None or state.weight_update is not None:
             continue
         for moment, (_, dtype) in state.dtypes.items():
-            bits = precision(dtype)
-            if moment not in SECOND_MOMENTS or bits is None or not 0 < rate < 2.0 ** -(bits + 1):
+            if moment not in SECOND_MOMENTS or not cannot_decay(rate, dtype):
                 continue
-            said = f"{moment} in {format_name(dtype)} loses every decay by beta2 = {1 - rate:.6g}"
+            said = f"{moment} in {dtype_name(dtype)} loses every decay by beta2 = {1 - rate:.6g}"
             unchanged = state.unchanged.get(moment)
             if unchanged is not None and unchanged > HALF_LOST and state.advanced:
-                said += f"; {percentage(unchanged)} of it unchanged in {state.advanced} steps"
-            evidence = {"state": moment, "dtype": format_name(dtype), "decay": rate, "unchanged": unchanged}
+                said += f"; {percent(unchanged)} of it unchanged in {state.advanced} steps"
+            evidence = {"state": moment, "dtype": dtype_name(dtype), "decay": rate, "unchanged": unchanged}
             yield Symptom((name,), "warning", 1.0, said, evidence)
 
 
@@ -116,7 +118,7 @@ def stuck_averages(audit: Audit) -> Iterator[Symptom]:
             continue
         if row.share_unchanged < STUCK or row.companions_moved or row.b.nonfinite or row.b.constant == 0:
             continue
-        said = f"{percentage(row.share_unchanged)} unchanged in {format_name(row.a.dtype)}, while the weights moved"
+        said = f"{percent(row.share_unchanged)} unchanged in {dtype_name(row.a.dtype)}, while the weights moved"
         severity: Severity = "error" if row.status == "unchanged" else "warning"
         yield Symptom((name,), severity, 0.8, said, {"unchanged": row.share_unchanged, "elements": row.numel})
 
@@ -136,11 +138,6 @@ def _second_rate(state: StateAudit) -> float | None:
     if isinstance(betas, list | tuple) and len(betas) >= 2:
         return 1.0 - float(betas[1])
     return None if alpha is None else 1.0 - float(alpha)
-
-
-def _at_lr(state: StateAudit) -> str:
-    lr = state.options.get("lr")
-    return "" if lr is None else f" at lr {lr:.3g}"
 
 
 def _evidence(lost: Lost, state: StateAudit, dtype: str) -> dict[str, object]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from ... import formats
 from ...formats import Format
 from ...rounding import quantize
+from .._dtypes import WIDE
 from ..checkpoints._stored import Stored, of_tensor
 from ._audit import Lost
-from ._symptom import WIDE
 
 _AT_ONCE = 1 << 18
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._dtypes import is_narrow, precision
 from ..checkpoints._state_names import NamedState
 from ..checkpoints._stored import Checkpoint, Stored, of_tensor
 from ._audit import StateAudit
 from ._differences import AT_ONCE
 from ._movement import SECOND_MOMENTS
 from ._replay import replay
-from ._symptom import is_narrow, precision
 from ._tensors import same_elements
 
 # What optimizers of halfulp, optimi and torchao keep beside a weight of few bits.

@@ -101,8 +101,13 @@ def findings_of(instrument: str, measured: Any) -> list[Finding]:
         measured: a Record, an Audit or a Forecast.
     """
     method = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}[instrument]
+    return causes_first(_each(method, measured))
+
+
+def causes_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings joined and ranked as `ranked` does, with what the registered codes say of causes."""
     causes = {code: kind.explained_by for code, kind in KINDS.items()}
-    return ranked(_each(method, measured), causes, {code for code, kind in KINDS.items() if kind.spreads})
+    return ranked(findings, causes, {code for code, kind in KINDS.items() if kind.spreads})
 
 
 def _each(method: str, measured: Any) -> Iterator[Finding]:

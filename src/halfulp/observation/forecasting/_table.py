@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
-
-from ... import formats
+from .._dtypes import dtype_name
 from .._finding import Finding
 from .._listing import listing
 from ._data import ForecastData, LayerForecast
@@ -33,7 +31,7 @@ def row(layer: LayerForecast) -> tuple[str, ...]:
     frozen = "not known" if layer.updates is None else "never" if layer.freeze_step is None else f"{layer.freeze_step}"
     return (
         layer.name,
-        short(layer.dtype),
+        dtype_name(layer.dtype),
         frozen if layer.weight_update == "nearest" or layer.updates is None else f"({frozen})",
         "" if layer.freeze_lr is None else f"{layer.freeze_lr:.2g}",
         "" if layer.lost_share is None else f"{layer.lost_share:.0%}",
@@ -59,11 +57,6 @@ def size(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
     return f"{count} B"
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return the name of a dtype's format."""
-    return formats.get(dtype).name
 
 
 def aligned(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

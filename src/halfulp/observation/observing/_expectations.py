@@ -13,6 +13,7 @@ from torch import nn
 from ...formats import Format, get
 from ...optim.parameters._local_tensors import memory
 from ...rounding import quantize
+from .._dtypes import dtype_name
 from ..record._record import Expectation, Record
 from ..sampling._plain import stored
 
@@ -72,8 +73,8 @@ class Expectations:
             one.matched.append(name)
             for own, parameter in module.named_parameters():
                 self._compare(one, f"{name}.{own}", parameter, asked)
-            if name in outputs and _name(outputs[name]) != asked.name and asked.torch_dtype_name is not None:
-                one.other[name] = f"{_name(outputs[name])} outputs"
+            if name in outputs and dtype_name(outputs[name]) != asked.name and asked.torch_dtype_name is not None:
+                one.other[name] = f"{dtype_name(outputs[name])} outputs"
         for name, parameter in self._model.named_parameters():
             if fnmatch.fnmatchcase(name, pattern):
                 one.matched.append(name)
@@ -82,18 +83,18 @@ class Expectations:
 
     def _compare(self, one: Expectation, name: str, parameter: torch.Tensor, asked: Format) -> None:
         dtype = memory(parameter).dtype
-        if dtype.is_floating_point and _name(dtype) != asked.name and not _holds_values(parameter, asked):
-            one.other[name] = _name(dtype)
+        if dtype.is_floating_point and dtype_name(dtype) != asked.name and not _holds_values(parameter, asked):
+            one.other[name] = dtype_name(dtype)
 
     def _by_autocast(self) -> list[Expectation]:
         if not self._autocast:
             return []
         found: dict[torch.dtype, Expectation] = {}
         for name, (asked, there) in self._autocast.items():
-            one = found.setdefault(asked, Expectation("*", _name(asked), source="autocast"))
+            one = found.setdefault(asked, Expectation("*", dtype_name(asked), source="autocast"))
             one.matched.append(name)
             if there != asked:
-                one.other[name] = f"{_name(there)} outputs"
+                one.other[name] = f"{dtype_name(there)} outputs"
         return list(found.values())
 
     def _by_trainers(self, outputs: dict[str, torch.dtype]) -> list[Expectation]:
@@ -107,9 +108,9 @@ class Expectations:
             for name in one.matched:
                 if asked == "e4m3fn":
                     if type(self._model.get_submodule(name)) in PRODUCTS:
-                        one.other[name] = f"{_name(outputs[name])} products"
-                elif _name(outputs[name]) != asked:
-                    one.other[name] = f"{_name(outputs[name])} outputs"
+                        one.other[name] = f"{dtype_name(outputs[name])} products"
+                elif dtype_name(outputs[name]) != asked:
+                    one.other[name] = f"{dtype_name(outputs[name])} outputs"
             found.append(one)
         return found
 
@@ -136,10 +137,3 @@ def _holds_values(parameter: torch.Tensor, asked: Format) -> bool:
     if found is None or found.flat.dtype.itemsize < 2:
         return False
     return bool((quantize(found.flat, asked) == found.flat).all())
-
-
-def _name(dtype: torch.dtype) -> str:
-    try:
-        return get(dtype).name
-    except ValueError:
-        return str(dtype).removeprefix("torch.")

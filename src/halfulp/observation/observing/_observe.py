@@ -10,6 +10,7 @@ from torch import nn
 
 from ..._messages import a_kind
 from ...optim import EMA
+from ...optim._inner_optimizer import inner_optimizer, is_wrapper
 from ..sampling._candidates import DEFAULT_FORMATS, AnyFormat
 from ._expectations import Asked
 from ._observation import Observation
@@ -105,16 +106,13 @@ def checked_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Mapping | str | torch.Tensor)
     found = []
     for given in optimizer if several else [optimizer]:
-        one = given
-        while not isinstance(one, torch.optim.Optimizer) or hasattr(one, "accelerator_state"):
-            inner = getattr(one, "optimizer", None)
-            if inner is None or inner is one:
-                duck = hasattr(one, "param_groups") and hasattr(one, "step")
-                said = "it has param_groups and step, but no step hooks: make its class" if duck else "give"
-                raise TypeError(
-                    f"observe takes torch optimizers, got {a_kind(one)}: {said} a subclass of torch.optim.Optimizer, "
-                    "or leave it out (optimizer=None) to observe activations and gradients alone"
-                )
-            one = inner
+        one = inner_optimizer(given)
+        if is_wrapper(one):
+            duck = hasattr(one, "param_groups") and hasattr(one, "step")
+            said = "it has param_groups and step, but no step hooks: make its class" if duck else "give"
+            raise TypeError(
+                f"observe takes torch optimizers, got {a_kind(one)}: {said} a subclass of torch.optim.Optimizer, "
+                "or leave it out (optimizer=None) to observe activations and gradients alone"
+            )
         found.append(one)
     return found

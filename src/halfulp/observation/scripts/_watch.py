@@ -15,7 +15,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from .._finding import Finding, ranked
+from .._finding import Finding
+from ..findings._kind import causes_first
 from ..observing._observation import Observation
 from ..observing._observe import observe
 from ..page import write_page
@@ -70,7 +71,7 @@ class Watch:
     @property
     def findings(self) -> list[Finding]:
         """Those of all observations, the worst first."""
-        return ranked(finding for observation in self.observations for finding in observation.findings)
+        return causes_first(finding for observation in self.observations for finding in observation.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold: the findings of all, and the observation of most steps."""

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
+from ..._dtypes import dtype_name
 from ..._finding import Finding
+from ..._words import confidence_of, percent
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
-from .._words import confidence_of, dtype_name, percent
 
 FEWEST = 32
 # What rounding takes of a sum of a few gradients is below a hundredth; a tenth of the batch is a smaller batch.

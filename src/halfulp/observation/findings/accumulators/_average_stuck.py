@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
+from ..._dtypes import dtype_name, is_wide
 from ..._finding import Finding
+from ..._words import confidence_of, percent
 from ...auditing._audit import Audit
 from ...auditing._movement import stuck_averages
 from ...auditing._symptom import as_findings
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
-from .._words import confidence_of, dtype_name, is_wide, percent
 
 FEWEST = 16
 # An average that takes half of its changes lags behind; one that takes a tenth stays where it began.

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-
+from ..._dtypes import cannot_decay, dtype_name, is_wide
 from ..._finding import Finding
+from ..._words import confidence_of, percent
 from ...auditing._audit import Audit
-from ...auditing._movement import stuck_second_moments
+from ...auditing._movement import SECOND_MOMENTS, stuck_second_moments
 from ...auditing._symptom import as_findings
 from ...record._record import ParameterRecord, Realised, Record
 from .._kind import FindingKind, register_finding
-from .._words import confidence_of, dtype_name, is_wide, percent
 
 if TYPE_CHECKING:
-    from ...forecasting._data import ForecastData
+    from ...forecasting._data import ForecastData, LayerForecast
 
-# As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
-SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
 FEWEST = 32
 # With half of its changes missing the average follows a different, slower horizon than beta2 says.
 HALF = 0.5
@@ -55,16 +52,15 @@ class SecondMomentStuck(FindingKind):
         yield from as_findings(self, stuck_second_moments(audit))
 
     def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
-        stuck = [layer for layer in forecast.layers if _cannot_decay(layer.beta2, layer.denominator)]
+        stuck = [layer for layer in forecast.layers if _grows_only(layer)]
         if stuck:
             beta2, dtype = stuck[0].beta2, dtype_name(stuck[0].denominator)
             said = f"a second moment in {dtype} cannot decay at beta2 {beta2:g}: it only grows"
             yield self.found([layer.name for layer in stuck], "warning", 1.0, said, beta2=beta2, dtype=dtype)
 
 
-def _cannot_decay(beta2: float | None, dtype: torch.dtype | None) -> bool:
-    """Whether (1 - beta2) v is under half the spacing of every number v: at least v eps / 4."""
-    return beta2 is not None and dtype is not None and 0 < 1 - beta2 < torch.finfo(dtype).eps / 4
+def _grows_only(layer: LayerForecast) -> bool:
+    return layer.beta2 is not None and cannot_decay(1 - layer.beta2, layer.denominator)
 
 
 def _stuck(parameter: ParameterRecord, change: Realised) -> bool:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ..._words import percent
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
 from .._same_outputs import explained_by_order
-from .._words import percent
 
 
 @register_finding

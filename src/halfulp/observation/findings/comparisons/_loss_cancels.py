@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
+from ..._dtypes import dtype_name
 from ..._finding import Finding
+from ..._words import confidence_of
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
-from .._words import confidence_of, dtype_name
 
 # Where neighbouring numbers are as far apart as the loss changes from step to step, half of its changes are not seen.
 GAP = 1.0

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ..._words import confidence_of, percent
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
 from .._range_use import nonzero
-from .._words import confidence_of, percent
 
 FEWEST = 64
 # Of normally distributed numbers 4-bit blocks hide up to 12%; twice that is one large element in most blocks.

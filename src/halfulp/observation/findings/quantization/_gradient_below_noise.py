@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ..._words import confidence_of
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
 from .._range_use import GRADIENTS, tensors
-from .._words import confidence_of
 
 # "FP4 All the Way", arXiv 2505.19115, section 4: training with quantized gradients stalls where the gradient's norm
 # falls below sqrt(3) times the standard deviation of the quantization noise times the square root of the size.

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ..._words import confidence_of, percent
 from ...auditing._audit import Audit
 from ...auditing._damage import saturated_payloads
 from ...auditing._symptom import as_findings
 from ...record._record import Record, TensorRecord
 from .._kind import FindingKind, register_finding
 from .._range_use import storage_format
-from .._words import confidence_of, percent
 
 # A scale taken from the largest magnitude puts one element of each tensor there, and its near neighbours.
 FEWEST = 8

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 
+from ..._dtypes import dtype_name
 from ..._finding import Finding
+from ..._words import confidence_of
 from ...auditing._audit import Audit
 from ...auditing._damage import zeroed_tensors
 from ...auditing._symptom import as_findings
 from ...record._record import Record, TensorRecord
 from .._kind import FindingKind, register_finding
 from .._range_use import tensors
-from .._words import confidence_of, dtype_name
 
 
 @register_finding

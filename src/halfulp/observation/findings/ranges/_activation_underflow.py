@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ..._words import confidence_of, percent
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
 from .._range_use import nonzero, storage_format, subnormal_share, tensors
-from .._words import confidence_of, percent
 
 FEWEST = 32
 # Products sum activations, so what counts is the error's energy: small ones beside large ones, as in a softmax, harm

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..._dtypes import dtype_name
 from ..._finding import Finding
+from ..._words import number
 from ...record._record import ParameterRecord, Record
 from .._kind import FindingKind, register_finding
-from .._words import dtype_name, number
 
 if TYPE_CHECKING:
     from ...forecasting._data import ForecastData

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding, Severity
+from ..._words import confidence_of, percent
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
 from .._range_use import GRADIENTS, loss_is_scaled, nonzero, storage_format, subnormal_share, tensors, vanished_share
-from .._words import confidence_of, percent
 
 FEWEST = 32
 # Gradients span many binades and each drives its own weight, so shares count, not energy. Of a tensor whose typical

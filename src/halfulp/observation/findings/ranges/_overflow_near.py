@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ..._words import confidence_of
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
 from .._range_use import loss_is_scaled, margin, storage_format, tensors, unscaled
-from .._words import confidence_of
 
 # From step to step and from batch to batch the largest of a tensor's elements varies by a factor of two and more.
 BINADES = 2.0

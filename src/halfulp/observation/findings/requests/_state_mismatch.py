@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
+from ..._dtypes import dtype_name
 from ..._finding import Finding
 from ...auditing._audit import Audit
 from ...auditing._damage import mismatched_states
 from ...auditing._symptom import as_findings
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
-from .._words import dtype_name
 
 
 @register_finding

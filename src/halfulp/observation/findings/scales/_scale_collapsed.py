@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ..._words import confidence_of, percent
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
-from .._words import confidence_of, percent
 
 # A loss scale is there to make gradients larger. Below 1 it makes them smaller than they are.
 SCALE = 1.0

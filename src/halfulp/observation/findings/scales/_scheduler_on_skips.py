@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ..._words import confidence_of, percent
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
-from .._words import confidence_of, percent
 
 # Until its first scale fits, a scaler skips one to three steps of every run.
 USUAL = 3

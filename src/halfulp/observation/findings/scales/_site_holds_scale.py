@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 from ....formats import Format
 from ..._finding import Finding
+from ..._words import confidence_of, percent
 from ...record._record import Record, TensorRecord
 from .._kind import FindingKind, register_finding
 from .._range_use import loss_is_scaled, margin, nonzero, storage_format, subnormal_share, tensors, vanished_share
-from .._words import confidence_of, percent
 
 # A dynamic scale is the largest at which nothing overflows. What is this near to the largest number stops it, by itself
 # or in a weight gradient, which is its sum over a batch.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ..._dtypes import dtype_name
 from ..._finding import Finding, Severity
+from ..._words import percent
 from .._kind import FindingKind, register_finding
-from .._words import dtype_name, percent
 
 if TYPE_CHECKING:
     from ...forecasting._data import ForecastData, LayerForecast

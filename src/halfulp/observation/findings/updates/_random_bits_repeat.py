@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ..._words import confidence_of
 from ...record._record import Record, RoundingRecord
 from .._kind import FindingKind, register_finding
-from .._words import confidence_of
 
 # In units of the standard deviation: a chance of one in 10^8 per tensor, of which a model has hundreds.
 DEVIATIONS = 6.0

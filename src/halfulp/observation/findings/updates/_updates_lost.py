@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
+from ..._dtypes import dtype_name, is_wide
 from ..._finding import Finding, Severity
+from ..._words import at_lr, confidence_of, percent
 from ...auditing._audit import Audit
 from ...auditing._movement import lost_updates
 from ...auditing._symptom import as_findings
 from ...record._record import ParameterRecord, Record
 from .._kind import FindingKind, register_finding
-from .._words import at_lr, confidence_of, dtype_name, is_wide, percent
 
 # Fewer elements say nothing of a share of 10%.
 FEWEST = 32

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ..._dtypes import dtype_name, is_wide
 from ..._finding import Finding
+from ..._words import confidence_of, number, percent
 from ...auditing._audit import Audit
 from ...auditing._movement import lost_decay
 from ...auditing._symptom import as_findings
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
-from .._words import confidence_of, dtype_name, is_wide, number, percent
 
 if TYPE_CHECKING:
     from ...forecasting._data import ForecastData

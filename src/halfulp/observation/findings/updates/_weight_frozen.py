@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
+from ..._dtypes import dtype_name, is_wide
 from ..._finding import Finding
+from ..._words import at_lr, confidence_of, number
 from ...auditing._audit import Audit
 from ...auditing._movement import frozen_weights
 from ...auditing._symptom import as_findings
 from ...record._record import ParameterRecord, Record
 from .._kind import FindingKind, register_finding
-from .._words import at_lr, confidence_of, dtype_name, is_wide, number
 
 # A smaller sample, as of a scalar, may stand still by chance for some steps.
 FEWEST = 8

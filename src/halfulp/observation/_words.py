@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-from ... import formats
-
 
 def percent(share: float) -> str:
     """Return a share as a percentage that is 0% or 100% only where it is exact.
@@ -21,27 +19,6 @@ def percent(share: float) -> str:
     if 0.999 < share < 1:
         return ">99.9%"
     return f"{100 * share:.3g}%"
-
-
-def dtype_name(dtype: torch.dtype | None) -> str:
-    """Return the short name of a dtype: that of its format where it has one.
-
-    >>> dtype_name(torch.bfloat16), dtype_name(torch.int8), dtype_name(None)
-    ('bf16', 'int8', 'unknown dtype')
-    """
-    try:
-        return formats.get(dtype).name if dtype is not None else "unknown dtype"
-    except ValueError:
-        return str(dtype).removeprefix("torch.")
-
-
-def is_wide(dtype: torch.dtype) -> bool:
-    """Return whether a dtype has float32's precision or more.
-
-    What rounds away there is below 2^-24 of its number: ten thousand such steps change it by a thousandth. A bias
-    before a batch normalization, whose gradient is rounding noise around 0, loses such updates in health.
-    """
-    return dtype.is_floating_point and torch.finfo(dtype).eps <= 2.0**-23
 
 
 def at_lr(options: Mapping[str, Any]) -> str:

@@ -1,0 +1,22 @@
+"""The optimizer inside a trainer's wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def is_wrapper(given: Any) -> bool:
+    """Return whether it is no torch optimizer, or accelerate's, which is one and hides whose options it has."""
+    return not isinstance(given, torch.optim.Optimizer) or hasattr(given, "accelerator_state")
+
+
+def inner_optimizer(given: Any) -> Any:
+    """Return what wrappers hold as `optimizer`, the innermost; what is no wrapper, or holds nothing, as it is."""
+    while is_wrapper(given):
+        inner = getattr(given, "optimizer", None)
+        if inner is None or inner is given:
+            break
+        given = inner
+    return given
