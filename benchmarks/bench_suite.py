@@ -84,7 +84,6 @@ def measured(label: str, seed: int, workers: int, count: int, rest: list[str]) -
             "HALFULP_TEST_SEED": str(seed),
             "HALFULP_CACHE_DIR": f"{folder}/kernels",
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            "OMP_NUM_THREADS": "1",
             FOLDER: str(meter),
         }
         wall, cpu = run(command, {**os.environ, **given})

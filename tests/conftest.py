@@ -20,7 +20,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# Sums in another number of threads have other bits: the programs that tests start count as this process does.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 # A seed for a device that is not there waits for it with the call's stack as text: half a millisecond each.
 for _device in (torch.cuda, torch.xpu, torch.mtia):
@@ -109,14 +111,14 @@ def _server(number: int, servers: list[subprocess.Popen]) -> subprocess.Popen:
     command = [sys.executable, "-W", "error", str(Path(__file__).with_name("fork_server.py"))]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     while len(servers) <= number:
-        servers.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes))
+        servers.append(subprocess.Popen(command, **pipes))
     return servers[number]
 
 
 def _codes(servers: list[subprocess.Popen], requests: list[dict]) -> list[int]:
     """How the scripts ended, each of which a server runs, all at once."""
     for server, request in zip(servers, requests, strict=True):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"} | request["environment"]
+        environment = {**os.environ, **request["environment"]}
         request = {**request, "environment": environment, "directory": os.getcwd()}
         print(json.dumps(request), file=server.stdin, flush=True)
     children, codes = [int(server.stdout.readline()) for server in servers], []
