@@ -354,7 +354,7 @@ def test_torchs_optimizers_stay_finite_on_eight_bit_parameters(seed, name, stora
     layers = torch.nn.Linear(8, 24), torch.nn.ReLU(), torch.nn.Linear(24, 4)
     model = hu.scalify(torch.nn.Sequential(*layers), storage)
     x, y = torch.randn(32, 8), torch.randint(4, (32,))
-    optimizer, losses = getattr(torch.optim, name)(model.parameters(), lr=1e-2), []
+    optimizer, losses = getattr(torch.optim, name)(model.parameters(), lr=3e-2), []
     for _ in range(12):
         losses.append(torch.nn.functional.cross_entropy(model(x), y))
         losses[-1].backward()
