@@ -52,7 +52,8 @@ def observe(
         expect: dtypes or formats that parameters and outputs should have, by patterns over the names of modules and
             parameters: ``{"*.norm": torch.float32, "lm_head": "bf16"}``.
         check: whether compiled modules are run a second time in eager mode in sampled steps, and what checkpointed
-            modules give when they run again is compared with the first time.
+            modules give when they run again is compared with the first time. The second run works on copies of inputs,
+            buffers and attributes; modules that draw random numbers are not compared, and `record.unseen` says so.
         quantized: formats that outputs of modules and their gradients are rounded to after they were made, by patterns
             over the names of modules: ``{"layers.*": "mxfp8_e4m3"}``.
         formats: that samples are counted in: formats, names or dtypes, block formats of up to 128 elements.

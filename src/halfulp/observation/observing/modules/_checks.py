@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ...findings._same_outputs import explained_by_order
 from ...record._record import Difference
 from ...sampling._plain import stored
 from ...sampling._sampler import sampled
 from .._notebook import Notebook, watching
 from ._outputs import tensors_in
+from ._second_run import SecondRun, why_never
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_AT_ONCE = 1 << 22
 
 
 def difference(name: str, first: torch.Tensor, second: torch.Tensor) -> Difference:
     """Return how two outputs of a module differ; NaN where the other has NaN counts as equal."""
-    a, b = first.detach().double().cpu().reshape(-1), second.detach().double().cpu().reshape(-1)
-    dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in (first, second))
+    names = str(first.dtype).removeprefix("torch."), str(second.dtype).removeprefix("torch.")
+    a, b = _flat(first), _flat(second)
     if len(a) != len(b):
-        return Difference(name, (dtypes[0], dtypes[1]), 1.0, float("inf"))
-    differing = (a != b) & ~(a.isnan() & b.isnan())
-    share = float(differing.double().mean()) if len(a) else 0.0
-    size, gap = float(a.square().mean().sqrt()) if len(a) else 0.0, torch.where(differing, b - a, 0.0)
-    distance = float(gap.square().mean().sqrt()) if len(a) else 0.0
-    return Difference(name, (dtypes[0], dtypes[1]), share, distance / size if size else distance and float("inf"))
+        return Difference(name, names, 1.0, float("inf"))
+    count, broken, squares, gaps = 0, False, 0.0, 0.0
+    for one, other in zip(a.split(_AT_ONCE), b.split(_AT_ONCE)):
+        x, y = one.double().cpu(), other.double().cpu()
+        differing = (x != y) & ~(x.isnan() & y.isnan())
+        finite = x.isfinite() & y.isfinite()
+        count += int(differing.sum())
+        broken |= bool((differing & ~finite).any())
+        squares += float(x[finite].square().sum())
+        gaps += float((y - x)[finite].square().sum())
+    distance = float("inf") if broken else math.sqrt(gaps / squares) if squares else gaps and float("inf")
+    return Difference(name, names, count / max(1, len(a)), distance)
+
+
+def enter(records: list[Difference], made: Difference) -> None:
+    """Keep the larger difference of each module."""
+    there = next((k for k, one in enumerate(records) if one.name == made.name), None)
+    if there is None:
+        records.append(made)
+    elif _badness(made) > _badness(records[there]):
+        records[there] = made
+
+
+def _badness(one: Difference) -> tuple[bool, float, float]:
+    return one.dtypes[0] != one.dtypes[1], one.relative, one.differing
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    found = stored(tensor)
+    if found is None:
+        return tensor.detach().to_dense().reshape(-1)
+    flat = found.flat.reshape(-1)
+    return flat if found.scale == 1.0 else flat.double() * found.scale
 
 
 class Recomputations:
@@ -57,13 +86,15 @@ class Recomputations:
         self._first[name] = None
         made = difference(name, first[1], sample)
         names = (str(first[0]).removeprefix("torch."), str(found.dtype).removeprefix("torch."))
-        records = self.book.record.recomputed
-        records[:] = [one for one in records if one.name != name]
-        records.append(Difference(name, names, made.differing, made.relative))
+        enter(self.book.record.recomputed, Difference(name, names, made.differing, made.relative))
 
 
 class CompiledModules:
     """Runs the eager original of compiled modules on the same inputs, once in a sampled step.
+
+    Nothing that training computes takes notice of it: inputs, buffers and attributes are copies, the states of random
+    generators are put back, hooks and caches are left out. There is no verdict where random numbers are drawn, which
+    compiled code draws in another order, and where two eager runs differ from each other.
 
     Args:
         book: what is written to.
@@ -72,12 +103,9 @@ class CompiledModules:
 
     def __init__(self, book: Notebook, modules: dict[str, nn.Module]) -> None:
         self.book, self._modules = book, modules
-        self._inputs: dict[str, tuple[Any, Any, dict[str, torch.Tensor]]] = {}
+        self._held: dict[str, SecondRun] = {}
+        self._compared: dict[str, int] = {}
         self._handles: list[RemovableHandle] = []
-        for name, module in list(modules.items()):
-            if any(isinstance(one, _DROPOUTS) and one.p > 0 for one in module.modules()):
-                book.missed(f"{name or 'the model'}: compiled and eager draw other dropout bits, and are not compared")
-                del modules[name]
 
     def attach(self) -> None:
         """Attach the hooks around compiled modules, which run outside of what was compiled."""
@@ -86,41 +114,64 @@ class CompiledModules:
         for name, module in self._modules.items():
             before, after = _Around(self, name).hooks()
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after))
+            # Before hooks of the user's that change outputs, and also where the forward pass raises.
+            self._handles.append(module.register_forward_hook(after, prepend=True, always_call=True))
 
     def detach(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._inputs.clear()
+        self._held.clear()
+
+    def is_due(self, name: str) -> bool:
+        """Return whether a module is to be compared at its next run."""
+        return self.book.sampling and name in self._modules and self._compared.get(name) != self.book.step
+
+    def forget(self, name: str) -> None:
+        """Forget the inputs of a run that did not end."""
+        self._held.pop(name, None)
 
     def hold(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Copy inputs and buffers before a compiled module runs."""
-        with torch.no_grad():
-            given = copy.deepcopy(_detached(args)), copy.deepcopy(_detached(kwargs))
-            buffers = {key: value.detach().clone() for key, value in module.named_buffers()}
-        self._inputs[name] = (*given, buffers)
-
-    def compare(self, name: str, module: nn.Module, output: Any) -> None:
-        """Run the original as it was then, and put back what the run changes."""
-        if name not in self._inputs:
-            return
-        args, kwargs, buffers = self._inputs.pop(name)
+        """Copy what the original depends on, before the compiled module runs."""
         original: Any = module._orig_mod
-        now = {key: value.detach().clone() for key, value in module.named_buffers()}
-        state = torch.get_rng_state()
+        reason = why_never(original)
         try:
-            _write_buffers(module, buffers)
-            eager = original(*args, **kwargs)
-        finally:
-            _write_buffers(module, now)
-            torch.set_rng_state(state)
-        records = self.book.record.compiled
-        for a, b in zip(tensors_in(eager), tensors_in(output)):
-            records[:] = [one for one in records if one.name != name]
-            records.append(difference(name, a, b))
-            break
+            if reason is None:
+                self._held[name] = SecondRun(original, args, kwargs)
+        except Exception as error:
+            reason = f"its inputs or attributes cannot be copied ({type(error).__name__})"
+        if reason:
+            self._give_up(name, reason)
+
+    def compare(self, name: str, output: Any) -> None:
+        """Run the original as it was then."""
+        second = self._held.pop(name, None)
+        if second is None or output is None:
+            return
+        self._compared[name] = self.book.step
+        reason = second.why_not()
+        eager = None if reason else second.run()
+        reason = reason or second.why_not()
+        if reason:
+            self._give_up(name, reason)
+            return
+        made = _largest_difference(name, eager, output)
+        if made is None:
+            return
+        if made.differing and not explained_by_order(made):
+            again = _largest_difference(name, eager, second.run())
+            if again is None or again.differing:
+                self._give_up(name, "two eager runs on the same inputs differ from each other")
+                return
+            if second.hooks_left_out:
+                self._give_up(name, "they differ, and hooks on its modules, which do not run a second time, may be why")
+                return
+        enter(self.book.record.compiled, made)
+
+    def _give_up(self, name: str, reason: str) -> None:
+        self.book.missed(f"{name or 'the model'}: compiled and eager are not compared: {reason}")
+        del self._modules[name]
 
 
 class _Around:
@@ -133,33 +184,24 @@ class _Around:
         return self._before, self._after
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self.book.sampling and torch.is_grad_enabled() and self.name not in self.owner._inputs:
+        self.owner.forget(self.name)
+        if torch.is_grad_enabled() and self.owner.is_due(self.name):
             self._hold(module, args, kwargs)
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._compare(module, output)
+        if self.owner.is_due(self.name):
+            self._compare(output)
 
     @watching
     def _hold(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self.owner.hold(self.name, module, args, kwargs)
 
     @watching
-    def _compare(self, module: nn.Module, output: Any) -> None:
-        self.owner.compare(self.name, module, output)
+    def _compare(self, output: Any) -> None:
+        self.owner.compare(self.name, output)
 
 
-def _write_buffers(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    for key, buffer in module.named_buffers():
-        buffer.data.copy_(values[key])
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, tuple | list):
-        return (
-            type(value)(map(_detached, value)) if not hasattr(value, "_fields") else type(value)(*map(_detached, value))
-        )
-    if isinstance(value, dict):
-        return {key: _detached(item) for key, item in value.items()}
-    return value
+def _largest_difference(name: str, eager: Any, output: Any) -> Difference | None:
+    """Return that of the outputs which differ most; None where there are no floating-point ones."""
+    found = [difference(name, a, b) for a, b in zip(tensors_in(eager), tensors_in(output))]
+    return max(found, key=_badness, default=None)
