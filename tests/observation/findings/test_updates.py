@@ -1,10 +1,12 @@
 """What becomes of updates: thresholds of the findings on records made by hand."""
 
+import copy
 import math
 
 import pytest
 import torch
 
+import halfulp as hu
 from halfulp.observation.record._record import Realised, RoundingRecord
 
 from .records import BRAIN, SINGLE, found, parameter, realised, severity, tensor
@@ -18,8 +20,10 @@ from .records import BRAIN, SINGLE, found, parameter, realised, severity, tensor
         (realised(0.51), "warning"),
         (realised(0.89), "warning"),
         (realised(0.91), None),
-        # As many lost, but what is left makes up for them: nearest rounding of updates of about half a spacing.
-        (realised(1.02, lost=0.6), None),
+        # The larger updates are nearly all of the movement; the smaller ones are still lost.
+        (realised(1.02, lost=0.6), "warning"),
+        (realised(0.99, lost=0.5), "warning"),
+        (realised(0.99, lost=0.49), None),
         (realised(0.0, seen=31), None),
         (Realised(), None),
         (realised(math.nan, lost=0.5), None),
@@ -143,3 +147,43 @@ def test_never_stepped():
     before = parameter(gradients=0)
     before.sampled_steps = []
     assert severity("never-stepped", before) is None
+
+
+@pytest.mark.parametrize(
+    ("weight_update", "dtype", "expected"),
+    [
+        (None, BRAIN, "warning"),
+        ("nearest", BRAIN, "warning"),
+        ("kahan", BRAIN, None),
+        ("split8", BRAIN, None),
+        ("stochastic", BRAIN, None),
+        (None, SINGLE, None),
+    ],
+)
+def test_most_updates_lost_in_little_of_the_movement_is_said_of_runs_and_of_checkpoints(weight_update, dtype, expected):
+    model = torch.nn.Linear(64, 64, bias=False).to(dtype)
+    torch.nn.init.ones_(model.weight)
+    # A few large elements are all but a millionth of the movement.
+    slope = torch.full((64, 64), 2.0**-11)
+    slope[::16] = 0.5
+    options = {"lr": 2.0**-3, "momentum": 0.9}
+    if weight_update is None:
+        optimizer = torch.optim.SGD(model.named_parameters(), **options)
+    else:
+        optimizer = hu.optim.SGD(model.named_parameters(), weight_update=weight_update, **options)
+
+    def step():
+        model.weight.grad = slope.to(dtype)
+        optimizer.step()
+        return {"model": copy.deepcopy(model.state_dict()), "optimizer": copy.deepcopy(optimizer.state_dict())}
+
+    with hu.observe(model, optimizer, interval=1) as seen:
+        first = step()
+        second = step()
+    for findings in (seen.findings, hu.audit(first, second).findings):
+        lost = [finding for finding in findings if finding.code == "updates-lost"]
+        assert [finding.severity for finding in lost] == ([expected] if expected else [])
+        if expected:
+            assert lost[0].evidence["lost"] == pytest.approx(15 / 16, abs=0.01)
+            assert lost[0].evidence["realised"] > 0.95
+            assert "of the movement took place" in lost[0].summary

@@ -6,14 +6,11 @@ from collections.abc import Iterator
 
 from .._dtypes import cannot_decay, dtype_name, is_narrow, precision
 from .._finding import Severity, pattern_of
+from .._lost_movement import FEWEST, HALF_LOST, LITTLE_LOST, severity_of_loss
 from .._words import at_lr, percent
 from ._audit import Audit, Lost, StateAudit, TensorAudit
 from ._symptom import Symptom
 
-# Fewer elements say nothing of a share of 10%.
-FEWEST = 32
-# Of updates a tenth less is a slightly lower learning rate, half is a different run; decay is a regularizer.
-LITTLE_LOST, HALF_LOST = 0.9, 0.5
 # An average that takes in what is new changes nearly everywhere; a few elements may stand still by chance.
 STUCK = 0.95
 # As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
@@ -66,17 +63,30 @@ def lost_updates(audit: Audit) -> Iterator[Symptom]:
     """Yield the weights whose last updates nearest rounding cancelled."""
     for name, state, row in _rounded_to_nearest(audit):
         update = state.update
-        if update is None or update.wanted < FEWEST or not update.realised < LITTLE_LOST:
+        if update is None or update.wanted < FEWEST:
             continue
-        dtype = dtype_name(row.b.dtype)
-        severity: Severity = "error" if update.realised < HALF_LOST else "warning"
-        confidence = 1.0
+        severity = severity_of_loss(row.b.dtype, update.realised, update.share)
+        if severity is None:
+            continue
+        dtype, confidence = dtype_name(row.b.dtype), 1.0
         said = f"{percent(update.share)} of updates lost in {dtype}{at_lr(state.options)}"
-        # Weights that move although their format loses nearly every update are copies of wider ones.
-        if update.share > 0.99 and row.share_unchanged < 0.5:
+        if update.realised >= LITTLE_LOST:
+            said += f", the smaller ones, though {percent(min(1.0, update.realised))} of the movement took place"
+        if _kept_elsewhere(update, row, state):
             severity, confidence = "warning", 0.5
             said += ", unless wider weights are kept elsewhere"
         yield Symptom((name,), severity, confidence, said, _evidence(update, state, dtype), _cure(update))
+
+
+def _kept_elsewhere(update: Lost, row: TensorAudit, state: StateAudit) -> bool:
+    """Return whether the weights seem to be copies of wider ones, which a step changes first."""
+    if update.share > 0.99 and row.share_unchanged < 0.5:  # they move although their format loses nearly every update
+        return True
+    if state.weight_update is not None:  # an optimizer of halfulp holds the states that it was asked for
+        return False
+    digits = precision(row.b.dtype) or 0
+    kept = [precision(dtype) or 0 for key, (_, dtype) in state.dtypes.items() if key != "step"]
+    return bool(kept) and min(kept) > digits
 
 
 def lost_decay(audit: Audit) -> Iterator[Symptom]:

@@ -10,21 +10,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from ..._messages import a_kind
 from ...formats import Format, get
 from ...optim.parameters._local_tensors import memory
+from ...recipes._contract import Contract
 from ...rounding import quantize
 from .._dtypes import dtype_name
 from ..record._record import Expectation, Record
 from ..sampling._plain import stored
+from ._resumed import ResumedRun
 
-Asked: TypeAlias = Mapping[str, torch.dtype | str | Format]
+Asked: TypeAlias = Mapping[str, torch.dtype | str | Format] | Contract | ResumedRun
 # What autocast, and trainers that use it, compute in the lower precision.
 PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _TRAINERS = {"16": "fp16", "bf16": "bf16", "fp16": "fp16", "fp8": "e4m3fn", "transformer": "e4m3fn"}
 
 
-def checked(expect: Any) -> dict[str, Format]:
-    """Return the formats that are expected, by pattern.
+def checked(expect: Any) -> dict[str, Format] | ResumedRun:
+    """Return the formats that are expected, by pattern, or the run that a contract was given for.
 
     Raises:
         TypeError: no mapping from patterns to dtypes, names or formats.
@@ -32,8 +35,13 @@ def checked(expect: Any) -> dict[str, Format]:
     """
     if expect is None:
         return {}
+    if isinstance(expect, ResumedRun):
+        return expect
     if not isinstance(expect, Mapping) or not all(isinstance(pattern, str) for pattern in expect):
-        raise TypeError(f'expect= takes a dict such as {{"*.norm": torch.float32, "lm_head": "bf16"}}, got {expect!r}')
+        raise TypeError(
+            f'expect= takes a dict such as {{"*.norm": torch.float32, "lm_head": "bf16"}}, or a hu.contract, '
+            f"got {a_kind(expect)}"
+        )
     return {pattern: get(asked) for pattern, asked in expect.items()}
 
 
@@ -42,11 +50,14 @@ class Expectations:
 
     Args:
         model: the model.
-        expect: formats by pattern; a pattern is a glob over the names of modules and parameters.
+        expect: formats by pattern, a glob over the names of modules and parameters; or a run that resumed under a
+            contract.
     """
 
-    def __init__(self, model: nn.Module, expect: dict[str, Format]) -> None:
-        self._model, self._expect = model, expect
+    def __init__(self, model: nn.Module, expect: dict[str, Format] | ResumedRun) -> None:
+        self._model = model
+        self._resumed = expect if isinstance(expect, ResumedRun) else None
+        self._expect = {} if isinstance(expect, ResumedRun) else expect
         self._autocast: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
     def note_output(self, module: nn.Module, name: str, output: Any) -> None:
@@ -60,6 +71,7 @@ class Expectations:
         """Return all that was asked for; activations count where a step was sampled."""
         outputs = {name: tensor.dtype for (role, name), tensor in record.tensors.items() if role == "activation"}
         found = [self._expected(pattern, asked, outputs) for pattern, asked in self._expect.items()]
+        found += self._resumed.compare() if self._resumed is not None else []
         found += self._by_autocast()
         if sampled:
             found += self._by_trainers(outputs)

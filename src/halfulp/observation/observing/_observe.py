@@ -15,6 +15,7 @@ from ..sampling._candidates import DEFAULT_FORMATS, AnyFormat
 from ._expectations import Asked
 from ._observation import Observation
 from ._quantized import Formats
+from ._resumed import ResumedRun, as_contract
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -50,7 +51,8 @@ def observe(
         average: an average of the weights that is updated between steps: `hu.optim.EMA`, torch's AveragedModel, or a
             module of averaged parameters. Running statistics of batch normalizations are watched in any case.
         expect: dtypes or formats that parameters and outputs should have, by patterns over the names of modules and
-            parameters: ``{"*.norm": torch.float32, "lm_head": "bf16"}``.
+            parameters: ``{"*.norm": torch.float32, "lm_head": "bf16"}``. Or the `hu.contract` of the run that is
+            resumed, or the plain data that it was saved as: what differs is found as dtype-changed-on-resume.
         check: whether compiled modules are run a second time in eager mode in sampled steps, and what checkpointed
             modules give when they run again is compared with the first time. The second run works on copies of inputs,
             buffers and attributes; modules that draw random numbers are not compared, and `record.unseen` says so.
@@ -93,6 +95,9 @@ def observe(
             f"{type(model).__name__} has no parameters, and no optimizer has any: there is nothing to observe; give "
             "the model that is trained"
         )
+    held = as_contract(expect)
+    if held is not None:
+        expect = ResumedRun(held, model, optimizers)
     return Observation(model, optimizers, interval, scaler, scheduler, average, expect, check, quantized, formats)
 
 

@@ -17,22 +17,27 @@ class DtypeChangedOnResume(FindingKind):
     code = "dtype-changed-on-resume"
     cure = (
         "load in the dtype that was saved (torch_dtype= of from_pretrained, no .to() afterwards), or allow it "
-        "in hu.contract"
+        "in hu.contract(...).check"
     )
 
     def in_record(self, record: Record) -> Iterator[Finding]:
-        for contract in record.expectations:
-            if contract.source != "contract" or not contract.other:
-                continue
-            there = ", ".join(dict.fromkeys(contract.other.values()))
+        differences: dict[str, list[tuple[str, str]]] = {}
+        for contract in reversed(record.expectations):  # whose dtypes are the last
+            for name, there in contract.other.items() if contract.source == "contract" else ():
+                differences.setdefault(name, []).append((contract.asked, there))
+        alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+        for name, found in differences.items():
+            alike.setdefault(tuple(found), []).append(name)
+        for pairs, names in alike.items():
+            asked, there = (", ".join(words) for words in zip(*pairs))
             yield self.found(
-                tuple(contract.other),
+                names,
                 "error",
                 1.0,
-                f"the contract says {contract.asked}, the resumed run has {there}",
-                asked=contract.asked,
+                f"the contract says {asked}, the resumed run has {there}",
+                asked=asked,
                 there=there,
-                other=len(contract.other),
+                other=len(names),
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:

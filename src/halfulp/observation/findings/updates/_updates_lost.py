@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from ..._dtypes import dtype_name, is_wide
 from ..._finding import Finding, Severity
+from ..._lost_movement import FEWEST, LITTLE_LOST, severity_of_loss
 from ..._words import at_lr, confidence_of, percent
 from ...auditing._audit import Audit
 from ...auditing._movement import lost_updates
@@ -11,11 +12,6 @@ from ...auditing._symptom import as_findings
 from ...record._record import ParameterRecord, Record
 from .._kind import FindingKind, register_finding
 
-# Fewer elements say nothing of a share of 10%.
-FEWEST = 32
-# A tenth of the movement missing is a learning rate a tenth smaller, which no training shows; half is a different run.
-WARNING = 0.9
-ERROR = 0.5
 # Without a computed update only the count of unchanged elements is left; half of them is more than a schedule explains.
 UNKNOWN = 0.5
 
@@ -37,14 +33,16 @@ class UpdatesLost(FindingKind):
             if severity is None:
                 continue
             realised = update.realised_share
-            said = f"{percent(update.lost_share)} of updates lost in {dtype_name(parameter.dtype)}"
+            said, smaller = f"{percent(update.lost_share)} of updates lost in {dtype_name(parameter.dtype)}", ""
             if realised is None:
                 said = f"{percent(update.lost_share)} of elements with a gradient unchanged"
+            elif realised >= LITTLE_LOST:
+                smaller = f", the smaller ones, though {percent(min(1.0, realised))} of the movement took place"
             yield self.found(
                 name,
                 severity,
                 confidence_of(update.seen, FEWEST) * (1.0 if update.known else 0.5),
-                said + at_lr(parameter.options),
+                said + at_lr(parameter.options) + smaller,
                 lost=update.lost_share,
                 realised=realised,
                 seen=update.seen,
@@ -63,13 +61,11 @@ def _severity(parameter: ParameterRecord) -> Severity | None:
         severity: Severity = "note" if is_wide(parameter.dtype) else "warning"
         return severity if lr != 0 and update.lost_share >= UNKNOWN else None
     realised = update.realised_share
-    if realised is None or not realised < WARNING:
-        return None
+    to_nearest = parameter.rounding is None and parameter.weight_update == "nearest"
+    found = severity_of_loss(parameter.dtype, realised, update.lost_share if to_nearest else 0.0)
+    if realised is None or parameter.rounding is None:
+        return found
     # The mean of n updates that are kept with probability p, as stochastic rounding keeps them, is off by about
     # sqrt((1/p - 1) / n) of itself: within four times that it may be chance.
     kept = 1 - update.lost_share
-    if parameter.rounding is not None and kept and (1 - realised) ** 2 < 16 * (1 / kept - 1) / update.seen:
-        return None
-    if is_wide(parameter.dtype):
-        return "note"
-    return "error" if realised < ERROR else "warning"
+    return None if kept and (1 - realised) ** 2 < 16 * (1 / kept - 1) / update.seen else found
