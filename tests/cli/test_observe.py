@@ -204,6 +204,34 @@ train(3)
     assert "3 steps" in out
 
 
+FOLDS = """
+import torch
+from torch import nn
+for fold in range(3):
+    model = nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 4)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for _ in range(6 + fold):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_each_fold_is_a_training_on_the_page_and_in_json(observe):
+    code, out, err = observe(FOLDS, options=("--interval", "2"))
+    assert (code, err) == (0, "")
+    assert "training 2 of 3: Sequential, AdamW" in out
+    content = written()
+    assert [one["steps"] for one in content["trainings"]] == [6, 7, 8]
+    assert content["steps"] == 8
+    frozen = [one for one in content["findings"] if one["code"] == "weight-frozen" and "1.weight" in one["where"]]
+    assert {number for one in frozen for number in one["trainings"]} == {1, 2, 3}
+    page = Path("halfulp-observe", "observe.html").read_text()
+    assert "in 3 trainings of 21 steps" in page
+    assert "of training 3, the longest" in page
+    assert "(training" in page
+
+
 def test_parameters_without_a_module_are_named_as_unseen(observe):
     text = """
 import torch

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NoReturn
 
 
@@ -24,6 +25,27 @@ def or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[N
         fail(error)
     except (Exception, SystemExit) as error:
         fail(f"{doing} {type(error).__name__}: {error}".rstrip(": "))
+
+
+@dataclass
+class ExitCode:
+    """What a command is to exit with."""
+
+    code: int = 0
+
+
+@contextlib.contextmanager
+def ends_as_exit_code() -> Iterator[ExitCode]:
+    """Where no exception may leave, as inside os._exit: what `fail` or a ValueError says is printed, and the code 2."""
+    found = ExitCode()
+    try:
+        yield found
+    except SystemExit as ending:
+        found.code = ending.code if isinstance(ending.code, int) else 2
+    except ValueError as error:
+        with contextlib.suppress(SystemExit):
+            fail(error)
+        found.code = 2
 
 
 @contextlib.contextmanager

@@ -1,61 +1,91 @@
 """halfulp observe: a training script run unmodified, and what its numbers do."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ._errors import fail
+from ._errors import ends_as_exit_code, fail
 from ._out import prepare, write_out
-from ._output import Json, print_json
+from ._output import Json, print_json, prints_elsewhere
+
+if TYPE_CHECKING:
+    from ..observation.scripts import Ending, Watch
 
 # Options behind the script's name are the script's.
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+_CUT_SHORT = {"crashed": "crashed", "interrupted": "was interrupted"}
 
 
 def observe(
     script: Annotated[str, typer.Argument(help="A Python script that trains with a torch optimizer.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as after python -m.")] = False,
     interval: Annotated[int, typer.Option(help="One step in so many is looked at.", min=1)] = 50,
     out: Annotated[str, typer.Option(help="Folder for observe.html and observe.json.")] = "halfulp-observe",
     json: Json = False,
 ) -> int:
     """Run a training script as it is, and say what is wrong with its numbers, and what to do about it.
 
-    Models and optimizers are found while it runs. The exit code is the script's own, or 2 where nothing was observed.
-    With --json what the script prints goes to stderr. Under torchrun the first process alone writes.
+    Options of this command stand before the script's name, the script's own behind it. Models and optimizers are found
+    while it runs, each training of a script for itself. The exit code is the script's own, or 2 where nothing was
+    observed. With --json what the script prints goes to stderr. Under torchrun the first process alone writes.
     """
     from ..observation.scripts import Watch, run_script
 
     first = _rank() == 0
-    if not Path(script).is_file():
-        fail(f"there is no file {script!r}: give the path of a training script, its own arguments after it")
+    if not module and not Path(script).is_file():
+        more = "; a module is run by -m" if _like_a_module(script) else ""
+        fail(f"there is no file {script!r}: give the path of a training script, its own arguments after it{more}")
     if first:
         prepare(out, "observe")
+    # Where the script changes to another folder, this one stays.
+    folder, own = str(Path(out).absolute()), os.getpid()
     watch = Watch(interval)
-    with watch, contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
-        ending = run_script(script, arguments or [])
-    if not first:
+    with contextlib.ExitStack() as elsewhere:
+        if json:
+            elsewhere.enter_context(prints_elsewhere())
+
+        def leave(ending: Ending) -> int:
+            watch.__exit__(None, None, None)
+            elsewhere.close()
+            with ends_as_exit_code() as exits:
+                exits.code = _report(watch, ending, out, folder, json) if _is_first(first, watch) else ending.code
+            return exits.code
+
+        with watch:
+            ending = run_script(script, arguments or [], module=module, leave=leave)
+    if os.getpid() != own or not _is_first(first, watch):
         return ending.code
-    if not watch.steps:
+    return _report(watch, ending, out, folder, json)
+
+
+def _report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> int:
+    """Print and write what was seen; the exit code."""
+    report = watch.report(ending.reason)
+    how = _CUT_SHORT.get(ending.reason)
+    if not report.steps:
         if ending.code:
-            _say(f"the script {ending.reason} before a torch optimizer stepped: nothing was observed")
+            _say(f"the script {how or ending.reason} before a torch optimizer stepped: nothing was observed")
             return ending.code
-        why = "; ".join(watch.unseen) or "give a script that trains in its own process"
+        why = (
+            "; ".join(report.unseen) or "give a script that trains in its own process, by an optimizer of torch's kind"
+        )
         fail(f"the script never stepped a torch optimizer that can be observed: {why}")
-    watch.ended = ending.reason
-    if ending.reason in ("crashed", "interrupted"):
-        said = f"the script {'crashed' if ending.reason == 'crashed' else 'was interrupted'} after {watch.steps} steps"
-        watch.unseen.insert(0, f"{said}: this is what was observed until then")
+    if how:
+        said = f"the script {how} after {report.steps} steps"
+        report.unseen.insert(0, f"{said}: this is what was observed until then")
         _say(f"{said}; what was observed until then:")
     if json:
-        print_json(watch.to_dict())
+        print_json(report.to_dict())
     else:
-        print(watch)
-    write_out(out, "observe", watch)
+        print(report)
+    write_out(folder, "observe", report)
     if not json:
         print(f"\n{Path(out, 'observe.html')} shows it; {Path(out, 'observe.json')} holds the numbers.")
     return ending.code
@@ -65,6 +95,15 @@ def _rank() -> int:
     """This process's number among those of torchrun."""
     given = os.environ.get("RANK", "0")
     return int(given) if given.isdigit() else 0
+
+
+def _is_first(first: bool, watch: Watch) -> bool:
+    """Whether this process reports: of several the first, also of those that torchrun did not start."""
+    return first and watch.rank == 0
+
+
+def _like_a_module(script: str) -> bool:
+    return not script.endswith(".py") and all(part.isidentifier() for part in script.split("."))
 
 
 def _say(words: str) -> None:

@@ -1,7 +1,10 @@
 """What a command prints: a table for a person, or with --json one JSON document on standard output."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +15,21 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program in 
 def print_json(content: Any) -> None:
     """One document on standard output; what it holds is plain data without NaN."""
     print(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+@contextlib.contextmanager
+def prints_elsewhere() -> Iterator[None]:
+    """While open, what a script and the processes that it starts print goes to stderr: stdout is for JSON alone."""
+    sys.stdout.flush()
+    with contextlib.redirect_stdout(sys.stderr):
+        kept = os.dup(1)
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def console() -> Any:

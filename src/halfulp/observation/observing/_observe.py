@@ -16,6 +16,7 @@ from ._expectations import Asked
 from ._observation import Observation
 from ._quantized import Formats
 from ._resumed import ResumedRun, as_contract
+from ._schedulers import scheduler_of
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -47,7 +48,8 @@ def observe(
             seen, as one long step.
         interval: one step in so many is sampled.
         scaler: the run's GradScaler or AdaptiveGradScaler; without one it is looked for where an optimizer is stepped.
-        scheduler: the learning-rate scheduler, whose steps are counted beside the optimizer's.
+        scheduler: the learning-rate scheduler, whose steps are counted beside the optimizer's; without one, a torch
+            LRScheduler that was made for one of the optimizers before is found.
         average: an average of the weights that is updated between steps: `hu.optim.EMA`, torch's AveragedModel, or a
             module of averaged parameters. Running statistics of batch normalizations are watched in any case.
         expect: dtypes or formats that parameters and outputs should have, by patterns over the names of modules and
@@ -98,6 +100,8 @@ def observe(
     held = as_contract(expect)
     if held is not None:
         expect = ResumedRun(held, model, optimizers)
+    if scheduler is None:
+        scheduler = scheduler_of(optimizers)
     return Observation(model, optimizers, interval, scaler, scheduler, average, expect, check, quantized, formats)
 
 

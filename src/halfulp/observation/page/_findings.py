@@ -36,10 +36,21 @@ def finding_cards(findings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 def _line(one: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "where": in_words(one["where"]),
-        "summary": one["summary"],
+        "summary": one["summary"] + _in_trainings(one.get("trainings", ())),
         "names": _names(one["where"]),
         "evidence": [(key.replace("_", " "), _value(value)) for key, value in one["evidence"].items()],
     }
+
+
+def _in_trainings(numbers: Sequence[int]) -> str:
+    """Which trainings of a script a finding is of, where it has several.
+
+    >>> _in_trainings([1, 3]), _in_trainings([2]), _in_trainings([])
+    (' (trainings 1, 3)', ' (training 2)', '')
+    """
+    if not numbers:
+        return ""
+    return f" (training{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))})"
 
 
 def _sure(confidences: Sequence[float]) -> str:

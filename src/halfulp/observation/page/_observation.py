@@ -10,6 +10,7 @@ from ._findings import finding_cards, headline
 from ._history import history_data, history_words
 from ._magnitudes import map_data
 from ._storage import extra_tables, storage_table, updates_table
+from ._trainings import shown_words, trainings_table
 from ._words import plural, versions
 
 _STORAGE = (
@@ -34,9 +35,11 @@ def observation_html(data: Mapping[str, Any]) -> str:
     return render(
         __package__,
         "observation.html.j2",
-        headline=headline(cards, plural(data["steps"], "step")),
+        headline=headline(cards, _extent(data)),
         lead=_lead(record),
         findings=cards,
+        trainings=trainings_table(data.get("trainings", ())),
+        shown=shown_words(data.get("trainings", ())),
         has_map=has_map,
         updates=updates_table(parameters),
         has_history=curves is not None,
@@ -49,6 +52,13 @@ def observation_html(data: Mapping[str, Any]) -> str:
         versions=versions(),
         data=(charts if has_map else {}) | ({"history": curves} if curves else {}),
     )
+
+
+def _extent(data: Mapping[str, Any]) -> str:
+    """How much was observed: steps, of how many trainings."""
+    steps = [one["steps"] for one in data.get("trainings", ())] or [data["steps"]]
+    of = "" if len(steps) == 1 else f"{plural(len(steps), 'training')} of "
+    return f"{of}{plural(sum(steps), 'step')}"
 
 
 def _cost(data: Mapping[str, Any]) -> str:

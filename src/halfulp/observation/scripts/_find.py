@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
+
+from ..observing._schedulers import scheduler_of
+from ._losses import SCALERS
+
+
+class Together(nn.Module):
+    """Several models that are trained together, as one to observe; each has a name of its own."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for model in models:
+            self.add_module(self._free_name(type(model).__name__.replace(".", "_") or "model"), model)
+
+    def _free_name(self, name: str) -> str:
+        free, count = name, 1
+        while hasattr(self, free):
+            count += 1
+            free = f"{name}_{count}"
+        return free
 
 
 @dataclass(frozen=True)
@@ -19,54 +37,65 @@ class Found:
 
     Attributes:
         model: the outermost module that holds the optimizers' parameters, without wrappers that only distribute or
-            compile it; where optimizers step several models, a module that holds these by the names of their classes.
-        scaler: the GradScaler, None without one.
+            compile it; a `Together` where optimizers step several models.
+        scaler: the GradScaler, None without one, or where it is not known which of several it is.
         scheduler: the learning-rate scheduler, None without one.
+        compiled: whether some of the model runs compiled.
     """
 
     model: nn.Module
     scaler: torch.amp.GradScaler | None
     scheduler: LRScheduler | None
+    compiled: bool
+
+    @property
+    def name(self) -> str:
+        """Names of the models' classes."""
+        names = self.model._modules if isinstance(self.model, Together) else [type(self.model).__name__]
+        return " + ".join(names)
 
 
-def find(optimizers: Sequence[torch.optim.Optimizer]) -> Found | None:
-    """Return what belongs to optimizers; None where no module holds any of their parameters."""
+def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.GradScaler] = ()) -> Found | None:
+    """Return what belongs to optimizers; None where no module holds any of their parameters.
+
+    Args:
+        optimizers: that are stepped together.
+        used: scalers that belong to others, and are taken only where there is no other one.
+    """
     wanted = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-    modules, scalers, schedulers = _alive()
+    modules, scalers = _alive()
     children = {id(child) for module in modules for child in module.children()}
     roots = [(module, _held(module) & wanted) for module in modules if id(module) not in children]
     roots = [(module, held) for module, held in roots if held]
     if not roots:
         return None
-    chosen = [_unwrapped(module) for module in _covering(roots)]
-    model = chosen[0] if len(chosen) == 1 else _together(chosen)
-    mine = [one for one in schedulers if any(getattr(one, "optimizer", None) is optimizer for optimizer in optimizers)]
-    return Found(model, scalers[-1] if scalers else None, _outermost(mine))
+    covering = _covering(roots)
+    chosen = list({id(model): model for model in map(_unwrapped, covering)}.values())
+    model = chosen[0] if len(chosen) == 1 else Together(chosen)
+    free = [scaler for scaler in scalers if scaler not in used] or scalers
+    return Found(model, free[0] if len(free) == 1 else None, scheduler_of(optimizers), any(map(_is_compiled, covering)))
 
 
 def model_of(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
     """Return the outermost module that holds all of some parameters, None where none does."""
     wanted = {id(parameter) for parameter in parameters}
-    modules, _, _ = _alive()
+    modules, _ = _alive()
     holding = [module for module in modules if wanted <= _held(module)]
     return _unwrapped(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
 
 
-def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler], list[LRScheduler]]:
+def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler]]:
     modules: list[nn.Module] = []
     scalers: list[torch.amp.GradScaler] = []
-    schedulers: list[LRScheduler] = []
     for thing in gc.get_objects():
         # Proxies answer isinstance for what they stand for, and may raise when they are asked.
         kind = type(thing)
         if issubclass(kind, nn.Module):
             modules.append(thing)
-        elif issubclass(kind, torch.amp.GradScaler):
+        elif issubclass(kind, SCALERS):
             scalers.append(thing)
-        elif issubclass(kind, LRScheduler):
-            schedulers.append(thing)
     ready = [module for module in modules if "_parameters" in vars(module) and "_modules" in vars(module)]
-    return ready, scalers, schedulers
+    return [module for module in ready if not isinstance(module, Together)], scalers
 
 
 def _held(module: nn.Module) -> set[int]:
@@ -84,6 +113,10 @@ def _covering(roots: list[tuple[nn.Module, set[int]]]) -> list[nn.Module]:
     return chosen
 
 
+def _is_compiled(model: nn.Module) -> bool:
+    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules())
+
+
 def _unwrapped(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, DataParallel | DistributedDataParallel):
@@ -92,24 +125,3 @@ def _unwrapped(module: nn.Module) -> nn.Module:
             module = module._orig_mod  # type: ignore[assignment]
         else:
             return module
-
-
-def _together(models: list[nn.Module]) -> nn.Module:
-    holder = nn.Module()
-    for model in models:
-        name, count = type(model).__name__, 1
-        while name in holder._modules:
-            count += 1
-            name = f"{type(model).__name__}_{count}"
-        holder.add_module(name, model)
-    return holder
-
-
-def _outermost(schedulers: list[LRScheduler]) -> LRScheduler | None:
-    """The scheduler that no other one steps."""
-    inner: set[int] = set()
-    for one in schedulers:
-        parts: Any = getattr(one, "_schedulers", ())
-        inner |= {id(part) for part in parts}
-    outer = [one for one in schedulers if id(one) not in inner]
-    return outer[-1] if outer else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
+import gc
 import warnings
 import weakref
 from types import TracebackType
@@ -12,93 +12,100 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
-from .._finding import Finding
-from ..findings._kind import causes_first
-from ..observing._observation import Observation
-from ..observing._observe import observe
-from ..page import write_page
-from ._find import find
+from ._find import Found, find
+from ._losses import BackwardLosses
+from ._report import Report
+from ._training import Training
 
 # What a compiled module says of a hook on all modules, which is gone before the compiled code runs.
 _OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+# So many trainings are kept; a search over hyper-parameters may have thousands.
+MOST_TRAININGS = 32
+_LOOSE = "an optimizer steps parameters that no module holds: they are not observed"
 
 
 class Watch:
     """Observes whatever trains while the context is open.
 
-    Optimizers are noticed when they are made. The first call of a module after that, or the first step, begins an
-    observation of the model that holds their parameters; an optimizer that is made later begins another one.
+    Optimizers are noticed when they are made. The first call of a module after that begins the training of those that
+    wait: one observation of all, where several models are called before the first step (a generator and its critic).
+    An optimizer that waits still when it steps begins a training then. One that holds parameters of a model that is
+    observed already ends that training and begins another, with the optimizers of before that live on. A training ends
+    with its model: nothing here keeps models or optimizers alive.
+
+    Args:
+        interval: one step in so many is sampled.
 
     Attributes:
-        observations: in order; the last one may run still.
+        trainings: in order; those without a step are left out at the end.
         unseen: sentences that say what could not be observed.
-        ended: how the run ended, if somebody has said so.
     """
 
     def __init__(self, interval: int = 50) -> None:
         self.interval = interval
-        self.observations: list[Observation] = []
+        self.trainings: list[Training] = []
         self.unseen: list[str] = []
-        self.ended: str | None = None
-        self._made: list[weakref.ref[Optimizer]] = []
-        self._observed: set[int] = set()
+        self._waiting: list[weakref.ref[Optimizer]] = []
+        self._training_of: weakref.WeakKeyDictionary[Optimizer, Training | None] = weakref.WeakKeyDictionary()
+        self._used: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
-        self._waiting: RemovableHandle | None = None
+        self._calls: RemovableHandle | None = None
+        # Of a training of several models before its first step: the model that each module belongs to.
+        self._members: dict[int, int] = {}
+        self._called: set[int] = set()
+        self._late: set[Training] = set()
+        self._ticks: int = 0
+        self._left_out: int = 0
         self._init: Any = None
-        self._backward: Any = None
+        self._losses = BackwardLosses(self._log)
 
     def __enter__(self) -> Watch:
-        self._init, self._backward = Optimizer.__init__, torch.autograd.backward
+        self._init = Optimizer.__init__
         Optimizer.__init__ = self._noticing(self._init)  # type: ignore[method-assign]
-        torch.autograd.backward = self._logging(self._backward)
+        self._losses.__enter__()
         self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+        self._handles.append(register_optimizer_step_post_hook(self._after_step))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         Optimizer.__init__ = self._init  # type: ignore[method-assign]
-        torch.autograd.backward = self._backward
-        self._stop_waiting()
+        self._losses.__exit__(kind, error, trace)
+        self._end_calls()
         for handle in self._handles:
             handle.remove()
-        for observation in self.observations:
-            observation.stop()
+        for training in self.trainings:
+            training.end()
+        self.trainings = [training for training in self.trainings if len(training)]
+        if self._left_out:
+            self.unseen.append(
+                f"the first {MOST_TRAININGS} trainings are kept: optimizers that began others later, "
+                f"{self._left_out} in all, are not observed"
+            )
 
     @property
-    def findings(self) -> list[Finding]:
-        """Those of all observations, the worst first."""
-        return causes_first(finding for observation in self.observations for finding in observation.findings)
+    def rank(self) -> int:
+        """This process's number among those that train together."""
+        ranks = [one.record.replica_of[0] for one in self.trainings if one.record is not None]
+        return max(ranks, default=0)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data that JSON can hold: the findings of all, and the observation of most steps."""
-        longest = max(self.observations, key=len, default=None)
-        if longest is None:
-            return {"findings": [], "steps": 0, "interval": self.interval, "record": {"unseen": self.unseen}}
-        plain = longest.to_dict()
-        plain["findings"] = [finding.to_dict() for finding in self.findings]
-        plain["ended"] = self.ended
-        plain["record"]["unseen"] = [*self.unseen, *plain["record"].get("unseen", ())]
-        return plain
+    def report(self, ended: str | None = None) -> Report:
+        """Return what was seen, after the end.
 
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page, whole or not at all.
-
-        Raises:
-            ValueError: jinja2 is missing, or the file cannot be written.
+        Args:
+            ended: how the script ended.
         """
-        write_page("observe", self.to_dict(), path)
+        return Report(self.trainings, list(self.unseen), self.interval, ended)
 
-    def __str__(self) -> str:
-        return "\n\n".join([*map(str, self.observations), *self.unseen])
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps that were seen."""
-        return sum(map(len, self.observations))
+    # hooks ----------------------------------------------------------------------------------------------------
 
     def _noticing(self, init: Any) -> Any:
         @functools.wraps(init)
@@ -106,62 +113,158 @@ class Watch:
             init(optimizer, *args, **options)
             if self._is_own():
                 return
-            self._made.append(weakref.ref(optimizer))
-            if self._waiting is None:
+            self._waiting.append(weakref.ref(optimizer))
+            if self._calls is None:
                 warnings.filterwarnings("ignore", message=_OF_GLOBAL_HOOKS)
-                self._waiting = register_module_forward_pre_hook(self._before_forward)
+                self._calls = register_module_forward_pre_hook(self._before_forward)
 
         return noticed
 
     def _is_own(self) -> bool:
         """Whether an observation is at work, which makes optimizers of its own to learn what updates should be."""
-        return any(observation.book.inside for observation in self.observations)
+        running = (training.observation for training in self.trainings)
+        return any(observation.book.inside for observation in running if observation is not None)
 
-    def _logging(self, backward: Any) -> Any:
-        """`torch.autograd.backward`, which tells a sampled step what its loss is."""
-
-        @functools.wraps(backward)
-        def logged(tensors: Any, *args: Any, **options: Any) -> Any:
-            seen = self.observations[-1] if self.observations else None
-            if seen is not None and seen.book.sampling and isinstance(tensors, torch.Tensor) and not tensors.dim():
-                seen.log_loss(tensors.detach() / seen.loss_scale)
-            return backward(tensors, *args, **options)
-
-        return logged
+    def _log(self, loss: torch.Tensor) -> None:
+        """Tell sampled steps their loss: each keeps the last one before its end."""
+        for training in self.trainings:
+            observation = training.observation
+            if observation is not None and observation.book.sampling:
+                observation.log_loss(loss)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        self._begin()
+        """Hook on all modules: only between the making of an optimizer and the next call, or the next step."""
+        if not self._members:
+            self._end_calls()
+            self._begin_waiting()
+        member = self._members.get(id(module))
+        if member is not None:
+            self._called.add(member)
+
+    def _end_calls(self) -> None:
+        if self._calls is not None:
+            self._calls.remove()
+            self._calls = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        if id(optimizer) not in self._observed and not self._is_own():
-            self._made.append(weakref.ref(optimizer))
-            self._begin()
+        if self._is_own():
+            return
+        if self._members:
+            self._choose_called()
+        if optimizer not in self._training_of:
+            self._begin_late(optimizer)
 
-    def _stop_waiting(self) -> None:
-        if self._waiting is not None:
-            self._waiting.remove()
-            self._waiting = None
+    def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        training = self._training_of.get(optimizer)
+        if training is None or self._is_own():
+            return
+        self._ticks += 1
+        training.stepped(self._ticks)
+        if training in self._late:
+            self._late.discard(training)
+            training.sample_next()
+
+    # beginnings -----------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def _begin(self) -> None:
-        """Observe the optimizers that live now; those before are taken along."""
-        self._stop_waiting()
-        alive = list({id(one): one for one in (ref() for ref in self._made) if one is not None}.values())
-        alive = [one for one in alive if any(group["params"] for group in one.param_groups)]
-        if not alive or {id(one) for one in alive} <= self._observed:
+    def _begin_waiting(self) -> None:
+        """Begin a training of the optimizers that wait."""
+        training = self._begin(self._alive())
+        models = [] if training is None else training.models()
+        # A hook on all modules would go into the graph of compiled ones.
+        if training is not None and len(models) > 1 and not training.compiled:
+            # Which of them are called before the first step is not known yet.
+            self._members = {id(part): k for k, model in enumerate(models) for part in model.modules()}
+            self._called = set()
+            self._calls = register_module_forward_pre_hook(self._before_forward)
+
+    @torch.compiler.disable
+    def _choose_called(self) -> None:
+        """At the first step of a training of several models: those that were not called are not part of it."""
+        self._members, called = {}, self._called
+        self._end_calls()
+        training = self.trainings[-1]
+        models = training.models()
+        if not called or len(called) == len(models):
             return
-        self._observed |= {id(one) for one in alive}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # living objects may warn when they are looked at
-            found = find(alive)
+        own = {id(p) for k in called for p in models[k].parameters()}
+        parts = [one for one in self._alive_of(training) if own & _parameters(one)]
+        others = [one for one in self._alive_of(training) if not own & _parameters(one)]
+        if not parts or not others:
+            return
+        training.end()
+        self.trainings.remove(training)
+        for one in others:
+            del self._training_of[one]
+            self._waiting.append(weakref.ref(one))
+        begun = self._begin(parts)
+        if begun is not None:
+            self._late.add(begun)
+
+    @torch.compiler.disable
+    def _begin_late(self, optimizer: Optimizer) -> None:
+        """Begin a training at an optimizer's step, with those that wait and step the same model."""
+        self._end_calls()
+        found = _quietly_found([optimizer], self._used)
+        own = set() if found is None else {id(p) for p in found.model.parameters()}
+        del found
+        same = [one for one in self._alive() if one is not optimizer and own & _parameters(one)]
+        training = self._begin([optimizer, *same])
+        if training is not None:
+            self._late.add(training)
+
+    def _begin(self, optimizers: list[Optimizer]) -> Training | None:
+        """Begin a training; None where that is impossible, or there are too many."""
+        optimizers = [one for one in optimizers if any(group["params"] for group in one.param_groups)]
+        if not optimizers:
+            return None
+        self._training_of.update(dict.fromkeys(optimizers))
+        self._waiting = [weakref.ref(one) for one in self._alive()]
+        gc.collect()  # ends trainings whose model is gone
+        self.trainings = [one for one in self.trainings if one.observation is not None or len(one)]
+        if len(self.trainings) >= MOST_TRAININGS:
+            self._left_out += len(optimizers)
+            return None
+        found = _quietly_found(optimizers, self._used)
         if found is None:
-            self.unseen.append("an optimizer steps parameters that no module holds: they are not observed")
-            return
-        if self.observations:
-            self.observations[-1].stop()
-            if not len(self.observations[-1]):
-                self.observations.pop()
-        observation = observe(
-            found.model, alive, interval=self.interval, scaler=found.scaler, scheduler=found.scheduler
-        )
-        self.observations.append(observation.start())
+            if _LOOSE not in self.unseen:
+                self.unseen.append(_LOOSE)
+            return None
+        earlier = self._end_sharing({id(p) for p in found.model.parameters()})
+        if earlier:
+            optimizers = [*earlier, *optimizers]
+            found = _quietly_found(optimizers, self._used) or found
+        training = Training(found, optimizers, self.interval)
+        if found.scaler is not None:
+            self._used.add(found.scaler)
+        self._training_of.update(dict.fromkeys(optimizers, training))
+        self.trainings.append(training)
+        return training
+
+    def _end_sharing(self, parameters: set[int]) -> list[Optimizer]:
+        """End trainings of some parameters, and return their optimizers that live on."""
+        ended = [training for training in self.trainings if training.parameters() & parameters]
+        for training in ended:
+            training.end()
+        if ended:
+            gc.collect()
+        self.trainings = [one for one in self.trainings if one not in ended or len(one)]
+        return [optimizer for training in ended for optimizer in self._alive_of(training)]
+
+    def _alive(self) -> list[Optimizer]:
+        """Optimizers that wait."""
+        found = (ref() for ref in self._waiting)
+        return list({id(one): one for one in found if one is not None and one not in self._training_of}.values())
+
+    def _alive_of(self, training: Training) -> list[Optimizer]:
+        return [one for one in (ref() for ref in training.optimizers) if one is not None]
+
+
+def _quietly_found(optimizers: list[Optimizer], used: Any) -> Found | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # living objects may warn when they are looked at
+        return find(optimizers, used)
+
+
+def _parameters(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}

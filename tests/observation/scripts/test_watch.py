@@ -1,0 +1,176 @@
+"""Trainings of a script: which optimizers are observed together, when a training ends, and what it leaves alive."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from halfulp.observation.scripts import BackwardLosses, Watch
+from halfulp.observation.scripts import _watch as watching
+from halfulp.observation.scripts._find import Together, find
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+
+
+def steps_of(watch: Watch) -> list[int]:
+    return [len(training) for training in watch.trainings]
+
+
+def test_folds_are_trainings_of_their_own_and_nothing_keeps_their_models():
+    gone = []
+    with Watch(2) as watch:
+        for fold in range(3):
+            model = net()
+            optimizer = torch.optim.AdamW(model.parameters())
+            train(model, optimizer, 3 + fold)
+            if fold:
+                gc.collect()
+                assert [ref() for ref in gone] == [None] * len(gone), "a fold's model lives on after the next began"
+            gone += [weakref.ref(model), weakref.ref(optimizer)]
+        del model, optimizer
+        gc.collect()
+        assert {ref() for ref in gone} == {None}
+    assert steps_of(watch) == [3, 4, 5]
+    found = watch.report("finished").to_dict()
+    assert [(one["number"], one["steps"], one["shown"]) for one in found["trainings"]] == [
+        (1, 3, False),
+        (2, 4, False),
+        (3, 5, True),
+    ]
+    assert all(one["overlaps"] == [] for one in found["trainings"])
+    assert found["steps"] == 5
+    names = [[one["name"] for one in each["record"]["parameters"]] for each in found["trainings"][:2]]
+    assert names == [[name for name, _ in net().named_parameters()]] * 2, "names of the model, none before them"
+    assert {role for role, _ in watch.trainings[0].record.tensors} >= {"activation", "weight gradient", "update"}
+
+
+def test_models_made_before_the_first_is_trained_are_trainings_of_their_own():
+    models = [net() for _ in range(3)]
+    with Watch(5) as watch:
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        for model, optimizer in zip(models, optimizers):
+            train(model, optimizer, 7)
+    assert steps_of(watch) == [7, 7, 7]
+    assert [training.model for training in watch.trainings] == ["Sequential"] * 3
+    for training in watch.trainings:
+        assert any(role == "activation" for role, _ in training.record.tensors), "a later step is seen whole"
+        assert training.record.unseen == []
+
+
+def test_models_that_are_trained_together_are_observed_together_under_names_of_their_own():
+    class Net(nn.Linear): ...
+
+    maker, critic = Net(4, 4), Net(4, 1)
+    with Watch(2) as watch:
+        optimizers = [torch.optim.Adam(one.parameters()) for one in (maker, critic)]
+        for step in range(6):
+            with torch.no_grad():
+                fake = maker(torch.randn(3, 4))
+            critic(fake).mean().backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            if step % 2:
+                critic(maker(torch.randn(3, 4))).mean().backward()
+                optimizers[0].step()
+                optimizers[0].zero_grad()
+    assert steps_of(watch) == [6]
+    [training] = watch.trainings
+    assert training.model == "Net + Net_2"
+    assert list(training.record.parameters) == ["Net.weight", "Net.bias", "Net_2.weight", "Net_2.bias"]
+
+
+def test_trainings_that_alternate_say_so():
+    first, second = net(), net()
+    with Watch(2) as watch:
+        one = torch.optim.SGD(first.parameters(), lr=0.1)
+        train(first, one, 2)
+        other = torch.optim.SGD(second.parameters(), lr=0.1)
+        for _ in range(4):
+            train(first, one, 1)
+            train(second, other, 1)
+    assert steps_of(watch) == [6, 4]
+    entries = watch.report().to_dict()["trainings"]
+    assert [one["overlaps"] for one in entries] == [[2], [1]]
+    assert "beside training 2" in str(watch.report())
+
+
+def test_another_optimizer_of_the_same_model_begins_another_training():
+    model = net()
+    with Watch(2) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(model, optimizer, 4)
+    assert steps_of(watch) == [3, 4]
+    assert [training.kinds for training in watch.trainings] == [["SGD"], ["AdamW"]], "the one that is gone is not there"
+
+
+def test_an_optimizer_made_at_each_step_is_bounded(monkeypatch):
+    monkeypatch.setattr(watching, "MOST_TRAININGS", 4)
+    model = net()
+    with Watch(1) as watch:
+        for _ in range(9):
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    assert steps_of(watch) == [1] * 4
+    assert "5 in all, are not observed" in watch.unseen[-1]
+
+
+def test_a_model_that_several_optimizers_step_is_one_training():
+    model = net()
+    with Watch(2) as watch:
+        one = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        two = torch.optim.AdamW([*model[1].parameters(), *model[2].parameters()])
+        for _ in range(4):
+            model(torch.randn(3, 4)).mean().backward()
+            one.step()
+            two.step()
+    assert steps_of(watch) == [4]
+    assert watch.trainings[0].kinds == ["SGD", "AdamW"]
+
+
+def test_what_holds_models_together_is_not_found_as_a_model():
+    model = net()
+    together = Together([model, net(), type("a.b", (nn.Linear,), {})(2, 2)])
+    assert list(together._modules) == ["Sequential", "Sequential_2", "a_b"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert find([optimizer]).model is model
+
+
+def test_a_copy_of_the_model_in_a_sampled_step_ends_nothing():
+    model = net()
+    with Watch(1) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, 2)
+        copied = copy.deepcopy(model)
+        del copied
+        gc.collect()
+        train(model, optimizer, 2)
+    assert steps_of(watch) == [4]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_losses_are_those_before_the_scaler(share):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    weight = torch.randn(3, requires_grad=True)
+    seen: list[float] = []
+    before = torch.autograd.backward, torch.amp.GradScaler.scale
+    with BackwardLosses(lambda loss: seen.append(float(loss))):
+        loss = weight.square().sum()
+        (scaler.scale(loss) * share).backward()
+        weight.sum().backward()
+        torch.autograd.backward([weight.prod()])
+    weight = weight.detach()
+    assert seen == pytest.approx([weight.square().sum().item() * share, weight.sum().item(), weight.prod().item()])
+    assert (torch.autograd.backward, torch.amp.GradScaler.scale) == before
