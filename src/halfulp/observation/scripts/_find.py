@@ -62,14 +62,15 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
         optimizers: that are stepped together.
         used: scalers that belong to others, and are taken only where there is no other one.
     """
-    wanted = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    order = [id(p) for one in optimizers for group in one.param_groups for p in group["params"]]
+    wanted = {key: place for place, key in reversed(list(enumerate(order)))}
     modules, scalers = _alive()
     children = {id(child) for module in modules for child in module.children()}
-    roots = [(module, _held(module) & wanted) for module in modules if id(module) not in children]
+    roots = [(module, _held(module) & wanted.keys()) for module in modules if id(module) not in children]
     roots = [(module, held) for module, held in roots if held]
     if not roots:
         return None
-    covering = _covering(roots)
+    covering = sorted(_covering(roots), key=lambda module: min(wanted[key] for key in _held(module) & wanted.keys()))
     chosen = list({id(model): model for model in map(_unwrapped, covering)}.values())
     model = chosen[0] if len(chosen) == 1 else Together(chosen)
     free = [scaler for scaler in scalers if scaler not in used] or scalers
