@@ -24,6 +24,9 @@ import torch
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
+# Most of what importing and collecting make stays: the garbage collector need not look through it again and again.
+gc.disable()
+
 # A seed for a device that is not there waits for it with the call's stack as text: half a millisecond each.
 for _device in (torch.cuda, torch.xpu, torch.mtia):
     if not _device.is_available():
@@ -45,6 +48,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """The seed is said once at the start, however quiet the run is; workers have no terminal."""
     if terminal := session.config.pluginmanager.get_plugin("terminalreporter"):
         terminal.write_line(f"HALFULP_TEST_SEED={os.environ['HALFULP_TEST_SEED']}")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """From here on garbage is collected, more rarely than by default: compilers make many objects and few cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

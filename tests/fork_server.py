@@ -5,6 +5,7 @@ process forks itself; the child runs the script as `python -c` would. Standard o
 code. A test of several ranks takes a server each, so that no two of them hash alike.
 """
 
+import gc
 import json
 import os
 import sys
@@ -15,7 +16,8 @@ sys.path[0] = ""
 
 
 def prepare() -> None:
-    """Import what takes long, where warnings of other packages' imports are of no interest."""
+    """Import what takes long and stays, where warnings of other packages' imports are of no interest."""
+    gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import numba
@@ -30,6 +32,8 @@ def prepare() -> None:
         numba.core.registry.cpu_target.target_context.refresh()
         assert halfulp.optim.AdamW
         assert torch.get_num_threads() == 1, "threads do not live on in a forked process"
+    gc.freeze()
+    gc.enable()
 
 
 def wait_for_script() -> dict | None:
