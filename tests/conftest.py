@@ -160,16 +160,27 @@ def in_processes(seed: int, tmp_path: Path, _fork_servers: list[subprocess.Popen
 
 
 @pytest.fixture
-def in_process(tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Callable[..., str]:
+def forked(tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Callable[..., tuple[int, str]]:
+    """Runs a script with arguments in the child of the server of a number: how it ended, and what it printed."""
+
+    def run(script: str, *arguments: str, number: int = 0, **given: str) -> tuple[int, str]:
+        output = tmp_path / "output"
+        output.unlink(missing_ok=True)
+        request = {"script": script, "arguments": arguments, "environment": given, "output": str(output)}
+        (code,) = _codes([_server(number, _fork_servers)], [request])
+        return code, output.read_text()
+
+    return run
+
+
+@pytest.fixture
+def in_process(forked: Callable[..., tuple[int, str]]) -> Callable[..., str]:
     """Runs a script in one process that must succeed, the child of the server of a number; what it printed."""
 
     def run(script: str, number: int = 0, **given: str) -> str:
-        output = tmp_path / "output"
-        output.unlink(missing_ok=True)
-        request = {"script": script, "arguments": [], "environment": given, "output": str(output)}
-        codes = _codes([_server(number, _fork_servers)], [request])
-        assert codes == [0], output.read_text()
-        return output.read_text()
+        code, printed = forked(script, number=number, **given)
+        assert code == 0, printed
+        return printed
 
     return run
 

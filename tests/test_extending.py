@@ -1,4 +1,4 @@
-"""What a stranger adds in one file is known by its name everywhere: examples/extending, each in a fresh process."""
+"""What a stranger adds in one file is known by its name everywhere: examples/extending, each in a process of its own."""
 
 import inspect
 import json
@@ -159,22 +159,15 @@ LAWS = {
 }
 
 
-def run(code: str, folder: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def test_every_example_has_a_use():
     assert sorted(USES) == FILES
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_it_is_known_by_name(name, tmp_path):
-    head = f"import torch\nimport halfulp as hu\nimport {name[:-3]} as extension\n"
-    run(head + inspect.getsource(check_optimizer) + textwrap.dedent(USES[name]), tmp_path)
+def test_it_is_known_by_name(name, in_process):
+    head = f"import sys; sys.path.insert(0, {str(HERE)!r})\nimport torch\nimport halfulp as hu\n"
+    use = f"import {name[:-3]} as extension\n" + inspect.getsource(check_optimizer) + textwrap.dedent(USES[name])
+    in_process(head + use)
 
 
 def test_the_command_line_and_its_workers_know_extensions(tmp_path):

@@ -1,12 +1,17 @@
 """halfulp compare SCRIPT.py: a user's script under recipes, and what it says where it cannot."""
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from halfulp import recipes
+from halfulp.trials.script import _compare_script
 from halfulp.trials.script._substitute import Refusal, substituted
 
 SCRIPT = """
@@ -31,6 +36,21 @@ print(sys.argv[1:])
 
 
 @pytest.fixture
+def forked_runs(forked: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of runs that need not import torch."""
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        executable, flag, code, *arguments = command
+        assert (executable, flag) == (sys.executable, "-c")
+        assert options == {"capture_output": True, "text": True, "check": False}
+        # The server's filters are those of tests.
+        ended, printed = forked(f"import warnings; warnings.resetwarnings()\n{code}", *arguments)
+        return subprocess.CompletedProcess(command, ended, "", printed)
+
+    monkeypatch.setattr(_compare_script, "subprocess", SimpleNamespace(run=run))
+
+
+@pytest.fixture
 def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run `halfulp compare script.py` in this process, whose runs are processes: exit code, output, errors."""
     monkeypatch.chdir(tmp_path)
@@ -47,6 +67,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return call
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_a_script_under_recipes(compare):
     text = SCRIPT.format(parameters="[{'params': model[0].parameters()}, {'params': model[1:].parameters()}]")
     code, out, err = compare(text, "--recipe", "bf16,bf16-kahan,fp16-adaptive", "--json", "--", "--epochs", "3")
@@ -74,6 +95,7 @@ def test_a_model_that_is_narrow_already_cannot_be_converted(compare):
     assert "float32" in err
 
 
+@pytest.mark.usefixtures("forked_runs")
 @pytest.mark.parametrize(
     ("text", "arguments", "words"),
     [

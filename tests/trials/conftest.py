@@ -85,9 +85,8 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that need not import torch: they fork from a process that has, where the system can."""
     if "forkserver" in multiprocessing.get_all_start_methods():
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch", "halfulp.trials.running._trial", "halfulp.trials.tasks", "halfulp.optim"]
-        )
+        modules = ["torch._dynamo", "numba", "halfulp.trials.running._trial", "halfulp.trials.tasks", "halfulp.optim"]
+        context.set_forkserver_preload(modules)
         monkeypatch.setattr(_pool, "multiprocessing", SimpleNamespace(get_context=lambda method: context))
 
 
