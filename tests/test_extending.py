@@ -1,4 +1,4 @@
-"""What a stranger adds in one file is known by its name everywhere: examples/extending, each in a process of its own."""
+"""What a stranger adds in one file is known by its name everywhere: examples/extending, a process each."""
 
 import inspect
 import json
