@@ -1,18 +1,28 @@
-"""Loss scales, skipped steps and learning-rate schedules, as scalers and schedulers have them at each step."""
+"""Loss scales, skipped steps and learning-rate schedules, as scalers and schedulers have them.
+
+A GradScaler keeps its scale, and how many iterations in a row it did not skip (its growth tracker), on the device of
+the gradients, where reading them waits for the device. Where that is the host they are read in every step, else in
+sampled steps and at the step in which the scale can grow next. Between two readings the scale then grew at most once,
+at the end of the first, so that what it is now tells how often it fell.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...gradients import AdaptiveGradScaler
 
 Scaler = torch.amp.GradScaler
-MOST_FRAMES = 12
+MOST_SEARCHES = 3
+MOST_FRAMES = 14
+# A scale that would grow beyond float32 stays as it is.
+LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 class LossScales:
@@ -21,19 +31,33 @@ class LossScales:
     Args:
         scaler: the run's, or None: then one that calls an optimizer's step is found there.
         scheduler: the run's, or None.
+
+    Attributes:
+        skipped: steps that were seen to be skipped.
     """
 
     def __init__(self, scaler: Scaler | None, scheduler: Any | None) -> None:
         self.scaler, self.scheduler = scaler, scheduler
         self.skipped: int = 0
-        self._scale: float | None = None
-        self._searches: int = 0 if scaler is not None else 3
+        self._before: _Reading | None = None
+        self._taken: int = 0
+        self._fresh: bool = False
+        self._searches: int = 0 if scaler is not None else MOST_SEARCHES
         self._epoch: int | None = None if scheduler is None else int(getattr(scheduler, "last_epoch", 0))
 
+    def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Take the scale from which skips are counted, as a run begins to be watched."""
+        self._fresh = not any(optimizer.state for optimizer in optimizers)
+        self._before = self._now()
+        self._taken = 0
+
+    @property
+    def seeks(self) -> bool:
+        """Whether the scaler is to be looked for, as it is in the first steps of a run without a given one."""
+        return self._searches > 0
+
     def search(self) -> None:
-        """Look for the scaler among the callers of an optimizer's step, in the first steps."""
-        if self._searches <= 0:
-            return
+        """Look for the scaler among the callers of an optimizer's step."""
         self._searches -= 1
         frame: FrameType | None = sys._getframe(1)
         for _ in range(MOST_FRAMES):
@@ -43,6 +67,7 @@ class LossScales:
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
             if isinstance(owner, Scaler):
                 self.scaler, self._searches = owner, 0
+                self._before = self._found()
                 return
 
     def scale(self) -> float | None:
@@ -54,17 +79,57 @@ class LossScales:
             return scaler._scale_now()
         return float(scaler.get_scale())
 
+    def after_step(self, optimizer: torch.optim.Optimizer, sampled: bool) -> tuple[float | None, int]:
+        """Count a step that was taken, before the scaler is told of it.
+
+        Args:
+            optimizer: whose step it was.
+            sampled: whether the step is.
+
+        Returns:
+            What `read` does, or (None, 0) where reading would wait for a device to no end.
+        """
+        found = self.read() if sampled or self._is_on_host() or self._can_have_grown() else (None, 0)
+        infinite = getattr(optimizer, "found_inf", None)  # of an optimizer that skips its step itself
+        on_host = isinstance(infinite, torch.Tensor) and infinite.is_cpu
+        self._taken += 0 if on_host and bool(infinite) else 1
+        return found
+
     def read(self) -> tuple[float | None, int]:
         """Return the scale now, and how many steps were skipped since it was read last."""
-        now = self.scale()
-        if now is None or self.scaler is None or isinstance(self.scaler, AdaptiveGradScaler):
-            self._scale = now
-            return now, 0
-        before = self._scale if self._scale is not None else float(self.scaler._init_scale)
-        self._scale = now
-        skipped = _backoffs(before, now, float(self.scaler.get_backoff_factor()))
+        before, taken = self._before, self._taken
+        now = self._before = self._now()
+        self._taken = 0
+        if now is None or before is None or self.scaler is None:
+            return self.scale(), 0
+        skipped = _skips(before, now, taken, self.scaler)
         self.skipped += skipped
-        return now, skipped
+        return now.scale, skipped
+
+    def _now(self) -> _Reading | None:
+        scaler = self.scaler
+        if scaler is None or not scaler.is_enabled() or isinstance(scaler, AdaptiveGradScaler):
+            return None
+        return _Reading(float(scaler.get_scale()), int(scaler._get_growth_tracker()))
+
+    def _found(self) -> _Reading | None:
+        """What to count from with a scaler that is found as the first step is taken.
+
+        The first step that a new scaler does not skip follows on nothing but skips. One that has been at work before
+        has made other steps since its last skip, or has left a state in the optimizer.
+        """
+        now = self._now()
+        if now is None or self.scaler is None or now.streak or not self._fresh:
+            return now
+        return _Reading(float(self.scaler._init_scale), 0)
+
+    def _is_on_host(self) -> bool:
+        scale = getattr(self.scaler, "_scale", None)
+        return isinstance(self.scaler, AdaptiveGradScaler) or scale is None or bool(scale.is_cpu)
+
+    def _can_have_grown(self) -> bool:
+        before, scaler = self._before, self.scaler
+        return before is None or scaler is None or before.streak + self._taken >= scaler.get_growth_interval()
 
     def scheduled(self) -> int | None:
         """Return how many steps the scheduler took since it was asked last; None without one."""
@@ -90,9 +155,24 @@ class LossScales:
         ]
 
 
-def _backoffs(before: float, now: float, factor: float) -> int:
-    """How many times a scale was multiplied by its backoff factor, where it fell; growth between them hides none but
-    as many as it made good."""
-    if not (0 < factor < 1) or now >= before or before <= 0:
+class _Reading(NamedTuple):
+    """A scaler's scale, and how many iterations in a row it had not skipped then."""
+
+    scale: float
+    streak: int
+
+
+def _skips(before: _Reading, now: _Reading, taken: int, scaler: Scaler) -> int:
+    """How many steps were skipped between two readings, between which so many were taken.
+
+    Exact where one step is taken between them, as on the host; of a scale that grew and then fell, together with
+    skips before it grew, all but one are counted.
+    """
+    if before.streak and now.streak == before.streak + taken:
+        return 0  # the scale may have been set by hand
+    factor, grown = float(scaler.get_backoff_factor()), before.scale * float(scaler.get_growth_factor())
+    grew = not now.streak and taken > 0 and before.streak + taken >= scaler.get_growth_interval()
+    highest = grown if grew and grown <= LARGEST_SCALE else before.scale
+    if not 0 < factor < 1 or now.scale >= highest or before.scale <= 0:
         return 0
-    return 1 if now <= 0 else max(1, round(math.log(now / before) / math.log(factor)))
+    return 1 if now.scale <= 0 else max(1, round(math.log(now.scale / highest) / math.log(factor)))

@@ -25,12 +25,13 @@ from ..sampling._candidates import AnyFormat
 from ._expectations import Asked, Expectations, checked
 from ._loss_scales import LossScales
 from ._notebook import Notebook, watching
+from ._optimizers import Optimizers
 from ._parameters import Parameters
-from ._processes import Processes
 from ._quantized import Formats, Quantized
 from ._schedule import History, loss_gap
 from ._summary import summary
 from .modules._module_hooks import ModuleHooks
+from .processes._processes import Processes
 from .updates._gradient_hooks import GradientHooks
 from .updates._updates import Updates
 from .updates._weight_averages import WeightAverages
@@ -63,20 +64,22 @@ class Observation:
         quantized: Formats | None,
         formats: Sequence[AnyFormat],
     ) -> None:
-        self.model, self.optimizers, self.interval = model, optimizers, interval
+        self._steps = Optimizers(optimizers, interval)
+        self.model, self.optimizers, self.interval = model, self._steps.all, interval
         self.book = Notebook(formats, Quantized(model, quantized))
-        self._parameters = Parameters(model, optimizers, self.book.record)
+        self._parameters = Parameters(model, self.optimizers, self.book.record)
         self._scales = LossScales(scaler, scheduler)
         self._history = History(self.book.record.history)
         self._expectations = Expectations(model, checked(expect))
         self._modules = ModuleHooks(self.book, model, self._expectations, check)
         self._averages = WeightAverages(self.book, average, model)
-        self._processes = Processes(self.book, self._parameters.named)
+        self._processes = Processes(self.book, model, self._parameters.named)
         self._gradients = GradientHooks(self.book, self._parameters.trainable())
-        self._updates = {id(one): Updates(self.book, one, self._parameters.names) for one in optimizers}
+        self._updates = {
+            id(one): Updates(self.book, one, self._steps.followed(one, self._parameters.names))
+            for one in self.optimizers
+        }
         self._handles: list[RemovableHandle] = []
-        self._lead: torch.optim.Optimizer | None = None
-        self._others: int = 0
         self._logged: float | None = None
         self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)
         self._began: float | None = None
@@ -99,11 +102,18 @@ class Observation:
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         if not self.book.record.history:
             self._remember()
+        self._enter()
         self._begin(self._next_step())
         return self
 
     def stop(self) -> Observation:
-        """Remove all hooks; the record stays, and a later `start` goes on with it."""
+        """Remove all hooks; the record stays, and a later `start` goes on with it.
+
+        Of several processes, each waits for what the others saw in the last sampled step, two seconds at most.
+        """
+        return self._stop(patient=True)
+
+    def _stop(self, patient: bool) -> Observation:
         if self._began is None:
             return self
         for handle in self._handles:
@@ -111,6 +121,7 @@ class Observation:
         self._handles.clear()
         self._modules.detach()
         self._gradients.detach()
+        self._leave(patient)
         self._count()
         self._wall += time.perf_counter() - self._began
         self._began, self.book.sampling = None, False
@@ -122,7 +133,7 @@ class Observation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        self._stop(patient=kind is None)  # ranks that wait for this one have no more to say
 
     # what is asked --------------------------------------------------------------------------------------------
 
@@ -130,6 +141,7 @@ class Observation:
     def record(self) -> Record:
         """All that was counted so far."""
         if self._began is not None:
+            self._hear()
             self._count()
         self._note_unseen()
         record = self.book.finish()
@@ -198,7 +210,8 @@ class Observation:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook: an optimizer is about to step; with a closure, its gradients come with that."""
-        self._scales.search()
+        if self._scales.seeks:
+            self._search()
         if not self.book.sampling:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
@@ -224,13 +237,12 @@ class Observation:
         """Hook: it has stepped."""
         if self.book.sampling:
             self._sample_after(optimizer)
-        if self._lead is None:
-            self._lead = optimizer
-        self._others = 0 if optimizer is self._lead else self._others + 1
-        if self._others > 4 * self.interval + 20:  # the one that counted steps has no more
-            self._lead, self._others = optimizer, 0
-        if optimizer is self._lead:
+        if self._steps.ends_step(optimizer):
             self._end_step(optimizer)
+
+    @watching
+    def _search(self) -> None:
+        self._scales.search()
 
     @watching
     def _sample_after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -239,17 +251,18 @@ class Observation:
     @watching
     def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
         book, record = self.book, self.book.record
-        scale, skipped = self._scales.read()
+        scale, skipped = self._scales.after_step(optimizer, book.sampling)
         record.skipped = self._scales.skipped
         loss = self._loss()
         lr = optimizer.param_groups[0].get("lr")
         step = StepRecord(book.step, book.sampling, None if lr is None else float(lr), scale, skipped)
         step.scheduled, step.loss = self._scales.scheduled(), loss
         try:
+            self._processes.follow()
             if book.sampling:
                 record.sampled_steps.append(book.step)
                 self._modules.finish_step()
-                self._processes.join()
+                self._processes.publish(self._rounding_errors())
                 record.sites = self._scales.sites()
                 exponents = [site["exponent"] for site in record.sites]
                 step.exponents = (min(exponents), max(exponents)) if exponents else None
@@ -291,6 +304,24 @@ class Observation:
     @watching
     def _begin(self, step: int) -> None:
         self._begin_step(step, sampling=True)
+
+    def _rounding_errors(self) -> dict[str, torch.Tensor]:
+        """Of stochastic rounding in this step, by parameter."""
+        followed = [item for one in self._updates.values() for item in one.rounded.items()]
+        return {name: errors for name, one in followed if (errors := one.take_errors()) is not None}
+
+    @watching
+    def _enter(self) -> None:
+        self._scales.begin(self.optimizers)
+        self._processes.begin()
+
+    @watching
+    def _hear(self) -> None:
+        self._processes.follow(at_once=True)
+
+    @watching
+    def _leave(self, patient: bool) -> None:
+        self._processes.end(patient)
 
     @watching
     def _remember(self) -> None:

@@ -40,7 +40,8 @@ def observe(
     updates and moments: exact extremes of whole tensors, and a sample of 32 aligned runs of 128 elements (all elements
     of smaller tensors) at places chosen by a counter, which is counted in candidate formats. Updates are compared with
     those that the optimizer's own class makes of float64 copies of the sample. Between sampled steps only the count of
-    steps is kept. Nothing that training computes changes, not one bit, and no random number is drawn.
+    steps is kept. Nothing that training computes changes, not one bit, and no random number is drawn. Of several
+    processes any may observe: they compare what they saw through the process group's store, without a collective.
 
     Args:
         model: its modules are named in what is found.

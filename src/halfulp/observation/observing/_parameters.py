@@ -13,6 +13,7 @@ from ..record._record import ParameterRecord, Record
 from ..sampling._places import place_key
 from ..sampling._plain import stored
 from ..sampling._sampler import sampled
+from ._optimizers import share_of
 
 
 class Parameters:
@@ -50,8 +51,8 @@ class Parameters:
                     name = f"{place}.{given[position]}" if given else f"{place}.{k}.{position}"
                     self._enter(name, parameter, "")
                 record = self._record.parameters[name]
-                record.optimizer = type(optimizer).__name__
-                record.optimizer_module = type(optimizer).__module__
+                rule = type(share_of(optimizer) or optimizer)
+                record.optimizer, record.optimizer_module = rule.__name__, rule.__module__
                 record.options = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
                 if isinstance(optimizer, Optimizer):
                     record.weight_update = "none"

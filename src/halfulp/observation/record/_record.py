@@ -123,7 +123,8 @@ class RoundingRecord:
         variance: sum of probability times (1 - probability).
         repeated: largest share, over pairs of steps, of elements whose direction is the same beyond what probability
             explains, as a correlation from -1 to 1; None before two steps.
-        between_ranks: the same between two ranks that hold different shards; None elsewhere.
+        between_ranks: correlation with the rank that rounds its other shard of a DTensor most alike, of 1024 elements
+            of four parameters a step: what chance does not explain in all but one of 10^8 cases; None elsewhere.
     """
 
     seen: int = 0
@@ -207,8 +208,8 @@ class StepRecord:
         step: its number since the observation began, from 0.
         sampled: whether tensors were looked at.
         lr: of the first group.
-        loss_scale: of the gradient scaler, None without one.
-        skipped: steps that the scaler skipped since the record before.
+        loss_scale: of the gradient scaler; None without one, and where reading it would wait for a device.
+        skipped: steps that the scaler skipped since the scale was read before.
         scheduled: steps of the learning-rate scheduler since the record before; None without one.
         loss: if one was seen.
         exponents: smallest and largest gradient exponent of the sites, None without.
@@ -271,7 +272,9 @@ class Record:
         history: steps in order.
         sampled_steps: numbers of the steps whose tensors were looked at.
         expectations: dtypes and formats that were asked for.
-        replicas: by parameter name, whether all ranks that should hold the same bits do.
+        replicas: by parameter name, whether all ranks that should hold the same bits do, at the sampled steps that
+            they have in common; only what was compared. Rank 0's record compares all ranks, another one that rank with
+            rank 0 (the lowest that observes).
         recomputed: modules that ran twice in a step, as gradient checkpointing makes them (`check=True`).
         compiled: compiled modules beside their eager originals (`check=True`).
         loss_dtype: dtype of the loss, if one was seen.

@@ -36,8 +36,12 @@ class RandomBitsRepeat(FindingKind):
         seen, count = rounding.seen, rounding.seen / steps
         opened = rounding.variance / steps
         least = max(CORRELATION, DEVIATIONS / count**0.5, COINCIDENCES / opened if opened else float("inf"))
-        for what, correlation in (("steps", rounding.repeated), ("ranks", rounding.between_ranks)):
-            if correlation is not None and correlation > least:
+        # Of ranks the record has what chance does not explain.
+        for what, correlation, limit in (
+            ("steps", rounding.repeated, least),
+            ("ranks", rounding.between_ranks, CORRELATION),
+        ):
+            if correlation is not None and correlation > limit:
                 said = f"two {what} round the same way, with a correlation of {correlation:.2g}"
                 yield self.found(name, "error", confidence, said, correlation=correlation, between=what, seen=seen)
         deviations = rounding.excess / rounding.variance**0.5 if rounding.variance > 0 else 0.0

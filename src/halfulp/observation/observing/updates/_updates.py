@@ -72,7 +72,7 @@ class Updates:
         self._stepped: list[Stepped] = []
         self._shadows: dict[int, Shadow] = {}
         self._after: dict[tuple[str, str], torch.Tensor] = {}
-        self._directions: dict[str, RoundingDecisions] = {}
+        self.rounded: dict[str, RoundingDecisions] = {}
 
     def before(self, arrived: set[str]) -> None:
         """Sample what the step is about to change.
@@ -245,7 +245,7 @@ class Updates:
     def _follow_directions(self, one: Stepped, wanted: torch.Tensor, after: torch.Tensor) -> None:
         """Count the directions of stochastic rounding."""
         if one.name in self.book.fixed:
-            decisions = self._directions.setdefault(one.name, RoundingDecisions())
+            decisions = self.rounded.setdefault(one.name, RoundingDecisions())
             record = self.book.record.parameters[one.name]
             decisions.add(record, record.dtype, wanted, after)
 

@@ -1,0 +1,201 @@
+"""Two gloo processes that do not observe the same: nothing hangs, no collective of the run is met, words say what
+is missing."""
+
+START = """
+import sys, types, torch
+torch.set_num_threads(1)
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+import halfulp as hu
+
+rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+
+
+def run():
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model, optimizer, steps, own=True, each=lambda step: None):
+    for step in range(steps):
+        model(torch.randn(6, 8) * (1 + rank)).square().mean().backward()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            assert "planted" in str(error)
+        optimizer.zero_grad()
+        if own:
+            total = torch.tensor([1.0 + rank])
+            dist.all_reduce(total)
+            assert total.item() == 3.0, total
+        each(step)
+
+
+def agree(record):
+    assert len(record.replicas) == 4, record.replicas
+    assert all(record.replicas.values()), record.replicas
+"""
+ONE_RANK = """
+model, optimizer = run()
+if rank == 0:
+    with hu.observe(model, optimizer, interval=2) as seen:
+        train(model, optimizer, 5)
+    assert seen.record.unseen == ["rank 1 did not observe this run: not compared"], seen.record.unseen
+    assert not seen.record.replicas
+else:
+    train(model, optimizer, 5)
+for _ in range(2):  # the first run of rank 1 is the second one of rank 0
+    model, optimizer = run()
+    with hu.observe(model, optimizer, interval=2) as seen:
+        train(model, optimizer, 5)
+        assert seen.record.unseen == [], seen.record.unseen
+        agree(seen.record)
+    assert seen.record.unseen == [], seen.record.unseen
+    agree(seen.record)
+seen.start()
+train(model, optimizer, 5)
+seen.stop()
+assert seen.record.unseen == [] and len(seen) == 10
+agree(seen.record)
+"""
+JOINED = """
+model, optimizer = run()
+with hu.observe(model, optimizer, interval=1) as seen, Join([model]):
+    train(model, optimizer, 3 + 2 * rank, own=False)
+said = ["rank 0 ended after step 2: compared until then"] if rank else []
+assert seen.record.unseen == said, seen.record.unseen
+assert len(seen) == 3 + 2 * rank
+agree(seen.record)
+"""
+FAILING = """
+model, optimizer = run()
+seen = hu.observe(model, optimizer, interval=1).start()
+
+
+def fail(*arguments):
+    raise RuntimeError("planted")
+
+
+def each(step):
+    if rank and step == 0:
+        finish, seen._modules.finish_step = seen._modules.finish_step, fail  # a hook of ours in step 1
+        each.finish = finish
+    if rank and step == 1:
+        seen._modules.finish_step = each.finish
+        each.handle = optimizer.register_step_pre_hook(fail)  # the optimizer in step 2
+    if rank and step == 2:
+        each.handle.remove()
+
+
+train(model, optimizer, 5, each=each)
+seen.stop()
+assert len(seen) == 5 - rank
+assert set(seen.record.replicas) == {"module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"}
+assert not all(seen.record.replicas.values())  # a step was not taken
+wanted = ["end step: it raised RuntimeError"] if rank else ["rank 1 ended after step 3: compared until then"]
+assert seen.record.unseen == wanted, seen.record.unseen
+"""
+STOPPED = """
+model, optimizer = run()
+seen = hu.observe(model, optimizer, interval=2).start()
+train(model, optimizer, 9, each=lambda step: seen.stop() if rank and step == 4 else None)
+seen.stop()
+wanted = [] if rank else ["rank 1 ended after step 4: compared until then"]
+assert seen.record.unseen == wanted, seen.record.unseen
+agree(seen.record)
+
+model, optimizer = run()
+try:
+    with hu.observe(model, optimizer, interval=2) as seen:
+        train(model, optimizer, 4)
+        if rank:
+            raise KeyError("planted")
+        train(model.module, optimizer, 3, own=False)
+except KeyError:
+    assert rank
+assert seen.record.unseen == ([] if rank else ["rank 1 ended after step 2: compared until then"]), seen.record.unseen
+agree(seen.record)
+
+model, optimizer = run()
+with hu.observe(model, optimizer, interval=2 + rank) as seen:
+    train(model, optimizer, 8)
+assert seen.record.unseen == []  # the last of both is 6
+agree(seen.record)
+
+model, optimizer = run()
+with hu.observe(model, optimizer, interval=50) as seen:
+    train(model, optimizer, 1)
+    train(model.module, optimizer, 3)
+    dist.barrier()
+    dist.destroy_process_group()
+assert seen.record.unseen == [], seen.record.unseen
+agree(seen.record)
+"""
+ZERO = """
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own script functions
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+for given in ("outer", "both"):
+    model, _ = run()
+    outer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    with hu.observe(model, outer if given == "outer" else [outer.optim, outer], interval=1) as seen:
+        train(model, outer, 4)
+    record = seen.record
+    assert len(seen) == 4
+    assert record.unseen == [], record.unseen
+    own = {id(p) for group in outer.optim.param_groups for p in group["params"]}
+    assert 0 < len(own) < 4
+    for name, p in model.named_parameters():
+        found = record.parameters[name]
+        assert (found.gradients, found.optimizer) == (4, "AdamW"), found
+        assert found.optimizer_module.startswith("torch.optim."), found
+        assert found.update.known == (id(p) in own), found
+        assert 0 < found.update.seen <= 4 * found.numel, found
+    agree(record)
+    assert not [finding for finding in seen.findings if finding.severity != "note"], seen.findings
+dist.destroy_process_group()
+"""
+END = """
+dist.destroy_process_group()
+"""
+
+
+def test_observing_on_one_rank_alone_and_then_on_both(in_two_processes):
+    in_two_processes(START + ONE_RANK + JOINED + END)
+
+
+def test_a_rank_that_fails_or_stops(in_two_processes):
+    in_two_processes(START + FAILING + STOPPED)
+
+
+def test_a_zero_redundancy_optimizer_counts_once(in_two_processes):
+    in_two_processes(START + ZERO)
+
+
+def test_a_group_without_a_store_is_said(in_process):
+    in_process(
+        """
+import torch, halfulp as hu
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with hu.observe(model, optimizer, interval=1) as seen:
+    for _ in range(3):
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+assert seen.record.unseen == [
+    "rank 1 not compared (the process group's store cannot be reached: RuntimeError)"
+], seen.record.unseen
+dist.destroy_process_group()
+"""
+    )
