@@ -197,3 +197,58 @@ def test_bad_input_is_refused_in_words(tmp_path):
     for given in (-1, math.nan, "much"):
         with pytest.raises(ValueError, match="from 0 on"):
             hu.audit(a, a | {}, share=given)
+
+
+def coded(kind, weight):
+    """States of 8 bits as they are saved, and the options of their group."""
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    if kind == "halfulp":
+        optimizer = hu.optim.AdamW([("weight", torch.nn.Parameter(weight))], lr=1e-3, state_dtype="8bit")
+        optimizer.param_groups[0]["params"][0].grad = torch.randn_like(weight)
+        optimizer.step()
+        return optimizer.state_dict()
+    codes = torch.randint(0, 255, weight.shape, dtype=torch.uint8)
+    scales, table = torch.rand(4), torch.rand(256)
+    if kind == "bitsandbytes":
+        names = ("state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2")
+    else:
+        names = (
+            "exp_avg_codes",
+            "exp_avg_sq_codes",
+            "exp_avg_qmap",
+            "exp_avg_sq_qmap",
+            "exp_avg_scale",
+            "exp_avg_sq_scale",
+        )
+    state = dict(zip(names, (codes, codes, table, table, scales, scales))) | {"step": 2}
+    return {"state": {0: state}, "param_groups": [{**options, "params": [0], "param_names": ["weight"]}]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["halfulp", "bitsandbytes", "named"])
+def test_states_of_8_bits_are_said_not_to_be_computed_again(kind, dtype, seed):
+    weight = torch.randn(64, 64).to(dtype)
+    a, b = ({"model": {"weight": weight.clone() + k / 8}, "optimizer": coded(kind, weight.clone())} for k in range(2))
+    found = hu.audit(a, b)
+    compensated = found.states["weight"].compensated
+    said = [one for one in found.unseen if "were not computed again" in one]
+    assert len(said) == (not compensated)
+    assert compensated or "codes of 8 bits or fewer" in said[0]
+    assert "'weight'" in "".join(said) or compensated
+    assert not [one for one in found.findings if one.code in ("state-mismatch", "updates-lost")]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"square_avg": torch.rand(64)}, "no rule is known that has the states 'square_avg'"),
+        ({"exp_avg": torch.rand(64), "exp_avg_sq": torch.rand(64)}, "their states have no step"),
+    ],
+)
+def test_updates_that_cannot_be_computed_again_are_said(state, said):
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.99), "params": [0], "param_names": ["w"]}]
+    given = {"optimizer": {"state": {0: state}, "param_groups": groups}}
+    a, b = ({"model": {"w": torch.rand(64)}, **given} for _ in range(2))
+    assert said in " ".join(hu.audit(a, b).unseen)
+    groups[0]["lr"] = 0.0
+    assert "no learning rate, or it is 0; give lr=" in " ".join(hu.audit(a, b).unseen)

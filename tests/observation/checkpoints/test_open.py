@@ -217,3 +217,37 @@ def test_chunks_of_several_ranks_are_one_tensor(tmp_path):
     next((tmp_path / "dcp").glob("__1_*.distcp")).unlink()
     with pytest.raises(ValueError, match=r"lacks __1_0\.distcp"):
         open_checkpoint(tmp_path / "dcp")
+
+
+def test_partitions_of_deepspeed_are_refused_with_a_remedy(tmp_path):
+    inner = tmp_path / "global_step10"
+    inner.mkdir()
+    for name in ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        torch.save({"module": {"w": torch.empty(0)}}, inner / name)
+        with pytest.raises(ValueError, match=r"DeepSpeed's ZeRO partitions .*zero_to_fp32\.py"):
+            open_checkpoint(inner / name)
+    (tmp_path / "latest").write_text("global_step10")
+    for path in (tmp_path, inner):
+        with pytest.raises(ValueError, match=r"DeepSpeed's ZeRO partitions .*zero_to_fp32\.py"):
+            open_checkpoint(path)
+    model, _ = trained()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    found = check(tmp_path, model)
+    assert "partitions of the optimizer's states, which were not compared" in found.unseen[0]
+
+
+def test_what_lies_beside_and_is_not_read_is_said(tmp_path):
+    model, optimizer = trained()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    save_file(model.state_dict(), tmp_path / "model_1.safetensors")
+    for name in ("optimizer.bin", "optimizer_1.bin"):
+        torch.save(optimizer.state_dict(), tmp_path / name)
+    said = " ".join(check(tmp_path, model).unseen)
+    assert "'model_1.safetensors' lie beside model.safetensors" in said
+    assert "'optimizer_1.bin' are further optimizers' states" in said
+
+
+def test_empty_tensors_alone_are_no_checkpoint(tmp_path):
+    torch.save({"w": torch.empty(0), "v": torch.empty(3, 0)}, tmp_path / "zero.pt")
+    with pytest.raises(ValueError, match="only empty tensors"):
+        open_checkpoint(tmp_path / "zero.pt")

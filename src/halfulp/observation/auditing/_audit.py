@@ -157,6 +157,8 @@ class StateAudit:
         nonfinite: NaN and infinities of each state, in A and B; states without any are left out.
         update: the last update, computed from B's states and learning rate, under nearest rounding.
         decay: decoupled weight decay alone, likewise.
+        reduced: names of the states that have another shape than the parameter.
+        coded: whether a state is codes, or a scale or table that codes need.
     """
 
     name: str
@@ -172,6 +174,8 @@ class StateAudit:
     nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     update: Lost | None = None
     decay: Lost | None = None
+    reduced: tuple[str, ...] = ()
+    coded: bool = False
 
     @property
     def advanced(self) -> int | None:
@@ -188,6 +192,7 @@ class StateAudit:
             "dtypes": {key: [_dtype(one) for one in pair] for key, pair in self.dtypes.items()},
             "weight_update": self.weight_update,
             "compensated": self.compensated,
+            "coded": self.coded,
             "compensation_moved": self.compensation_moved,
             "unchanged": dict(self.unchanged),
             "nonfinite": {key: list(pair) for key, pair in self.nonfinite.items()},

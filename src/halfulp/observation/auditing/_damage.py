@@ -127,12 +127,12 @@ def mismatched_states(audit: Audit) -> Iterator[Symptom]:
 
 def _other_digits(name: str, row: TensorAudit, state: StateAudit) -> Iterator[Symptom]:
     # Optimizers of halfulp hold states in the dtype that they were asked for, beside what a weight's dtype loses.
-    if state.weight_update is not None or state.compensated:
+    if state.weight_update is not None or state.compensated or state.coded:
         return
     bits = precision(row.b.dtype)
     for key, (_, dtype) in state.dtypes.items():
         digits = precision(dtype)
-        if bits is None or digits is None or digits == bits or key == "step":
+        if bits is None or digits is None or digits == bits or key in state.reduced:
             continue
         stored, kept = dtype_name(row.b.dtype), dtype_name(dtype)
         evidence = {"parameter": stored, "state": key, "dtype": kept}

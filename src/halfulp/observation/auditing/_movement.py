@@ -85,7 +85,7 @@ def _kept_elsewhere(update: Lost, row: TensorAudit, state: StateAudit) -> bool:
     if state.weight_update is not None:  # an optimizer of halfulp holds the states that it was asked for
         return False
     digits = precision(row.b.dtype) or 0
-    kept = [precision(dtype) or 0 for key, (_, dtype) in state.dtypes.items() if key != "step"]
+    kept = [precision(dtype) or 0 for key, (_, dtype) in state.dtypes.items() if key not in state.reduced]
     return bool(kept) and min(kept) > digits
 
 

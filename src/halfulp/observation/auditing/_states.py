@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._messages import listed
 from .._dtypes import is_narrow, precision
 from ..checkpoints._state_names import NamedState
 from ..checkpoints._stored import Checkpoint, Stored, of_tensor
@@ -35,10 +36,30 @@ def compare_states(
         lr: in place of the learning rate that B's groups hold, or A's where that is 0, at the end of a schedule.
     """
     found = {}
+    reasons: dict[str, list[str]] = {}
     for name, after in b.items():
         if name in weights.tensors and (after.tensors or after.values):
             found[name] = _compare(name, a.get(name), after, weights.tensors[name], lr)
+            reason = _why_not_replayed(found[name], _elements(after), weights.tensors[name])
+            if reason is not None:
+                reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        weights.unseen.append(f"the last updates of {listed(names)} were not computed again: {reason}")
     return found
+
+
+def _why_not_replayed(state: StateAudit, states: Mapping[str, Stored], weight: Stored) -> str | None:
+    """Return why the last update is not known; None where it is, or where nothing of it can be lost."""
+    stays = state.compensated or state.weight_update not in (None, "nearest")
+    if state.update is not None or stays or precision(weight.dtype) is None or not weight.numel or not states:
+        return None
+    if not state.options.get("lr"):
+        return "their group has no learning rate, or it is 0; give lr="
+    if state.coded:
+        return f"their states ({listed(states)}) are codes of 8 bits or fewer, or have scales of their own"
+    if state.shapes_match and {"exp_avg", "exp_avg_sq"} <= states.keys() and state.steps[1] is None:
+        return "their states have no step"
+    return f"no rule is known that has the states {listed(states)}" if state.shapes_match else None
 
 
 def _compare(name: str, before: NamedState | None, after: NamedState, weight: Stored, lr: float | None) -> StateAudit:
@@ -73,6 +94,8 @@ def _compare(name: str, before: NamedState | None, after: NamedState, weight: St
         _nonfinite(ours, theirs),
         update,
         decay,
+        tuple(key for key, stored in theirs.items() if stored.shape != weight.shape),
+        any(_is_code(key, stored) for key, stored in theirs.items()),
     )
 
 
@@ -80,6 +103,12 @@ def _elements(state: NamedState) -> dict[str, Stored]:
     """Return the tensors of a state but for its step and checksums."""
     stored = {key: value if isinstance(value, Stored) else of_tensor(value) for key, value in state.tensors.items()}
     return {key: one for key, one in stored.items() if key != "step" and "checksum" not in key}
+
+
+def _is_code(key: str, stored: Stored) -> bool:
+    """Return whether a state means nothing without a scale or a table: of bitsandbytes, torchao, halfulp."""
+    scale = key.endswith(("_scale", "_codes", "_residual", "_qmap")) or key.startswith(("absmax", "qmap"))
+    return scale or (stored.dtype.itemsize == 1 and stored.dtype != torch.bool)
 
 
 def _step(state: NamedState) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 from ..._messages import listed
 from ...optim.parameters._random_identity import plain_names
 from ._dcp_folder import METADATA, open_dcp
+from ._deepspeed import is_partition, partitions, refuse
 from ._parts import CONTRACT, checkpoint_of, optimizers_of
 from ._safetensors_file import open_safetensors
 from ._stored import Checkpoint, Stored
@@ -27,6 +28,7 @@ _WEIGHTS = (
 )
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
 _OTHERS = re.compile(r"^(optimizer|scheduler|scaler|rng_state|training_args|random_states|sampler)", re.I)
+_NUMBERED_OPTIMIZER = re.compile(r"^optimizer_\d+\.(pt|bin|pth)$")
 _NUMBERED = re.compile(r"-(\d+)-of-(\d+)$")
 REMEDY = "give a file of safetensors or torch.save, a sharded folder with its index, or a DCP folder"
 
@@ -53,6 +55,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}; {REMEDY}") from None
     if not found.tensors:
         raise ValueError(f"{path} holds no tensors: {REMEDY}")
+    if not any(stored.numel for stored in found.tensors.values()):
+        raise ValueError(f"{path} holds only empty tensors, as ZeRO-3 leaves them: give a checkpoint of whole weights")
     found.path = str(path)
     return found
 
@@ -60,6 +64,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def _open_file(path: Path) -> Checkpoint:
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty: {REMEDY}")
+    if is_partition(path.name):
+        raise refuse(path, [path.name])
     if path.name.endswith(".index.json"):
         return _open_sharded(path)
     if path.suffix == ".safetensors" or _begins_like_safetensors(path):
@@ -76,15 +82,33 @@ def _begins_like_safetensors(path: Path) -> bool:
 def _open_folder(folder: Path) -> Checkpoint:
     if (folder / METADATA).is_file():
         return _of_dcp(folder)
-    files = sorted(path for path in folder.iterdir() if path.is_file())
+    partitioned = partitions(folder)
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in partitioned)
+    if partitioned and not any(_holds_weights(path) for path in files):
+        raise refuse(folder, partitioned)
     found = _weights(folder, files)
+    if partitioned:
+        found.unseen.append(
+            f"{listed(partitioned)} hold DeepSpeed's partitions of the optimizer's states, which were not compared"
+        )
     for path in (folder / name for name in _OPTIMIZERS):
         if path.is_file() and not found.optimizers:
             _add_optimizer(found, path)
+    more = [path.name for path in files if _NUMBERED_OPTIMIZER.match(path.name)]
+    if more:
+        found.unseen.append(f"{listed(more)} are further optimizers' states, and were not compared")
+    if (folder / "config.json").is_file():
+        found.config = folder / "config.json"
     beside = folder / f"{CONTRACT}.json"
     if found.contract is None and beside.is_file():
         found.contract = _read_json(beside)
     return found
+
+
+def _holds_weights(path: Path) -> bool:
+    return path.name.endswith(".index.json") or (
+        path.suffix in (".safetensors", *_TORCH) and not _OTHERS.match(path.name)
+    )
 
 
 def _weights(folder: Path, files: list[Path]) -> Checkpoint:
@@ -97,7 +121,11 @@ def _weights(folder: Path, files: list[Path]) -> Checkpoint:
     for group, opened in ((tensors, _of_safetensors), (saved, _of_torch_files)):
         known = [path for path in group if path.stem in _WEIGHTS]
         if len(known) == 1 or len(group) == 1:
-            return opened(known[:1] or group)
+            found = opened(known[:1] or group)
+            rest = [path.name for path in group if path not in (known[:1] or group)]
+            if rest:
+                found.unseen.append(f"{listed(rest)} lie beside {known[0].name}, and were not compared")
+            return found
         if group and all(_NUMBERED.search(path.stem) for path in group):
             _check_numbers(folder, group)
             return opened(group)

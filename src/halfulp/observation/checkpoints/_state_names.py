@@ -1,8 +1,9 @@
-"""Which parameter each of an optimizer's states belongs to: by its name, or by order and shape."""
+"""Which parameter each of an optimizer's states belongs to: by its name, by the order of the model, or by its shape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from ...kernels import address, plain
 from ...optim.parameters._random_identity import plain_names
+from .._finding import pattern_of
+from ._model_order import Decays, decay_rules, order_by_config
 from ._stored import Checkpoint, OptimizerStates, Stored
 
 COUNTERS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
@@ -38,14 +41,19 @@ def named_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedSt
         members = [(key, group) for group in optimizer.groups for key in group.get("params") or ()]
         names = _given_names(optimizer, members)
         if names is None:
-            names = _by_order(checkpoint, optimizer, members) if checkpoint.ordered else None
+            names = _by_order(checkpoint, optimizer, members)
         if names is None:
-            names = _by_shape(checkpoint, optimizer, members)
+            names = _by_shape(checkpoint, optimizer)
             lost = len(members) - len(names)
             if lost:
+                known = (
+                    ", or install the transformers that saved it, which has the model's order"
+                    if checkpoint.config
+                    else ""
+                )
                 unseen.append(
                     f"{lost} of {len(members)} optimizer states of the checkpoint have no names and no order: they "
-                    "were not compared; make the optimizer from model.named_parameters(), which saves names"
+                    f"were not compared; make the optimizer from model.named_parameters(), which saves names{known}"
                 )
         groups = dict(members)
         for key, name in names.items():
@@ -78,12 +86,52 @@ def _by_order(
     checkpoint: Checkpoint, optimizer: OptimizerStates, members: list[tuple[Any, dict]]
 ) -> dict[Any, str] | None:
     """Return names in the order of the model, where numbers and shapes of all parameters agree with it."""
-    candidates = list(_parameters(checkpoint))
+    candidates = dict(_parameters(checkpoint))
     if len(candidates) != len(members):
         return None
+    if checkpoint.ordered:
+        found = _by_groups(candidates, optimizer, decay_rules(candidates))
+        return found if found is not None else _as_they_fit(candidates, optimizer)
+    known = None if checkpoint.config is None else order_by_config(checkpoint.config, candidates)
+    if known is None or len(known[0]) != len(candidates):
+        return None
+    ordered = {name: candidates[name] for name in known[0]}
+    return _by_groups(ordered, optimizer, [known[1], *decay_rules(ordered)])
+
+
+def _by_groups(
+    ordered: Mapping[str, Stored], optimizer: OptimizerStates, rules: Sequence[Decays]
+) -> dict[Any, str] | None:
+    """Return names where one way alone to give them to one group, or to one that decays and one that does not, fits."""
+    found: list[dict[Any, str]] = []
+    for parts in _partitions(ordered, len(optimizer.groups), rules):
+        made: dict[Any, str] | None = {}
+        for group, names in zip(optimizer.groups, parts, strict=True):
+            keys = list(group.get("params") or ())
+            fits = len(keys) == len(names) and all(
+                _fits(optimizer.state.get(key), ordered[name].shape) for key, name in zip(keys, names)
+            )
+            made = made | dict(zip(keys, names)) if fits and made is not None else None
+        if made is not None and made not in found:
+            found.append(made)
+    return found[0] if len(found) == 1 else None
+
+
+def _partitions(ordered: Mapping[str, Stored], groups: int, rules: Sequence[Decays]) -> Iterator[list[list[str]]]:
+    """Yield the names of each group: those that decay come first, or second, in as many groups as there are."""
+    if groups == 1:
+        yield [list(ordered)]
+    for decays in rules if groups == 2 else ():
+        parts = [[name for name in ordered if decays(name, ordered[name]) == wanted] for wanted in (True, False)]
+        yield parts
+        yield parts[::-1]
+
+
+def _as_they_fit(ordered: Mapping[str, Stored], optimizer: OptimizerStates) -> dict[Any, str] | None:
+    """Return names in order, each given to the only group whose next state fits."""
     waiting = [list(group.get("params") or ()) for group in optimizer.groups]
     found = {}
-    for name, stored in candidates:
+    for name, stored in ordered.items():
         fitting = [
             number for number, keys in enumerate(waiting) if keys and _fits(optimizer.state.get(keys[0]), stored.shape)
         ]
@@ -97,17 +145,35 @@ def _by_order(
     return found
 
 
-def _by_shape(checkpoint: Checkpoint, optimizer: OptimizerStates, members: list[tuple[Any, dict]]) -> dict[Any, str]:
-    """Return the names of parameters whose shape no other one has."""
-    names: dict[tuple, list[str]] = {}
-    keys: dict[tuple, list[Any]] = {}
-    for name, stored in _parameters(checkpoint):
-        names.setdefault(stored.shape, []).append(name)
-    for key, _ in members:
-        shape = _shape(optimizer.state.get(key))
-        if shape is not None:
-            keys.setdefault(shape, []).append(key)
-    return {found[0]: names[shape][0] for shape, found in keys.items() if len(found) == len(names.get(shape, ())) == 1}
+def _by_shape(checkpoint: Checkpoint, optimizer: OptimizerStates) -> dict[Any, str]:
+    """Return the names of parameters whose shape only they have in their group, they and the same of other layers.
+
+    Layers of a list are in the order of their numbers, whatever the order of what is inside one.
+    """
+    tensors = dict(_parameters(checkpoint))
+    shapes = [[_shape(optimizer.state.get(key)) for key in group.get("params") or ()] for group in optimizer.groups]
+    possible: list[list[list[str]]] = []
+    for parts in _partitions(tensors, len(shapes), decay_rules(tensors)):
+        agree = all(Counter(own) == Counter(tensors[n].shape for n in names) for own, names in zip(shapes, parts))
+        if agree and parts not in possible:
+            possible.append(parts)
+    found: dict[Any, str] = {}
+    for number, group in enumerate(optimizer.groups):
+        elsewhere = {shape for k, own in enumerate(shapes) if k != number for shape in own}
+        for shape in dict.fromkeys(shapes[number]):
+            if shape is None or (len(possible) != 1 and shape in elsewhere):
+                continue
+            names = possible[0][number] if len(possible) == 1 else list(tensors)
+            fitting = [name for name in names if tensors[name].shape == shape]
+            keys = [key for key, own in zip(group["params"], shapes[number]) if own == shape]
+            if len(keys) == len(fitting) and len(set(map(pattern_of, fitting))) == 1:
+                found |= dict(zip(keys, sorted(fitting, key=_by_numbers)))
+    return found
+
+
+def _by_numbers(name: str) -> list[tuple[bool, int, str]]:
+    """Return what sorts names by the numbers of their layers."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
 
 
 def _parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, Stored]]:

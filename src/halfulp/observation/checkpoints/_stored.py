@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ class Checkpoint:
         optimizers: states of each optimizer.
         contract: the precision contract saved with it, None without one.
         unseen: sentences that say what could not be read, and why.
+        config: the model's config of transformers beside it, None without one.
     """
 
     path: str
@@ -82,3 +84,4 @@ class Checkpoint:
     optimizers: list[OptimizerStates] = field(default_factory=list)
     contract: dict[str, Any] | None = None
     unseen: list[str] = field(default_factory=list)
+    config: Path | None = None
