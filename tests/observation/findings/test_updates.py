@@ -131,6 +131,8 @@ def test_weight_decay_lost(decay, expected):
         (RoundingRecord(seen=2**15, variance=32.0, repeated=0.9), None),
         (RoundingRecord(seen=300, repeated=0.3), None),
         (RoundingRecord(seen=4096, variance=700.0, between_ranks=1.0), "error"),
+        (RoundingRecord(seen=4096, variance=700.0, between_ranks=0.11), "error"),
+        (RoundingRecord(seen=4096, variance=700.0, between_ranks=0.09), None),
         (RoundingRecord(seen=100, between_ranks=1.0), None),
     ],
 )

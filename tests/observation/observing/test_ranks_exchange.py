@@ -1,5 +1,7 @@
 """What ranks say of themselves: runs that meet and do not, bytes, and random bits that two shards share."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -23,23 +25,26 @@ def store(request, monkeypatch, tmp_path):
     return made
 
 
+def heard(box: Mailbox, ranks: list[int]) -> tuple[int, dict[int, bytes]]:
+    return box.hear(lambda hub: ranks)
+
+
 def test_runs_that_overlap_are_one_and_others_are_not(store):
     warmup = Mailbox("a", 2, 4)
     warmup.say(b"warmup")
-    assert (warmup.number, warmup.hub) == (1, 2)
+    assert (warmup.number, heard(warmup, [])) == (1, (2, {}))
     warmup.leave()
     three, one = Mailbox("a", 3, 4), Mailbox("a", 1, 4)
     two = Mailbox("a", 2, 4)
     assert [box.number for box in (one, two, three)] == [2, 2, 2]
-    assert [box.hub for box in (one, two, three)] == [1, 1, 1]
-    assert two.hear([0, 1, 3]) == {}
+    assert [heard(box, []) for box in (one, two, three)] == [(1, {})] * 3
+    assert heard(two, [0, 1, 3]) == (1, {})
     three.say(b"\x00\xff")
     one.say(b"1")
-    assert two.hear([0, 1, 3]) == {1: b"1", 3: b"\x00\xff"}
-    assert two.hear([1, 3]) == {1: b"1", 3: b"\x00\xff"}
+    assert heard(two, [0, 1, 3]) == heard(two, [1, 3]) == (1, {1: b"1", 3: b"\x00\xff"})
     again = Mailbox("a", 3, 4)  # while the others are still in the run before
     assert again.number == 3
-    assert again.hear([1]) == {}
+    assert heard(again, [1]) == (3, {})
     assert Mailbox("b", 0, 4).number == 1
 
 
@@ -50,9 +55,9 @@ def test_the_last_one_deletes_what_all_said(store):
         for box in boxes:
             box.say(bytes(1000))
         boxes[0].leave()
-        assert set(boxes[1].hear([0])) == {0}
+        assert set(heard(boxes[1], [0])[1]) == {0}
         boxes[1].leave()
-        assert boxes[1].hear([0, 1]) == {}
+        assert not boxes[1]._store.check([boxes[1]._key(1)])
     if not isinstance(store, dist.FileStore):
         assert store.num_keys() - before == 3  # the number of the run, and of each rank's last
 
@@ -63,12 +68,51 @@ def test_the_runs_own_store_keeps_its_patience(store):
     assert store.timeout == patience
 
 
+class SilentStore:
+    """A store whose server stands: what is asked is never answered."""
+
+    def __init__(self) -> None:
+        self.answers = dist.HashStore()
+        self.silent = False
+        self.end = threading.Event()
+
+    def clone(self) -> "SilentStore":
+        return self
+
+    def __getattr__(self, name: str):
+        def ask(*arguments):
+            if self.silent:
+                self.end.wait()
+            return getattr(self.answers, name)(*arguments)
+
+        return ask
+
+
+def test_a_server_that_stands_ends_no_run(monkeypatch):
+    store = SilentStore()
+    monkeypatch.setattr(_mailbox, "_get_default_store", lambda: store)
+    monkeypatch.setattr(_mailbox, "PATIENCE", 0.2)
+    for name, answer in (("is_initialized", True), ("get_rank", 0), ("get_world_size", 3)):
+        monkeypatch.setattr(dist, name, lambda answer=answer: answer)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hu.observe(model, optimizer, interval=1) as seen:
+        for step in range(5):
+            store.silent = step >= 2
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+    assert len(seen) == 5
+    assert seen.record.unseen == ["ranks 1, 2 not compared (the process group's store cannot be reached: TimeoutError)"]
+    store.end.set()
+
+
 @pytest.mark.parametrize("steps", [0, 1, 7])
 def test_summaries_are_read_as_they_were_written(seed, steps):
     random = np.random.default_rng(seed)
     keys = keys_array([2**64 - 1, 0, 5])
     said = RankSummary(
         bool(steps),
+        not steps,
         keys,
         {
             step: StepSummary(
@@ -81,7 +125,7 @@ def test_summaries_are_read_as_they_were_written(seed, steps):
         keys[:0],
     )
     read = RankSummary.from_bytes(said.to_bytes())
-    assert read.ended is said.ended
+    assert (read.ended, read.late) == (said.ended, said.late)
     assert read.last_step == said.last_step
     assert sorted(read.steps) == sorted(said.steps)[-4:]
     for name in ("replicated", "tensors", "extremes", "differing"):
@@ -97,7 +141,7 @@ def test_a_summary_is_as_small_as_said(seed):
     keys = keys_array(range(parameters))
     errors = {key: (0, np.ones(1024, np.int8)) for key in range(4)}
     own = {step: StepSummary(keys, errors) for step in range(steps)}
-    said = RankSummary(False, keys, own, keys_array(range(tensors)), np.zeros((tensors, 2)), keys_array([]))
+    said = RankSummary(False, False, keys, own, keys_array(range(tensors)), np.zeros((tensors, 2)), keys_array([]))
     assert len(said.to_bytes()) <= 40 * parameters + 24 * tensors + 4 * 4 * 1024 + 4096
 
 

@@ -99,6 +99,30 @@ assert not all(seen.record.replicas.values())  # a step was not taken
 wanted = ["end step: it raised RuntimeError"] if rank else ["rank 1 ended after step 3: compared until then"]
 assert seen.record.unseen == wanted, seen.record.unseen
 """
+LATE = """
+for begins in (0, 1):  # which rank does so three steps later
+    model, optimizer = run()
+    seen = hu.observe(model, optimizer, interval=1)
+
+
+    def each(step):
+        if step == 2 and rank == begins:
+            seen.start()
+
+
+    if rank != begins:
+        seen.start()
+    train(model, optimizer, 8, each=each)
+    seen.stop()
+    said = [f"rank {1 - rank} did not begin to observe at the same step: not compared"]
+    assert seen.record.unseen == said, seen.record.unseen
+    assert not seen.record.replicas
+    seen.start()  # from another of its own steps, and together with the other rank
+    train(model, optimizer, 4)
+    seen.stop()
+    assert seen.record.unseen == [], seen.record.unseen
+    agree(seen.record)
+"""
 STOPPED = """
 model, optimizer = run()
 seen = hu.observe(model, optimizer, interval=2).start()
@@ -173,6 +197,10 @@ def test_observing_on_one_rank_alone_and_then_on_both(in_two_processes):
 
 def test_a_rank_that_fails_or_stops(in_two_processes):
     in_two_processes(START + FAILING + STOPPED)
+
+
+def test_a_rank_that_begins_later(in_two_processes):
+    in_two_processes(START + LATE + END)
 
 
 def test_a_zero_redundancy_optimizer_counts_once(in_two_processes):

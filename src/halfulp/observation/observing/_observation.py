@@ -313,7 +313,7 @@ class Observation:
     @watching
     def _enter(self) -> None:
         self._scales.begin(self.optimizers)
-        self._processes.begin()
+        self._processes.begin(self._next_step())
 
     @watching
     def _hear(self) -> None:

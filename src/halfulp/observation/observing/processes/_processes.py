@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ....rounding import mix64
-from ...sampling._places import name_key
+from ...sampling._places import name_key, place_key
 from ...sampling._totals import AMAX, AMIN
 from .._notebook import Notebook
 from ._hashes import hashes
@@ -27,7 +27,7 @@ AT_ONCE = 16
 MOST_KEPT = 64
 # At the end others are waited for: those that were in the run, have not ended it, and are not there yet.
 LONGEST_WAIT = 2.0
-POLL = 0.002
+POLL = 0.005
 
 
 class Processes:
@@ -63,6 +63,8 @@ class Processes:
         self._due: int | None = None
         self._turn: int = 0
         self._hub: int | None = None
+        self._first: int = 0
+        self._late: bool = False
         self._ranks: list[int] = []
         active = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if active else 0
@@ -71,13 +73,20 @@ class Processes:
 
     # in a run -------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Enter the run that other ranks observe too."""
+    def begin(self, step: int) -> None:
+        """Enter the run that other ranks observe too.
+
+        Args:
+            step: number of the step that is next.
+        """
         self._enter()
+        self._first = step
         if self.size == 1:
             return
         shared = ranks_that_share(self._model)
         self._ranks = [rank for rank in shared or range(self.size) if rank != self.rank]
+        if not self._ranks:
+            return
         self._replicated = replicated(self._model, self._parameters)
         self._names = {name_key(name): name for name in self._replicated}
         self._keys = keys_array(self._names)
@@ -86,6 +95,9 @@ class Processes:
 
         def enter() -> None:
             self._mailbox = Mailbox(f"{name:016x}", self.rank, self.size)
+            self._take(self._hear(self._ranks))
+            # Ranks that train together begin before any has made a step.
+            self._late = any(known.last is not None for known in self._heard.values())
             self._say()
 
         self._reaching_store(enter)
@@ -98,12 +110,12 @@ class Processes:
         """
         if self._mailbox is None:
             return
-        step = self.book.step
-        bits = keys_array(hashes(self._replicated, self.book.key))
+        step = self.book.step - self._first
+        bits = keys_array(hashes(self._replicated, lambda name: place_key(0, step, name)))
         self._own[step] = StepSummary(bits, said_errors(step, errors, self._shards))
         while len(self._own) > MOST_KEPT:
             del self._own[min(self._own)]
-        self._due = step + 1
+        self._due = self.book.step + 1
         self._reaching_store(self._say)
 
     def follow(self, at_once: bool = False) -> None:
@@ -124,7 +136,8 @@ class Processes:
         Args:
             patient: whether to wait for ranks that have yet to say it, two seconds at most.
         """
-        self._reaching_store(lambda: self._finish(patient))
+        if self._mailbox is not None:
+            self._reaching_store(lambda: self._finish(patient))
         self._note(ended=True)
         self._mailbox = None
 
@@ -132,10 +145,10 @@ class Processes:
         assert self._mailbox is not None
         self._say(ended=True)
         until = time.monotonic() + (LONGEST_WAIT if patient else 0.0)
-        waiting = self._take(self._mailbox.hear(self._others()))
+        waiting = self._take(self._hear(self._ranks))
         while waiting and time.monotonic() < until:
             time.sleep(POLL)
-            waiting = self._take(self._mailbox.hear(waiting))
+            waiting = self._take(self._hear(waiting))
         if self._hub == self.rank:
             self._say(ended=True)
         self._mailbox.leave()
@@ -161,7 +174,7 @@ class Processes:
         assert self._mailbox is not None
         tensors, extremes = self._extremes()
         differing = [key for key, name in self._names.items() if not self.book.record.replicas.get(name, True)]
-        said = RankSummary(ended, self._keys, self._own, tensors, extremes, keys_array(differing))
+        said = RankSummary(ended, self._late, self._keys, self._own, tensors, extremes, keys_array(differing))
         self._mailbox.say(said.to_bytes())
 
     def _extremes(self) -> tuple[Array, Array]:
@@ -176,19 +189,18 @@ class Processes:
 
     # what is heard --------------------------------------------------------------------------------------------
 
-    def _others(self) -> list[int]:
-        """The ranks that this one compares itself with: the hub with all, all with the hub."""
+    def _hear(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        """What some ranks said, as the hub hears it; other ranks hear the hub."""
         assert self._mailbox is not None
-        self._hub = self._mailbox.hub
-        return self._ranks if self._hub == self.rank else [self._hub]
+        own = self.rank
+        self._hub, heard = self._mailbox.hear(lambda hub: ranks if hub == own else [hub])
+        return heard
 
     def _hear_some(self) -> None:
-        assert self._mailbox is not None
-        others = self._others()
-        first = self._turn % len(others)
-        chosen = (others[first:] + others[:first])[:AT_ONCE]
+        first = self._turn % len(self._ranks)
+        chosen = (self._ranks[first:] + self._ranks[:first])[:AT_ONCE]
         self._turn = first + len(chosen)
-        self._take(self._mailbox.hear(chosen))
+        self._take(self._hear(chosen))
 
     def _take(self, heard: Mapping[int, bytes]) -> list[int]:
         """Join what ranks said to what this one knows, and return those that have yet to say this rank's last step."""
@@ -196,15 +208,17 @@ class Processes:
         for rank, words in heard.items():
             theirs = RankSummary.from_bytes(words)
             known = self._heard.setdefault(rank, Heard())
-            known.ended, known.last = theirs.ended, theirs.last_step
+            known.ended, known.last, known.apart = theirs.ended, theirs.last_step, self._late or theirs.late
             here, there = in_both(self._keys, theirs.replicated)
-            for step in sorted(self._own.keys() & theirs.steps):
+            for step in sorted(self._own.keys() & theirs.steps) if not known.apart else ():
                 if known.common is None or step > known.common:
                     known.common = step
                     self._compare(rank, here, self._own[step], there, theirs.steps[step])
-            self._differ(theirs.differing)
+            if not known.apart:
+                self._differ(theirs.differing)
             self._join_extremes(theirs)
-            if not theirs.ended and (theirs.last_step or -1) < max(self._own, default=-1):
+            behind_by = max(self._own, default=-1) - (-1 if theirs.last_step is None else theirs.last_step)
+            if behind_by > 0 and not (theirs.ended or known.apart):
                 behind.append(rank)
         return behind
 
@@ -248,5 +262,6 @@ class Processes:
         self.book.record.unseen[:] = [one for one in unseen if one not in self._sentences]
         steps = sorted(self._own)
         compared = self._ranks if self._hub is None or self._hub == self.rank else [self._hub]
-        self._sentences = sentences(self._heard, compared, steps if ended else steps[:-1], self._failed)
+        until = steps if ended else steps[:-1]
+        self._sentences = sentences(self._heard, compared, until, self._failed, self._first)
         unseen.extend(self._sentences)

@@ -32,14 +32,16 @@ class RankSummary:
 
     Attributes:
         ended: whether its observation has ended.
+        late: whether it began after others had sampled a step, so that its steps are not theirs.
         replicated: uint64: keys of its replicated parameters.
-        steps: its last sampled steps, by number.
+        steps: its last sampled steps, by their number since its observation began.
         tensors: uint64: keys of the roles and names that it has looked at.
         extremes: float64 of shape (tensors, 2): largest and smallest nonzero magnitudes.
         differing: uint64: keys of the replicated parameters that it knows to differ between ranks.
     """
 
     ended: bool
+    late: bool
     replicated: Array
     steps: dict[int, StepSummary]
     tensors: Array
@@ -58,7 +60,7 @@ class RankSummary:
         said = sorted(self.steps)[-MOST_STEPS:]
         bits = [self.steps[step].bits for step in said]
         arrays = {
-            "ended": np.array([self.ended], np.uint8),
+            "state": np.array([self.ended, self.late], np.uint8),
             "replicated": self.replicated,
             "steps": np.array(said, np.int64),
             "bits": np.stack(bits) if bits else np.zeros((0, len(self.replicated)), np.uint64),
@@ -83,7 +85,8 @@ class RankSummary:
                 step, key, shard = map(int, name.split("/")[1:])
                 steps[step].errors[key] = shard, errors
         told = (arrays[name] for name in ("tensors", "extremes", "differing"))
-        return cls(bool(arrays["ended"][0]), arrays["replicated"], steps, *told)
+        ended, late = map(bool, arrays["state"])
+        return cls(ended, late, arrays["replicated"], steps, *told)
 
 
 def keys_array(keys: Iterable[int]) -> Array:
