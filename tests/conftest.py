@@ -152,7 +152,8 @@ def in_processes(seed: int, tmp_path: Path, _fork_servers: list[subprocess.Popen
         requests = []
         for rank, output in enumerate(outputs):
             arguments = [str(rank), str(tmp_path / "store"), str(seed)]
-            requests.append({"script": script, "arguments": arguments, "environment": given, "output": str(output)})
+            request = {"script": script, "arguments": arguments, "environment": given, "output": str(output)}
+            requests.append({**request, "ranks": count})
         codes = _codes([_server(rank, _fork_servers) for rank in range(count)], requests)
         assert codes == [0] * count, "\n".join(output.read_text() for output in outputs)
 

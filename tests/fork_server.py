@@ -5,10 +5,12 @@ process forks itself; the child runs the script as `python -c` would. Standard o
 code. A test of several ranks takes a server each, so that no two of them hash alike.
 """
 
+import fcntl
 import gc
 import json
 import os
 import sys
+import time
 import types
 import warnings
 
@@ -27,13 +29,56 @@ def prepare() -> None:
 
         import halfulp
 
-        # Half a second of every process's first kernel, the same for all.
+        # A second of every process's first kernel, the same for all.
+        import halfulp.kernels.scalar._instructions
+        import halfulp.kernels.scalar._pipeline
+
         numba.core.registry.cpu_target.typing_context.refresh()
         numba.core.registry.cpu_target.target_context.refresh()
+        numba.njit("void(float32[::1], int64)", nogil=True)(doubled)
         assert halfulp.optim.AdamW
         assert torch.get_num_threads() == 1, "threads do not live on in a forked process"
     gc.freeze()
     gc.enable()
+
+
+def doubled(values, count):
+    for i in range(count):
+        if values[i] > 0:
+            values[i] = values[i] * 2
+
+
+def compile_by_turns(folder: str) -> None:
+    """Of processes that need the same kernel one compiles it; the others wait, and find it in the cache."""
+    from halfulp.kernels._cache import MachineCodeCache
+
+    load, save, lock = MachineCodeCache.load_overload, MachineCodeCache.save_overload, os.open(folder, os.O_RDONLY)
+
+    def loaded(self, signature, target):
+        found = load(self, signature, target)
+        if found is None and taken(lock):
+            found = load(self, signature, target)
+            if found is not None:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+        return found
+
+    def saved(self, signature, result):
+        save(self, signature, result)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+
+    MachineCodeCache.load_overload, MachineCodeCache.save_overload = loaded, saved
+
+
+def taken(lock: int, patience: float = 20) -> bool:
+    """Whether a lock became this process's; one that another keeps is not waited for without end."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.01)
+    return False
 
 
 def wait_for_script() -> dict | None:
@@ -59,6 +104,8 @@ def run(request: dict) -> None:
     os.environ.update(request["environment"])
     sys.modules["numba"].config.reload_config()  # which reads the environment
     os.chdir(request["directory"])
+    if request.get("ranks", 1) > 1:
+        compile_by_turns(os.path.dirname(request["output"]))
     sys.argv = ["-c", *request["arguments"]]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(request["script"], "<string>", "exec"), main.__dict__)
