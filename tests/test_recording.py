@@ -1,8 +1,6 @@
 """Models that halfulp has changed, recorded as graphs: the same numbers from the file, or a refusal in words."""
 
 import io
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -79,7 +77,8 @@ def test_an_exported_model_gives_the_same_numbers(kind, strict, seed):
 
 
 RUN = """
-import sys, torch
+import sys, torch, warnings
+warnings.resetwarnings()
 import halfulp
 folder, *kinds = sys.argv[1:]
 for kind in kinds:
@@ -88,15 +87,14 @@ for kind in kinds:
 """
 
 
-def test_an_exported_file_runs_in_another_process(seed, tmp_path):
+def test_an_exported_file_runs_in_another_process(seed, tmp_path, forked):
     kinds = ["multicomponent", "scalify"]
     for kind in kinds:
         model, x = MODELS[kind](torch.randn(4, 6))
         torch.export.save(torch.export.export(model, (x,)), tmp_path / f"{kind}.pt2")
         torch.save((x, model(x).detach()), tmp_path / f"{kind}.pt")
-    command = [sys.executable, "-c", RUN, str(tmp_path), *kinds]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    code, printed = forked(RUN, str(tmp_path), *kinds)
+    assert code == 0, printed
 
 
 RECORDERS = {

@@ -9,9 +9,10 @@ from halfulp.kernels.scalar._machine_code import JIT_OPTIONS
 
 SOURCE = Path(__file__).parents[2] / "src" / "halfulp"
 PROGRAM = """
-    import os, sys, threading
+    import os, sys, threading, warnings
     import torch
     import halfulp.rounding as r
+    warnings.simplefilter("ignore")  # of a fork beside threads, which is what is tested
     torch.set_num_threads(2)
     x = torch.randn(300_000, generator=torch.Generator().manual_seed(1))
     def work(): return r.quantize(x, "fp16", r.Stochastic(3))
@@ -19,7 +20,7 @@ PROGRAM = """
 """
 
 
-def test_a_forked_child(python):
+def test_a_forked_child(forked_python):
     """A child that quantizes after its parent has run threads."""
     program = """
         for _ in range(3):
@@ -29,10 +30,10 @@ def test_a_forked_child(python):
             assert os.waitpid(child, 0)[1] == 0
         print(torch.equal(work(), wanted))
     """
-    assert python(PROGRAM, program) == "True\n"
+    assert forked_python(PROGRAM, program) == "True\n"
 
 
-def test_a_data_loader_worker(python):
+def test_a_data_loader_worker(forked_python):
     program = """
         class Data(torch.utils.data.Dataset):
             def __len__(self): return 4
@@ -40,11 +41,11 @@ def test_a_data_loader_worker(python):
         loader = torch.utils.data.DataLoader(Data(), batch_size=1, num_workers=2)
         print(all(torch.equal(batch[0], wanted) for batch in loader))
     """
-    assert python(PROGRAM, program) == "True\n"
+    assert forked_python(PROGRAM, program) == "True\n"
 
 
 @pytest.mark.parametrize("layer", ["omp", "workqueue"])
-def test_four_callers_at_once(python, layer):
+def test_four_callers_at_once(forked_python, layer):
     program = """
         results = [None] * 4
         def call(i):
@@ -54,10 +55,10 @@ def test_four_callers_at_once(python, layer):
         for caller in callers: caller.join()
         print(results)
     """
-    assert python(PROGRAM, program, NUMBA_THREADING_LAYER=layer) == "[True, True, True, True]\n"
+    assert forked_python(PROGRAM, program, NUMBA_THREADING_LAYER=layer) == "[True, True, True, True]\n"
 
 
-def test_four_first_callers_at_once(python, cache):
+def test_four_first_callers_at_once(forked_python, cache):
     """Compilation itself may happen in several threads."""
     program = """
         import threading, torch, halfulp.rounding as r
@@ -69,7 +70,7 @@ def test_four_first_callers_at_once(python, cache):
         for caller in callers: caller.join()
         print(all(torch.equal(q, x.bfloat16().float()) for q in results))
     """
-    assert python(program) == "True\n"
+    assert forked_python(program) == "True\n"
 
 
 def test_an_error_in_a_thread_reaches_the_caller():

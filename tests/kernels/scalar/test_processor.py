@@ -37,10 +37,10 @@ def test_features_are_those_of_the_machine_codes_target(monkeypatch):
     assert (vector_bits(), _processor.has_fused_vectors(256)) == (256, False)
 
 
-def test_a_lesser_processor_gives_the_same_bits_from_entries_of_its_own(cache, python):
+def test_a_lesser_processor_gives_the_same_bits_from_entries_of_its_own(cache, python, forked_python):
     if os.environ.get("NUMBA_CPU_NAME") == RESTRICTED["NUMBA_CPU_NAME"]:
         pytest.skip("this run is on the lesser processor already")
-    bits, here = python(RESULTS).split()
+    bits, here = forked_python(RESULTS).split()
     count = len(set(cache.iterdir()))
     assert count
     restricted, there = python(RESULTS, **RESTRICTED).split()
