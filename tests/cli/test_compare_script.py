@@ -75,6 +75,7 @@ def test_a_script_under_recipes(compare):
     rows = {row["recipe"]: row for row in json.loads(out)["recipes"]}
     assert list(rows) == ["fp32", "fp32-twin", "bf16", "bf16-kahan", "fp16-adaptive"]
     assert rows["fp32"]["verdict"] == "reference"
+    assert all(len(row["curve"]) == 40 for row in rows.values() if row["verdict"] != "cannot")
     assert {row["steps"] for row in rows.values() if row["verdict"] != "cannot"} == {40}
     assert abs(rows["bf16-kahan"]["gap"]) < rows["bf16"]["gap"], "rounding to nearest loses updates of 1e-4"
     assert rows["bf16"]["bytes_per_parameter"] < rows["bf16-kahan"]["bytes_per_parameter"]
@@ -95,22 +96,83 @@ def test_a_model_that_is_narrow_already_cannot_be_converted(compare):
     assert "float32" in err
 
 
+PLAIN = SCRIPT.format(parameters="model.parameters()")
+SUBCLASS = "class Mine(torch.optim.AdamW): ...\noptimizer = Mine"
+KINDS = {
+    "crash": ("raise RuntimeError('boom')", [], "crashed in float32: RuntimeError: boom; all that it said is in"),
+    "no optimizer": ("print('nothing')", [], "makes no torch optimizer in its own process"),
+    "option of tasks": ("", ["--task", "digits"], "--task: of tasks"),
+    "unknown recipe": ("", ["--recipe", "bf61"], "unknown recipe 'bf61'"),
+    "exit code": (f"{PLAIN}sys.exit(3)", [], "exited with exit code 3 in float32"),
+    "killed": ("import os; os.kill(os.getpid(), 9)", [], "was killed by SIGKILL, as where memory is short in float32"),
+    "never steps": (PLAIN.replace("optimizer.step()", "pass"), [], "never steps an optimizer"),
+    "another optimizer": (
+        PLAIN.replace("AdamW", "RMSprop").replace(", fused=False", ""),
+        [],
+        "it trains by RMSprop; recipes replace torch.optim's SGD, Adam and AdamW",
+    ),
+    "a subclass": (PLAIN.replace("optimizer = torch.optim.AdamW", SUBCLASS), [], "it trains by Mine"),
+}
+
+
 @pytest.mark.usefixtures("forked_runs")
-@pytest.mark.parametrize(
-    ("text", "arguments", "words"),
-    [
-        ("raise RuntimeError('boom')", [], "the script crashed in float32 (exit code 1): RuntimeError: boom"),
-        ("print('nothing')", [], "makes no torch.optim.SGD, Adam or AdamW itself"),
-        ("", ["--task", "digits"], "--task: of tasks"),
-        ("", ["--recipe", "bf61"], "unknown recipe 'bf61'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "arguments", "words"), KINDS.values(), ids=KINDS)
 def test_what_is_wrong_is_one_line_and_exit_code_2(compare, text, arguments, words):
     code, out, err = compare(text, *arguments)
     assert code == 2
     assert out == ""
     assert words in err
     assert "Traceback" not in err
+
+
+def test_several_processes_are_refused(compare, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = compare("raise AssertionError('this must not run')")
+    assert code == 2
+    assert "not under torchrun" in err
+
+
+@pytest.mark.usefixtures("forked_runs")
+def test_a_reference_that_does_not_learn_gives_no_verdict_and_a_scaler_no_other_loss(compare):
+    text = SCRIPT.format(parameters="model.parameters()").replace("lr=1e-4", "lr=1e-3")
+    stepping = "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()"
+    scaled = text.replace("loss.backward()\n    optimizer.step()", stepping)
+    scaled = scaled.replace("for step", "scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)\nfor step")
+    assert scaled != text
+    _, out, _ = compare(text, "--recipe", "fp32", "--json")
+    plain = json.loads(out)["recipes"][0]["loss"]
+    _, out, _ = compare(scaled, "--recipe", "fp32", "--json")
+    assert json.loads(out)["recipes"][0]["loss"] == pytest.approx(plain, rel=1e-5)
+    code, out, err = compare(text.replace("lr=1e-3", "lr=1e30"), "--recipe", "bf16", "--json")
+    assert code == 0, err
+    rows = {row["recipe"]: row for row in json.loads(out)["recipes"]}
+    assert rows["bf16"]["verdict"] == "no verdict"
+    assert rows["fp32"]["reason"] == "its loss is not finite: it did not learn"
+    assert "the script does not learn as it is" in json.loads(out)["notes"][0]
+    page = Path("halfulp-compare", "compare-script.html").read_text().replace("</span> <span>", " ")
+    assert "Float32 itself did not learn" in page
+
+
+@pytest.mark.usefixtures("forked_runs")
+def test_scripts_whose_recipes_are_used_and_what_is_said_of_them(compare):
+    text = "from torch.optim.adamw import AdamW\n" + SCRIPT.format(parameters="model.parameters()")
+    text = text.replace("torch.optim.AdamW", "AdamW").replace("print(", "import os; os._exit(0)\nprint(")
+    second = "optimizer =", "other = torch.optim.RMSprop([torch.zeros(1, requires_grad=True)])\noptimizer ="
+    code, out, err = compare(text.replace(*second), "--recipe", "bf16-kahan")
+    assert code == 0, err
+    assert "no difference" in out
+    assert "RMSprop and what it steps stayed as they are" in out
+    assert "compare-script.html shows the curves" in out
+    assert "bf16-kahan" in Path("halfulp-compare", "compare-script.html").read_text()
+
+
+@pytest.mark.usefixtures("forked_runs")
+def test_a_recipe_under_which_it_crashes_is_a_row(compare):
+    text = SCRIPT.format(parameters="model.parameters()").replace("x @ truth", "x @ truth.to(model[0].weight.dtype)")
+    code, out, err = compare(text, "--recipe", "bf16")
+    assert code == 0, err
+    assert "crashed" in out
+    assert "RuntimeError" in Path("halfulp-compare", "error.log").read_text()
 
 
 def test_classes_are_put_back_and_subclasses_stay_themselves():
@@ -121,7 +183,8 @@ def test_classes_are_put_back_and_subclasses_stay_themselves():
     before = {name: vars(getattr(torch.optim, name)).get("__init__") for name in ("SGD", "Adam", "AdamW")}
     with substituted(recipes.get("bf16-kahan")) as done:
         assert type(Mine(torch.nn.Linear(2, 2).parameters())) is Mine
-        assert not done
+        assert not done.made
+        assert done.others == ["Mine"]
         optimizer = torch.optim.AdamW(model.named_parameters(), 1e-3, betas=(0.8, 0.9))
     assert type(optimizer).__module__.startswith("halfulp.optim")
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)

@@ -17,6 +17,7 @@ def compare(
         str | None, typer.Argument(help="A training script to compare under recipes in place of tasks.")
     ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, behind --.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as after python -m.")] = False,
     task: Annotated[
         list[str] | None,
         typer.Option(help=several("Tasks", DEFAULT_TASKS), autocompletion=complete(task_names)),
@@ -38,8 +39,11 @@ def compare(
 ) -> None:
     """Train tasks under several recipes, and show which keep float32's accuracy, at what memory and speed.
 
-    With a SCRIPT.py that is run once per recipe: where it makes torch's SGD, Adam or AdamW, its model is converted.
+    With a SCRIPT.py that is run once per recipe: where it makes torch's SGD, Adam or AdamW, its model is converted. The
+    folder then gets compare-script.json and compare-script.html.
     """
+    if module and script is None:
+        fail("-m needs the name of a module: halfulp compare -m package.train")
     if script is not None:
         unused = {"--task": task, "--steps": steps, "--data": data, "--workers": workers}
         unused |= {
@@ -47,7 +51,7 @@ def compare(
             "--resume": resume or None,
             "--overwrite": overwrite or None,
         }
-        compare_script(script, arguments or [], split(recipe, DEFAULT_RECIPES), unused, out, json)
+        compare_script(script, arguments or [], split(recipe, DEFAULT_RECIPES), module, unused, out, json)
         return
     tasks, recipes = split(task, DEFAULT_TASKS), split(recipe, DEFAULT_RECIPES)
     options = {"seeds": seeds, "steps": steps, "data": data, "workers": workers}

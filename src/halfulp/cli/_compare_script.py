@@ -1,47 +1,115 @@
 """halfulp compare SCRIPT.py: a user's training script under several recipes."""
 
+from __future__ import annotations
+
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..pages import check_writable, write_whole
+from ..pages import check_writable, require, write_whole
 from ._errors import fail, writing
 from ._output import cell, console, plain_table, print_json
 
-_FILE = "compare-script.json"
+_FILE, _PAGE, _LOG = "compare-script.json", "compare-script.html", "error.log"
+_STYLES = {
+    "worse": "red",
+    "diverged": "red",
+    "crashed": "red",
+    "no verdict": "yellow",
+    "cannot": "yellow",
+    "no difference": "green",
+    "better": "green",
+}
 
 
 def compare_script(
-    script: str, arguments: list[str], recipes: Sequence[str], unused: Mapping[str, Any], out: str, as_json: bool
+    script: str,
+    arguments: list[str],
+    recipes: Sequence[str],
+    module: bool,
+    unused: Mapping[str, Any],
+    out: str,
+    as_json: bool,
 ) -> None:
-    """Run it, print a table or JSON, and write compare-script.json."""
+    """Run it, print a table or JSON, and write the page and the JSON."""
+    from ..trials.script import ScriptError
     from ..trials.script import compare_script as compare
 
-    given = [option for option, value in unused.items() if value is not None]
-    if given:
-        fail(f"{', '.join(given)}: of tasks; a script has its own length, data and seeds: leave it out")
-    if not Path(script).is_file():
-        fail(f"there is no file {script!r}: give the path of a training script, or tasks by --task")
+    _check(script, module, unused)
+    require("matplotlib")
     with writing(out):
         Path(out).mkdir(parents=True, exist_ok=True)
-    check_writable(Path(out, _FILE))
-    rows = compare(script, arguments, recipes, listen=lambda name: print(f"running under {name}", file=sys.stderr))
-    content = {"recipes": [row.to_dict() for row in rows]}
+    for name in (_FILE, _PAGE):
+        check_writable(Path(out, name))
+    progress = _Progress()
+    try:
+        found = compare(script, arguments, recipes, module, listen=progress)
+    except ScriptError as error:
+        fail(f"{error}{_logged(out, error.said)}")
+    except KeyboardInterrupt:
+        fail(f"interrupted while the script ran under {progress.recipe}: nothing is written")
+    content = found.to_dict()
     if as_json:
         print_json(content)
     else:
-        _print(rows)
+        _print(found)
     write_whole(Path(out, _FILE), json.dumps(content, indent=1, allow_nan=False))
+    found.to_html(Path(out, _PAGE))
+    ended = [row.recipe for row in found.rows if row.verdict == "crashed"]
+    crashed = "\n".join(f"== {recipe}\n{found.runs[recipe].said}" for recipe in ended)
+    if not as_json:
+        print(f"\n{Path(out, _PAGE)} shows the curves; {Path(out, _FILE)} holds the numbers{_logged(out, crashed)}.")
 
 
-def _print(rows: Sequence[Any]) -> None:
-    headers = ["recipe", "steps", "loss", "gap to float32", "bytes/parameter", "verdict"]
-    table = plain_table([*headers, "why"], right=headers[1:5], fold=["why"])
+def _check(script: str, module: bool, unused: Mapping[str, Any]) -> None:
+    given = [option for option, value in unused.items() if value is not None]
+    if given:
+        fail(f"{', '.join(given)}: of tasks; a script has its own length, data and seeds: leave it out")
+    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        fail("compare runs a script in one process per recipe, and not under torchrun: start it without, on one device")
+    if not module and not Path(script).is_file():
+        fail(f"there is no file {script!r}: give the path of a training script, a module by -m, or tasks by --task")
+
+
+def _logged(out: str, said: str) -> str:
+    """Keep what a script said before it failed, and say where."""
+    if not said.strip():
+        return ""
+    write_whole(Path(out, _LOG), said)
+    return f"; all that it said is in {Path(out, _LOG)}"
+
+
+class _Progress:
+    """Lines on stderr, one per recipe that begins and one when it has ended."""
+
+    def __init__(self) -> None:
+        self.recipe = ""
+
+    def __call__(self, recipe: str, row: Any, seconds: float) -> None:
+        self.recipe = recipe
+        if row is None:
+            print(f"{recipe} ...", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+            return
+        said = f"loss {row.loss:.4g} after {row.steps:,} steps" if row.loss is not None else row.verdict
+        print(f"{recipe:<20} {said}  {seconds:.1f} s", file=sys.stderr)
+
+
+def _print(found: Any) -> None:
+    from rich.text import Text
+
+    shown = console()
+    headers = ["recipe", "steps", "loss", "gap to fp32", "bytes/param", "verdict"]
+    rows = found.rows
+    why = ["why"] if any(row.reason for row in rows) else []
+    table = plain_table([*headers, *why], right=headers[1:5], fold=why)
     for row in rows:
         numbers = (row.steps, row.loss, row.gap, row.bytes_per_parameter)
-        table.add_row(row.recipe, *map(cell, numbers), row.verdict, row.reason)
-    console().print(table)
-    print("\nThe loss is the mean over the last tenth of the steps, of one run with the script's own seeds.")
-    print("A gap within 1% of it, or within twice that of fp32-twin, whose start differs by 1e-7, is no difference.")
+        cells = [row.recipe, *map(cell, numbers), row.verdict, *([row.reason] if why else [])]
+        table.add_row(*map(Text, cells), style=_STYLES.get(row.verdict, ""))
+    shown.print()
+    shown.print(table)
+    for note in found.notes():
+        shown.print(Text(note, style="dim"))

@@ -3,30 +3,52 @@
 import io
 import re
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from ..evidence._finished_trials import FinishedTrials
 from ..running._plan import REFERENCE
 from ._line_style import COLOURS, LineStyle, line_styles
 
+# recipe -> seed -> step -> mean loss of the window that ends there
+Curves: TypeAlias = Mapping[str, Mapping[int, Mapping[int, float]]]
+
 # Stand-ins that matplotlib writes and that become var(--name) afterwards.
 _INK, _FAINT = "#010101", "#020202"
+_TITLES = ("training loss, nats", "difference to fp32 on the same batches, nats", "the close ones, magnified")
 _SERIES = [f"#0a00{index:02x}" for index in range(COLOURS)]
 
 
-def svg(evidence: FinishedTrials, task: str, width: float, height: float) -> str:
+def task_curves(evidence: FinishedTrials, task: str) -> Curves:
+    """Return the curves of a task's trials."""
+    curves: dict[str, dict[int, dict[int, float]]] = {}
+    for record in evidence.of_task(task):
+        settings = record["settings"]
+        points = {int(step): loss for step, loss in record["result"]["curve"]}
+        curves.setdefault(settings["recipe"]["name"], {})[settings["seed"]] = points
+    return curves
+
+
+def svg(
+    curves: Curves, key: str, width: float, height: float, titles: Sequence[str] = _TITLES, axis: str = "step"
+) -> str:
     """Panels over one axis of steps: the training loss, beneath it each recipe's difference to fp32, and, where some
     recipes stay much closer to it than others, theirs alone, magnified.
 
     All are means over seeds; the difference is paired, step by step and seed by seed, and shaded from the smallest
-    to the largest seed. ``width`` and ``height`` are in CSS pixels. Recipes are told apart by markers and dashes too.
+    to the largest seed. Recipes are told apart by markers and dashes too.
+
+    Args:
+        curves: those of the reference among them.
+        key: tells the drawing from others of a page.
+        width, height: in CSS pixels.
+        titles: of the three panels.
+        axis: what runs from left to right.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    curves = _curves(evidence, task)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfulp", "font.size": 9, "font.family": "sans-serif"}):
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
         FigureCanvasSVG(figure)
@@ -39,23 +61,13 @@ def svg(evidence: FinishedTrials, task: str, width: float, height: float) -> str
             _draw_loss(panels[0], seeds, look)
             for axes in panels[1:2] if recipe not in near else panels[1:]:
                 _draw_gap(axes, recipe, seeds, curves[REFERENCE], look, shade=axes is panels[1])
-        _dress(panels, curves)
+        _dress(panels, curves, titles, axis)
         target = io.StringIO()
         figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
-    return _themed(target.getvalue(), f"{task}-{int(width)}")
+    return _themed(target.getvalue(), f"{key}-{int(width)}")
 
 
-def _curves(evidence: FinishedTrials, task: str) -> dict[str, dict[int, dict[int, float]]]:
-    """recipe -> seed -> step -> mean loss of the window that ends there."""
-    curves: dict[str, dict[int, dict[int, float]]] = {}
-    for record in evidence.of_task(task):
-        settings = record["settings"]
-        points = {int(step): loss for step, loss in record["result"]["curve"]}
-        curves.setdefault(settings["recipe"]["name"], {})[settings["seed"]] = points
-    return curves
-
-
-def _draw_loss(axes: Any, seeds: dict[int, dict[int, float]], look: dict[str, Any]) -> None:
+def _draw_loss(axes: Any, seeds: Mapping[int, Mapping[int, float]], look: dict[str, Any]) -> None:
     steps = _common(list(seeds.values()))
     mean = [statistics.fmean(points[step] for points in seeds.values()) for step in steps]
     axes.plot(steps, mean, **look)
@@ -64,8 +76,8 @@ def _draw_loss(axes: Any, seeds: dict[int, dict[int, float]], look: dict[str, An
 def _draw_gap(
     axes: Any,
     recipe: str,
-    seeds: dict[int, dict[int, float]],
-    reference: dict[int, dict[int, float]],
+    seeds: Mapping[int, Mapping[int, float]],
+    reference: Mapping[int, Mapping[int, float]],
     look: dict[str, Any],
     shade: bool,
 ) -> None:
@@ -80,7 +92,7 @@ def _draw_gap(
         axes.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
 
 
-def _near(curves: dict[str, dict[int, dict[int, float]]]) -> list[str]:
+def _near(curves: Curves) -> list[str]:
     """The recipes that deserve a magnified panel: ten times closer to fp32 than the furthest; none if all are alike."""
     sizes = {}
     for recipe, seeds in curves.items():
@@ -93,7 +105,7 @@ def _near(curves: dict[str, dict[int, dict[int, float]]]) -> list[str]:
     return near if any(sizes[recipe] > 0 for recipe in near) else []
 
 
-def _common(curves: Sequence[dict[int, float]]) -> list[int]:
+def _common(curves: Sequence[Mapping[int, float]]) -> list[int]:
     return sorted(set.intersection(*(set(points) for points in curves))) if curves else []
 
 
@@ -109,9 +121,8 @@ def _look(style: LineStyle, index: int) -> dict[str, Any]:
     return {**look, "marker": style.marker.name, "markersize": 4.2, "markeredgewidth": 0, "markevery": places}
 
 
-def _dress(panels: Sequence[Any], curves: dict[str, dict[int, dict[int, float]]]) -> None:
+def _dress(panels: Sequence[Any], curves: Curves, titles: Sequence[str], axis: str) -> None:
     """Axes in the page's ink, a view on what matters: the start of training is cut off above."""
-    titles = ("training loss, nats", "difference to fp32 on the same batches, nats", "the close ones, magnified")
     for axes, title in zip(panels, titles):
         axes.patch.set_alpha(0)
         axes.grid(axis="y", color=_FAINT, linewidth=0.8)
@@ -129,7 +140,7 @@ def _dress(panels: Sequence[Any], curves: dict[str, dict[int, dict[int, float]]]
         panels[0].set_ylim(low - room, high + room)
     for axes in panels[1:]:
         axes.axhline(0, color=_INK, linewidth=1)
-    panels[-1].set_xlabel("step", color=_INK)
+    panels[-1].set_xlabel(axis, color=_INK)
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
 
 

@@ -9,7 +9,7 @@ from ..evidence._finished_trials import FinishedTrials
 from ..evidence._headline import headline, is_indication, losers
 from ..evidence._row import Row, judged
 from ..evidence._table import DASH, cells, loss_name, notes, number, rounds_gradients, stored_bytes
-from ._curves import svg
+from ._curves import svg, task_curves
 from ._line_style import LineStyle, line_styles
 
 _WIDE, _NARROW = (820, 560), (340, 560)
@@ -37,6 +37,7 @@ def _task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     rows = evidence.rows(task)
     settings = evidence.of_task(task)[0]["settings"]
     most = max((stored_bytes(row) or 0.0 for row in rows), default=0.0)
+    curves = task_curves(evidence, task)
     styles = line_styles([row.recipe for row in rows])
     reach = max((abs(gap) for row in rows for gap in _gaps(evidence, row)), default=0.0) or 1.0
     return {
@@ -46,8 +47,8 @@ def _task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
         "rounds_gradients": rounds_gradients(evidence, task),
         "notes": notes(evidence, task),
         "curves_in_words": _curves_in_words(evidence, rows),
-        "wide": svg(evidence, task, *_WIDE),
-        "narrow": svg(evidence, task, *_NARROW),
+        "wide": svg(curves, task, *_WIDE),
+        "narrow": svg(curves, task, *_NARROW),
         "rows": [_line(evidence, row, styles[row.recipe], most, reach) for row in rows],
         "settings": _settings(settings),
         "recipes": [record["settings"]["recipe"] for record in _one_per_recipe(evidence, task)],
@@ -59,6 +60,7 @@ def _line(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, rea
     words = cells(evidence, row)
     return {
         "row": row,
+        "recipe": row.recipe,
         "style": style,
         "colour": f"var(--c{style.colour})",
         "loss": words[loss_name(evidence, row.task)],

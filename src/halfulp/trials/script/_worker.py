@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -12,45 +11,81 @@ import torch
 
 from ... import recipes
 from ..._extensions import load_inherited
-from ...observation.scripts import run_script
-from ._substitute import Refusal, substituted
+from ...observation.scripts import BackwardLosses, Ending, run_script
+from ._substitute import RULES, Refusal, Substitution, substituted
 
 
 def main() -> None:
-    """Run `[recipe, result file, script, *arguments]` of sys.argv; what came out is written as JSON."""
+    """Run `[recipe, result file, "file" or "module", script, *arguments]` of sys.argv and write the result as JSON."""
     load_inherited()
-    recipe, result, script, *arguments = sys.argv[1:]
-    found = run(script, arguments, recipe)
-    Path(result).write_text(json.dumps(found), encoding="utf-8")
+    recipe, result, kind, script, *arguments = sys.argv[1:]
+
+    def write(found: dict[str, Any]) -> None:
+        Path(result).write_text(json.dumps(found), encoding="utf-8")
+
+    write(run(script, arguments, recipe, module=kind == "module", leave=write))
 
 
-def run(script: str, arguments: list[str], recipe: str) -> dict[str, Any]:
-    """Return the losses that backward began with, how the script ended, and why the recipe could not be used if so."""
+def run(script: str, arguments: list[str], recipe: str, module: bool = False, leave: Any = None) -> dict[str, Any]:
+    """Run a script under a recipe.
+
+    Args:
+        script: its path, or the dotted name of a module.
+        arguments: its own.
+        recipe: a name.
+        module: whether it is a module.
+        leave: given the result where the script ends the process by os._exit.
+
+    Returns:
+        The losses that backward passes began with, without a scaler's factor; optimizer steps; how the script ended;
+        why the recipe could not be used, or what else is to be said of it.
+    """
     losses: list[float] = []
-    backward = torch.autograd.backward
+    done = Substitution()
 
-    @functools.wraps(backward)
-    def logged(tensors: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
-            losses.append(float(tensors.detach()))
-        return backward(tensors, *args, **options)
+    def left(ending: Ending) -> int:
+        if leave is not None:
+            leave(_result(losses, done, ending, None))
+        return ending.code
 
-    torch.autograd.backward = logged
-    refused, ending, done = None, None, {}
+    def log(loss: torch.Tensor) -> None:
+        losses.append(float(loss))
+
+    refused, ending = None, None
     try:
-        with substituted(recipes.get(recipe)) as done:
-            ending = run_script(script, arguments, passing=Refusal)
+        with substituted(recipes.get(recipe)) as done, BackwardLosses(log):
+            ending = run_script(script, arguments, passing=Refusal, module=module, leave=left)
     except Refusal as refusal:
         refused = str(refusal)
-    finally:
-        torch.autograd.backward = backward
-    if refused is None and "optimizer" not in done and ending is not None and not ending.code:
-        refused = "the script makes no torch.optim.SGD, Adam or AdamW itself, so that there is no place to convert at"
-    size = getattr(done.get("optimizer"), "bytes_per_parameter", None)
+    return _result(losses, done, ending, refused)
+
+
+def _result(losses: list[float], done: Substitution, ending: Ending | None, refused: str | None) -> dict[str, Any]:
+    code = 0 if ending is None else ending.code
+    if refused is None and not done.made and not code:
+        refused = _nothing_to_convert(done)
     return {
         "losses": losses,
+        "steps": done.steps,
         "refused": refused,
+        "notes": _notes(done),
         "ended": None if ending is None else ending.reason,
-        "code": 0 if ending is None else ending.code,
-        "bytes_per_parameter": None if size is None or refused else size(),
+        "code": code,
+        "bytes_per_parameter": None if refused else done.bytes_per_parameter(),
     }
+
+
+def _nothing_to_convert(done: Substitution) -> str:
+    known = f"recipes replace torch.optim's {', '.join(RULES[:-1])} and {RULES[-1]}, and no subclasses of them"
+    if done.others:
+        return f"it trains by {', '.join(done.others)}; {known}"
+    return f"it makes no torch optimizer in its own process, and other processes are not reached; {known}"
+
+
+def _notes(done: Substitution) -> list[str]:
+    notes = []
+    if done.made > 1:
+        notes.append(f"{done.made} optimizers: the loss is the mean over the backward passes of all")
+    if done.made and done.others:
+        notes.append(f"{', '.join(done.others)} and what it steps stayed as they are")
+    return notes

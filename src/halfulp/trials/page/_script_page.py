@@ -1,0 +1,135 @@
+"""The report of a script that ran under recipes: one self-contained HTML page."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ... import __version__, recipes
+from ...pages import DASH, number, render, require
+from ..running._plan import REFERENCE
+from ._curves import svg
+from ._line_style import line_styles
+
+_WIDE, _NARROW = (820, 480), (340, 480)
+_TITLES = ("training loss", "difference to fp32 at the same backward pass", "the close ones, magnified")
+_TONES = {
+    "no difference": "good",
+    "better": "good",
+    "worse": "bad",
+    "diverged": "bad",
+    "crashed": "bad",
+    "no verdict": "open",
+    "cannot": "open",
+}
+_KEPT = ("no difference", "better")
+
+
+def script_html(data: Mapping[str, Any]) -> str:
+    """Return the page as text; it refers to nothing outside itself.
+
+    Args:
+        data: what `ScriptComparison.to_dict` gives, also when read back from JSON.
+
+    Raises:
+        ValueError: jinja2 or matplotlib is missing.
+    """
+    require("matplotlib")
+    rows = data["recipes"]
+    drawn = [row for row in rows if row["curve"]]
+    curves = {row["recipe"]: {0: {int(at): loss for at, loss in row["curve"]}} for row in drawn}
+    styles = line_styles([row["recipe"] for row in rows])
+    gaps = [abs(row["gap"]) for row in rows if row["gap"] is not None]
+    most = max((row["bytes_per_parameter"] or 0.0 for row in rows), default=0.0)
+    lines = [_line(row, styles[row["recipe"]], max(gaps, default=0.0) or 1.0, most) for row in rows]
+    key = (
+        None
+        if REFERENCE not in curves
+        else {
+            "curves_in_words": _in_words(rows),
+            "rows": [line for line in lines if line["drawn"]],
+            "wide": svg(curves, "script", *_WIDE, titles=_TITLES, axis="backward pass"),
+            "narrow": svg(curves, "script", *_NARROW, titles=_TITLES, axis="backward pass"),
+        }
+    )
+    return render(
+        __package__,
+        "script.html.j2",
+        headline=script_headline(rows),
+        leads=_leads(rows),
+        notes=data["notes"],
+        key=key,
+        rows=lines,
+        reasons=any(row["reason"] for row in rows),
+        recipes=[(row["recipe"], _description(row["recipe"])) for row in rows],
+        versions=f"halfulp {__version__}, torch {torch.__version__}",
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def script_headline(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return in words which recipes keep float32's loss.
+
+    >>> row = {"recipe": "bf16-kahan", "verdict": "no difference"}
+    >>> script_headline([row, {"recipe": "bf16", "verdict": "worse"}])
+    'bf16-kahan keeps float32’s loss; bf16 does not.'
+    """
+    of = {verdict: [row["recipe"] for row in rows if row["verdict"] == verdict] for verdict in _TONES}
+    kept = [*of["better"], *of["no difference"]]
+    lost = [*of["worse"], *of["diverged"]]
+    if of["no verdict"]:
+        return "Float32 itself did not learn: no verdict on any recipe."
+    if kept:
+        rest = f"; {_and(lost)} {'does' if len(lost) == 1 else 'do'} not" if lost else ""
+        return f"{_and(kept)} {'keeps' if len(kept) == 1 else 'keep'} float32’s loss{rest}."
+    if lost:
+        return f"{_and(lost)} {'loses' if len(lost) == 1 else 'lose'} against float32."
+    return "None of the recipes could be compared." if of["cannot"] or of["crashed"] else "Float32 beside its twin."
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _leads(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{row['recipe']} {'could not be used' if row['verdict'] == 'cannot' else row['verdict']}: {row['reason']}"
+        for row in rows
+        if row["verdict"] in ("cannot", "crashed")
+    ]
+
+
+def _line(row: Mapping[str, Any], style: Any, reach: float, most: float) -> dict[str, Any]:
+    size, gap = row["bytes_per_parameter"], row["gap"]
+    return {
+        "recipe": row["recipe"],
+        "description": _description(row["recipe"]),
+        "verdict": row["verdict"],
+        "tone": _TONES.get(row["verdict"], ""),
+        "style": style,
+        "colour": f"var(--c{style.colour})",
+        "drawn": bool(row["curve"]),
+        "steps": f"{row['steps']:,}",
+        "loss": number(row["loss"], 4),
+        "gap": DASH if gap is None else f"{gap:+.3g}",
+        "dot": None if gap is None else 50 + 46 * gap / reach,
+        "bytes": number(size),
+        "bytes_width": 100 * (size or 0.0) / most if most else 0.0,
+        "reason": row["reason"],
+    }
+
+
+def _in_words(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the curves show, for who cannot see them."""
+    ends = "; ".join(f"{row['recipe']} ends at {number(row['loss'], 4)}" for row in rows if row["loss"] is not None)
+    return f"Training loss by backward pass, and its difference to fp32. {ends}. The table has the same numbers."
+
+
+def _description(recipe: str) -> str:
+    try:
+        return recipes.get(recipe).description
+    except ValueError:  # one of an extension that is not loaded here
+        return ""
