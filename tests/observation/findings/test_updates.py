@@ -145,6 +145,7 @@ def test_never_stepped():
     assert severity("never-stepped", parameter(optimizer=None)) == "error"
     assert severity("never-stepped", parameter(optimizer=None, requires_grad=False)) is None
     assert severity("never-stepped", parameter(gradients=0)) == "warning"
+    assert severity("never-stepped", parameter(gradients=0, numel=0, shape=(0,))) is None
     assert severity("never-stepped", parameter()) is None
     before = parameter(gradients=0)
     before.sampled_steps = []

@@ -64,7 +64,38 @@ codes = {finding.code for finding in hu.observation.findings.findings_of("observ
 assert "replicas-differ" in codes
 dist.destroy_process_group()
 """
+FLAT = """
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own words of the first version of FSDP
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+for original in (False, True):
+
+
+    def flat(model):
+        cpu = torch.device("cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)
+
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, _ = trained(flat, False)
+        watched, record = trained(flat, True)
+    assert all(map(hu.kernels.same_bits, plain, watched))
+    assert not record.replicas and not record.unseen, (record.replicas, record.unseen)
+    found = hu.observation.findings.findings_of("observe", record)
+    assert not [finding for finding in found if finding.severity != "note"], list(map(str, found))
+dist.destroy_process_group()
+"""
 
 
 def test_replicas_and_shards(in_two_processes):
     in_two_processes(START + CHECK)
+
+
+def test_flat_shards_are_no_replicas(in_two_processes):
+    in_two_processes(START + FLAT)

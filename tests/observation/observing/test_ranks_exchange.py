@@ -1,5 +1,6 @@
 """What ranks say of themselves: runs that meet and do not, bytes, and random bits that two shards share."""
 
+import random
 import threading
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 import halfulp as hu
 from halfulp.observation.observing.processes import _mailbox
+from halfulp.observation.observing.processes._hashes import hashes
 from halfulp.observation.observing.processes._mailbox import Mailbox
 from halfulp.observation.observing.processes._rank_summary import RankSummary, StepSummary, in_both, keys_array
 from halfulp.observation.observing.processes._shared_random_bits import SharedRandomBits, key_of, said_errors
@@ -108,7 +110,7 @@ def test_a_server_that_stands_ends_no_run(monkeypatch):
 
 @pytest.mark.parametrize("steps", [0, 1, 7])
 def test_summaries_are_read_as_they_were_written(seed, steps):
-    random = np.random.default_rng(seed)
+    draw = np.random.default_rng(seed)
     keys = keys_array([2**64 - 1, 0, 5])
     said = RankSummary(
         bool(steps),
@@ -116,7 +118,7 @@ def test_summaries_are_read_as_they_were_written(seed, steps):
         keys,
         {
             step: StepSummary(
-                random.integers(0, 2**64, 3, np.uint64), {9: (3, random.integers(-127, 128, 5).astype(np.int8))}
+                draw.integers(0, 2**32, 3, np.uint32), {9: (3, draw.integers(-127, 128, 5).astype(np.int8))}
             )
             for step in range(0, 50 * steps, 50)
         },
@@ -140,9 +142,9 @@ def test_a_summary_is_as_small_as_said(seed):
     parameters, tensors, steps = 300, 1200, 9
     keys = keys_array(range(parameters))
     errors = {key: (0, np.ones(1024, np.int8)) for key in range(4)}
-    own = {step: StepSummary(keys, errors) for step in range(steps)}
+    own = {step: StepSummary(keys.astype(np.uint32), errors) for step in range(steps)}
     said = RankSummary(False, False, keys, own, keys_array(range(tensors)), np.zeros((tensors, 2)), keys_array([]))
-    assert len(said.to_bytes()) <= 40 * parameters + 24 * tensors + 4 * 4 * 1024 + 4096
+    assert len(said.to_bytes()) <= 24 * parameters + 24 * tensors + 4 * 4 * 1024 + 4096
 
 
 def test_keys_of_both():
@@ -199,6 +201,34 @@ def test_a_few_parameters_a_step_and_all_in_time():
     assert set().union(*said) == {key_of(name, 2000) for name in shards}
     assert {len(array) for one in said for _, array in one.values()} == {1024}
     assert key_of("a", 4096) == key_of("a", 100) != key_of("a", 4097)
+
+
+def test_hashes_differ_wherever_a_sampled_element_does(seed):
+    start = {
+        "narrow": torch.randn(37, dtype=torch.bfloat16),
+        "wide": torch.randn(5, 7, dtype=torch.float64),
+        "large": torch.randn(4096),
+        "empty": torch.empty(0),
+        "number": torch.zeros(()),
+        "scaled": hu.ScaledTensor.encode(torch.randn(64), torch.float16),
+    }
+
+    def hashed(**other) -> dict[str, int]:
+        return dict(zip(start, hashes({**start, **other}, lambda name: 5).tolist()))
+
+    before = hashed()
+    assert before == hashed(**{name: one.clone() for name, one in start.items()})
+    other = {name: one.clone() for name, one in start.items() if name in ("narrow", "wide", "large")}
+    for one in other.values():
+        flat = one.view(-1)
+        place = random.randrange(len(flat))
+        flat[place] = torch.nextafter(flat[place], torch.tensor(torch.inf, dtype=one.dtype))
+    other["number"], other["empty"] = torch.tensor(-0.0), torch.empty(0, 3)
+    other["scaled"] = start["scaled"] * 2.0
+    after = hashed(**other)
+    assert {name for name in start if before[name] != after[name]} == {"narrow", "wide", "large", "number", "scaled"}
+    other["large"] = torch.full((4096,), torch.nan)
+    assert hashed(**other)["large"] == hashed(**other)["large"]
 
 
 SHARDS = """

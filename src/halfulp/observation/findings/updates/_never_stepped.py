@@ -20,7 +20,8 @@ class NeverStepped(FindingKind):
                 continue
             if parameter.optimizer is None:
                 yield self.found(name, "error", 1.0, "trainable, but in no optimizer", numel=parameter.numel)
-            elif record.sampled_steps and parameter.gradients == 0:
+            # Of a shard without elements the gradient goes to other ranks.
+            elif record.sampled_steps and parameter.gradients == 0 and parameter.numel:
                 said = f"no gradient in any of {len(record.sampled_steps)} sampled steps"
                 yield self.found(
                     name,

@@ -24,18 +24,22 @@ def ranks_that_share(model: nn.Module) -> list[int] | None:
 
 
 def replicated(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the parameters of which all ranks should hold the same bits."""
-    own = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, DistributedDataParallel)
-        for name, parameter in module.module.named_parameters()
-        if name in module.parameters_to_ignore
-    }
+    """Return the parameters of which all ranks should hold the same bits.
+
+    Not shards of a DTensor, of FSDP1 or of Megatron's tensor parallelism, and not what DistributedDataParallel is told
+    to leave to each rank.
+    """
+    own: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            named = module.module.named_parameters()
+            own |= {id(parameter) for name, parameter in named if name in module.parameters_to_ignore}
+        elif any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            own |= {id(parameter) for parameter in module.parameters()}
     return {
         name: parameter
         for name, parameter in parameters.items()
-        if id(parameter) not in own and not _is_sharded(name, parameter) and stored(parameter) is not None
+        if id(parameter) not in own and not _is_sharded(parameter) and stored(parameter) is not None
     }
 
 
@@ -43,7 +47,7 @@ def shards_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, in
     """Return of DTensors' shards a number, the same on ranks that hold the same one, and how many elements it has."""
     found = {}
     for name, parameter in parameters.items():
-        if is_dtensor(parameter) and _is_sharded(name, parameter):
+        if is_dtensor(parameter) and _is_sharded(parameter):
             mesh = parameter.device_mesh
             number = 0
             for k, (at, placement) in enumerate(zip(mesh.get_coordinate() or (), parameter.placements)):
@@ -53,8 +57,7 @@ def shards_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, in
     return found
 
 
-def _is_sharded(name: str, parameter: torch.Tensor) -> bool:
-    """Whether ranks hold different numbers: shards of a DTensor, of FSDP1, or of Megatron's tensor parallelism."""
+def _is_sharded(parameter: torch.Tensor) -> bool:
     if is_dtensor(parameter):
         return not all(placement.is_replicate() for placement in parameter.placements)
-    return "_fsdp_wrapped_module" in name or bool(getattr(parameter, "tensor_model_parallel", False))
+    return bool(getattr(parameter, "tensor_model_parallel", False))

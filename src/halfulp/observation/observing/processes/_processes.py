@@ -111,7 +111,7 @@ class Processes:
         if self._mailbox is None:
             return
         step = self.book.step - self._first
-        bits = keys_array(hashes(self._replicated, lambda name: place_key(0, step, name)))
+        bits = hashes(self._replicated, lambda name: place_key(0, step, name))
         self._own[step] = StepSummary(bits, said_errors(step, errors, self._shards))
         while len(self._own) > MOST_KEPT:
             del self._own[min(self._own)]

@@ -18,7 +18,7 @@ class StepSummary:
     """One sampled step of a rank.
 
     Attributes:
-        bits: uint64: a hash of the sampled bits of each replicated parameter, in the order of its RankSummary's names.
+        bits: uint32: a hash of the sampled bits of each replicated parameter, in the order of its RankSummary's names.
         errors: by the key of a sharded parameter, a number that names its shard, and its rounding errors as int8.
     """
 
@@ -63,7 +63,7 @@ class RankSummary:
             "state": np.array([self.ended, self.late], np.uint8),
             "replicated": self.replicated,
             "steps": np.array(said, np.int64),
-            "bits": np.stack(bits) if bits else np.zeros((0, len(self.replicated)), np.uint64),
+            "bits": np.stack(bits) if bits else np.zeros((0, len(self.replicated)), np.uint32),
             "tensors": self.tensors,
             "extremes": self.extremes,
             "differing": self.differing,
