@@ -167,3 +167,21 @@ def test_a_trainers_wrapper_is_looked_through():
     optimizer = hu.optim.AdamW(model.named_parameters(), lr=0.1, weight_update="kahan")
     assert hu.contract(model, Accelerated(optimizer)) == hu.contract(model, optimizer)
     hu.contract(model, optimizer).check(model, Accelerated(optimizer))
+
+
+def test_complex_buffers_have_terms(seed):
+    model = torch.nn.Linear(3, 3)
+    model.register_buffer("rotary", torch.ones(4, dtype=torch.complex64))
+    held = hu.contract(model)
+    model.rotary = model.rotary.to(torch.complex128)
+    with pytest.raises(ValueError, match="rotary: dtype was complex64, is complex128"):
+        held.check(model)
+
+
+def test_optimizers_of_other_models_and_globs_that_are_no_text_are_refused(seed):
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="holds none of the parameters of this Linear: give the one that trains it"):
+        hu.contract(model, torch.optim.SGD(torch.nn.Linear(3, 3).parameters()))
+    for wrong in (3, [None]):
+        with pytest.raises(TypeError, match=r"give globs over names, such as"):
+            hu.contract(model).check(model, allow=wrong)

@@ -27,13 +27,31 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 def precision(dtype: torch.dtype | None) -> int | None:
     """Return the bits of a dtype's significand with the implicit one, None where it is no floating-point format.
 
-    >>> precision(torch.bfloat16), precision(torch.float32), precision(torch.int8)
-    (8, 24, None)
+    >>> precision(torch.bfloat16), precision(torch.float32), precision(torch.int8), precision(torch.complex64)
+    (8, 24, None, 24)
     """
     try:
-        return None if dtype is None else formats.get(dtype).precision
+        if dtype is None:
+            return None
+        return formats.get(dtype.to_real() if dtype.is_complex else dtype).precision
     except ValueError:
         return None
+
+
+def holds_numbers(dtype: torch.dtype) -> bool:
+    """Return whether an element of a dtype is one signed floating-point number, as a weight is.
+
+    Scales without sign and zero are none, and neither are packed pairs.
+
+    >>> holds_numbers(torch.float8_e4m3fn), holds_numbers(torch.float8_e8m0fnu), holds_numbers(torch.int8)
+    (True, False, False)
+    """
+    if not dtype.is_floating_point or dtype == torch.float4_e2m1fn_x2:
+        return False
+    try:
+        return formats.get(dtype).signed
+    except ValueError:
+        return False
 
 
 def is_narrow(dtype: torch.dtype | None) -> bool:

@@ -120,10 +120,13 @@ class Contract:
                 "*:weight_update".
 
         Raises:
+            TypeError: no module, no optimizer, or a glob that is no text.
             ValueError: a difference that is not allowed, or a glob that matches no name.
         """
         here = contract(model, optimizer)
-        allow = [allow] if isinstance(allow, str) else list(allow)
+        allow = [allow] if isinstance(allow, str) else list(allow) if isinstance(allow, Iterable) else [allow]
+        if not all(isinstance(glob, str) for glob in allow):
+            raise TypeError(f"allow={listed(allow)}: give globs over names, such as 'head.*' or '*:weight_update'")
         names = {**self.tensors, **here.tensors}
         idle = [glob for glob in allow if not any(fnmatch.fnmatchcase(name, glob.split(":")[0]) for name in names)]
         unknown = [glob for glob in allow if ":" in glob and glob.split(":", 1)[1] not in (*_FIELDS, "tensor")]
@@ -164,6 +167,7 @@ def contract(
 
     Raises:
         TypeError: no module, or no optimizer.
+        ValueError: an optimizer of another model.
 
     >>> import halfulp as hu
     >>> model = nn.Linear(4, 2).bfloat16()
@@ -185,7 +189,13 @@ def contract(
         for k, p in enumerate(group["params"])
     }
     held: list[tuple[str, Tensor]] = list(model.named_parameters())
-    held += [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+    held += [
+        (name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point() or buffer.is_complex()
+    ]
+    if stepped and not any(id(tensor) in stepped for _, tensor in held):
+        raise ValueError(
+            f"the optimizer holds none of the parameters of this {type(model).__name__}: give the one that trains it"
+        )
     names = plain_names(name for name, _ in held)
     return Contract(
         {

@@ -157,7 +157,7 @@ def test_empty_scalar_integer_complex_and_strided_tensors():
         "scalar": 0,
         "count": 0,
         "mask": 2,
-        "waves": 0,
+        "waves": 4,  # the imaginary parts
         "strided": 0,
     }
 

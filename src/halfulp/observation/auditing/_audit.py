@@ -58,7 +58,7 @@ class TensorAudit:
 
     Attributes:
         name: qualified.
-        shape, numel: of the tensor.
+        shape, numel: of the tensor; a complex element counts as two, its real and its imaginary part.
         role: "parameter" where an optimizer holds it, "average" for running statistics and EMAs, "buffer" for
             integers, "unknown" else.
         a, b: what each checkpoint holds.

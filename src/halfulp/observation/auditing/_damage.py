@@ -39,12 +39,13 @@ def changed_dtypes(audit: Audit) -> Iterator[Symptom]:
 
 
 def _changed(name: str, what: str, before: torch.dtype, after: torch.dtype) -> Symptom:
-    digits = precision(before) or 0, precision(after) or 0
+    digits = precision(before), precision(after)
     said = f"{what}{dtype_name(before)} in A, {dtype_name(after)} in B"
     evidence = {"before": dtype_name(before), "after": dtype_name(after), "state": what.strip() or None}
-    if digits[1] < digits[0]:
+    fewer = digits[0] is not None and (digits[1] is None or digits[1] < digits[0])
+    if digits[0] is not None and digits[1] is not None and fewer:
         said += f": {digits[0] - digits[1]} digits fewer"
-    return Symptom((name,), "error" if digits[1] < digits[0] else "warning", 1.0, said, evidence)
+    return Symptom((name,), "error" if fewer else "warning", 1.0, said, evidence)
 
 
 def nonfinite_tensors(audit: Audit) -> Iterator[Symptom]:
@@ -91,7 +92,7 @@ def saturated_payloads(audit: Audit) -> Iterator[Symptom]:
 
 
 def _saturates(dtype: torch.dtype) -> bool:
-    return is_narrow(dtype) and formats.get(dtype).max < WIDE_RANGE
+    return dtype.is_floating_point and is_narrow(dtype) and formats.get(dtype).max < WIDE_RANGE
 
 
 def zeroed_tensors(audit: Audit) -> Iterator[Symptom]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,12 @@ def audit(a: Given, b: Given, *, share: float = 0.01, lr: float | None = None) -
     [('weight-frozen', ('norm.weight',))]
     """
     for name, number in (("share", share), ("lr", lr)):
-        if number is not None and not (isinstance(number, int | float) and 0 <= number < math.inf):
+        known = isinstance(number, int | float) and not isinstance(number, bool)
+        if number is not None and not (known and 0 <= number <= sys.float_info.max):
             raise ValueError(f"{name}={number!r}: give a number from 0 on")
     if _is_same(a, b):
-        raise ValueError(f"A and B are the same checkpoint, {a}: give an earlier and a later one of a run")
+        same = a_kind(a) if isinstance(a, Mapping) else a
+        raise ValueError(f"A and B are the same checkpoint, {same}: give an earlier and a later one of a run")
     before, after = _opened(a, "A"), _opened(b, "B")
     unseen = [*before.unseen, *after.unseen]
     earlier, later = named_states(before, unseen), named_states(after, unseen)
@@ -79,7 +81,10 @@ def _opened(given: Given, which: str) -> Checkpoint:
 
 def _is_same(a: Given, b: Given) -> bool:
     if isinstance(a, str | os.PathLike) and isinstance(b, str | os.PathLike):
-        return Path(a).exists() and Path(b).exists() and Path(a).samefile(b)
+        try:
+            return Path(a).samefile(b)
+        except (OSError, ValueError):  # what is not there is said when it is opened
+            return False
     return a is b
 
 

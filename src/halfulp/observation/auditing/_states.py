@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,7 +79,12 @@ def _compare(name: str, before: NamedState | None, after: NamedState, weight: St
     narrow = [key for key in SECOND_MOMENTS if key in ours and key in theirs and is_narrow(theirs[key].dtype)]
     weight_update = _weight_update(after.options, theirs)
     update, decay = None, None
-    if precision(weight.dtype) is not None and not compensation and weight_update in (None, "nearest"):
+    if (
+        weight.dtype.is_floating_point
+        and precision(weight.dtype) is not None
+        and not compensation
+        and weight_update in (None, "nearest")
+    ):
         update, decay = replay(weight, theirs, options, steps[1])
     return StateAudit(
         name,
@@ -116,8 +122,8 @@ def _step(state: NamedState) -> int | None:
     if isinstance(step, Stored):
         step = step.read(None)
     if isinstance(step, Tensor):
-        return int(step.item()) if step.numel() == 1 else None
-    return int(step) if isinstance(step, int | float) else None
+        step = step.item() if step.numel() == 1 else None
+    return int(step) if isinstance(step, int | float) and math.isfinite(step) else None
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ... import formats
 from ..._messages import listed
 from ...kernels import address, plain
+from .._dtypes import holds_numbers
 from ..checkpoints._pages import map_pages
 from ..checkpoints._state_names import COUNTERS
 from ..checkpoints._stored import Checkpoint, Stored
@@ -98,19 +98,22 @@ def _is_tied(checkpoint: Checkpoint, name: str) -> bool:
 def _compare(
     name: str, pair: _Pair, beside: tuple[dict[str, Stored], dict[str, Stored]], parameters: set[str], share: float
 ) -> TensorAudit:
-    a, b = pair
-    numbers = all(_is_float(one.dtype) for one in pair)
+    if all(one.dtype.is_complex for one in pair):
+        a, b = (_real_parts(one) for one in pair)
+    else:
+        a, b = pair
+    numbers = all(holds_numbers(one.dtype) for one in (a, b))
     found = differences(a, b) if numbers else empty_differences()
     unchanged = int(found.counts[d.SAME]) if numbers else same_elements(a, b)
     moved = None if not beside[0] and not beside[1] else _moved(*beside)
-    before = _side(a, found, d.A_NAN, 0, _storage(beside[0]), numbers)
-    after = _side(b, found, d.B_NAN, 1, _storage(beside[1]), numbers)
+    before = _side(pair[0].dtype, a, found, d.A_NAN, 0, _storage(beside[0]), numbers)
+    after = _side(pair[1].dtype, b, found, d.B_NAN, 1, _storage(beside[1]), numbers)
     mean = found.mean()
     return TensorAudit(
         name,
-        a.shape,
+        pair[0].shape,
         a.numel,
-        _role(name, pair, parameters),
+        _role(name, numbers, parameters),
         before,
         after,
         unchanged,
@@ -135,22 +138,33 @@ def _status(a: Side, b: Side, still: bool, little: bool) -> Status:
     return "constant" if b.constant is not None and a.constant is None else "changed"
 
 
-def _role(name: str, pair: _Pair, parameters: set[str]) -> Role:
+def _real_parts(stored: Stored) -> Stored:
+    """Return a complex tensor as its real and imaginary parts, in one more dimension."""
+
+    def read(rows: slice | None) -> Tensor:
+        return torch.view_as_real(stored.read(rows).resolve_conj())
+
+    return Stored(stored.dtype.to_real(), (*stored.shape, 2), read, stored.mapped)
+
+
+def _role(name: str, numbers: bool, parameters: set[str]) -> Role:
     if name in parameters:
         return "parameter"
-    if not all(_is_float(one.dtype) for one in pair):
+    if not numbers:
         return "buffer"
     return "average" if name.startswith("ema.") or name.rpartition(".")[2] in COUNTERS else "unknown"
 
 
-def _side(stored: Stored, found: Differences, place: int, which: int, storage: str, numbers: bool) -> Side:
+def _side(
+    dtype: torch.dtype, stored: Stored, found: Differences, place: int, which: int, storage: str, numbers: bool
+) -> Side:
     if not numbers or not stored.numel:
-        return Side(stored.dtype, storage=storage)
+        return Side(dtype, storage=storage)
     nan, infinite, zeros, top, varies = (int(count) for count in found.counts[place : place + 5])
     constant = None
     if stored.numel > 1 and found.first is not None and not nan:
         constant = 0.0 if zeros == stored.numel else None if varies else found.first[which]
-    return Side(stored.dtype, nan, infinite, zeros, top, constant, storage)
+    return Side(dtype, nan, infinite, zeros, top, constant, storage)
 
 
 def _storage(beside: Mapping[str, Stored]) -> str:
@@ -164,16 +178,6 @@ def _moved(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> bool:
     if a.keys() != b.keys():
         return True
     return any(same_elements(a[key], b[key]) < a[key].numel for key in a)
-
-
-def _is_float(dtype: torch.dtype) -> bool:
-    if not dtype.is_floating_point:
-        return False
-    try:
-        # A scale format without sign and zero, and packed pairs, hold no weights.
-        return formats.get(dtype).signed
-    except ValueError:
-        return False
 
 
 def differences(a: Stored, b: Stored) -> Differences:

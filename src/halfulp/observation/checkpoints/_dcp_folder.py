@@ -58,7 +58,7 @@ def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
     chunks: dict[str, list[tuple[tuple, Any]]] = {}
     for key, info in (index.storage_data or {}).items():
         file = folder / info.relative_path
-        if not file.resolve().is_relative_to(folder.resolve()):
+        if Path(info.relative_path).is_absolute() or ".." in Path(info.relative_path).parts:
             raise ValueError(f"{folder / METADATA} names {info.relative_path}, a file outside its folder: not read")
         if not file.is_file():
             raise ValueError(f"{folder} lacks {info.relative_path}, which its index names: copy the whole checkpoint")

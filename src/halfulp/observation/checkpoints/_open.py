@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             found = _open_folder(path)
         elif path.is_file():
             found = _open_file(path)
+        elif path.is_symlink():
+            raise ValueError(f"{path} is a link to {os.readlink(path)}, which does not exist: {REMEDY}")
         else:
-            raise ValueError(f"{path} does not exist: {REMEDY}")
+            said = "is neither a file nor a folder" if path.exists() else "does not exist"
+            raise ValueError(f"{path} {said}: {REMEDY}")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}; {REMEDY}") from None
     if not found.tensors:
@@ -148,6 +152,11 @@ def _open_sharded(index: Path) -> Checkpoint:
     placed = _read_json(index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise ValueError(f"{index} has no weight_map: it is no index of shards; {REMEDY}")
+    strange = [name for name in placed.values() if not _is_inside(name)]
+    if strange:
+        raise ValueError(
+            f"{index} names {listed(strange)}, which are no files of its folder: not read; copy the index again"
+        )
     shards = [index.parent / name for name in dict.fromkeys(placed.values())]
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
@@ -161,6 +170,11 @@ def _open_sharded(index: Path) -> Checkpoint:
     if not is_safe:
         found.tensors = {plain: found.tensors[plain] for plain in wanted.values()}
     return found
+
+
+def _is_inside(name: object) -> bool:
+    """Return whether an index's name of a shard stays in its folder, where it may be a link to elsewhere."""
+    return isinstance(name, str) and bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def _of_safetensors(paths: list[Path]) -> Checkpoint:

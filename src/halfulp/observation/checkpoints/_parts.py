@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..._messages import a_kind, listed
@@ -23,6 +25,7 @@ _AVERAGE = re.compile(r"(^|_)(ema|swa|avg|average|averaged|shadow)(_|$)", re.I)
 _BESIDE = re.compile(
     r"rng|random|callback|loop|schedul|scaler|metric|loss|history|sampler|hyper|config|args|step|epoch", re.I
 )
+_DEEPEST = 64
 _Leaves = dict[tuple[Any, ...], Stored]
 
 
@@ -44,6 +47,8 @@ def checkpoint_of(content: object, path: str, mapped: bool = True) -> Checkpoint
     for where, leaf in _walk(content, ()):
         if isinstance(leaf, OptimizerStates):
             found.optimizers.append(leaf)
+        elif isinstance(leaf, _Unreadable):
+            found.unseen.append(f"{'.'.join(map(str, where)) or 'the file'} was not compared: {leaf.reason}")
         elif where[-1] == CONTRACT and isinstance(leaf, Mapping):
             found.contract = dict(leaf)
         elif isinstance(leaf, Stored):
@@ -62,12 +67,20 @@ def optimizers_of(content: object) -> list[OptimizerStates]:
     return [leaf for _, leaf in _walk(content, ()) if isinstance(leaf, OptimizerStates)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """A part of a checkpoint that cannot be compared, and why."""
+
+    reason: str
+
+
 def _walk(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
+    if len(where) > _DEEPEST:
+        raise ValueError(
+            f"a checkpoint is nested more than {_DEEPEST} levels deep, or holds itself: give the model's state_dict"
+        )
     if isinstance(content, Mapping) and "param_groups" in content:
-        state, groups = content.get("state") or {}, content["param_groups"]
-        groups = list(groups.values()) if isinstance(groups, Mapping) else list(groups)
-        kept = {key: dict(value) for key, value in state.items() if isinstance(value, Mapping)}
-        yield (*where, "optimizer"), OptimizerStates(kept, [dict(group) for group in groups])
+        yield where, _optimizer(content)
     elif isinstance(content, Mapping):
         for key, value in content.items():
             if key == CONTRACT:
@@ -77,8 +90,23 @@ def _walk(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
     elif isinstance(content, list | tuple):
         for number, value in enumerate(content):
             yield from _walk(value, (*where, number))
+    elif isinstance(content, Tensor) and (content.layout != torch.strided or content.is_meta):
+        kind = "on the meta device, without numbers" if content.is_meta else f"a tensor of layout {content.layout}"
+        yield where, _Unreadable(f"it is {kind}")
     elif where:
         yield where, content
+
+
+def _optimizer(content: Mapping[Any, Any]) -> OptimizerStates | _Unreadable:
+    state, groups = content.get("state") or {}, content["param_groups"]
+    groups = list(groups.values()) if isinstance(groups, Mapping) else groups
+    whole = isinstance(state, Mapping) and isinstance(groups, list | tuple)
+    if not whole or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params") or (), list | tuple) for group in groups
+    ):
+        return _Unreadable("its param_groups and state are not those of a torch optimizer")
+    kept = {key: dict(value) for key, value in state.items() if isinstance(value, Mapping)}
+    return OptimizerStates(kept, [dict(group) for group in groups])
 
 
 def _entries(tensor: Tensor, mapped: bool) -> Iterator[tuple[str, Stored]]:

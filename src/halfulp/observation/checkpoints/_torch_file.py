@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ def load_torch_file(path: Path) -> Any:
     is_zip = zipfile.is_zipfile(path)
     if not is_zip and _is_cut_zip(path):
         raise ValueError(f"{path} is truncated: its end is missing; copy it again, or take another checkpoint")
+    if not is_zip and tarfile.is_tarfile(path):
+        raise ValueError(
+            f"{path} is a tar archive, of a folder or as torch wrote files before 0.2: unpack it, or load it in "
+            "the torch that wrote it and save it again"
+        )
     try:
         return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
     except pickle.UnpicklingError as error:

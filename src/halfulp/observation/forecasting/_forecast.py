@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from ... import formats
-from ..._messages import a_kind
+from ..._messages import a_kind, listed
 from .._finding import Finding
 from ..findings import findings_of
 from ..page import write_page
 from ._costs import costs
 from ._data import ForecastData
 from ._from_checkpoint import read_checkpoint
-from ._inputs import Inputs, from_optimizer, from_rate, named_tensors, states_by_name
-from ._layer import forecast_layer
+from ._inputs import Inputs, Trained, from_optimizer, from_rate, named_tensors, states_by_name
+from ._layer import forecast_layer, sample_of
 from ._schedule import Schedule, learning_rates, schedule_name
 from ._table import as_text
 
@@ -200,7 +200,10 @@ def _followed(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forec
     )
     narrow = [trained for trained in inputs.parameters if trained.dtype in (torch.bfloat16, torch.float16)]
     notes = list(inputs.notes)
-    unknown = [layer for layer in layers if layer.updates is None]
+    broken = [one.name for one in inputs.parameters if _has_nonfinite(one, sample)]
+    if broken:
+        notes.append(f"{listed(broken)} hold NaN or infinity, in weights or states: these elements are left out")
+    unknown = [layer for layer in layers if layer.updates is None and layer.elements and layer.name not in broken]
     if unknown:
         notes.append(
             f"the size of updates is not known of {len(unknown)} of {count} layers: SGD's are its gradients; give an "
@@ -213,6 +216,18 @@ def _followed(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forec
         found = costs(inputs.rule, narrow[0].dtype, sum(one.value.numel() for one in narrow), smallest)
     total = start + rates.shape[1]
     return Forecast(layers, inputs.rule, schedule, start, total, found, tuple(notes), _thinned(rates[0], start))
+
+
+def _has_nonfinite(trained: Trained, sample: int) -> bool:
+    """Return whether the elements that are followed have NaN or infinity, or their states have."""
+    count = trained.value.numel()
+    states = [value for value in trained.state.values() if isinstance(value, Tensor) and value.numel() == count]
+    index = sample_of(count, sample)
+    return any(
+        not bool(one.detach().flatten()[index].double().isfinite().all())
+        for one in [trained.value, *states]
+        if one.is_floating_point()
+    )
 
 
 def _thinned(rates: Tensor, start: int) -> tuple[tuple[int, float], ...]:

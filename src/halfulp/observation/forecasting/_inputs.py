@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ... import formats
 from ..._messages import a_kind, listed
 from ..._names import unknown
 from ...optim import Optimizer as HalfulpOptimizer
+from .._dtypes import holds_numbers
 
 RULES = ("AdamW", "Adam", "SGD", "Lion")
 # torch's defaults, and those of the paper for Lion (arXiv 2302.06675).
@@ -121,11 +123,20 @@ def from_rate(
     found = [
         _trained(name, tensor, states.get(name, {}), merged(name), 0, dtype, tensor.grad if tensor.is_leaf else None)
         for name, tensor in weights
-        if tensor.is_floating_point() and name.rpartition(".")[2] not in _BUFFERS
+        if holds_numbers(tensor.dtype) and name.rpartition(".")[2] not in _BUFFERS
     ]
+    others = [name for name, tensor in weights if not holds_numbers(tensor.dtype) and _may_be_weight(tensor)]
+    if others:
+        notes = (*notes, f"{listed(others)} are complex, or codes of quantized weights: left out")
     if not found:
         raise ValueError("nothing to forecast: there is no floating-point tensor among the weights")
     return Inputs(tuple(found), rule, (lr,), _start(found), notes=notes)
+
+
+def _may_be_weight(tensor: Tensor) -> bool:
+    """Return whether a tensor of another kind of numbers may be a weight, and no counter, index or mask."""
+    packed = tensor.dtype.is_complex or (tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool)
+    return packed and tensor.dim() > 0
 
 
 def named_tensors(given: object) -> list[tuple[str, Tensor]]:
@@ -174,8 +185,13 @@ def _trained(
     gradient: Tensor | None,
     update: str = "nearest",
 ) -> Trained:
+    if is_lazy(tensor):
+        raise NotImplementedError(f"{name} is uninitialized: run the model once, which makes a lazy module's weights")
     local = getattr(tensor, "to_local", None)
     value = (local() if local is not None else tensor).detach()
+    if value.is_meta or value.layout != torch.strided:
+        kind = "is on the meta device" if value.is_meta else f"is a tensor of layout {value.layout}"
+        raise NotImplementedError(f"{name} {kind}: give a model with weights in plain memory (x.to_dense())")
     if type(value) not in (Tensor, nn.Parameter):
         raise NotImplementedError(
             f"{name} is {a_kind(value)}, whose updates are not those of a plain tensor: forecast the model before it "

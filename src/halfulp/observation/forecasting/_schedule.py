@@ -19,6 +19,8 @@ Schedule = str | LRScheduler | Callable[[int], float] | Sequence[float] | Tensor
 NAMES = ("constant", "linear", "cosine", "wsd")
 # What a run of unknown length is taken to have.
 CONSTANT_STEPS = 1000
+# Far more than any training makes; each costs some bytes and nanoseconds.
+MOST_STEPS = 10**8
 # "wsd" falls over the last fifth unless told otherwise.
 _DECAY = 5
 
@@ -114,6 +116,8 @@ def _length(steps: int | None, what: str, start: int) -> int:
         raise ValueError(
             f"steps={steps!r}: give the length of the whole run, a whole number above the {start} steps made so far"
         )
+    if steps - start > MOST_STEPS:
+        raise ValueError(f"steps={steps}: a forecast follows each step; give at most {MOST_STEPS:,} steps ahead")
     return steps - start
 
 
