@@ -99,6 +99,64 @@ assert not all(seen.record.replicas.values())  # a step was not taken
 wanted = ["end step: it raised RuntimeError"] if rank else ["rank 1 ended after step 3: compared until then"]
 assert seen.record.unseen == wanted, seen.record.unseen
 """
+THREE = """
+import halfulp.observation.observing.processes._processes as processes
+
+processes.AT_ONCE = 1
+pair = dist.new_group([1, 2])
+
+
+def trained(model, spoiled=None, ignored=()):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with hu.observe(model, optimizer, interval=1) as seen:
+        for step in range(5):
+            model(torch.randn(6, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.barrier()
+            if rank == spoiled and step == 1:
+                model.module[0].bias.data[3] += 1e-5
+    differing = {name for name, same in seen.record.replicas.items() if not same}
+    return differing, seen.record
+
+
+def small():
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+
+
+# Rank 0 reads one other rank a step, and tells each of what it knows of the other.
+differing, record = trained(DistributedDataParallel(small()), spoiled=1)
+assert record.unseen == [], record.unseen
+assert differing == ({"module.0.bias"} if rank < 2 else differing), differing
+assert differing <= {"module.0.bias"}
+extremes = [None] * 3
+key = ("activation", "module.1")
+dist.all_gather_object(extremes, record.tensors[key].amax)
+assert extremes[0] == max(extremes), extremes
+
+# A model that two ranks alone share, and another one of the same names.
+model = small()
+if rank:
+    model = DistributedDataParallel(model, process_group=pair)
+else:
+    torch.manual_seed(seed + 1)
+    model = nn.Sequential()
+    model.module = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+differing, record = trained(model)
+assert not differing, differing
+said = [] if rank else ["ranks 1, 2 did not observe this run: not compared"]
+assert record.unseen == said, record.unseen
+assert len(record.replicas) == (4 if rank else 0)
+
+# What DistributedDataParallel leaves to each rank.
+model = small()
+DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight", "1.bias"])
+model[1].weight.data += rank
+differing, record = trained(DistributedDataParallel(model))
+assert not differing, differing
+assert set(record.replicas) == {"module.0.weight", "module.0.bias"}
+"""
 LATE = """
 for begins in (0, 1):  # which rank does so three steps later
     model, optimizer = run()
@@ -197,6 +255,10 @@ def test_observing_on_one_rank_alone_and_then_on_both(in_two_processes):
 
 def test_a_rank_that_fails_or_stops(in_two_processes):
     in_two_processes(START + FAILING + STOPPED)
+
+
+def test_three_ranks_of_which_two_share_a_model(in_processes):
+    in_processes(START.replace("world_size=2", "world_size=3") + THREE + END, count=3)
 
 
 def test_a_rank_that_begins_later(in_two_processes):

@@ -2,7 +2,7 @@
 
 A store's keys are set and read in no order that ranks would have to keep: nothing here waits for another rank, and
 nothing can be taken for a collective of the run's own. What was asked of a server that does not answer is given up
-after two seconds.
+after five seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 ROOT = "halfulp/observe"
-PATIENCE = 2.0
+PATIENCE = 5.0
 Answer = TypeVar("Answer")
 
 
@@ -111,7 +111,7 @@ class Mailbox:
 
 
 def answered(ask: Callable[[], Answer]) -> Answer:
-    """Return what a call returns, made in a thread of its own, whose end is not waited for beyond two seconds.
+    """Return what a call returns, made in a thread of its own, whose end is not waited for beyond five seconds.
 
     Some requests to a store's server have no time limit of their own.
     """

@@ -91,6 +91,7 @@ class Processes:
         self._names = {name_key(name): name for name in self._replicated}
         self._keys = keys_array(self._names)
         self._shards = shards_of(self._parameters)
+        self._shard_names = {key_of(name, elements): name for name, (_, elements) in self._shards.items()}
         name = mix64(*map(name_key, (str(shared), *sorted(self._parameters))))
 
         def enter() -> None:
@@ -228,12 +229,12 @@ class Processes:
         for key, equal in zip(self._keys[here].tolist(), same.tolist()):
             name = self._names[key]
             replicas[name] = replicas.get(name, True) and equal
-        for key in mine.errors.keys() & theirs.errors.keys():
-            self._shared.add(rank, key, mine.errors[key], theirs.errors[key])
-        for name, (_, elements) in self._shards.items() if mine.errors else ():
-            rounding = self.book.record.parameters[name].rounding
-            if rounding is not None:
-                rounding.between_ranks = self._shared.correlation(key_of(name, elements))
+        if rank in self._ranks[:AT_ONCE] or rank == self._hub:  # sums are kept for so many
+            for key in mine.errors.keys() & theirs.errors.keys():
+                self._shared.add(rank, key, mine.errors[key], theirs.errors[key])
+                rounding = self.book.record.parameters[self._shard_names[key]].rounding
+                if rounding is not None:
+                    rounding.between_ranks = self._shared.correlation(key)
 
     def _differ(self, keys: Iterable[int]) -> None:
         """Take over what the hub knows of other ranks."""

@@ -56,7 +56,7 @@ class SharedRandomBits:
     """Sums over the elements that this rank and others rounded."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[int, int], Array] = {}
+        self._sums: dict[int, dict[int, Array]] = {}
 
     def add(self, rank: int, key: int, mine: tuple[int, Array], theirs: tuple[int, Array]) -> None:
         """Add one step of a parameter; of the same shard the same bits are right."""
@@ -67,13 +67,12 @@ class SharedRandomBits:
         v, w = (np.abs(one) * (1 - np.abs(one)) for one in (e, f))
         open_ = (v > 0) & (w > 0)
         vw = (v * w)[open_]
-        sums = self._sums.setdefault((rank, key), np.zeros(3))
+        sums = self._sums.setdefault(key, {}).setdefault(rank, np.zeros(3))
         sums += [(e * f)[open_].sum(), vw.sum(), np.sqrt(vw).sum()]
 
     def correlation(self, key: int) -> float | None:
         """Return the largest correlation with another rank that chance does not explain; None without another one."""
-        found = [_unexplained(*sums.tolist()) for (_, of), sums in self._sums.items() if of == key]
-        return max(found, default=None)
+        return max((_unexplained(*sums.tolist()) for sums in self._sums.get(key, {}).values()), default=None)
 
 
 def _unexplained(products: float, variance: float, deviations: float) -> float:
