@@ -216,6 +216,16 @@ with hu.observe(model, optimizer, interval=50) as seen:
     dist.destroy_process_group()
 assert seen.record.unseen == [], seen.record.unseen
 agree(seen.record)
+
+dist.init_process_group("gloo", init_method="file://" + path + "again", rank=rank, world_size=2)
+model, optimizer = run()
+with hu.observe(model, optimizer, interval=2) as seen:
+    train(model, optimizer, 3)
+    dist.barrier()
+    dist.destroy_process_group()
+gone = "the process group was destroyed before the observation ended"
+assert seen.record.unseen == [f"rank {1 - rank} last compared at step 0 ({gone})"], seen.record.unseen
+agree(seen.record)
 """
 ZERO = """
 import warnings

@@ -160,7 +160,7 @@ class Processes:
             return
         try:
             if not dist.is_initialized():
-                self._failed = "the process group was destroyed before"
+                self._failed = "the process group was destroyed before the observation ended"
                 self._mailbox = None
                 return
             act()
