@@ -11,6 +11,7 @@ from ._modes import get_rounding as get_rounding
 from ._modes import rounding_names as rounding_names
 from ._quantize import quantize as quantize
 from ._random_bits import mix64 as mix64
+from ._random_bits import mix64_all as mix64_all
 from ._random_bits import random_words as random_words
 from ._statistics import Fit as Fit
 from ._statistics import fit as fit

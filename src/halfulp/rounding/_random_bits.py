@@ -36,6 +36,19 @@ def mix64(*values: int) -> int:
     return key
 
 
+def mix64_all(first: int, values: np.ndarray) -> np.ndarray:
+    """`mix64(first, value)` of many values at once, uint64.
+
+    >>> mix64_all(5, np.array([7, 2**63], np.uint64)).tolist() == [mix64(5, 7), mix64(5, 2**63)]
+    True
+    """
+    begin = np.uint64((mix64(first) + 0x9E3779B97F4A7C15) & _MASK64)
+    key = begin + values * np.uint64(0xD1342543DE82EF95)
+    key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return key ^ (key >> np.uint64(31))
+
+
 def stream_start(key_low: Word, key_high: Word, index: Word) -> np.uint32:
     """Piece: the counter of the element at a global index; neighbours differ by WEYL.
 

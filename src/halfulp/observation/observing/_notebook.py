@@ -7,16 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...rounding import mix64
+from ...kernels import chosen
+from ...rounding import mix64, mix64_all
 from ..record._record import Record, Role, TensorRecord
 from ..sampling._candidates import AnyFormat, Candidates, candidate
 from ..sampling._places import name_key
 from ..sampling._plain import Stored, stored
 from ..sampling._reference import sample_of
-from ..sampling._sampler import Look, Sampler
+from ..sampling._sampler import Look, Sampler, signed
 from ..sampling._totals import STEP_NONFINITE, Totals, is_wide
 from ._quantized import Quantized
 
@@ -39,6 +41,8 @@ class Notebook:
         scale: the loss scale of the running backward pass.
         seconds: time spent in watching.
         fixed: names that are sampled at the same places in every step, so that directions of rounding can be compared.
+        by_kernel: whether compiled kernels look at tensors on the CPU in this step.
+        keys: int64, by the names' rows: the keys of this step's places.
     """
 
     def __init__(self, formats: Sequence[AnyFormat], quantized: Quantized | None = None) -> None:
@@ -58,21 +62,45 @@ class Notebook:
         self.seconds: float = 0.0
         self.inside: bool = False
         self.fixed: set[str] = set()
+        self.by_kernel: bool = False
+        self.keys: np.ndarray = np.empty(0, np.int64)
         self._step_key: int = 0
-        self._name_keys: dict[str, int] = {}
+        self._rows: dict[str, int] = {}
+        self._name_keys: list[int] = []
         self._broken: dict[int, int] = {}
 
     def begin_step(self, step: int, sampling: bool) -> None:
         """Begin a step."""
         self.step, self.sampling, self.position = step, sampling, 0
         self._step_key = mix64(SEED, step)
+        if sampling:
+            self.by_kernel = chosen("cpu") == "numba"
+            self._make_keys()
+
+    def _make_keys(self) -> None:
+        own = np.array(self._name_keys, np.uint64)
+        self.keys = mix64_all(self._step_key, own).view(np.int64)
+        for name in self.fixed:
+            self.fix(name)
+
+    def row_of(self, name: str) -> int:
+        """Return the row of a name in `keys`."""
+        row = self._rows.get(name)
+        if row is None:
+            row = self._rows[name] = len(self._name_keys)
+            self._name_keys.append(name_key(name))
+            self.keys = np.append(self.keys, np.int64(signed(mix64(self._step_key, self._name_keys[row]))))
+        return row
+
+    def fix(self, name: str) -> None:
+        """Sample a name at the same places from now on."""
+        self.fixed.add(name)
+        row = self.row_of(name)
+        self.keys[row] = signed(mix64(_FIRST_STEP, self._name_keys[row]))
 
     def key(self, name: str) -> int:
         """Return the key of the places where tensors of a name are sampled in this step."""
-        own = self._name_keys.get(name)
-        if own is None:
-            own = self._name_keys[name] = name_key(name)
-        return mix64(_FIRST_STEP if name in self.fixed else self._step_key, own)
+        return int(self.keys[self.row_of(name)]) & (2**64 - 1)
 
     def missed(self, sentence: str) -> None:
         """Note something that could not be observed, once."""
@@ -87,9 +115,6 @@ class Notebook:
             totals = self.totals[role, name] = Totals(record, self.candidates, is_wide(found.flat.dtype))
         record = totals.record
         record.dtype, record.scale = found.dtype, found.scale
-        if not record.steps or record.steps[-1] != self.step:
-            record.steps.append(self.step)
-            totals.begin_step()
         return totals
 
     def look(self, role: Role, name: str, kind: str, tensor: torch.Tensor, scale: float = 1.0) -> Totals | None:
@@ -98,6 +123,8 @@ class Notebook:
         if found is None:
             return None
         totals = self.totals_of(role, name, kind, found._replace(scale=found.scale * scale))
+        if totals.opens(self.step):
+            totals.begin_step()
         self.sampler.look(Look(found.flat, found.dtype, self.key(name), totals))
         self.note_nonfinite(totals)
         if self.quantized is not None and self.quantized.formats:
@@ -108,7 +135,10 @@ class Notebook:
         """Count tensors (name, kind, numbers) under a role, and return their samples."""
         looks = []
         for name, kind, found in named:
-            looks.append(Look(found.flat, found.dtype, self.key(name), self.totals_of(role, name, kind, found)))
+            totals = self.totals_of(role, name, kind, found)
+            if totals.opens(self.step):
+                totals.begin_step()
+            looks.append(Look(found.flat, found.dtype, self.key(name), totals))
         samples = self.sampler.look_all(looks)
         for look in looks:
             self.note_nonfinite(look.totals)

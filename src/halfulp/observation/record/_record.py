@@ -69,12 +69,13 @@ class TensorRecord:
         kind: class name of that module.
         dtype: of the stored tensor; a scaled or multi-component tensor's payload.
         order: position among the activations of the first sampled step, in order of computation.
-        steps: sampled steps in which it was seen.
+        steps: in how many sampled steps it was seen.
         elements, zeros, nonfinite, largest: exact counts over the whole tensors of all these steps: all elements;
             zeros; NaN and infinities; those at the largest finite magnitude of the storage format.
         amax, amin: exact largest and smallest nonzero finite magnitude over all these steps; 0 and inf without any.
         last_amax: exact largest finite magnitude in the last of these steps.
-        input_amax: activations: largest magnitude of the module's floating-point inputs in the last step, else None.
+        input_amax: activations that are all zeros in the last step: largest magnitude of the module's floating-point
+            inputs; None else.
         first_nonfinite: the first sampled step with NaN or infinity, and its position in that step's order.
         nonfinite_steps: sampled steps with NaN or infinity.
         sampled: sampled elements.
@@ -92,7 +93,7 @@ class TensorRecord:
     kind: str
     dtype: torch.dtype
     order: int = 0
-    steps: list[int] = field(default_factory=list)
+    steps: int = 0
     elements: int = 0
     zeros: int = 0
     nonfinite: int = 0

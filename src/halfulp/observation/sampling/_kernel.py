@@ -46,44 +46,80 @@ from ._candidates import (
     SMALLEST,
 )
 from ._places import MOST, RUN, RUNS
-from ._totals import AMAX, AMIN, FIXED, LAST_AMAX, LAST_FINITE, SQUARES
+from ._totals import AMAX, AMIN, FIXED, LAST_AMAX, LAST_FINITE, SQUARES, STEP_NONFINITE
 
 # Columns of the table.
-DATA, COUNT, KEY_LOW, KEY_HIGH, SAMPLE, INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD, TAKEN, COLUMNS = range(11)
+DATA, COUNT, KEY, SAMPLE, INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD, TAKEN, WIDE, FRESH, BROKEN, COLUMNS = range(13)
 ZERO, ONE, ONES = np.uint32(0), np.uint32(1), np.uint32(0xFFFFFFFF)
 MAGNITUDE, INFINITE, NORMALS, FIELD = np.uint32(0x7FFFFFFF), np.uint32(INFINITY), np.uint32(0x800000), np.uint32(23)
 HALF_MAGNITUDE = np.uint32(0x7FFF)
 HALF_EVEN = 6755399441055744.0  # added and taken off, rounds a float64 below 2^51 to an integer, ties to even
 CHUNK = 4096
-SIGNATURE = "void(int64, int64, int64[:,::1], int64[:,::1], float64[:,::1])"
+SIGNATURE = "int64(int64, int64, int64[:,::1], int64[:,::1], float64[:,::1])"
 
 
 def look(first, last, table, thresholds, blocks):
-    """Kernel: count the tensors of the rows [first, last), and write their samples."""
+    """Kernel: count the tensors of the rows [first, last), and write their samples.
+
+    Returns how many elements are not finite in the last row's tensors of this step.
+    """
+    broken = 0
     for row in range(first, last):
         data, count = table[row, DATA], table[row, COUNT]
         sample, integers, reals = table[row, SAMPLE], table[row, INTEGERS], table[row, REALS_AT]
+        if table[row, FRESH] != 0:
+            begin_step(integers, reals)
+            table[row, FRESH] = 0
         extremes(data, count, low_of(table[row, LARGEST_WORD]), low_of(table[row, INFINITE_WORD]), integers, reals)
-        taken = gather(data, count, low_of(table[row, KEY_LOW]), low_of(table[row, KEY_HIGH]), sample)
+        taken = gather(data, count, low_of(table[row, KEY]), high_of(table[row, KEY]), sample)
         table[row, TAKEN] = taken
+        if table[row, WIDE] != 0:
+            widen_sample(sample, taken, min(count, MOST), table[row, WIDE])
+        broken = signed64(load64(integers, STEP_NONFINITE))
+        table[row, BROKEN] = broken
         bump(integers, 4, taken)
         histogram(sample, taken, integers, FIXED + 3 * thresholds.shape[0] + 4 * blocks.shape[0], reals)
         for k in range(thresholds.shape[0]):
             singles(sample, taken, thresholds[k, 0], thresholds[k, 1], thresholds[k, 2], integers, FIXED + 3 * k)
         for k in range(blocks.shape[0]):
             in_blocks(sample, taken, blocks, k, integers, FIXED + 3 * thresholds.shape[0] + 4 * k)
+    return broken
 
 
 def copy_samples(first, last, table):
     """Kernel: write the samples of the rows [first, last) alone."""
     for row in range(first, last):
-        low, high = low_of(table[row, KEY_LOW]), low_of(table[row, KEY_HIGH])
-        table[row, TAKEN] = gather(table[row, DATA], table[row, COUNT], low, high, table[row, SAMPLE])
+        count, sample = table[row, COUNT], table[row, SAMPLE]
+        taken = gather(table[row, DATA], count, low_of(table[row, KEY]), high_of(table[row, KEY]), sample)
+        table[row, TAKEN] = taken
+        if table[row, WIDE] != 0:
+            widen_sample(sample, taken, min(count, MOST), table[row, WIDE])
 
 
 def low_of(value):
     """Piece: the low word of an integer of the table."""
     return np_uint32(value)
+
+
+def high_of(value):
+    """Piece: the high word of an integer of the table."""
+    return np_uint32(value >> 32)
+
+
+def begin_step(integers, reals):
+    """Piece: forget what only the last sampled step counts."""
+    store64(integers, STEP_NONFINITE, widen64(0))
+    store64(reals, LAST_AMAX, word64(0.0))
+    store64(reals, SQUARES, word64(0.0))
+    store64(reals, LAST_FINITE, word64(0.0))
+
+
+def widen_sample(sample, taken, room, wide):
+    """Piece: a sample as float64, with zeros where a short last run leaves some of its room free."""
+    for i in range(taken):
+        store64(wide, i, word64(float64(real(load32(sample, i)))))
+    for i in range(taken, room):
+        store64(wide, i, word64(0.0))
 
 
 def bump(integers, k, by):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels import has_own_memory, plain
+from ...kernels import plain
 from ...mctensor import MCTensor
 from ...optim.parameters._local_tensors import local
 from ...scaled import ScaledTensor
@@ -14,6 +14,27 @@ from ...scaled import ScaledTensor
 _NARROW = (torch.float16, torch.bfloat16)
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+# Of tensors whose pointer leads to their numbers on the CPU: no key of a sign, of zeros not written out, of a layout,
+# of a transform or of a class of one's own.
+_KEYS = frozenset(
+    torch._C._dispatch_keys(one).raw_repr()
+    for one in (torch.empty(0, device="cpu"), torch.inference_mode()(torch.empty)(0, device="cpu"))
+)
+
+
+def plain_address(tensor: torch.Tensor) -> int:
+    """Return where the numbers of a contiguous plain tensor on the CPU lie; 0 for any other, and for an empty one.
+
+    It holds where no mode of torch watches functions.
+
+    >>> plain_address(torch.ones(3)) > 0, plain_address(torch.ones(2, 3).t()), plain_address(torch.ones(3).to_sparse())
+    (True, 0, 0)
+    """
+    if type(tensor) not in _PLAIN or torch._C._dispatch_keys(tensor).raw_repr() not in _KEYS:
+        return 0
+    return tensor.data_ptr() if tensor.is_contiguous() else 0
 
 
 class Stored(NamedTuple):
@@ -36,8 +57,7 @@ def stored(tensor: torch.Tensor) -> Stored | None:
     Floating-point tensors only; of a DTensor the shard on this process. A sparse, quantized, nested, fake or meta
     tensor, and one inside a transform of torch.func, has none.
     """
-    simple = type(tensor) in _PLAIN and tensor.dtype in _FLOATS and has_own_memory(tensor) and tensor.is_contiguous()
-    if simple and not (tensor.is_neg() or tensor._is_zerotensor()):
+    if tensor.dtype in _FLOATS and plain_address(tensor):
         return Stored(tensor.detach(), tensor.dtype)
     tensor = local(tensor)
     if not tensor.dtype.is_floating_point:

@@ -40,11 +40,15 @@ class Sampler:
 
     Args:
         candidates: the formats.
+
+    Attributes:
+        scratch: address of room for one sample in float32.
     """
 
     def __init__(self, candidates: Candidates) -> None:
         self.candidates = candidates
         self._scratch: np.ndarray = np.empty(MOST, np.float32)
+        self.scratch: int = self._scratch.ctypes.data
         self._row: np.ndarray = np.zeros((1, COLUMNS), np.int64)
 
     def look(self, one: Look) -> None:
@@ -53,7 +57,7 @@ class Sampler:
         if not _by_kernel(tensor, chosen("cpu")):
             self.look_by_reference(one)
             return
-        self._row[0] = _row(tensor, one, self._scratch.ctypes.data)
+        self._row[0] = _row(tensor, one, self.scratch)
         checked_kernel(tensor.dtype)(0, 1, self._row, self.candidates.thresholds, self.candidates.block_numbers)
 
     def look_all(self, looks: Sequence[Look]) -> list[torch.Tensor]:
@@ -120,19 +124,25 @@ def _largest_word(dtype: torch.dtype, memory: torch.dtype) -> int:
 
 
 def _row(tensor: torch.Tensor, one: Look, sample: int) -> tuple[int, ...]:
-    dtype, key, counts = tensor.dtype, one.key, one.totals.addresses
-    largest = _largest_word(one.dtype, dtype)
-    return (
-        address(tensor),
-        tensor.numel(),
-        key & 0xFFFFFFFF,
-        key >> 32,
-        sample,
-        *counts,
-        largest,
-        INFINITE_WORDS[dtype],
-        0,
-    )
+    data, count, key = address(tensor), tensor.numel(), signed(one.key)
+    integers, reals, largest, infinite = constants(one.totals, one.dtype, tensor.dtype)
+    return data, count, key, sample, integers, reals, largest, infinite, 0, 0, 0, 0
+
+
+def constants(totals: Totals, storage: torch.dtype, memory: torch.dtype) -> tuple[int, int, int, int]:
+    """Return what a row holds of totals, in order: where they are, and the words of the largest number and infinity.
+
+    Args:
+        totals: the counts.
+        storage: the dtype whose largest number is counted.
+        memory: the dtype of the memory that is read.
+    """
+    return *totals.addresses, _largest_word(storage, memory), INFINITE_WORDS[memory]
+
+
+def signed(key: int) -> int:
+    """Return a key of 64 bits as a table of int64 holds it."""
+    return key - 2**64 if key >= 2**63 else key
 
 
 def sampled(flat: torch.Tensor, key: int) -> torch.Tensor:
@@ -154,7 +164,7 @@ def sampled_all(given: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]
         flats = [to_wide(given[k][0]) for k in positions]
         parts = _buffers([flat.numel() for flat in flats])
         rows = [
-            (address(flat), flat.numel(), given[k][1] & 0xFFFFFFFF, given[k][1] >> 32, address(part), 0, 0, 0, 0, 0)
+            (address(flat), flat.numel(), signed(given[k][1]), address(part), 0, 0, 0, 0, 0, 0, 0, 0)
             for k, flat, part in zip(positions, flats, parts)
         ]
         table = np.array(rows, np.int64)

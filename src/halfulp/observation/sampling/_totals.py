@@ -23,6 +23,7 @@ class Totals:
 
     Attributes:
         record: with what is no count: role, name, kind, dtype, order, steps.
+        step: the last sampled step in which the tensor was seen; -1 before.
         integers: int64: six fixed columns, three per format (underflow, subnormal, overflow), four per block format
             (elements, underflow, subnormal, hidden), then the histogram.
         reals: float64: largest and smallest nonzero magnitude; of the last sample: largest magnitude of the whole
@@ -30,10 +31,11 @@ class Totals:
         lowest: the exponent of the histogram's first bin.
     """
 
-    __slots__ = ("addresses", "finite_elements", "integers", "lowest", "offsets", "reals", "record")
+    __slots__ = ("addresses", "integers", "lowest", "offsets", "reals", "record", "step")
 
     def __init__(self, record: TensorRecord, candidates: Candidates, wide: bool = False) -> None:
         self.record = record
+        self.step: int = -1
         self.lowest, bins = WIDE if wide else NARROW
         blocks_at = FIXED + SINGLE_COLUMNS * len(candidates.single)
         histogram_at = blocks_at + BLOCK_COLUMNS * len(candidates.blocks)
@@ -41,6 +43,14 @@ class Totals:
         self.integers: np.ndarray = np.zeros(histogram_at + bins, np.int64)
         self.reals: np.ndarray = np.array([0.0, math.inf, 0.0, 0.0, 0.0])
         self.addresses: tuple[int, int] = (self.integers.ctypes.data, self.reals.ctypes.data)
+
+    def opens(self, step: int) -> bool:
+        """Return whether a step is the tensor's first sight in it, and count it."""
+        if self.step == step:
+            return False
+        self.step = step
+        self.record.steps += 1
+        return True
 
     def begin_step(self) -> None:
         """Forget what only the last sampled step counts."""

@@ -30,12 +30,12 @@ class GradientBelowNoise(FindingKind):
             yield self.found(
                 tensor.name,
                 "warning",
-                max(0.5, confidence_of(len(tensor.steps), 4)),
+                max(0.5, confidence_of(tensor.steps, 4)),
                 f"{tensor.role} is {tensor.rms / noise:.2g} times the quantization noise of {tensor.asked_format}; "
                 f"training stalls below {RATIO:.2f}",
                 ratio=tensor.rms / noise,
                 rms=tensor.rms,
                 noise=noise,
                 role=tensor.role,
-                steps=len(tensor.steps),
+                steps=tensor.steps,
             )

@@ -55,4 +55,4 @@ class PayloadSaturated(FindingKind):
 
 def _cut_off(tensor: TensorRecord) -> int:
     """Return how many elements are at the largest number, but for the one per step that a scale puts there."""
-    return tensor.largest - len(tensor.steps)
+    return tensor.largest - tensor.steps

@@ -36,7 +36,7 @@ class QuantizedToZero(FindingKind):
                 f"all {tensor.elements} outputs in {dtype_name(tensor.dtype)} are 0, of inputs up to {entered:.3g}",
                 elements=tensor.elements,
                 input_amax=entered,
-                steps=len(tensor.steps),
+                steps=tensor.steps,
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:

@@ -72,4 +72,4 @@ def _when(tensor: TensorRecord) -> tuple[int, int]:
 
 
 def _in_every_step(tensor: TensorRecord) -> bool:
-    return tensor.nonfinite_steps == len(tensor.steps) >= STEPS
+    return tensor.nonfinite_steps == tensor.steps >= STEPS

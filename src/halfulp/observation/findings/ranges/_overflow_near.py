@@ -40,11 +40,11 @@ class OverflowNear(FindingKind):
             yield self.found(
                 tensor.name,
                 "warning",
-                max(0.5, confidence_of(len(tensor.steps), 2)),
+                max(0.5, confidence_of(tensor.steps, 2)),
                 f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} binades below its largest",
                 role=tensor.role,
                 amax=tensor.amax,
                 margin=left,
                 format=held_in.name,
-                steps=len(tensor.steps),
+                steps=tensor.steps,
             )

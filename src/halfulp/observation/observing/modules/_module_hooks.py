@@ -13,9 +13,13 @@ from torch.utils.hooks import RemovableHandle
 from ...sampling._totals import LAST_AMAX
 from .._expectations import Expectations
 from .._notebook import Notebook, watching
+from .._slot import Slot
 from ._checks import CompiledModules, Recomputations
 from ._outputs import loss_in, tensors_in
 from ._running_statistics import RunningStatistics
+
+# Hooks on outputs whose graphs may be gone, before they are looked through.
+MOST_HANDLES = 10_000
 
 
 class ModuleHooks:
@@ -33,20 +37,24 @@ class ModuleHooks:
         self.loss: torch.Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: list[RemovableHandle] = []
-        self._modules: dict[nn.Module, tuple[str, str]] = {}
         self._seen: set[str] = set()
-        self._last: tuple[weakref.ref, int, float] | None = None
+        self._last: tuple[weakref.ref, int] | None = None
         compiled: dict[str, nn.Module] = {}
+        names: dict[nn.Module, str] = {}
         for name, module in _eager_modules(model, compiled):
-            self._modules.setdefault(module, (name, type(module).__name__))
+            names.setdefault(module, name)
         for name in compiled:
             book.missed(
                 f"{name or 'the model'} is compiled: activations and their gradients inside it are not observed, as "
                 "hooks run in eager mode only; observe the run without torch.compile to see them"
             )
-        self.expects_calls: bool = bool(self._modules) and not compiled
-        self._statistics = RunningStatistics(book, {module: name for module, (name, _) in self._modules.items()})
+        self.expects_calls: bool = bool(names) and not compiled
+        self._statistics = RunningStatistics(book, names)
         self._again = Recomputations(book) if check else None
+        self._hooks = {
+            module: _ModuleHook(self, name, type(module).__name__, check or self._statistics.follows(module))
+            for module, name in names.items()
+        }
         wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
         for name in compiled.keys() - wrappers.keys() if check else ():
             book.missed(f"{name or 'the model'} was compiled in place: there is no eager original to compare with")
@@ -55,7 +63,7 @@ class ModuleHooks:
     def attach(self) -> None:
         """Attach the hooks."""
         if not self._handles:
-            self._handles = [module.register_forward_hook(self._forward) for module in self._modules]
+            self._handles = [module.register_forward_hook(hook) for module, hook in self._hooks.items()]
         self._compiled.attach()
 
     def detach(self) -> None:
@@ -84,18 +92,37 @@ class ModuleHooks:
         if self._again is not None:
             self._again.end_step()
 
-    def _forward(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Hook: a module has run; evaluation without gradients is not training and is left out."""
-        if torch.compiler.is_compiling() or not self.book.sampling:
-            return
+    def ran(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """A module has run; evaluation without gradients is not training and is left out."""
         if torch.is_grad_enabled():
-            self._activations(module, inputs, output)
+            if not self._quickly(hook, module, output):
+                self._activations(hook, module, inputs, output)
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
             self._note(module, output)
 
+    def _quickly(self, hook: _ModuleHook, module: nn.Module, output: Any) -> bool:
+        """Look at a single plain output in a forward pass where nothing else is followed; False elsewhere."""
+        if type(output) is not torch.Tensor or hook.is_followed or torch._C._current_graph_task_id() != -1:
+            return False
+        if torch.is_autocast_enabled(output.device.type):
+            return False
+        if not self._was_last(output):
+            if not hook.slot.look_quickly(output):
+                return False
+            totals = hook.slot.totals
+            assert totals is not None
+            if totals.reals[LAST_AMAX] == 0.0:
+                return False
+            totals.record.input_amax = None
+            self._follow(hook, output)
+        self._seen.add(hook.name)
+        if not hook.name:
+            self.loss = loss_in(output)
+        return True
+
     @watching
-    def _activations(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        name, kind = self._modules[module]
+    def _activations(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        name = hook.name
         again = torch._C._current_graph_task_id() != -1 and name in self._seen
         found = list(tensors_in(output))
         self._statistics.follow(module, inputs)
@@ -103,10 +130,9 @@ class ModuleHooks:
             self._again.note(name, found[0], torch._C._current_graph_task_id() != -1)
         if not again:
             self._expectations.note_output(module, name, output)
-            amax = [self._amax(tensor) for tensor in tensors_in(inputs)]
             for tensor in found:
                 if not self._was_last(tensor):
-                    self._activation(name, kind, tensor, max(amax, default=None))
+                    self._activation(hook, tensor, inputs)
             self._seen.add(name)
         if not name:
             self.loss = loss_in(output)
@@ -115,50 +141,80 @@ class ModuleHooks:
     def _note(self, module: nn.Module, output: Any) -> None:
         for tensor in tensors_in(output):
             assert self._again is not None
-            self._again.note(self._modules[module][0], tensor, again=False)
+            self._again.note(self._hooks[module].name, tensor, again=False)
             break
 
-    def _activation(self, name: str, kind: str, tensor: torch.Tensor, input_amax: float | None) -> None:
-        totals = self.book.look("activation", name, kind, tensor)
+    def _activation(self, hook: _ModuleHook, tensor: torch.Tensor, inputs: tuple[Any, ...]) -> None:
+        totals = hook.slot.look(tensor)
         if totals is None:
             return
-        totals.record.input_amax = input_amax
-        self._last = weakref.ref(tensor), tensor._version, float(totals.reals[LAST_AMAX])
-        if tensor.requires_grad:
-            hook = _GradientHook(self.book, name, kind)
-            self._gradient_handles.append(tensor.register_hook(hook))
+        totals.record.input_amax = None
+        if totals.reals[LAST_AMAX] == 0.0:
+            totals.record.input_amax = max(map(_amax, tensors_in(inputs)), default=None)
+        self._follow(hook, tensor)
+
+    def _follow(self, hook: _ModuleHook, output: torch.Tensor) -> None:
+        """Wait for the gradient of an output."""
+        self._last = weakref.ref(output), output._version
+        if output.requires_grad:
+            handles = self._gradient_handles
+            if len(handles) > MOST_HANDLES:  # many forward passes without an optimizer's step
+                handles[:] = [handle for handle in handles if handle.hooks_dict_ref() is not None]
+            handles.append(output.register_hook(hook.gradient))
 
     def _was_last(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the one that was looked at last, handed on by a module around it."""
         last = self._last
         return last is not None and last[0]() is tensor and last[1] == tensor._version
 
-    def _amax(self, tensor: torch.Tensor) -> float:
-        if self._was_last(tensor):
-            assert self._last is not None
-            return self._last[2]
-        if type(tensor) is not torch.Tensor or not tensor.numel():
-            return 0.0
-        low, high = torch.aminmax(tensor.detach())
-        return max(abs(float(low)), abs(float(high)))
+
+class _ModuleHook:
+    """Hook: a module has run.
+
+    Attributes:
+        name: the module's.
+        slot: of its outputs.
+        gradient: hook for their gradients.
+        is_followed: whether running statistics or second runs of it are watched too.
+    """
+
+    __slots__ = ("gradient", "is_followed", "name", "owner", "slot")
+
+    def __init__(self, owner: ModuleHooks, name: str, kind: str, is_followed: bool) -> None:
+        self.owner, self.name, self.is_followed = owner, name, is_followed
+        self.slot = Slot(owner.book, "activation", name, kind)
+        self.gradient = _GradientHook(owner.book, name, kind)
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """Look at its outputs."""
+        if self.owner.book.sampling and not torch.compiler.is_compiling():
+            self.owner.ran(self, module, inputs, output)
 
 
 class _GradientHook:
     """Hook: the gradient of a module's output arrives."""
 
-    __slots__ = ("book", "kind", "name")
+    __slots__ = ("book", "slot")
 
     def __init__(self, book: Notebook, name: str, kind: str) -> None:
-        self.book, self.name, self.kind = book, name, kind
+        self.book = book
+        self.slot = Slot(book, "activation gradient", name, kind)
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """Look at it."""
-        if self.book.sampling:
+        if self.book.sampling and not self.slot.look_quickly(gradient, self.book.scale):
             self._activation_gradient(gradient)
 
     @watching
     def _activation_gradient(self, gradient: torch.Tensor) -> None:
-        self.book.look("activation gradient", self.name, self.kind, gradient, self.book.scale)
+        self.slot.look(gradient, self.book.scale)
+
+
+def _amax(tensor: torch.Tensor) -> float:
+    if type(tensor) is not torch.Tensor or not tensor.numel():
+        return 0.0
+    low, high = torch.aminmax(tensor.detach())
+    return max(abs(float(low)), abs(float(high)))
 
 
 def _eager_modules(

@@ -37,6 +37,10 @@ class RunningStatistics:
         self._modules = {module: name for module, name in modules.items() if _is_followed(module)}
         self._held: dict[nn.Module, _Statistics] = {}
 
+    def follows(self, module: nn.Module) -> bool:
+        """Return whether a module is one whose statistics are watched."""
+        return module in self._modules
+
     def begin(self) -> None:
         """Copy the statistics as they are before the step's batches."""
         self._held = {}

@@ -9,6 +9,7 @@ from ...record._record import Realised
 from ...sampling._plain import stored
 from ...sampling._sampler import sampled
 from .._notebook import Notebook, watching
+from .._slot import Slot
 from ._realised import add_changes
 
 
@@ -48,10 +49,11 @@ class GradientHooks:
 class _Arrival:
     """The two hooks of one parameter."""
 
-    __slots__ = ("book", "held", "incoming", "name", "owner", "parameter")
+    __slots__ = ("book", "held", "incoming", "name", "owner", "parameter", "slot")
 
     def __init__(self, owner: GradientHooks, name: str) -> None:
         self.owner, self.book, self.name = owner, owner.book, name
+        self.slot = Slot(owner.book, "weight gradient", name, owner.book.record.parameters[name].kind)
         self.parameter: torch.Tensor | None = None
         self.held: torch.Tensor | None = None
         self.incoming: torch.Tensor | None = None
@@ -59,7 +61,13 @@ class _Arrival:
     def before(self, gradient: torch.Tensor) -> None:
         """Hook: a gradient arrives, before it is added."""
         if self.book.sampling:
-            self._weight_gradient(gradient)
+            if self.slot.look_quickly(gradient, self.book.scale):
+                self.owner.arrived.add(self.name)
+            else:
+                self._look(gradient)
+            self.held = self.incoming = None
+            if self.parameter is not None and self.parameter.grad is not None:
+                self._hold(self.parameter.grad, gradient)
 
     def after(self, parameter: torch.Tensor) -> None:
         """Hook: it has been added."""
@@ -67,20 +75,17 @@ class _Arrival:
             self._accumulated(parameter)
 
     @watching
-    def _weight_gradient(self, gradient: torch.Tensor) -> None:
-        book, name = self.book, self.name
-        self.held = self.incoming = None
-        if book.look("weight gradient", name, book.record.parameters[name].kind, gradient, book.scale) is None:
-            return
-        self.owner.arrived.add(name)
-        there = self.parameter.grad if self.parameter is not None else None
-        if there is None:
-            return
+    def _look(self, gradient: torch.Tensor) -> None:
+        if self.slot.look(gradient, self.book.scale) is not None:
+            self.owner.arrived.add(self.name)
+
+    @watching
+    def _hold(self, there: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Keep samples of what is there and of what is added to it."""
         held, incoming = stored(there), stored(gradient)
         if held is not None and incoming is not None and held.flat.numel() == incoming.flat.numel():
-            key = book.key(name)
-            self.held = sampled(held.flat, key)
-            self.incoming = sampled(incoming.flat, key)
+            key = self.book.key(self.name)
+            self.held, self.incoming = sampled(held.flat, key), sampled(incoming.flat, key)
 
     @watching
     def _accumulated(self, parameter: torch.Tensor) -> None:

@@ -1,0 +1,88 @@
+"""Slots: a role at a name, through which hooks hand over one tensor after the other with little of Python between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ..record._record import Role
+from ..sampling._kernel import COLUMNS, COUNT, DATA, FRESH, INFINITE_WORD, INTEGERS, KEY, KERNEL_DTYPES, LARGEST_WORD
+from ..sampling._kernel import REALS_AT, SAMPLE
+from ..sampling._plain import plain_address
+from ..sampling._sampler import checked_kernel, constants
+from ..sampling._totals import Totals
+from ._notebook import Notebook
+
+
+class Slot:
+    """One role at one name.
+
+    Args:
+        book: what is written to.
+        role, name, kind: as `Notebook.look` takes them.
+
+    Attributes:
+        totals: its counts; None before the first look.
+    """
+
+    __slots__ = ("_arrays", "_dtype", "_kernel", "_row", "_table", "book", "kind", "name", "role", "totals")
+
+    def __init__(self, book: Notebook, role: Role, name: str, kind: str) -> None:
+        self.book, self.role, self.name, self.kind = book, role, name, kind
+        self.totals: Totals | None = None
+        self._dtype: torch.dtype | None = None
+        self._row: int = book.row_of(name)
+        self._table: np.ndarray = np.zeros((1, COLUMNS), np.int64)
+        self._arrays: tuple[np.ndarray, np.ndarray] = book.candidates.thresholds, book.candidates.block_numbers
+        self._kernel: Callable[..., int] | None = None
+
+    def look_quickly(self, tensor: torch.Tensor, scale: float = 1.0) -> bool:
+        """Count a plain tensor of the dtype that was seen last, where no mode of torch watches; False elsewhere.
+
+        No operator of torch runs, so that nothing about gradients, modes and errors has to be arranged.
+        """
+        book = self.book
+        if self._dtype is not tensor.dtype or not book.by_kernel or book.inside or is_watched():
+            return False
+        begin = time.perf_counter()
+        at = plain_address(tensor)
+        totals, kernel = self.totals, self._kernel
+        if not at or totals is None or kernel is None:
+            return False
+        row = self._table[0]
+        if totals.opens(book.step):
+            row[FRESH], row[KEY] = 1, book.keys[self._row]
+        row[DATA], row[COUNT] = at, tensor.numel()
+        totals.record.scale = scale
+        book.inside = True  # the kernel runs without the interpreter's lock, and samples share their room
+        broken = kernel(0, 1, self._table, *self._arrays)
+        book.inside = False
+        if broken:
+            book.note_nonfinite(totals)
+        else:
+            book.position += 1
+        book.seconds += time.perf_counter() - begin
+        return True
+
+    def look(self, tensor: torch.Tensor, scale: float = 1.0) -> Totals | None:
+        """Count any tensor; None where its numbers cannot be read. Call it as `watching` functions do."""
+        book, self._dtype = self.book, None
+        self.totals = totals = book.look(self.role, self.name, self.kind, tensor, scale)
+        asked = book.quantized is not None and bool(book.quantized.formats)
+        if totals is None or asked or not book.by_kernel or tensor.dtype not in KERNEL_DTYPES:
+            return totals
+        if plain_address(tensor):
+            integers_and_more = [INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD]
+            self._table[0, integers_and_more] = constants(totals, tensor.dtype, tensor.dtype)
+            self._table[0, SAMPLE], self._table[0, KEY] = book.sampler.scratch, book.keys[self._row]
+            self._kernel, self._dtype = checked_kernel(tensor.dtype), tensor.dtype
+        return totals
+
+
+def is_watched() -> bool:
+    """Return whether a mode of torch would see the functions that are called now, or a compiler traces them."""
+    modes = torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack()
+    return bool(modes) or torch.compiler.is_compiling()
