@@ -42,6 +42,7 @@ class Notebook:
         seconds: time spent in watching.
         fixed: names that are sampled at the same places in every step, so that directions of rounding can be compared.
         by_kernel: whether compiled kernels look at tensors on the CPU in this step.
+        renewed: how often counts of float32 were replaced by counts of float64.
         keys: int64, by the names' rows: the keys of this step's places.
     """
 
@@ -63,6 +64,7 @@ class Notebook:
         self.inside: bool = False
         self.fixed: set[str] = set()
         self.by_kernel: bool = False
+        self.renewed: int = 0
         self.keys: np.ndarray = np.empty(0, np.int64)
         self._step_key: int = 0
         self._rows: dict[str, int] = {}
@@ -111,6 +113,7 @@ class Notebook:
         """Return the running counts of a role at a name, made anew at its first tensor."""
         totals = self.totals.get((role, name))
         if totals is None or (is_wide(found.flat.dtype) and totals.lowest > -1000):
+            self.renewed += totals is not None
             record = TensorRecord(role, name, kind, found.dtype, order=self.position)
             totals = self.totals[role, name] = Totals(record, self.candidates, is_wide(found.flat.dtype))
         record = totals.record

@@ -9,8 +9,19 @@ import numpy as np
 import torch
 
 from ..record._record import Role
-from ..sampling._kernel import COLUMNS, COUNT, DATA, FRESH, INFINITE_WORD, INTEGERS, KEY, KERNEL_DTYPES, LARGEST_WORD
-from ..sampling._kernel import REALS_AT, SAMPLE
+from ..sampling._kernel import (
+    COLUMNS,
+    COUNT,
+    DATA,
+    FRESH,
+    INFINITE_WORD,
+    INTEGERS,
+    KERNEL_DTYPES,
+    KEY,
+    LARGEST_WORD,
+    REALS_AT,
+    SAMPLE,
+)
 from ..sampling._plain import plain_address
 from ..sampling._sampler import checked_kernel, constants
 from ..sampling._totals import Totals

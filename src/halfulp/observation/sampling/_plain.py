@@ -13,7 +13,7 @@ from ...scaled import ScaledTensor
 
 _NARROW = (torch.float16, torch.bfloat16)
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 # Of tensors whose pointer leads to their numbers on the CPU: no key of a sign, of zeros not written out, of a layout,
@@ -32,7 +32,7 @@ def plain_address(tensor: torch.Tensor) -> int:
     >>> plain_address(torch.ones(3)) > 0, plain_address(torch.ones(2, 3).t()), plain_address(torch.ones(3).to_sparse())
     (True, 0, 0)
     """
-    if type(tensor) not in _PLAIN or torch._C._dispatch_keys(tensor).raw_repr() not in _KEYS:
+    if type(tensor) not in PLAIN_TYPES or torch._C._dispatch_keys(tensor).raw_repr() not in _KEYS:
         return 0
     return tensor.data_ptr() if tensor.is_contiguous() else 0
 

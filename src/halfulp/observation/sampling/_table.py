@@ -9,8 +9,22 @@ import torch
 
 from ...kernels import run_chunks
 from ._candidates import Candidates
-from ._kernel import BROKEN, COUNT, DATA, FRESH, INTEGERS, KEY, LARGEST_WORD, SAMPLE, TAKEN, WIDE
-from ._kernel import COLUMNS, INFINITE_WORD, REALS_AT, copy_kernel
+from ._kernel import (
+    BROKEN,
+    COLUMNS,
+    COUNT,
+    DATA,
+    FRESH,
+    INFINITE_WORD,
+    INTEGERS,
+    KEY,
+    LARGEST_WORD,
+    REALS_AT,
+    SAMPLE,
+    TAKEN,
+    WIDE,
+    copy_kernel,
+)
 from ._places import MOST
 from ._sampler import checked_kernel, constants
 from ._totals import Totals

@@ -78,7 +78,7 @@ class RunningStatistics:
                 now = getattr(module, key).detach()
                 retention = None if momentum is None else 1 - float(momentum)
                 record = self.book.record.averages.setdefault(name, AverageRecord(name, now.dtype, retention))
-                add_changes([record.change], before, now.reshape(-1), one.shadow[key] - before, [len(before)])
+                add_changes([record.change], before, now.reshape(-1), one.shadow[key] - before, [0, len(before)])
 
 
 def _batches(module: nn.Module) -> int:

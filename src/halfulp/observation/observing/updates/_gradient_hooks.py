@@ -98,4 +98,4 @@ class _Arrival:
         record = self.book.record.parameters[self.name]
         if record.accumulation is None:
             record.accumulation = Realised()
-        add_changes([record.accumulation], held, now, incoming, [len(held)])
+        add_changes([record.accumulation], held, now, incoming, [0, len(held)])

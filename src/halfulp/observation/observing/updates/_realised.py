@@ -20,7 +20,7 @@ def add_changes(
     before: torch.Tensor,
     after: torch.Tensor,
     wanted: torch.Tensor,
-    sizes: Sequence[int],
+    ends: Sequence[int] | np.ndarray,
     known: bool = True,
 ) -> None:
     """Add to each record the changes of its part of three flat tensors.
@@ -29,11 +29,11 @@ def add_changes(
         records: one per tensor.
         before, after: sampled values, one tensor's after the other's.
         wanted: the changes that were wanted; where they are not known, the gradients, whose zeros want none.
-        sizes: of the tensors.
+        ends: where the tensors begin and end: one more than there are tensors.
         known: whether `wanted` is what was wanted.
     """
     parts = [one.detach().to("cpu", torch.float64).contiguous() for one in (before, after, wanted)]
-    ends = np.cumsum(np.array([0, *sizes], np.int64))
+    ends = np.asarray(ends, np.int64)
     counts, sums = np.zeros((len(records), 2), np.int64), np.zeros((len(records), 2))
     if chosen("cpu") == "numba":
         _kernel()(*map(address, parts), ends, counts, sums)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,13 @@ import torch
 from ....optim import Optimizer
 from ...record._record import Realised, Role
 from ...sampling._plain import Stored, stored
-from ...sampling._sampler import sampled_all
 from .._notebook import Notebook
+from ._batch import Layout, Stepped, numbers_in
 from ._elementwise import ELEMENTWISE, WHOLE, Shadow, decay_factor
 from ._halfulp_updates import decoded_states, halfulp_change, represented
 from ._realised import add_changes
 from ._rounding_decisions import RoundingDecisions, draws
 
-_EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
 # Roles of states, by their names in torch.optim and here.
 MOMENTS: dict[str, Role] = {
     **dict.fromkeys(("exp_avg", "momentum_buffer", "grad_avg", "prev"), "first moment"),
@@ -27,35 +25,25 @@ MOMENTS: dict[str, Role] = {
 }
 # Averages of squares: what holds them too coarsely loses their decay and keeps their growth, so that decay alone tells.
 AVERAGED_SQUARES = ("exp_avg_sq", "square_avg", "acc_delta")
+MOST_LAYOUTS = 64
 
 
 @dataclass(slots=True)
-class Stepped:
-    """One parameter around a step.
+class Batch:
+    """Parameters that step together.
 
     Attributes:
-        name, kind: of its record.
-        parameter: itself.
-        options: its group.
-        elements: of its memory.
-        weight, gradient: samples before the step.
-        states: samples of its states before the step; of a whole tensor's numbers copies.
-        change: the wanted change where the optimizer computes it in a way of its own.
-        wanted_states: samples of the states that it wants then.
-        unplanned: whether the optimizer has yet to lay out this parameter's states, so that nothing is known.
+        layout: of their samples.
+        stepped: the parameters.
+        weight, gradient: float64 samples before the step.
+        states: samples of their states, and numbers of whole tensors, before the step; None where they are not known.
     """
 
-    name: str
-    kind: str
-    parameter: torch.Tensor
-    options: dict[str, Any]
-    elements: int
+    layout: Layout
+    stepped: list[Stepped]
     weight: torch.Tensor
     gradient: torch.Tensor
-    states: dict[str, Any] = field(default_factory=dict)
-    change: torch.Tensor | None = None
-    wanted_states: dict[str, torch.Tensor] = field(default_factory=dict)
-    unplanned: bool = False
+    states: dict[str, Any] | None
 
 
 class Updates:
@@ -69,9 +57,9 @@ class Updates:
 
     def __init__(self, book: Notebook, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
         self.book, self.optimizer, self._names = book, optimizer, names
-        self._stepped: list[Stepped] = []
+        self._batches: list[Batch] = []
+        self._layouts: dict[tuple, Layout] = {}
         self._shadows: dict[int, Shadow] = {}
-        self._after: dict[tuple[str, str], torch.Tensor] = {}
         self.rounded: dict[str, RoundingDecisions] = {}
 
     def before(self, arrived: set[str]) -> None:
@@ -80,64 +68,111 @@ class Updates:
         Args:
             arrived: names whose gradients were looked at when they arrived.
         """
-        self._stepped = []
-        divisor = _number(getattr(self.optimizer, "grad_scale", None), 1.0)
-        entries, weights, gradients = [], [], []
+        self._batches = []
+        groups = self._groups()
+        late = [one for _, stepped in groups.values() for one in stepped if one.record.name not in arrived]
+        if late:
+            self._look_at_late(late)
+        self._batches = [self._batch(states, stepped) for states, stepped in groups.values()]
+        for batch in self._batches if isinstance(self.optimizer, Optimizer) else ():
+            for one in batch.stepped:
+                self._represent(one)
+
+    def _groups(self) -> dict[tuple, tuple[dict[str, Any] | None, list[Stepped]]]:
+        """Parameters with gradients, by what makes them step together, and their states."""
+        groups: dict[tuple, tuple[dict[str, Any] | None, list[Stepped]]] = {}
         for group in self.optimizer.param_groups:
+            options = {key: _plain_option(value) for key, value in group.items() if _is_option(key, value)}
+            kind = repr(options)
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
                 if name is None or parameter.grad is None:
                     continue
-                weight, gradient = stored(parameter), stored(parameter.grad)
-                self._note(name, group, parameter)
-                if weight is None or gradient is None or gradient.flat.numel() != weight.flat.numel():
-                    self.book.missed(f"{name}: a parameter or gradient whose numbers cannot be read")
-                    continue
-                kind = self.book.record.parameters[name].kind
-                if draws(self.optimizer, parameter):
-                    self.book.fixed.add(name)
-                entries.append((name, kind, parameter, group, weight))
-                weights.append((name, kind, weight))
-                gradients.append((name, kind, gradient))
-        late = [entry for entry in gradients if entry[0] not in arrived]
-        if late:
-            self.book.look_all("weight gradient", late)
-        samples = self.book.look_all("weight", weights)
-        self._stepped = [
-            Stepped(name, kind, parameter, group, weight.flat.numel(), _scaled(sample, weight), _EMPTY)
-            for (name, kind, parameter, group, weight), sample in zip(entries, samples)
-        ]
-        slopes = sampled_all([(found.flat, self.book.key(name)) for name, _, found in gradients])
-        for one, slope, (_, _, gradient) in zip(self._stepped, slopes, gradients):
-            factor = gradient.scale / divisor
-            one.gradient = slope if factor == 1.0 else slope * factor
-            record = self.book.record.parameters[one.name]
-            record.gradients += 1
-            record.nonzero_gradients += int(np.count_nonzero(one.gradient.numpy()))
-        self._sample_states(self._stepped)
-        for one in self._stepped if isinstance(self.optimizer, Optimizer) else ():
-            self._represent(one)
+                one = self._stepped(name, parameter, group, options)
+                if one is not None:
+                    states, together = self._states_of(one)
+                    key = (kind, parameter.dtype, parameter.grad.dtype, *together)
+                    groups.setdefault(key, (states, []))[1].append(one)
+        return groups
 
-    def _sample_states(self, stepped: list[Stepped]) -> None:
-        """Sample the states before the step, and copy the numbers of whole tensors."""
-        wanted: list[tuple[Stepped, str, Stored]] = []
-        for one in stepped:
-            for key, value in self._state_of(one.parameter).items():
-                if key in WHOLE or not isinstance(value, torch.Tensor):
-                    one.states[key] = value.clone() if isinstance(value, torch.Tensor) else value
-                    continue
-                found = stored(value)
-                one.states[key] = None  # of what belongs to no element
-                if found is not None and found.flat.numel() == one.elements:
-                    wanted.append((one, key, found))
-        samples = sampled_all([(found.flat, self.book.key(one.name)) for one, _, found in wanted])
-        for (one, key, found), sample in zip(wanted, samples):
-            one.states[key] = _scaled(sample, found)
+    def _stepped(
+        self, name: str, parameter: torch.Tensor, group: dict[str, Any], options: dict[str, Any]
+    ) -> Stepped | None:
+        record = self.book.record.parameters[name]
+        gradient = parameter.grad
+        assert gradient is not None
+        record.gradients += 1
+        record.gradient_dtype, record.options = gradient.dtype, options
+        if isinstance(self.optimizer, Optimizer):
+            chosen = group.get("weight_update")
+            record.weight_update = str(getattr(chosen, "name", chosen) or record.weight_update)
+        count = numbers_in(parameter)
+        if count is None or numbers_in(gradient) != count:
+            self.book.missed(f"{name}: a parameter or gradient whose numbers cannot be read")
+            return None
+        if draws(self.optimizer, parameter):
+            self.book.fix(name)
+        return Stepped(record, parameter, group, count) if count else None
+
+    def _states_of(self, one: Stepped) -> tuple[dict[str, Any] | None, tuple]:
+        """States of a parameter that a shadow steps with, and what others must share to step with it."""
+        if type(self.optimizer) not in ELEMENTWISE:
+            return None, ()
+        states: dict[str, Any] = {}
+        whole: list[tuple[str, float]] = []
+        for key, value in self._state_of(one.parameter).items():
+            states[key] = value
+            if key in WHOLE or not isinstance(value, torch.Tensor):
+                whole.append((key, _number(value, 0.0)))
+            elif not value.dtype.is_floating_point or numbers_in(value) != one.elements:
+                return None, ("unknown",)
+        return states, (*whole, *((key, getattr(value, "dtype", None)) for key, value in states.items()))
+
+    def _batch(self, states: dict[str, Any] | None, stepped: list[Stepped]) -> Batch:
+        """Sample weights, gradients and states of parameters that step together."""
+        layout = self._layout(stepped)
+        weight = layout.look("weight", "", [one.parameter for one in stepped])
+        gradient = layout.sample([_gradient(one.parameter) for one in stepped])
+        divisor = _number(getattr(self.optimizer, "grad_scale", None), 1.0)
+        if divisor != 1.0:
+            gradient /= divisor
+        nonzero = np.add.reduceat(gradient.numpy() != 0, layout.ends[:-1], dtype=np.int64)
+        for one, count in zip(stepped, nonzero.tolist()):
+            one.record.nonzero_gradients += count
+        if not self._is_elementwise():
+            for one, own, slope in zip(stepped, layout.parts(weight), layout.parts(gradient)):
+                one.weight, one.gradient = own, slope
+        sampled: dict[str, Any] = {}
+        for name, value in (states or {}).items():
+            if name in WHOLE or not isinstance(value, torch.Tensor):
+                sampled[name] = value.clone() if isinstance(value, torch.Tensor) else value
+            else:
+                sampled[name] = layout.sample([self._state_of(one.parameter)[name] for one in stepped])
+        return Batch(layout, stepped, weight, gradient, None if states is None else sampled)
+
+    def _layout(self, stepped: list[Stepped]) -> Layout:
+        """The layout of the last step's samples, where the same parameters stepped together."""
+        named = tuple((one.record.name, one.record.kind) for one in stepped)
+        elements = [one.elements for one in stepped]
+        layout = self._layouts.get(named)
+        if layout is None or layout.elements != elements:
+            if len(self._layouts) > MOST_LAYOUTS:  # other parameters at every step
+                self._layouts.clear()
+            layout = self._layouts[named] = Layout(self.book, named, elements)
+        return layout
+
+    def _look_at_late(self, late: list[Stepped]) -> None:
+        """Count gradients that no hook has seen."""
+        found = [(one.record.name, one.record.kind, stored(_gradient(one.parameter))) for one in late]
+        self.book.look_all("weight gradient", [(name, kind, one) for name, kind, one in found if one is not None])
+
+    def _is_elementwise(self) -> bool:
+        return type(self.optimizer) in ELEMENTWISE
 
     def _represent(self, one: Stepped) -> None:
         """Of halfulp's optimizers: the float32 weight behind a parameter, and the change that their rule wants."""
         if isinstance(self.optimizer, Optimizer):
-            key = self.book.key(one.name)
+            key = self.book.key(one.record.name)
             one.unplanned = self.optimizer._plans.get(one.parameter) is None
             shown = represented(self.optimizer, one.parameter, key)
             one.weight = one.weight if shown is None else shown
@@ -148,179 +183,141 @@ class Updates:
 
     def after(self) -> None:
         """Compare with what the step has made of it."""
-        stepped, self._stepped = self._stepped, []
-        if not stepped or _number(getattr(self.optimizer, "found_inf", None), 0.0):
+        batches, self._batches = self._batches, []
+        if not batches or _number(getattr(self.optimizer, "found_inf", None), 0.0):
             return
-        now = self._weights_now(stepped)
-        self._after = self._look_at_states(stepped)
-        known: list[int] = []
-        for positions in self._batches(stepped):
-            known += self._compare(positions, stepped, now)
-        others = [k for k in range(len(stepped)) if k not in set(known)]
-        if others:
-            self._count_unknown([stepped[k] for k in others], [now[k] for k in others])
-        self._after = {}
+        for batch in batches:
+            now = batch.layout.sample([one.parameter for one in batch.stepped])
+            states = self._look_at_states(batch)
+            if batch.states is not None:
+                self._compare(batch, now, states)
+            else:
+                self._count_unknown(batch, now)
 
-    def _batches(self, stepped: Sequence[Stepped]) -> list[list[int]]:
-        """Positions of the parameters that one step of a shadow serves: of one group, at one count of steps."""
-        if type(self.optimizer) not in ELEMENTWISE:
-            return []
-        batches: dict[tuple, list[int]] = {}
-        for k, one in enumerate(stepped):
-            whole = tuple((key, _number(value, 0.0)) for key, value in one.states.items() if key in WHOLE)
-            if not any(value is None for value in one.states.values()):
-                batches.setdefault((id(one.options), whole, *one.states), []).append(k)
-        return list(batches.values())
-
-    def _compare(self, positions: list[int], stepped: Sequence[Stepped], now: list[torch.Tensor]) -> list[int]:
+    def _compare(self, batch: Batch, now: torch.Tensor, states_now: dict[str, torch.Tensor]) -> None:
         """Step a shadow of some parameters, and count what was wanted against what took place."""
-        group = [stepped[k] for k in positions]
-        options, sizes = group[0].options, [len(one.weight) for one in group]
-        weights, gradients = (torch.cat([getattr(one, n) for one in group]).double() for n in ("weight", "gradient"))
-        states = {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group[0].states.items()
-            if key in WHOLE
-        }
-        before = {
-            key: torch.cat([one.states[key] for one in group]).double() for key in group[0].states if key not in states
-        }
+        assert batch.states is not None
+        stepped, layout, weight = batch.stepped, batch.layout, batch.weight
+        options = stepped[0].options
+        states = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in batch.states.items()}
         shadow = self._shadows.get(id(options))
         if shadow is None:
             shadow = self._shadows[id(options)] = Shadow(self.optimizer)
-        moved, wanted_states = shadow.step(
-            weights, gradients, {**states, **{key: value.clone() for key, value in before.items()}}, options
-        )
-        records = [self.book.record.parameters[one.name] for one in group]
-        after = torch.cat([now[k] for k in positions]).double()
-        change = moved - weights
-        add_changes([record.update for record in records], weights, after, change, sizes)
-        for one, wanted, stored_now in zip(group, moved.split(sizes), after.split(sizes)):
-            self._follow_directions(one, wanted, stored_now)
-        self._look_at_updates(group, change.split(sizes))
+        moved, wanted_states = shadow.step(weight, batch.gradient, states, options)
+        for one, wanted, there in self._drawn(batch, moved, now):
+            self._follow_directions(one, wanted, there)
+        change = moved.sub_(weight)
+        add_changes([one.record.update for one in stepped], weight, now, change, layout.ends)
+        layout.look_at_changes(change, [_held(one.record.dtype) for one in stepped])
         for key, value in wanted_states.items():
-            if key not in WHOLE and isinstance(value, torch.Tensor) and value.shape == weights.shape:
-                self._compare_state(key, group, before.get(key), value, sizes)
-        self._compare_decay(group, weights, sizes)
-        return positions
+            if key not in WHOLE and isinstance(value, torch.Tensor) and value.shape == weight.shape:
+                self._compare_state(key, batch, value, states_now.get(key))
+        self._compare_decay(batch)
 
-    def _compare_state(
-        self, key: str, group: list[Stepped], before: Any, wanted: torch.Tensor, sizes: list[int]
-    ) -> None:
-        there = torch.zeros_like(wanted) if before is None else before
-        found = [self._after.get((one.name, key)) for one in group]
-        samples = [sample for sample in found if sample is not None]
-        if len(samples) < len(group):
+    def _drawn(
+        self, batch: Batch, wanted: torch.Tensor, now: torch.Tensor
+    ) -> list[tuple[Stepped, torch.Tensor, torch.Tensor]]:
+        """Parameters that are rounded stochastically, what was wanted of them, and what they are."""
+        if not any(one.record.name in self.book.fixed for one in batch.stepped):
+            return []
+        parts = zip(batch.stepped, batch.layout.parts(wanted), batch.layout.parts(now))
+        return [(one, own.clone(), there) for one, own, there in parts if one.record.name in self.book.fixed]
+
+    def _compare_state(self, key: str, batch: Batch, wanted: torch.Tensor, now: torch.Tensor | None) -> None:
+        if now is None:
             return
-        after = torch.cat(samples)
-        records = [self.book.record.parameters[one.name].states.setdefault(key, Realised()) for one in group]
-        add_changes(records, there, after, _followed(key, wanted - there), sizes)
+        assert batch.states is not None
+        before = batch.states.get(key)
+        before = torch.zeros_like(wanted) if before is None else before
+        records = [one.record.states.setdefault(key, Realised()) for one in batch.stepped]
+        add_changes(records, before, now, _followed(key, wanted.sub_(before)), batch.layout.ends)
 
-    def _compare_decay(self, group: list[Stepped], weights: torch.Tensor, sizes: list[int]) -> None:
+    def _compare_decay(self, batch: Batch) -> None:
         """Decay that is decoupled from the gradient, rounded by itself as torch's loop does."""
-        factor = decay_factor(self.optimizer, group[0].options)
+        factor = decay_factor(self.optimizer, batch.stepped[0].options)
         if factor is None:
             return
         records = []
-        for one in group:
-            record = self.book.record.parameters[one.name]
-            if record.decay is None:
-                record.decay = Realised()
-            records.append(record.decay)
-        decayed = [(one.weight.to(one.parameter.dtype) * factor).double() for one in group]
-        add_changes(records, weights, torch.cat(decayed), weights * (factor - 1), sizes)
+        for one in batch.stepped:
+            if one.record.decay is None:
+                one.record.decay = Realised()
+            records.append(one.record.decay)
+        decayed = (batch.weight.to(batch.stepped[0].parameter.dtype) * factor).double()
+        add_changes(records, batch.weight, decayed, batch.weight * (factor - 1), batch.layout.ends)
 
-    def _count_unknown(self, group: list[Stepped], now: list[torch.Tensor]) -> None:
-        for one, after in zip(group, now):
+    def _count_unknown(self, batch: Batch, now: torch.Tensor) -> None:
+        """Count what became of updates that a shadow does not step: of halfulp's optimizers, or of no known formula."""
+        for one, plain in zip(batch.stepped, batch.layout.parts(now)):
             if one.unplanned:
                 continue
-            record, known = self.book.record.parameters[one.name], one.change is not None
+            after, known = self._shown(one, plain), one.change is not None
             self._compare_own_states(one)
             wanted = one.gradient if one.change is None else one.change
-            add_changes([record.update], one.weight, after, wanted, [len(one.weight)], known)
+            add_changes([one.record.update], one.weight, after, wanted, [0, len(one.weight)], known)
             if one.change is not None:
                 self._follow_directions(one, one.weight.double() + one.change.double(), after.double())
-            self._look_at_updates([one], [one.change if known else after.double() - one.weight.double()])
+            self._look_at_update(one, one.change if one.change is not None else after.double() - one.weight.double())
+
+    def _shown(self, one: Stepped, plain: torch.Tensor) -> torch.Tensor:
+        """What a parameter stands for after the step."""
+        if not isinstance(self.optimizer, Optimizer):
+            return plain
+        shown = represented(self.optimizer, one.parameter, self.book.key(one.record.name))
+        return plain if shown is None else shown
 
     def _follow_directions(self, one: Stepped, wanted: torch.Tensor, after: torch.Tensor) -> None:
         """Count the directions of stochastic rounding."""
-        if one.name in self.book.fixed:
-            decisions = self.rounded.setdefault(one.name, RoundingDecisions())
-            record = self.book.record.parameters[one.name]
-            decisions.add(record, record.dtype, wanted, after)
+        if one.record.name in self.book.fixed:
+            decisions = self.rounded.setdefault(one.record.name, RoundingDecisions())
+            decisions.add(one.record, one.record.dtype, wanted, after)
 
     def _compare_own_states(self, one: Stepped) -> None:
         """States of halfulp's optimizers, decoded from however they are stored."""
         if not one.wanted_states:
             return
         assert isinstance(self.optimizer, Optimizer)
-        records = self.book.record.parameters[one.name].states
-        after = decoded_states(self.optimizer._plans[one.parameter], self.book.key(one.name))
+        records = one.record.states
+        after = decoded_states(self.optimizer._plans[one.parameter], self.book.key(one.record.name))
         for key, wanted in one.wanted_states.items():
             before = one.states[key]
             change = _followed(key, wanted.double() - before.double())
-            add_changes([records.setdefault(key, Realised())], before, after[key], change, [len(before)])
+            add_changes([records.setdefault(key, Realised())], before, after[key], change, [0, len(before)])
 
-    def _look_at_updates(self, group: Sequence[Stepped], changes: Sequence[torch.Tensor | None]) -> None:
-        found = []
-        for one, change in zip(group, changes):
-            if change is not None:
-                dtype = self.book.record.parameters[one.name].dtype
-                flat = change if one.weight.dtype == torch.float64 else change.float()
-                found.append((one.name, one.kind, Stored(flat.contiguous(), _held(dtype))))
-        self.book.look_all("update", found)
+    def _look_at_update(self, one: Stepped, change: torch.Tensor) -> None:
+        flat = change if one.record.dtype == torch.float64 else change.float()
+        found = Stored(flat.contiguous(), _held(one.record.dtype))
+        self.book.look_all("update", [(one.record.name, one.record.kind, found)])
 
-    def _look_at_states(self, stepped: Sequence[Stepped]) -> dict[tuple[str, str], torch.Tensor]:
-        """Count the states after the step, and return their samples by the names of parameter and state."""
-        by_role: dict[Role | None, list[tuple[Stepped, str, Stored]]] = {}
-        for one in stepped:
-            record = self.book.record.parameters[one.name]
+    def _look_at_states(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Count the states after the step, and return samples of those that all parameters of a batch have."""
+        found: dict[str, list[tuple[Stepped, torch.Tensor]]] = {}
+        for one in batch.stepped:
             for key, value in self._state_of(one.parameter).items():
-                if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or key in WHOLE:
+                if key in WHOLE or not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
                     continue
-                record.state_dtypes[key] = value.dtype
-                found = stored(value)
-                if found is not None and found.flat.numel() == one.elements:
-                    by_role.setdefault(MOMENTS.get(key), []).append((one, key, found))
+                one.record.state_dtypes[key] = value.dtype
+                if numbers_in(value) == one.elements:
+                    found.setdefault(key, []).append((one, value))
         samples = {}
-        for role, named in by_role.items():
-            if role is None:
-                taken = sampled_all([(found.flat, self.book.key(one.name)) for one, _, found in named])
-            else:
-                taken = self.book.look_all(role, [(one.name, one.kind, found) for one, _, found in named])
-            for (one, key, found), sample in zip(named, taken):
-                samples[one.name, key] = _scaled(sample, found)
+        for key, held in found.items():
+            layout, role = batch.layout, MOMENTS.get(key)
+            if len(held) < len(batch.stepped):
+                layout = self._layout([one for one, _ in held])
+            values = [value for _, value in held]
+            taken = layout.sample(values) if role is None else layout.look(role, key, values)
+            if layout is batch.layout:
+                samples[key] = taken
         return samples
-
-    def _note(self, name: str, group: dict[str, Any], parameter: torch.Tensor) -> None:
-        record = self.book.record.parameters[name]
-        assert parameter.grad is not None
-        record.gradient_dtype = parameter.grad.dtype
-        record.options = {key: _plain_option(value) for key, value in group.items() if _is_option(key, value)}
-        if isinstance(self.optimizer, Optimizer):
-            chosen = group.get("weight_update")
-            record.weight_update = str(getattr(chosen, "name", chosen) or record.weight_update)
-
-    def _weights_now(self, stepped: Sequence[Stepped]) -> list[torch.Tensor]:
-        """Samples of the weights after the step."""
-        shown: list[torch.Tensor | None] = [None] * len(stepped)
-        if isinstance(self.optimizer, Optimizer):
-            shown = [represented(self.optimizer, one.parameter, self.book.key(one.name)) for one in stepped]
-        found = [stored(one.parameter) for one in stepped]
-        samples = sampled_all(
-            [(numbers.flat, self.book.key(one.name)) for one, numbers in zip(stepped, found) if numbers is not None]
-        )
-        given = iter(samples)
-        now = [one.weight if numbers is None else _scaled(next(given), numbers) for one, numbers in zip(stepped, found)]
-        return [plain if own is None else own for own, plain in zip(shown, now)]
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         # Indexing a defaultdict would make an entry that the optimizer takes for a started one.
         return self.optimizer.state.get(parameter, {})
 
 
-def _scaled(sample: torch.Tensor, found: Stored) -> torch.Tensor:
-    return sample if found.scale == 1.0 else sample * found.scale
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient
 
 
 def _number(value: Any, otherwise: float) -> float:
