@@ -80,9 +80,11 @@ def look(first, last, table, thresholds, blocks):
         broken = signed64(load64(integers, STEP_NONFINITE))
         table[row, BROKEN] = broken
         bump(integers, 4, taken)
-        histogram(sample, taken, integers, FIXED + 3 * thresholds.shape[0] + 4 * blocks.shape[0], reals)
+        at = FIXED + 3 * thresholds.shape[0] + 4 * blocks.shape[0]
+        zeros, finite = histogram(sample, taken, integers, at, reals)
         for k in range(thresholds.shape[0]):
-            singles(sample, taken, thresholds[k, 0], thresholds[k, 1], thresholds[k, 2], integers, FIXED + 3 * k)
+            nonzero, normal, over = thresholds[k, 0], thresholds[k, 1], thresholds[k, 2]
+            singles(sample, taken, nonzero, normal, over, zeros, finite, integers, FIXED + 3 * k)
         for k in range(blocks.shape[0]):
             in_blocks(sample, taken, blocks, k, integers, FIXED + 3 * thresholds.shape[0] + 4 * k)
     return broken
@@ -134,10 +136,13 @@ def extremes(data, count, largest, infinite, integers, reals):
     zeros = nonfinite = at_largest = 0
     top, low = ZERO, ONES
     for start in range(0, count, CHUNK):
-        z, n, m, high, least = extremes_of_chunk(data, start, min(start + CHUNK, count), largest, infinite)
+        end = min(start + CHUNK, count)
+        z, high, least = extremes_of_chunk(data, start, end)
+        if high >= largest:
+            n, m, high = beyond_chunk(data, start, end, largest, infinite)
+            nonfinite += int(n)
+            at_largest += int(m)
         zeros += int(z)
-        nonfinite += int(n)
-        at_largest += int(m)
         top, low = choose(high > top, high, top), choose(least < low, least, low)
     bump(integers, 0, count)
     bump(integers, 1, zeros)
@@ -155,20 +160,28 @@ def extremes(data, count, largest, infinite, integers, reals):
             store64(reals, AMIN, word64(amin))
 
 
-def extremes_of_chunk(data, start, end, largest, infinite):
-    """Piece: the same of some elements, as words; of the smallest nonzero magnitude one less than its word."""
-    zeros, nonfinite, at_largest = ZERO, ZERO, ZERO
-    top, low = ZERO, ONES
+def extremes_of_chunk(data, start, end):
+    """Piece: zeros, and the largest word of magnitudes; of the smallest nonzero one less than its word."""
+    zeros, top, low = ZERO, ZERO, ONES
     for i in range(start, end):
         a = load_magnitude(data, i)
         zeros = add(zeros, choose(a == ZERO, ONE, ZERO))
+        top = choose(a > top, a, top)
+        nonzero = sub(a, ONE)  # zero becomes the largest word of all
+        low = choose(nonzero < low, nonzero, low)
+    return zeros, top, low
+
+
+def beyond_chunk(data, start, end, largest, infinite):
+    """Piece: NaN and infinities, elements at the largest magnitude, and the largest finite one."""
+    nonfinite, at_largest, top = ZERO, ZERO, ZERO
+    for i in range(start, end):
+        a = load_magnitude(data, i)
         nonfinite = add(nonfinite, choose(a >= infinite, ONE, ZERO))
         at_largest = add(at_largest, choose(a == largest, ONE, ZERO))
         finite = choose(a < infinite, a, ZERO)
         top = choose(finite > top, finite, top)
-        nonzero = sub(a, ONE)  # zero becomes the largest word of all
-        low = choose(nonzero < low, nonzero, low)
-    return zeros, nonfinite, at_largest, top, low
+    return nonfinite, at_largest, top
 
 
 def gather(data, count, key_low, key_high, sample):
@@ -192,8 +205,8 @@ def gather(data, count, key_low, key_high, sample):
 
 
 def histogram(sample, taken, integers, at, reals):
-    """Piece: count sampled nonzero finite elements by exponent, and add their squares."""
-    squares, finite = 0.0, 0
+    """Piece: count sampled nonzero finite elements by exponent, add their squares, and return zeros and finite ones."""
+    squares, finite, zeros = 0.0, 0, 0
     for i in range(taken):
         w = load32(sample, i)
         a = bit_and(w, MAGNITUDE)
@@ -209,27 +222,30 @@ def histogram(sample, taken, integers, at, reals):
                     a = shr(a, ONE)
                     k += 1
                 bump(integers, at + k, 1)
+            else:
+                zeros += 1
     store64(reals, SQUARES, word64(real64(load64(reals, SQUARES)) + squares))
     store64(reals, LAST_FINITE, word64(real64(load64(reals, LAST_FINITE)) + finite))
+    return zeros, finite
 
 
-def singles(sample, taken, nonzero, normal, over, integers, at):
+def singles(sample, taken, nonzero, normal, over, zeros, finite, integers, at):
     """Piece: underflow, subnormal results and overflow of one format."""
-    under, subnormal, over = below(sample, taken, np_uint32(nonzero), np_uint32(normal), np_uint32(over))
-    bump(integers, at, int(under))
-    bump(integers, at + 1, int(subnormal))
-    bump(integers, at + 2, int(over))
+    gone, small, large = below(sample, taken, np_uint32(nonzero), np_uint32(normal), np_uint32(over))
+    bump(integers, at, int(gone) - zeros)
+    bump(integers, at + 1, int(small) - int(gone))
+    bump(integers, at + 2, int(large) - (taken - finite))
 
 
 def below(sample, taken, nonzero, normal, over):
-    """Piece: how many magnitudes lie between zero, the three thresholds, and infinity."""
-    under, small, large = ZERO, ZERO, ZERO
+    """Piece: how many magnitudes lie below two thresholds, and from a third one on, zeros and infinities included."""
+    gone, small, large = ZERO, ZERO, ZERO
     for i in range(taken):
         a = bit_and(load32(sample, i), MAGNITUDE)
-        under = add(under, choose((a > ZERO) & (a < nonzero), ONE, ZERO))
-        small = add(small, choose((a >= nonzero) & (a < normal), ONE, ZERO))
-        large = add(large, choose((a >= over) & (a < INFINITE), ONE, ZERO))
-    return under, small, large
+        gone = add(gone, choose(a < nonzero, ONE, ZERO))
+        small = add(small, choose(a < normal, ONE, ZERO))
+        large = add(large, choose(a >= over, ONE, ZERO))
+    return gone, small, large
 
 
 def in_blocks(sample, taken, blocks, k, integers, at):
