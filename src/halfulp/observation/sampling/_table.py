@@ -42,6 +42,7 @@ class Rows:
 
     def __init__(self, dtype: torch.dtype, count: int, totals: Sequence[tuple[Totals, torch.dtype]] = ()) -> None:
         self.dtype, self._totals = dtype, [one for one, _ in totals]
+        self._room: np.ndarray | None = None
         self._table: np.ndarray = np.zeros((count, COLUMNS), np.int64)
         for row, (one, storage) in enumerate(totals):
             self._table[row, [INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD]] = constants(one, storage, dtype)
@@ -59,17 +60,15 @@ class Rows:
         """Count the tensors, and return how many elements of each are sampled."""
         table = self._table
         table[:, FRESH] = [one.opens(step) for one in self._totals]
-        room = self._room()
+        self._place_samples()
         arrays = table, candidates.thresholds, candidates.block_numbers
         run_chunks(checked_kernel(self.dtype), table[:, COUNT], *arrays)
-        del room
         return table[:, TAKEN]
 
     def copy(self) -> np.ndarray:
         """Copy the samples alone, and return how many elements of each are sampled."""
-        room = self._room()
+        self._place_samples()
         copy_kernel(self.dtype)(0, len(self._table), self._table)
-        del room
         return self._table[:, TAKEN]
 
     @property
@@ -77,9 +76,9 @@ class Rows:
         """Rows whose tensors hold NaN or infinity in this step."""
         return np.flatnonzero(self._table[:, BROKEN]).tolist()
 
-    def _room(self) -> np.ndarray:
-        """Room for the samples in float32: threads that share the rows need it for each."""
-        apart = torch.get_num_threads() > 1
-        room = np.empty((len(self._table) if apart else 1, MOST), np.float32)
-        self._table[:, SAMPLE] = room.ctypes.data + np.arange(len(self._table)) * (MOST * 4 if apart else 0)
-        return room
+    def _place_samples(self) -> None:
+        """Make room for the samples in float32: one for all rows, and one for each where threads share the rows."""
+        rooms = len(self._table) if torch.get_num_threads() > 1 else 1
+        if self._room is None or len(self._room) != rooms:
+            self._room = np.empty((rooms, MOST), np.float32)
+            self._table[:, SAMPLE] = self._room.ctypes.data + np.arange(len(self._table)) * (MOST * 4 * (rooms > 1))

@@ -53,20 +53,42 @@ def add_changes(
 
 
 def count_changes(before, after, wanted, ends, counts, sums):
-    """Kernel: wanted changes, those that left the bits, their squares, and their products with what took place."""
+    """Kernel: wanted changes, those that left the bits, their squares, and their products with what took place.
+
+    Four sums at a time, each of which would wait for the addition before it.
+    """
     for tensor in range(counts.shape[0]):
         seen = cancelled = 0
-        squares = kept = 0.0
-        for i in range(ends[tensor], ends[tensor + 1]):
-            b, a, w = real64(load64(before, i)), real64(load64(after, i)), real64(load64(wanted, i))
-            change = a - b
-            if (w != 0.0) & (abs(w) < INFINITY) & (abs(change) < INFINITY):
-                seen += 1
-                cancelled += 1 if load64(before, i) == load64(after, i) else 0
-                squares += w * w
-                kept += w * change
+        s0 = s1 = s2 = s3 = k0 = k1 = k2 = k3 = 0.0
+        start, end = ends[tensor], ends[tensor + 1]
+        whole = start + (end - start) // 4 * 4
+        for i in range(start, whole, 4):
+            n0, c0, q0, p0 = change_of(before, after, wanted, i)
+            n1, c1, q1, p1 = change_of(before, after, wanted, i + 1)
+            n2, c2, q2, p2 = change_of(before, after, wanted, i + 2)
+            n3, c3, q3, p3 = change_of(before, after, wanted, i + 3)
+            seen += n0 + n1 + n2 + n3
+            cancelled += c0 + c1 + c2 + c3
+            s0, s1, s2, s3 = s0 + q0, s1 + q1, s2 + q2, s3 + q3
+            k0, k1, k2, k3 = k0 + p0, k1 + p1, k2 + p2, k3 + p3
+        for i in range(whole, end):
+            n0, c0, q0, p0 = change_of(before, after, wanted, i)
+            seen += n0
+            cancelled += c0
+            s0, k0 = s0 + q0, k0 + p0
         counts[tensor, 0], counts[tensor, 1] = seen, cancelled
-        sums[tensor, 0], sums[tensor, 1] = squares, kept
+        sums[tensor, 0], sums[tensor, 1] = (s0 + s1) + (s2 + s3), (k0 + k1) + (k2 + k3)
+
+
+def change_of(before, after, wanted, i):
+    """Piece: of element i whether a change was wanted, whether it was cancelled, its square, and its product."""
+    b, a, w = real64(load64(before, i)), real64(load64(after, i)), real64(load64(wanted, i))
+    change = a - b
+    counted = (w != 0.0) & (abs(w) < INFINITY) & (abs(change) < INFINITY)
+    wanted_here = w if counted else 0.0
+    product = w * change if counted else 0.0
+    same = load64(before, i) == load64(after, i)
+    return (1 if counted else 0), (1 if counted & same else 0), wanted_here * wanted_here, product
 
 
 def _by_numpy(
