@@ -149,6 +149,16 @@ def _largest16(builder, buffer, j, top):
     return builder.select(builder.icmp_unsigned(">", most, top), most, top)
 
 
+def _prefetch(builder, address):
+    """Into the second-level cache (locality 2), whose queue of lines under way is longer than the first one's."""
+    pointer = ir.IntType(8).as_pointer()
+    takes = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    name = "llvm.prefetch.p0"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, takes, name)
+    to_read, locality, of_data = (ir.Constant(_I32, value) for value in (0, 2, 1))
+    builder.call(function, [builder.inttoptr(address, pointer), to_read, locality, of_data])
+
+
 def _high(builder, index):
     return builder.trunc(builder.lshr(index, ir.Constant(_I64, 32)), _I32)
 
@@ -188,6 +198,7 @@ INTRINSICS: dict[str, Callable] = {
     "store32": operation("store32", *_STORE, _store(_I32)),
     "amax16x16": operation("amax16x16", *_LOAD, _amax(_I16)),
     "amax16x32": operation("amax16x32", *_LOAD, _amax(_I32)),
+    "prefetch": operation("prefetch", types.void, (types.int64,), _prefetch),
     "add64": _binary64("add64", "add"),
     "sub64": _binary64("sub64", "sub"),
     "and64": _binary64("and64", "and_"),

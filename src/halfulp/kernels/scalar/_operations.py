@@ -254,6 +254,11 @@ def store64(address: Word, i: Word, w: Word) -> None:
 
 
 @_scalar
+def prefetch(address: Word) -> None:
+    """Ask for the cache line at an address, which need not be one that can be read."""
+
+
+@_scalar
 def signed_cubes16(codes: Word, i: Word, scale: Real, buffer: Word, j: Word) -> None:
     """Sixteen signed bytes from element i as scale x (byte / 127)^3, into a float32 buffer from j on; -128 is NaN."""
     for k in range(16):

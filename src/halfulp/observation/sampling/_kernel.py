@@ -17,6 +17,7 @@ from ...kernels.scalar._operations import (
     load16,
     load32,
     load64,
+    prefetch,
     real,
     real64,
     shr,
@@ -56,7 +57,9 @@ ZERO, ONE, ONES = np.uint32(0), np.uint32(1), np.uint32(0xFFFFFFFF)
 MAGNITUDE, INFINITE, NORMALS, FIELD = np.uint32(0x7FFFFFFF), np.uint32(INFINITY), np.uint32(0x800000), np.uint32(23)
 HALF_MAGNITUDE = np.uint32(0x7FFF)
 HALF_EVEN = 6755399441055744.0  # added and taken off, rounds a float64 below 2^51 to an integer, ties to even
-CHUNK = 4096
+CHUNK = 2048
+LINE = 64
+LARGE=1<<17
 SIGNATURE = "int64(int64, int64, int64[:,::1], int64[:,::1], float64[:,::1])"
 
 
@@ -137,6 +140,9 @@ def extremes(data, count, largest, infinite, integers, reals):
     top, low = ZERO, ONES
     for start in range(0, count, CHUNK):
         end = min(start + CHUNK, count)
+        if count >= LARGE:
+            for line in range(ahead(data, start), ahead(data, end), LINE):
+                prefetch(line)
         z, high, least = extremes_of_chunk(data, start, end)
         if high >= largest:
             n, m, high = beyond_chunk(data, start, end, largest, infinite)
@@ -376,6 +382,16 @@ def word_of_float16(data, i):
     return float16_word(load16(data, i))
 
 
+def ahead32(data, i):
+    """Piece: the address of the float32 a chunk after element i."""
+    return data + 4 * (i + CHUNK)
+
+
+def ahead16(data, i):
+    """Piece: the same of 16 bits."""
+    return data + 2 * (i + CHUNK)
+
+
 def magnitude32(data, i):
     """Piece: a magnitude in the words of memory."""
     return bit_and(load32(data, i), MAGNITUDE)
@@ -392,9 +408,9 @@ def itself(w):
 
 
 _PIECES = {
-    torch.float32: (word_of_float32, magnitude32, itself),
-    torch.bfloat16: (word_of_bfloat16, magnitude16, bfloat16_word),
-    torch.float16: (word_of_float16, magnitude16, float16_word),
+    torch.float32: (word_of_float32, magnitude32, itself, ahead32),
+    torch.bfloat16: (word_of_bfloat16, magnitude16, bfloat16_word, ahead16),
+    torch.float16: (word_of_float16, magnitude16, float16_word, ahead16),
 }
 KERNEL_DTYPES = tuple(_PIECES)
 # The word of infinity, as memory has it.
@@ -406,8 +422,7 @@ _TYPES |= {"float32": np.float32, "SMALLEST_NORMAL": 2.0**-126}
 @functools.cache
 def look_kernel(dtype: torch.dtype) -> Callable:
     """Return the kernel for tensors of a dtype."""
-    load_word, load_magnitude, value_word = _PIECES[dtype]
-    pieces = {"load_word": load_word, "load_magnitude": load_magnitude, "value_word": value_word}
+    pieces = dict(zip(("load_word", "load_magnitude", "value_word", "ahead"), _PIECES[dtype]))
     return compile_kernel(look, SIGNATURE, {**pieces, **_TYPES})
 
 
