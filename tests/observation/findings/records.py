@@ -48,7 +48,7 @@ def tensors(*given: tuple[str, str, dict[str, Any]]) -> Record:
             "kind": "Linear",
             "dtype": HALF,
             "order": order,
-            "steps": list(range(8)),
+            "steps": 8,
             "elements": 32768,
             "amax": 4.0,
             "amin": 2.0**-10,

@@ -64,7 +64,7 @@ class Observation:
         quantized: Formats | None,
         formats: Sequence[AnyFormat],
     ) -> None:
-        self._steps = Optimizers(optimizers, interval)
+        self._steps = Optimizers(optimizers)
         self.model, self.optimizers, self.interval = model, self._steps.all, interval
         self.book = Notebook(formats, Quantized(model, quantized))
         self._parameters = Parameters(model, self.optimizers, self.book.record)
@@ -116,6 +116,9 @@ class Observation:
     def _stop(self, patient: bool) -> Observation:
         if self._began is None:
             return self
+        last = self._steps.unended()
+        if last is not None:
+            self._end_step(last)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -210,6 +213,9 @@ class Observation:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook: an optimizer is about to step; with a closure, its gradients come with that."""
+        ended = self._steps.begins_step(optimizer)
+        if ended is not None:
+            self._end_step(ended)
         if self._scales.seeks:
             self._search()
         if not self.book.sampling:

@@ -14,17 +14,17 @@ class Optimizers:
     others from their ranks: the one inside follows the share, in the arithmetic of its own class, and the one outside
     the rest. Of any other pair the one outside follows all.
 
+    A step of the run ends with the step of one optimizer, which leads: the last one to step before another steps again.
+    Where one steps again while the lead does not, it leads from then on.
+
     Args:
         given: the optimizers, in any order, with or without those that they hold.
-        interval: one step in so many is sampled.
 
     Attributes:
         all: those to watch.
     """
 
-    def __init__(self, given: Sequence[torch.optim.Optimizer], interval: int) -> None:
-        # The lead steps at least once in so many steps of another one, or has no more.
-        self._longest = 4 * interval + 20
+    def __init__(self, given: Sequence[torch.optim.Optimizer]) -> None:
         shares = {id(one): share for one in given if (share := share_of(one)) is not None}
         inside = {id(share) for share in shares.values()}
         held = {id(part) for one in given for part in vars(one).values() if isinstance(part, torch.optim.Optimizer)}
@@ -34,8 +34,9 @@ class Optimizers:
                 self.all += [one] if id(one) not in shares else [one, shares[id(one)]]
         self._inside = inside
         self._shares = shares
-        self._lead: torch.optim.Optimizer | None = None
-        self._since: dict[int, int] = {}
+        outside = [one for one in self.all if id(one) not in inside]
+        self._lead: torch.optim.Optimizer | None = outside[0] if len(outside) == 1 else None
+        self._stepped: list[torch.optim.Optimizer] = []
 
     def followed(self, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[int, str]:
         """Return which of the named parameters, by id, an optimizer follows."""
@@ -46,21 +47,29 @@ class Optimizers:
         return {key: name for key, name in names.items() if key not in elsewhere}
 
     def ends_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step of the run ends with a step that an optimizer has just made.
-
-        The first one that steps leads, whatever the number of optimizers, until another one has made so many steps
-        alone that the lead has none left.
-        """
+        """Return whether a step of the run ends with a step that an optimizer has just made."""
         if id(optimizer) in self._inside:
             return False
-        if self._lead is None:
-            self._lead = optimizer
-        alone = self._since[id(optimizer)] = self._since.get(id(optimizer), 0) + 1
-        if optimizer is not self._lead and alone <= self._longest:
-            return False
-        self._lead = optimizer
-        self._since.clear()
-        return True
+        self._stepped.append(optimizer)
+        if optimizer is self._lead:
+            self._stepped.clear()
+            return True
+        return False
+
+    def begins_step(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+        """Return the optimizer with which a step of the run has ended, where the next one's step shows it only now."""
+        if not any(one is optimizer for one in self._stepped):
+            return None
+        last = self._stepped[-1]
+        self._lead = last if self._lead is None else optimizer
+        self._stepped.clear()
+        return last
+
+    def unended(self) -> torch.optim.Optimizer | None:
+        """Return the optimizer that stepped last in a step of the run that has not ended, and end it."""
+        last = self._stepped[-1] if self._stepped else None
+        self._stepped.clear()
+        return last
 
 
 def share_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:

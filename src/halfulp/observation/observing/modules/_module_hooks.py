@@ -95,12 +95,12 @@ class ModuleHooks:
     def ran(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """A module has run; evaluation without gradients is not training and is left out."""
         if torch.is_grad_enabled():
-            if not self._quickly(hook, module, output):
+            if not self._quickly(hook, inputs, output):
                 self._activations(hook, module, inputs, output)
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
             self._note(module, output)
 
-    def _quickly(self, hook: _ModuleHook, module: nn.Module, output: Any) -> bool:
+    def _quickly(self, hook: _ModuleHook, inputs: tuple[Any, ...], output: Any) -> bool:
         """Look at a single plain output in a forward pass where nothing else is followed; False elsewhere."""
         if type(output) is not torch.Tensor or hook.is_followed or torch._C._current_graph_task_id() != -1:
             return False
@@ -112,8 +112,9 @@ class ModuleHooks:
             totals = hook.slot.totals
             assert totals is not None
             if totals.reals[LAST_AMAX] == 0.0:
-                return False
-            totals.record.input_amax = None
+                self._watch_inputs(hook, inputs)
+            else:
+                totals.record.input_amax = None
             self._follow(hook, output)
         self._seen.add(hook.name)
         if not hook.name:
@@ -145,13 +146,20 @@ class ModuleHooks:
             break
 
     def _activation(self, hook: _ModuleHook, tensor: torch.Tensor, inputs: tuple[Any, ...]) -> None:
-        totals = hook.slot.look(tensor)
-        if totals is None:
-            return
-        totals.record.input_amax = None
-        if totals.reals[LAST_AMAX] == 0.0:
-            totals.record.input_amax = max(map(_amax, tensors_in(inputs)), default=None)
-        self._follow(hook, tensor)
+        if hook.slot.look(tensor) is not None:
+            self._note_inputs(hook, inputs)
+            self._follow(hook, tensor)
+
+    @watching
+    def _watch_inputs(self, hook: _ModuleHook, inputs: tuple[Any, ...]) -> None:
+        self._note_inputs(hook, inputs)
+
+    def _note_inputs(self, hook: _ModuleHook, inputs: tuple[Any, ...]) -> None:
+        """Of outputs that are all zeros note how large the inputs are, which a quantizer may have made zeros of."""
+        totals = hook.slot.totals
+        assert totals is not None
+        zeros = totals.reals[LAST_AMAX] == 0.0
+        totals.record.input_amax = max(map(_amax, tensors_in(inputs)), default=None) if zeros else None
 
     def _follow(self, hook: _ModuleHook, output: torch.Tensor) -> None:
         """Wait for the gradient of an output."""
@@ -213,7 +221,8 @@ class _GradientHook:
 def _amax(tensor: torch.Tensor) -> float:
     if type(tensor) is not torch.Tensor or not tensor.numel():
         return 0.0
-    low, high = torch.aminmax(tensor.detach())
+    values = tensor.detach()
+    low, high = torch.aminmax(values.float() if values.dtype.itemsize == 1 else values)
     return max(abs(float(low)), abs(float(high)))
 
 

@@ -38,15 +38,12 @@ class Stepped:
     parameter: torch.Tensor
     options: dict[str, Any]
     elements: int
-    weight: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    gradient: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    weight: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64, device="cpu"))
+    gradient: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64, device="cpu"))
     states: dict[str, Any] = field(default_factory=dict)
     change: torch.Tensor | None = None
     wanted_states: dict[str, torch.Tensor] = field(default_factory=dict)
     unplanned: bool = False
-
-
-_EMPTY = torch.empty(0, dtype=torch.float64, device="cpu")
 
 
 class Layout:
@@ -134,7 +131,8 @@ class Layout:
         if table is None:
             flat = torch.empty(0, dtype=memory, device="cpu")
             totals = []
-            for (own, kind), dtype in zip(self.named, dtypes) if role is not None else ():
+            for (own, kind), dtype in zip(self.named, dtypes):
+                assert role is not None
                 totals.append((self.book.totals_of(role, own, kind, Stored(flat, dtype)), dtype))
             table = self._tables[key] = Rows(memory, len(self.named), totals)
         return table

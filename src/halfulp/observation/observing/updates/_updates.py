@@ -230,7 +230,7 @@ class Updates:
         before = batch.states.get(key)
         before = torch.zeros_like(wanted) if before is None else before
         records = [one.record.states.setdefault(key, Realised()) for one in batch.stepped]
-        add_changes(records, before, now, _followed(key, wanted.sub_(before)), batch.layout.ends)
+        add_changes(records, before, now, wanted.sub_(before), batch.layout.ends, decreases=key in AVERAGED_SQUARES)
 
     def _compare_decay(self, batch: Batch) -> None:
         """Decay that is decoupled from the gradient, rounded by itself as torch's loop does."""
@@ -280,8 +280,9 @@ class Updates:
         after = decoded_states(self.optimizer._plans[one.parameter], self.book.key(one.record.name))
         for key, wanted in one.wanted_states.items():
             before = one.states[key]
-            change = _followed(key, wanted.double() - before.double())
-            add_changes([records.setdefault(key, Realised())], before, after[key], change, [0, len(before)])
+            change, ends = wanted.double() - before.double(), [0, len(before)]
+            record, squares = records.setdefault(key, Realised()), key in AVERAGED_SQUARES
+            add_changes([record], before, after[key], change, ends, decreases=squares)
 
     def _look_at_update(self, one: Stepped, change: torch.Tensor) -> None:
         flat = change if one.record.dtype == torch.float64 else change.float()
@@ -342,8 +343,3 @@ def _plain_option(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_plain_option, value))
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def _followed(key: str, change: torch.Tensor) -> torch.Tensor:
-    """Return the wanted changes of a state that are counted; 0 for the others."""
-    return change.clamp(max=0) if key in AVERAGED_SQUARES else change
