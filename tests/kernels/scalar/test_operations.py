@@ -6,7 +6,18 @@ import torch
 
 from halfulp.kernels import compile_kernel, same_bits
 from halfulp.kernels.scalar._instructions import INTRINSICS
-from halfulp.kernels.scalar._operations import SCALARS, load32, load64, real, real64, store32, store64, word, word64
+from halfulp.kernels.scalar._operations import (
+    SCALARS,
+    load32,
+    load64,
+    prefetch,
+    real,
+    real64,
+    store32,
+    store64,
+    word,
+    word64,
+)
 
 SPECIAL = [0, 1, 2, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x7F800000, 0x7F800001, 0xFF800000, 0x00800000, 0x007FFFFF]
 SPECIAL += [0x3F800000, 0xBF800000, 0x4EFFFFFF, 0x33800000, 0x00000100]
@@ -85,7 +96,21 @@ SIXTEEN = ["signed_cubes16", "unsigned_cubes16", "scaled16", "largest16"]
 
 
 def test_every_operation_is_tested_and_has_an_instruction():
-    assert set(SCALARS) == set(INTRINSICS) == {*KERNELS, *MEMORY, *INDEX, *SIXTEEN}
+    assert set(SCALARS) == set(INTRINSICS) == {*KERNELS, *MEMORY, *INDEX, *SIXTEEN, "prefetch"}
+
+
+def asks_ahead(n, a, b, out):
+    for i in range(n):
+        prefetch(a + 4 * i)
+        prefetch(-8 * i)
+        store32(out, i, load32(a, i))
+
+
+def test_a_prefetch_of_any_address_changes_nothing(cache):
+    a, out = np.arange(100, dtype=np.uint32), np.zeros(100, np.uint32)
+    compile_kernel(asks_ahead, "void(int64, int64, int64, int64)")(100, a.ctypes.data, 0, out.ctypes.data)
+    assert (a == out).all()
+    assert prefetch(0) is None
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -66,10 +66,12 @@ class Optimizers:
         return last
 
     def unended(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer that stepped last in a step of the run that has not ended, and end it."""
-        last = self._stepped[-1] if self._stepped else None
+        """Return the optimizer that stepped last where no step of the run has ended yet, and end it."""
+        if self._lead is not None or not self._stepped:
+            return None
+        self._lead = self._stepped[-1]
         self._stepped.clear()
-        return last
+        return self._lead
 
 
 def share_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
