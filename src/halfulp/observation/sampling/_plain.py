@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels import plain
+from ...kernels import plain, undisturbed
 from ...mctensor import MCTensor
 from ...optim.parameters._local_tensors import local
 from ...scaled import ScaledTensor
@@ -16,12 +16,19 @@ _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-# Of tensors whose pointer leads to their numbers on the CPU: no key of a sign, of zeros not written out, of a layout,
-# of a transform or of a class of one's own.
-_KEYS = frozenset(
-    torch._C._dispatch_keys(one).raw_repr()
-    for one in (torch.empty(0, device="cpu"), torch.inference_mode()(torch.empty)(0, device="cpu"))
-)
+@undisturbed()
+def _plain_keys() -> frozenset[int]:
+    """Dispatch keys of tensors on the CPU whose pointer leads to their numbers, with and without autograd's.
+
+    There is none of a sign, of zeros not written out, of a layout, of a transform or of a class of one's own.
+    """
+    kept = torch.empty(0, dtype=torch.float32, device="cpu")
+    with torch.inference_mode():
+        without = torch.empty(0, dtype=torch.float32, device="cpu")
+    return frozenset(torch._C._dispatch_keys(one).raw_repr() for one in (kept, without))
+
+
+_KEYS = _plain_keys()
 
 
 def plain_address(tensor: torch.Tensor) -> int:
