@@ -15,7 +15,7 @@ from ._function_transforms import under_transform
 from ._index_map import CHUNK, IndexMap, chunk_table, chunks
 from ._opaque_frames import constant_result, uncompiled, untraced
 from ._operator import define_operator
-from ._plain_memory import address, has_own_memory, overlaps_itself, plain, resolved
+from ._plain_memory import address, has_own_memory, overlaps_itself, plain, plain_address, resolved
 from ._threads import SERIAL_BELOW, run_chunks
 from ._torch_operators import absent_operators, present, torch_operators
 from ._trace import (

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._messages import a_kind
+from ._canary import undisturbed
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _TRACED = frozenset(("FakeTensor", "FunctionalTensor"))
@@ -21,6 +22,34 @@ def address(x: Tensor) -> int:
     if (at == 0 and x.numel()) or x.is_neg():
         refuse(x, "a tensor")
     return at
+
+
+@undisturbed()
+def _plain_keys() -> frozenset[int]:
+    """Dispatch keys of tensors on the CPU whose pointer leads to their numbers, with and without autograd's.
+
+    There is none of a sign, of zeros not written out, of a layout, of a transform or of a class of one's own.
+    """
+    kept = torch.empty(0, dtype=torch.float32, device="cpu")
+    with torch.inference_mode():
+        without = torch.empty(0, dtype=torch.float32, device="cpu")
+    return frozenset(torch._C._dispatch_keys(one).raw_repr() for one in (kept, without))
+
+
+_KEYS = _plain_keys()
+
+
+def plain_address(x: Tensor) -> int:
+    """Return where the numbers of a contiguous plain tensor on the CPU lie; 0 for any other, and for an empty one.
+
+    It holds where no mode of torch watches functions.
+
+    >>> plain_address(torch.ones(3)) > 0, plain_address(torch.ones(2, 3).t()), plain_address(torch.ones(3).to_sparse())
+    (True, 0, 0)
+    """
+    if type(x) not in _PLAIN or torch._C._dispatch_keys(x).raw_repr() not in _KEYS:
+        return 0
+    return x.data_ptr() if x.is_contiguous() else 0
 
 
 def plain(x: Tensor, what: str = "a tensor") -> Tensor:

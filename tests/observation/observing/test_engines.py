@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.kernels import engine
-from halfulp.observation.sampling._plain import plain_address
+from halfulp.kernels import engine, plain_address
 
 
 class Model(nn.Module):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ...kernels import plain_address
 from ..record._record import Role
 from ..sampling._kernel import (
     COLUMNS,
@@ -22,7 +23,6 @@ from ..sampling._kernel import (
     REALS_AT,
     SAMPLE,
 )
-from ..sampling._plain import plain_address
 from ..sampling._sampler import checked_kernel, constants
 from ..sampling._totals import Totals
 from ._notebook import Notebook

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels import plain, undisturbed
+from ...kernels import plain, plain_address
 from ...mctensor import MCTensor
 from ...optim.parameters._local_tensors import local
 from ...scaled import ScaledTensor
@@ -14,34 +14,6 @@ from ...scaled import ScaledTensor
 _NARROW = (torch.float16, torch.bfloat16)
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-
-
-@undisturbed()
-def _plain_keys() -> frozenset[int]:
-    """Dispatch keys of tensors on the CPU whose pointer leads to their numbers, with and without autograd's.
-
-    There is none of a sign, of zeros not written out, of a layout, of a transform or of a class of one's own.
-    """
-    kept = torch.empty(0, dtype=torch.float32, device="cpu")
-    with torch.inference_mode():
-        without = torch.empty(0, dtype=torch.float32, device="cpu")
-    return frozenset(torch._C._dispatch_keys(one).raw_repr() for one in (kept, without))
-
-
-_KEYS = _plain_keys()
-
-
-def plain_address(tensor: torch.Tensor) -> int:
-    """Return where the numbers of a contiguous plain tensor on the CPU lie; 0 for any other, and for an empty one.
-
-    It holds where no mode of torch watches functions.
-
-    >>> plain_address(torch.ones(3)) > 0, plain_address(torch.ones(2, 3).t()), plain_address(torch.ones(3).to_sparse())
-    (True, 0, 0)
-    """
-    if type(tensor) not in PLAIN_TYPES or torch._C._dispatch_keys(tensor).raw_repr() not in _KEYS:
-        return 0
-    return tensor.data_ptr() if tensor.is_contiguous() else 0
 
 
 class Stored(NamedTuple):

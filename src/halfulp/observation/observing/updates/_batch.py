@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....kernels import address, plain_address
 from ...record._record import ParameterRecord, Role
 from ...sampling._kernel import KERNEL_DTYPES
 from ...sampling._places import sample_size
-from ...sampling._plain import PLAIN_TYPES, Stored, plain_address, stored
+from ...sampling._plain import PLAIN_TYPES, Stored, stored
 from ...sampling._sampler import sampled_all
 from ...sampling._table import Rows
 from .._notebook import Notebook
@@ -105,7 +106,7 @@ class Layout:
             named = [(*named, Stored(part, dtype)) for named, part, dtype in zip(self.named, parts, dtypes)]
             self.book.look_all("update", named)
             return
-        data = values.data_ptr() + 4 * self.ends[:-1]
+        data = address(values) + 4 * self.ends[:-1]
         table = self._table(f"update.{dtypes[0]}", torch.float32, "update", dtypes)
         table.point(data, self.taken, self.book.keys[self._rows])
         table.look(self.book.candidates, self.book.step)
@@ -140,7 +141,7 @@ class Layout:
     def _take(self, table: Rows, data: list[int], role: Role | None = None) -> torch.Tensor:
         packed = torch.empty(int(self.ends[-1]), dtype=torch.float64, device="cpu")
         table.point(data, self.elements, self.book.keys[self._rows])
-        table.widen(packed.data_ptr() + 8 * self.ends[:-1])
+        table.widen(address(packed) + 8 * self.ends[:-1])
         taken = table.copy() if role is None else table.look(self.book.candidates, self.book.step)
         self.taken = taken.tolist()
         if role is not None:
