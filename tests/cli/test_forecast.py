@@ -1,6 +1,7 @@
 """halfulp forecast: checkpoints of every layout, its table and JSON, exit codes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,9 @@ def test_weights_alone(forecast):
     safetensors.torch.save_file(model.state_dict(), "model.safetensors")
     code, out, err = forecast("model.safetensors", "--lr", "1e-4", "--schedule", "cosine", "--steps", "1000")
     assert (code, err) == (1, "")
-    assert out.startswith("AdamW, cosine schedule, steps 0 to 1000\n\n5 findings:\nerror    freeze-ahead: 1.weight\n")
+    # Where the biases happen to be large, they freeze as the norm's weight does.
+    first = r"AdamW, cosine schedule, steps 0 to 1000\n\n\d findings:\nerror    freeze-ahead: (\d.bias, )*1.weight"
+    assert re.match(first, out)
     assert "frozen in bf16 from now" in out
     assert "kahan" in out
     assert "bytes per parameter" in out
