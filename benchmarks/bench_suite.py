@@ -1,6 +1,7 @@
 """What the test suite costs: time, and the memory of every worker: `python -m benchmarks.bench_suite`."""
 
 import argparse
+import compileall
 import json
 import os
 import resource
@@ -75,6 +76,7 @@ def slowest(noted: list[list[dict]], count: int) -> Table:
 
 def measured(label: str, seed: int, workers: int, count: int, rest: list[str]) -> tuple[dict, Table]:
     """One run as a row, and its slowest files."""
+    compileall.compile_dir(ROOT / "src", quiet=1)  # as CI does
     with tempfile.TemporaryDirectory() as folder:
         report, meter = Path(folder) / "report.xml", Path(folder) / "meter"
         meter.mkdir()
