@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any, Literal, assert_type
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
@@ -75,6 +76,7 @@ def rounding() -> None:
     assert_type(layer(x), Any)
     assert_type(hu.rounding.fit(x, "e5m2"), hu.rounding.Fit)
     assert_type(hu.rounding.mix64(1, 2), int)
+    assert_type(hu.rounding.mix64_all(1, np.arange(3, dtype=np.uint64)), npt.NDArray[np.uint64])
     assert_type(hu.rounding.random_words(hu.rounding.mix64(1), torch.arange(3)), Tensor)
 
 

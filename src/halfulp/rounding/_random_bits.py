@@ -9,6 +9,7 @@ steps under-dispersed (measured .915 of the binomial variance).
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..kernels.scalar._operations import Word, add, bit_xor, high_word, low_word, mul, shr
@@ -36,8 +37,8 @@ def mix64(*values: int) -> int:
     return key
 
 
-def mix64_all(first: int, values: np.ndarray) -> np.ndarray:
-    """`mix64(first, value)` of many values at once, uint64.
+def mix64_all(first: int, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return `mix64(first, value)` of each of many values, in an array of their shape.
 
     >>> mix64_all(5, np.array([7, 2**63], np.uint64)).tolist() == [mix64(5, 7), mix64(5, 2**63)]
     True
