@@ -25,7 +25,7 @@ FACE = {
         *("BlockFormat", "Format", "AdaptiveGradScaler"),
         *("Down", "Nearest", "Stochastic", "TowardZero", "Up", "quantize"),
         *("Components", "Feedback", "Kahan", "Master", "Split", "float32_gradients"),
-        *("Evidence", "Recipe", "compare", "convert", "emulate", "explain", "revert"),
+        *("Evidence", "Recipe", "compare", "tune", "convert", "emulate", "explain", "revert"),
         *("Finding", "audit", "contract", "observe", "forecast"),
     },
     "halfulp.gradients": {

@@ -52,5 +52,6 @@ from .scaled import scalify as scalify
 from .subclass import fallbacks as fallbacks
 from .trials import Evidence as Evidence
 from .trials import compare as compare
+from .trials import tune as tune
 
 __version__: str

@@ -370,6 +370,8 @@ def tasks() -> None:
     kind = hu.trials.tasks.kind_of(hu.trials.tasks.names()[0])
     assert_type(kind, type[hu.trials.tasks.Task])
     assert_type(hu.trials.tasks.warm_cosine(1, 10), float)
+    step = hu.trials.tasks.Step(lambda model, number: model(torch.ones(1, 2)).sum(), nn.Linear(2, 2), steps=3, lr=0.1)
+    assert_type(step.load().note, str)
     assert_type(hu.trials.DEFAULT_RECIPES[0], str)
     assert_type(hu.trials.DEFAULT_TASKS[0], str)
 
@@ -379,6 +381,11 @@ def trials_read_only(out: str | os.PathLike[str]) -> None:
     evidence = hu.compare("spirals", ["fp32", hu.Recipe(name="x")], seeds=(1, 2), steps=10, out=out, overwrite=True)
     assert_type(evidence, hu.Evidence)
     assert_type(hu.trials.compare("spirals"), hu.trials.Evidence)
+    tuned = hu.tune("spirals", 0.01, recipes=["bf16", hu.Recipe(name="mine")], out=out)
+    assert_type(tuned, hu.trials.Tuned)
+    assert_type(hu.trials.tune("spirals").recipe, hu.Recipe)
+    candidates: tuple[hu.trials.Candidate, ...] = tuned.candidates
+    assert_type(candidates[0].gap, float | None)
     rows: Sequence[hu.trials.Row] = evidence.rows()
     assert rows
     failed: type[Exception] = hu.trials.TrialError

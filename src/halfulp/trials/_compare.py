@@ -1,21 +1,14 @@
 """compare: train a task under several recipes and gather the evidence."""
 
-import contextlib
 import os
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from ..pages import require, write_whole
 from ..recipes import Recipe
 from ._defaults import DEFAULT_RECIPES
 from .evidence._evidence import Evidence
-from .running import _pool
-from .running._plan import Trial, plan
-from .running._store import Store
+from .running._plan import plan
+from .running._training import Listener, training
 from .tasks import Task
-
-Listener = Callable[[str, Trial | None, Any], None]
 
 
 def compare(
@@ -32,8 +25,9 @@ def compare(
 ) -> Evidence:
     """Train each task under each recipe from each seed, with the same data order and hyper-parameters.
 
-    Every trial runs on one thread of a worker process. A verdict needs three seeds. In a script, call it under
-    ``if __name__ == "__main__":``, since the workers import the script again.
+    Every trial runs on one thread of a worker process, those of a `halfulp.trials.tasks.Step` in this one. A verdict
+    needs three seeds. In a script, call it under ``if __name__ == "__main__":``, since the workers import the script
+    again.
 
     Args:
         task: A task's name, a Task, or several.
@@ -58,45 +52,6 @@ def compare(
         TrialError: a trial crashed or its worker was killed. What had finished is kept in ``out``.
     """
     trials = plan(task, recipes, seeds, steps, data)
-    for name, given in (("resume", resume), ("overwrite", overwrite)):
-        if given and out is None:
-            raise ValueError(f"{name}=True needs the folder of an earlier comparison: give out=")
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
-    workers = min(workers or min(_pool.cores(), 8), len(trials))
-    listen = listen or _nobody
-    if out is None:
-        return _train(trials, {}, workers, listen, None)
-    require("matplotlib", instead="give no out folder")
-    store = Store(out)
-    with store.alone():
-        evidence = _train(trials, store.begin(trials, resume, overwrite), workers, listen, store)
-        evidence.to_html(store.page)
-        write_whole(store.report, evidence.to_json())
-    return evidence
-
-
-def _train(
-    trials: Sequence[Trial], results: dict[str, dict[str, Any]], workers: int, listen: Listener, store: Store | None
-) -> Evidence:
-    """Train what has no result yet, and keep each result in the store."""
-    listen("plan", None, trials)
-    for trial in trials:
-        if trial.key in results:
-            listen("reused", trial, results[trial.key])
-    start = time.monotonic()
-    missing = [trial for trial in trials if trial.key not in results]
-    with contextlib.closing(_pool.work(missing, workers)) as events:
-        for kind, trial, content in events:
-            if kind == "done":
-                results[trial.key] = content
-                if store is not None:
-                    store.keep(trial, content)
-            listen(kind, trial, content)
-    records = [{"settings": trial.settings(), "result": results[trial.key]} for trial in trials]
-    run = {"workers": workers, "cores": _pool.cores(), "seconds": round(time.monotonic() - start, 1)}
-    return Evidence(trials=tuple(records), run=run | {"trained": len(missing), "reused": len(trials) - len(missing)})
-
-
-def _nobody(kind: str, trial: Trial | None, content: Any) -> None:
-    """Nobody listens."""
+    with training(out, trials, workers, listen, resume, overwrite) as run:
+        run.train(trials)
+    return run.evidence()

@@ -18,7 +18,7 @@ def take(scaled, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, 
     scaled.backward(loss(model(x), targets))
     scaled.step()
     optimizer.zero_grad()
-    scaled.after(step, loss, (x, targets))
+    scaled.after(step, lambda model, batch: loss(model(batch[0]), batch[1]), (x, targets))
 
 
 def product(found: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ def test_evaluate_against_one_pass(seed: int) -> None:
     task = tasks.get("digits")
     data = task.load()
     model = torch.nn.Linear(64, 10)
-    got = _trial.evaluate(model, task.loss, data.validation, size=77)
+    got = _trial.evaluate(task, model, task.loss, data.validation, size=77)
     logits = model(data.validation[0])
     assert got["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, data.validation[1]).item(), rel=1e-5)
     assert got["accuracy"] == pytest.approx((logits.argmax(1) == data.validation[1]).float().mean().item())

@@ -111,7 +111,8 @@ def _underflow(row: Row) -> str:
 def _own(row: Row) -> str:
     if row.own_loss is None:
         return DASH
-    return f"{number(row.own_loss)} · {percent(row.own_accuracy)}"
+    accuracy = "" if row.own_accuracy is None else f" · {percent(row.own_accuracy)}"
+    return f"{number(row.own_loss)}{accuracy}"
 
 
 def notes(evidence: FinishedTrials, task: str) -> list[str]:
@@ -120,12 +121,15 @@ def notes(evidence: FinishedTrials, task: str) -> list[str]:
     settings, result = record["settings"], record["result"]
     target = settings["task"].get("target", "example")
     rows = evidence.rows(task)
+    accuracy = (
+        f"Accuracy and own arithmetic (loss · accuracy as the recipe itself computes them) are on validation data, "
+        f"where one {target} is {percent(1 / result['targets'], 2 if result['targets'] < 1e4 else 4)}."
+    )
     said = [
         f"{settings['steps']} steps of {settings['task']['rule']}, {rows[0].seeds} "
         f"{'seed' if rows[0].seeds == 1 else 'seeds'}, {result['parameters']:,} parameters; {result['data']}.",
         "Loss in nats, mean ± spread over seeds, in float32 on the decoded weights; gaps are paired by seed.",
-        f"Accuracy and own arithmetic (loss · accuracy as the recipe itself computes them) are on validation data, "
-        f"where one {target} is {percent(1 / result['targets'], 2 if result['targets'] < 1e4 else 4)}.",
+        accuracy if target else "Own arithmetic: the loss as the recipe itself computes it, on validation data.",
         "Cancelled: the share of weight updates that rounding turned into nothing. Realised: how much of the wanted "
         "movement took place, large updates counting most; stochastic rounding makes up for what it cancels.",
         f"Step time is CPU time on one thread against fp32's {number(rows[0].step_ms, 2)} ms.",

@@ -17,7 +17,7 @@ from ..tasks import Batch
 INTERVAL = 16
 SAMPLES = 12
 
-Loss = Callable[[Any, Tensor], Tensor]
+LossOn = Callable[[nn.Module, Batch], Tensor]
 Zeros = dict[str, tuple[float, int]]
 
 
@@ -38,7 +38,7 @@ class Scaling:
         """Step the optimizer."""
         self._optimizer.step()
 
-    def after(self, step: int, loss: Loss, batch: Batch) -> None:
+    def after(self, step: int, loss_on: LossOn, batch: Batch) -> None:
         """After a step, with what its loss was made of."""
 
     def readings(self) -> dict[str, Any]:
@@ -80,13 +80,13 @@ class Rounded(Scaling):
         self._scaler.update()
         self._skipped += not self._applied()
 
-    def after(self, step: int, loss: Loss, batch: Batch) -> None:
+    def after(self, step: int, loss_on: LossOn, batch: Batch) -> None:
         """At a sampled step, count what underflowed; what overflowed is skipped and shows nothing."""
         if self._copy is None or not self._applied():
             return
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
-            wanted = _exact_zeros(self._copy, loss, batch)
+            wanted = _exact_zeros(self._copy, loss_on, batch)
         for key, (zeros, elements) in _zeros(self._scaler).items():
             if key in wanted:
                 lost = max(0.0, zeros - wanted[key][0])
@@ -126,12 +126,11 @@ def scaling(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, 
         rounded.close()
 
 
-def _exact_zeros(model: nn.Module, loss: Loss, batch: Batch) -> Zeros:
+def _exact_zeros(model: nn.Module, loss_on: LossOn, batch: Batch) -> Zeros:
     """Zeros of one step's gradients without rounding, by site."""
     # Rounding to float32's own format changes nothing, and lets zeros be counted.
     plain = AdaptiveGradScaler(model, policy="constant", init_scale=1.0, format="fp32")
-    inputs, targets = batch
-    plain.scale(loss(model(inputs), targets)).backward()
+    plain.scale(loss_on(model, batch)).backward()
     plain.step(torch.optim.SGD(model.parameters(), lr=0.0))
     plain.update()
     return _zeros(plain)

@@ -11,7 +11,7 @@ from typing import Any
 from ... import recipes as catalog
 from ...recipes import Recipe
 from .. import tasks as registry
-from ..tasks import Task
+from ..tasks import Step, Task
 
 REFERENCE = "fp32"
 TWIN = "fp32-twin"
@@ -19,12 +19,13 @@ TWIN = "fp32-twin"
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One training to do: a task, a recipe, a seed, a length."""
+    """One training to do: a task, a recipe, a seed, a length, and whether it is observed, which changes no result."""
 
     task: Task
     recipe: Recipe
     seed: int
     steps: int
+    observed: bool = False
 
     @property
     def key(self) -> str:
@@ -113,6 +114,13 @@ def _check_loops(tasks: Sequence[Task], recipes: Sequence[Recipe]) -> None:
         raise ValueError(
             f"task {own[0]!r} has a training loop of its own, which rounds no gradients: leave out "
             f"{', '.join(rounding)}, or compare them on another task, such as 'two-heads'"
+        )
+    steps = [task.name for task in tasks if isinstance(task, Step)]
+    emulated = [recipe.name for recipe in recipes if recipe.emulate]
+    if steps and emulated:
+        raise ValueError(
+            f"task {steps[0]!r} computes its loss outside of the model, where no emulation rounds it: leave out "
+            f"{', '.join(emulated)}, or write a Task with a loss() of its own"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import filelock
 
 from ...pages import write_whole
+from ..evidence._evidence import Evidence
 from ..evidence._row import check
 from ._plan import Trial
 
@@ -71,7 +72,10 @@ class Store:
         if resume and overwrite:
             raise ValueError("--resume keeps the finished trials of a folder and --overwrite deletes them: give one")
         if resume:
-            return self._finished(trials)
+            results = self.finished(trials)
+            self.report.unlink(missing_ok=True)
+            self.page.unlink(missing_ok=True)
+            return results
         found = [path for path in (self.report, self.page, *sorted(self.trials.glob("*.json"))) if path.exists()]
         if found and not overwrite:
             count = sum(path.parent == self.trials for path in found)
@@ -84,20 +88,28 @@ class Store:
             path.unlink()
         return {}
 
-    def _finished(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
+    def finished(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
+        """The results of those of the trials that have finished, by key.
+
+        Raises:
+            ValueError: a trial that was trained under other settings, or a file that is none.
+        """
         results = {}
         for trial in trials:
             path = self.trials / f"{trial.key}.json"
             if path.exists():
                 results[trial.key] = _matching(path, trial)
-        self.report.unlink(missing_ok=True)
-        self.page.unlink(missing_ok=True)
         return results
 
     def keep(self, trial: Trial, result: dict[str, Any]) -> None:
         """Write one finished trial."""
         record = {"settings": trial.settings(), "result": result}
         write_whole(self.trials / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
+
+    def finish(self, evidence: Evidence) -> None:
+        """Write compare.html and compare.json."""
+        evidence.to_html(self.page)
+        write_whole(self.report, evidence.to_json())
 
 
 def _matching(path: Path, trial: Trial) -> dict[str, Any]:

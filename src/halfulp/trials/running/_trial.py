@@ -16,6 +16,7 @@ from ...recipes import Recipe
 from ...recipes._torch_optimizers import MeasuredOptimizer
 from ..tasks import Batch, Data, Task
 from ._gradient_scaling import Scaling, scaling
+from ._observed import READINGS, observing, readings
 
 POINTS = 60
 _NOTHING = {"loss": None, "accuracy": None}
@@ -24,7 +25,15 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Report = Callable[[int, float], None]
 
 
-def run(task: Task, recipe: Recipe, seed: int, steps: int, data: Data, report: Report | None = None) -> dict[str, Any]:
+def run(
+    task: Task,
+    recipe: Recipe,
+    seed: int,
+    steps: int,
+    data: Data,
+    report: Report | None = None,
+    observed: bool = False,
+) -> dict[str, Any]:
     """Train, measure, and return the result as plain data; a loss that is not finite ends it as "diverged".
 
     Args:
@@ -34,6 +43,7 @@ def run(task: Task, recipe: Recipe, seed: int, steps: int, data: Data, report: R
         steps: How many optimizer steps.
         data: ``task.load()``.
         report: Called now and then with the number of steps done and the latest loss.
+        observed: Whether `hu.observe` watches, which changes no bit; the result then has its ``observed`` readings.
     """
     torch.manual_seed(seed)
     # What is not batches, a model and a loss brings its own loop.
@@ -47,14 +57,18 @@ def run(task: Task, recipe: Recipe, seed: int, steps: int, data: Data, report: R
     optimizer = recipes.optimizer(model, task.rule, seed=seed, report_interval=report_interval, **task.hyper)
     with _arithmetic(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
-        with scaling(recipe, model, optimizer, steps) as scaled:
+        with (
+            scaling(recipe, model, optimizer, steps) as scaled,
+            observing(observed, model, optimizer, steps) as seen,
+        ):
             course = _train(task, model, loss, optimizer, task.batches(data, seed, steps), steps, report, scaled)
         failed = course["diverged_at"] is not None
-        own = _NOTHING if failed else evaluate(model, judge, data.validation, hits=task.hits)
+        own = _NOTHING if failed else evaluate(task, model, judge, data.validation)
     wide = _in_float32(task, blank, data, None if failed else optimizer.float32_state_dict(model))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = {"parameters": parameters, "targets": task.count(data.validation[1]), "data": data.note}
-    return {**course, **scaled.readings(), "float32": wide, "own": own, **size}
+    watched = {READINGS: readings(seen, steps)} if seen is not None else {}
+    return {**course, **scaled.readings(), "float32": wide, "own": own, **size, **watched}
 
 
 def _train(
@@ -75,13 +89,17 @@ def _train(
     window: list[float] = []
     seconds: list[float] = []
     memory = None
+
+    def loss_on(model: nn.Module, batch: Batch) -> Tensor:
+        return loss_of(task.outputs(model, batch[0]), batch[1])
+
     for step, (inputs, targets) in enumerate(batches):
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * task.rate(step, steps)
-        inputs = _cast(inputs, dtype)
+        batch = _cast(inputs, dtype), targets
         scaled.before(step)
         start = time.process_time()
-        loss = loss_of(model(inputs), targets)
+        loss = loss_on(model, batch)
         scaled.backward(loss)
         if step == min(2, steps - 1):
             memory = optimizer.bytes_per_parameter()
@@ -91,7 +109,7 @@ def _train(
         window.append(loss.item())
         if not math.isfinite(window[-1]):
             return _course(curve, seconds, optimizer, memory, step)
-        scaled.after(step, loss_of, (inputs, targets))
+        scaled.after(step, loss_on, batch)
         if len(window) == width or step == steps - 1:
             curve.append([step + 1, statistics.fmean(window)])
             window = []
@@ -123,28 +141,26 @@ def _in_float32(task: Task, blank: nn.Module, data: Data, decoded: dict[str, Ten
     if decoded is None:
         return {"validation": _NOTHING, "train": _NOTHING}
     blank.load_state_dict(decoded)
-    train = evaluate(blank, task.judge, data.train, hits=task.hits) if task.judged_by == "train_loss" else _NOTHING
-    return {"validation": evaluate(blank, task.judge, data.validation, hits=task.hits), "train": train}
+    train = evaluate(task, blank, task.judge, data.train) if task.judged_by == "train_loss" else _NOTHING
+    return {"validation": evaluate(task, blank, task.judge, data.validation), "train": train}
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, loss: Loss, part: Batch, size: int = 256, *, hits: Loss | None = None
-) -> dict[str, float | None]:
-    """Mean loss in nats and the share of targets that the model ranks first, or of what ``hits`` says."""
+def evaluate(task: Task, model: nn.Module, loss: Loss, part: Batch, size: int = 256) -> dict[str, float | None]:
+    """Mean loss in nats and the share of targets that the task calls hits; no share where it has no targets."""
     inputs, targets = part
     dtype = next(model.parameters()).dtype
     total, right, count = 0.0, 0, 0
     model.eval()
     for start in range(0, len(inputs), size):
         chunk = targets[start : start + size]
-        logits = model(_cast(inputs[start : start + size], dtype))
-        hit = logits.argmax(-1) == chunk if hits is None else hits(logits, chunk)
+        logits = task.outputs(model, _cast(inputs[start : start + size], dtype))
+        hit = task.hits(logits, chunk)
         total += loss(logits, chunk).item() * hit.numel()
         right += int(hit.sum())
         count += hit.numel()
     model.train()
-    return {"loss": _finite(total / count), "accuracy": right / count}
+    return {"loss": _finite(total / count), "accuracy": right / count if task.target else None}
 
 
 def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:

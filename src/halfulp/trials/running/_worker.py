@@ -45,7 +45,9 @@ def _answer(trial: Trial, loaded: dict[str, Data], connection: Connection) -> tu
         def report(step: int, loss: float) -> None:
             connection.send(("progress", (step, loss)))
 
-        return "done", run(trial.task, trial.recipe, trial.seed, trial.steps, loaded[which], report)
+        return "done", run(
+            trial.task, trial.recipe, trial.seed, trial.steps, loaded[which], report, observed=trial.observed
+        )
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:

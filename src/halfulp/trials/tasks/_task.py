@@ -39,7 +39,9 @@ class Task(abc.ABC):
         steps: Default number of training steps.
         batch: Examples per step.
         judged_by: ``"train_loss"`` or ``"validation_loss"``; both are measured, this one decides.
-        target: What one target is called when accuracy is shown: "image", "character".
+        target: What one target is called when accuracy is shown: "image", "character"; empty where none is shown.
+        in_process: Whether its trials run in the process that asks for them, one after the other, as what cannot be
+            pickled for a worker must.
         paper_gaps: The gaps to float32 that a paper reports, by recipe, for the table's last column.
         paper_note: What paper, and of what they are gaps; a sentence for reports.
     """
@@ -52,6 +54,7 @@ class Task(abc.ABC):
     batch: ClassVar[int]
     judged_by: ClassVar[str] = "validation_loss"
     target: ClassVar[str] = "example"
+    in_process: ClassVar[bool] = False
     paper_gaps: ClassVar[dict[str, float]] = {}
     paper_note: ClassVar[str] = ""
 
@@ -74,6 +77,10 @@ class Task(abc.ABC):
                 order = torch.cat([order, epoch])
             chosen, order = order[: self.batch], order[self.batch :]
             yield inputs[chosen], targets[chosen]
+
+    def outputs(self, model: nn.Module, inputs: Tensor) -> Any:
+        """What the losses are computed from: what the model returns for a batch's inputs."""
+        return model(inputs)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats, computed in float32 in every recipe."""

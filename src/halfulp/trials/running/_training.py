@@ -1,0 +1,115 @@
+"""Training a list of trials, in workers or in this process, and gathering their results."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from ...pages import require
+from ..evidence._evidence import Evidence
+from . import _in_process, _pool
+from ._observed import READINGS
+from ._plan import Trial
+from ._store import Store
+
+Listener = Callable[[str, Trial | None, Any], None]
+
+
+class Training:
+    """The trials of a run and their results so far; with a folder, each is kept there as soon as it has finished.
+
+    Args:
+        workers: how many processes; None is one per core, at most 8.
+        listen: called with ("plan", None, trials), ("reused" | "start" | "progress" | "done", trial, content).
+        store: the folder, or None.
+        resume: whether finished trials of the folder are taken over.
+    """
+
+    def __init__(self, workers: int | None, listen: Listener | None, store: Store | None, resume: bool) -> None:
+        self._workers, self._listen = workers or min(_pool.cores(), 8), listen or _nobody
+        self._store, self._resume = store, resume
+        self._trials: dict[str, Trial] = {}
+        self._seconds, self._trained = 0.0, 0
+        self.results: dict[str, dict[str, Any]] = {}
+
+    def train(self, trials: Sequence[Trial]) -> None:
+        """Train what has no result yet."""
+        self._listen("plan", None, trials)
+        if self._store is not None and self._resume:
+            self.results |= self._store.finished([trial for trial in trials if trial.key not in self.results])
+        missing = [trial for trial in trials if not self._has(trial)]
+        for trial in trials:
+            if trial not in missing:
+                self._listen("reused", trial, self.results[trial.key])
+        start = time.monotonic()
+        with contextlib.closing(_work(missing, min(self._workers, len(missing)))) as events:
+            for kind, trial, content in events:
+                if kind == "done":
+                    self.results[trial.key] = content
+                    if self._store is not None:
+                        self._store.keep(trial, content)
+                self._listen(kind, trial, content)
+        self._seconds, self._trained = self._seconds + time.monotonic() - start, self._trained + len(missing)
+        self._trials |= {trial.key: trial for trial in trials}
+
+    def evidence(self) -> Evidence:
+        """What all trials so far say together."""
+        records = [
+            {"settings": trial.settings(), "result": {k: v for k, v in self.results[key].items() if k != READINGS}}
+            for key, trial in self._trials.items()
+        ]
+        run = {"workers": min(self._workers, len(records)), "cores": _pool.cores(), "seconds": round(self._seconds, 1)}
+        run |= {"trained": self._trained, "reused": len(records) - self._trained}
+        return Evidence(trials=tuple(records), run=run)
+
+    def _has(self, trial: Trial) -> bool:
+        found = self.results.get(trial.key)
+        return found is not None and (not trial.observed or READINGS in found)
+
+
+@contextlib.contextmanager
+def training(
+    out: str | os.PathLike[str] | None,
+    first: Sequence[Trial],
+    workers: int | None,
+    listen: Listener | None,
+    resume: bool,
+    overwrite: bool,
+) -> Generator[Training, None, None]:
+    """A block in which trials are trained; with a folder, it then holds compare.json and compare.html.
+
+    Args:
+        out: the folder, or None.
+        first: the trials that are known already.
+        workers, listen: as `Training` takes them.
+        resume, overwrite: what becomes of the comparison that the folder holds; without either it is refused.
+
+    Raises:
+        ValueError: a number of workers below 1, resume or overwrite without a folder, or what the folder forbids.
+    """
+    for name, given in (("resume", resume), ("overwrite", overwrite)):
+        if given and out is None:
+            raise ValueError(f"{name}=True needs the folder of an earlier comparison: give out=")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    if out is None:
+        yield Training(workers, listen, None, False)
+        return
+    require("matplotlib", instead="give no out folder")
+    store = Store(out)
+    with store.alone():
+        run = Training(workers, listen, store, resume)
+        run.results |= store.begin(first, resume, overwrite)
+        yield run
+        store.finish(run.evidence())
+
+
+def _work(trials: Sequence[Trial], workers: int) -> Generator[_pool.Event, None, None]:
+    """Train in this process what must be, and all other trials in workers."""
+    yield from _in_process.work([trial for trial in trials if trial.task.in_process])
+    yield from _pool.work([trial for trial in trials if not trial.task.in_process], workers)
+
+
+def _nobody(kind: str, trial: Trial | None, content: Any) -> None:
+    """Nobody listens."""

@@ -1,0 +1,166 @@
+"""Candidates: recipes in the order of their bytes, and what is known of them before they are trained."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from ... import recipes
+from ...recipes import Recipe
+from ...recipes._plan import assign
+from ..tasks import Task
+from ._layers import Updates, cheapest_updates, with_updates
+
+PROBES = {"bfloat16": "bf16", "float16": "fp16"}
+# By weight update those that keep less of an update, whatever its size.
+_LESS = {
+    "nearest": (),
+    "stochastic": (),
+    "split8": ("nearest", "stochastic"),
+    "kahan": ("nearest", "stochastic", "split8"),
+    "split": ("nearest", "stochastic", "split8"),
+    "master": ("nearest", "stochastic", "split8"),
+}
+_STATES = ("8bit", "bfloat16", "float32")
+# Beyond this share of a tensor's elements a format's range is too narrow for it.
+OUT_OF_RANGE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A recipe, what it costs, and what became of it.
+
+    Attributes:
+        recipe: the recipe.
+        bytes_per_parameter: weight, what lies beside it, optimizer states and gradient.
+        outcome: "holds", "worse", "unclear", "diverged", or "not trained".
+        why: in words.
+        gap: its mean loss above float32's; None where nothing was trained to the end.
+    """
+
+    recipe: Recipe
+    bytes_per_parameter: float
+    outcome: str = "not trained"
+    why: str = ""
+    gap: float | None = None
+
+
+class Costs:
+    """Bytes per parameter of recipes on one model, as the optimizer that goes with each counts them."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        self._task, self.model = task, model
+
+    def of(self, recipe: Recipe) -> float:
+        """Return the bytes of a recipe.
+
+        Raises:
+            ValueError: the model, or the task's optimizer, does not go with it.
+        """
+        model = copy.deepcopy(self.model)
+        recipes.convert(model, recipe)
+        return float(recipes.optimizer(model, self._task.rule, **self._task.hyper).bytes_per_parameter())
+
+
+def ladder(
+    costs: Costs, observed: Mapping[str, dict[str, Any]], dtypes: Sequence[str]
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Return the recipes that observed trainings leave open, by their bytes, and those that they rule out.
+
+    Args:
+        costs: of recipes on the model.
+        observed: by dtype, the readings of a training with parameters of that dtype, rounded to nearest.
+        dtypes: of parameters, the preferred one first where bytes are equal.
+    """
+    found: list[Candidate] = []
+    out: list[Candidate] = []
+    for dtype in dtypes:
+        probe = recipes.get(PROBES[dtype])
+        wide = _too_wide(observed[dtype]["ranges"][dtype], dtype)
+        if wide is not None:
+            out.append(Candidate(probe, costs.of(probe), why=wide))
+            continue
+        found += _of_dtype(costs, observed[dtype]["parameters"], probe)
+    by_cost: dict[tuple[float, object], Candidate] = {}
+    for candidate in sorted(found, key=lambda one: (one.bytes_per_parameter, one.recipe.state_dtype is not None)):
+        # Where an optimizer has no states, their dtype makes no difference.
+        key = candidate.bytes_per_parameter, (candidate.recipe.param_dtype, candidate.recipe.weight_update)
+        by_cost.setdefault(key, candidate)
+    return list(by_cost.values()), out
+
+
+def _of_dtype(costs: Costs, observed: Mapping[str, Any], probe: Recipe) -> list[Candidate]:
+    updates = cheapest_updates(observed)
+    if not updates:
+        return []
+    cheapest = _describe(with_updates(probe, costs.model, updates), updates)
+    rungs = [(cheapest, "8bit"), (cheapest, None), (cheapest, "float32")]
+    for update in ("split8", "kahan", "split"):
+        rungs += [(probe.replace(weight_update=update), state) for state in ("8bit", None, "float32")]
+    found = []
+    for recipe, state in rungs:
+        named = _named(recipe.replace(state_dtype=state))
+        try:
+            found.append(Candidate(named, costs.of(named)))
+        except ValueError:
+            continue  # "split" needs bfloat16, and an optimizer of one's own may have no states of 8 bits
+    return found
+
+
+def _describe(recipe: Recipe, updates: Updates) -> Recipe:
+    names = list(dict.fromkeys(updates.values()))
+    return recipe if len(names) == 1 else recipe.replace(description=f"{' and '.join(names)}, as observed")
+
+
+def _named(recipe: Recipe) -> Recipe:
+    """The recipe under the catalogue's name for it, or under one that says what it is."""
+    update = recipe.weight_update if isinstance(recipe.weight_update, str) else "mix"
+    dtype = PROBES[str(recipe.param_dtype)]
+    state = {None: "", "8bit": "-state8", "float32": "-state32"}[recipe.state_dtype]
+    for name in recipes.names():
+        known = recipes.get(name)
+        if known.replace(name="x", description="") == recipe.replace(name="x", description=""):
+            return known
+    words = recipe.description if update == "mix" else f"{recipe.param_dtype}, {update} updates"
+    states = {"8bit": ", 8-bit states", "float32": ", float32 states"}.get(recipe.state_dtype or "", "")
+    return recipe.replace(name=f"{dtype}-{update}{state}", description=words + states)
+
+
+def _too_wide(ranges: Mapping[str, Any], dtype: str) -> str | None:
+    if ranges["share"] <= OUT_OF_RANGE:
+        return None
+    where = ranges["name"] or "the model"
+    return f"{100 * ranges['share']:.1f}% of the {ranges['role']} of {where} would leave {dtype}'s range"
+
+
+def keeps_less(one: Recipe, other: Recipe, model: nn.Module) -> bool:
+    """Return whether a recipe keeps no more of anything than another one, and so cannot hold where that one did not.
+
+    >>> from halfulp import recipes
+    >>> small = recipes.get("bf16-split8")
+    >>> keeps_less(small, small.replace(weight_update="kahan", state_dtype=None), nn.Linear(2, 2))
+    True
+    >>> keeps_less(recipes.get("bf16-stochastic"), small, nn.Linear(2, 2))
+    False
+    """
+    if not one.narrow or (one.param_dtype, one.float32) != (other.param_dtype, other.float32):
+        return False
+    states = [recipe.state_dtype or "bfloat16" for recipe in (one, other)]
+    if any(state not in _STATES for state in states) or _STATES.index(states[0]) > _STATES.index(states[1]):
+        return False
+    mine, theirs = assign(one, model), assign(other, model)
+    return all(mine[name] == theirs[name] or mine[name] in _LESS.get(str(theirs[name]), ()) for name in mine)
+
+
+def priced(costs: Costs, given: Sequence[Recipe]) -> list[Candidate]:
+    """Return recipes that somebody chose, by their bytes.
+
+    Raises:
+        ValueError: the model or the optimizer does not go with one of them.
+    """
+    return sorted((Candidate(recipe, costs.of(recipe)) for recipe in given), key=attrgetter("bytes_per_parameter"))

@@ -1,0 +1,186 @@
+"""The cheapest recipe within a tolerance, on steps made so that it is known which one that is."""
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import halfulp as hu
+from halfulp.trials.tasks import Step
+from halfulp.trials.tuning import _candidates, _layers, _search
+
+
+def far(seed: int, *, lr: float, steps: int = 40, distance: float = 0.5) -> Step:
+    """Weights that start beside 1 and are to move by a distance, in updates of about `lr`."""
+    torch.manual_seed(seed)
+    start = nn.Linear(64, 1, bias=False)
+    with torch.no_grad():
+        start.weight.fill_(1.0)
+    goal = 1 + distance * torch.rand(64)
+
+    def step(model: nn.Module, number: int) -> torch.Tensor:
+        noise = torch.randn(64, generator=torch.Generator().manual_seed(number))
+        return (model.weight[0].float() - goal - 0.01 * noise).square().sum()
+
+    return Step(step, start, steps=steps, rule="SGD", lr=lr, momentum=0.0)
+
+
+def found(tuned: hu.trials.Tuned) -> dict[str, str]:
+    return {one.recipe.name: one.outcome for one in tuned.candidates}
+
+
+def test_lost_updates_rule_nearest_out_before_it_is_tried(seed: int) -> None:
+    """Updates below 2^-9 beside 1 are below half of bfloat16's spacing: nothing moves."""
+    tuned = hu.tune(far(seed, lr=1.5e-3, steps=120), 0.05)
+    assert tuned.recipe.weight_update in ("stochastic", "split8", "kahan", "split")
+    assert found(tuned)["bf16"] == "worse"
+    assert any(finding.code in ("updates-lost", "weight-frozen") for finding in tuned.findings)
+    holds = [one for one in tuned.candidates if one.outcome == "holds"]
+    assert min(holds, key=lambda one: one.bytes_per_parameter).recipe == tuned.recipe
+
+
+class Two(nn.Module):
+    """Two kinds of weights: `low` begins at 0, `high` at 64, where bfloat16's spacing is a half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.ParameterList(nn.Parameter(torch.zeros(256)) for _ in range(2))
+        self.high = nn.ParameterList(nn.Parameter(torch.full((64,), 64.0)) for _ in range(2))
+
+
+def drifts(distance: float, steps: int = 128) -> Step:
+    """All weights drift at a constant speed, half of their way in float32: `low` by 1/2, `high` by half a distance.
+
+    The gradient does not depend on the weights. Judged is the mean square of what is left of each way, 1/4.
+    """
+    start, lr = Two(), 1e-2
+
+    def step(model: nn.Module, number: int) -> torch.Tensor:
+        ways = [-0.5 * w.float().sum() / (steps * lr) for w in model.low]
+        return torch.stack([*ways, *(-0.5 * distance * w.float().sum() / (steps * lr) for w in model.high)]).sum()
+
+    def judge(model: nn.Module, number: int) -> torch.Tensor:
+        left = torch.cat([1 - w.float() for w in model.low]).square().mean()
+        return (left + torch.cat([1 - (w.float() - 64) / distance for w in model.high]).square().mean()) / 2
+
+    return Step(step, start, judge=judge, judged=1, steps=steps, rule="SGD", lr=lr, momentum=0.0)
+
+
+def test_nearest_will_do_where_updates_are_large(seed: int) -> None:
+    """Updates of 2^-8 below 1/2 and of 4 below 1024 are whole spacings: nothing is rounded at all."""
+    tuned = hu.tune(drifts(1024.0))
+    assert tuned.recipe.weight_update == "nearest"
+    assert tuned.bytes_per_parameter == min(one.bytes_per_parameter for one in tuned.candidates)
+    assert [outcome for outcome in found(tuned).values() if outcome != "not trained"] == ["holds", "holds"]
+    assert tuned.evidence.row("step", tuned.recipe.name).gap == 0
+
+
+def test_layers_whose_noise_would_be_above_their_drift_get_more_bits_at_once(seed: int) -> None:
+    """`high` drifts by 1/4, half a spacing: rounding at random makes a noise of sqrt(0.25 * 0.5) = 0.35."""
+    tuned = hu.tune(drifts(0.5), 0.05)
+    assert tuned.recipe.weight_update == (("high.*", "split8"), ("*", "nearest")), str(tuned)
+    assert [one.outcome for one in tuned.candidates if one.recipe.name == "bf16-split8"] in ([], ["not trained"])
+
+
+def test_the_dear_update_goes_to_the_kind_of_layers_that_needs_it(seed: int) -> None:
+    """`high` drifts by 2, four spacings, with a noise of sqrt(2 * 0.5) = 1: a quarter of its way."""
+    tuned = hu.tune(drifts(4.0), 0.05)
+    outcomes = found(tuned)
+    assert outcomes["bf16-split8"] == "holds"
+    assert "worse" in outcomes.values()
+    assert tuned.recipe.weight_update == (("high.*", "split8"), ("*", "nearest")), str(tuned)
+    uniform = next(one for one in tuned.candidates if one.recipe.name == "bf16-split8")
+    assert tuned.bytes_per_parameter < uniform.bytes_per_parameter
+
+
+def test_recipes_of_ones_own_are_tried_by_their_bytes(seed: int) -> None:
+    task = far(seed, lr=1.5e-3, steps=120)
+    tuned = hu.tune(task, 0.05, recipes=["bf16-split", "bf16-kahan", "bf16", "fp32"])
+    assert next(one.recipe.name for one in tuned.candidates) == "bf16"
+    assert found(tuned)["bf16"] == "worse"
+    assert tuned.recipe.name in ("bf16-kahan", "bf16-split")
+    assert {row.recipe for row in tuned.evidence.rows()} >= {"fp32", "fp32-twin", "bf16", tuned.recipe.name}
+
+
+def test_float32_remains_where_nothing_holds(seed: int) -> None:
+    tuned = hu.tune(far(seed, lr=1.5e-3, steps=120), 0.05, recipes=["bf16"])
+    assert tuned.recipe.name == "fp32"
+    assert "no candidate is within 5.0% of float32; float32 remains" in str(tuned)
+
+
+def test_most_candidates(seed: int) -> None:
+    tuned = hu.tune(far(seed, lr=1.5e-3, steps=120), 1e-2, recipes=["bf16-stochastic", "bf16-kahan"], most=1)
+    trained = [one for one in tuned.candidates if one.outcome != "not trained" and one.recipe.name != "fp32"]
+    assert len([one for one in trained if one.recipe.name != "bf16"]) == 1
+
+
+def test_what_it_found_is_plain_data_and_words(seed: int, tmp_path) -> None:
+    events: list[str] = []
+    task = drifts(1024.0)
+    tuned = hu.tune(task, 0.2, out=tmp_path / "out", listen=lambda kind, *_: events.append(kind))
+    data = json.loads(json.dumps(tuned.to_dict(), allow_nan=False))
+    assert data["recipe"]["name"] == tuned.recipe.name
+    assert "observed" not in json.dumps(data["evidence"])
+    assert re.search(r"step: .* within 20\.0% of float32, at \d\.\d bytes per parameter instead of", str(tuned))
+    assert (tmp_path / "out" / "compare.html").exists()
+    trained = events.count("done")
+    events.clear()
+    again = hu.tune(task, 0.2, out=tmp_path / "out", resume=True, listen=lambda kind, *_: events.append(kind))
+    assert (events.count("done"), again.recipe) == (0, tuned.recipe)
+    assert trained == len(tuned.evidence.trials)
+
+
+def test_bad_input(seed: int) -> None:
+    task = far(seed, lr=0.4, steps=5)
+    for tolerance in (0, 1, -0.1, True, float("nan")):
+        with pytest.raises(ValueError, match="between 0 and 1, or None; got"):
+            hu.tune(task, tolerance)
+    with pytest.raises(ValueError, match="a verdict needs three seeds, got 2"):
+        hu.tune(task, seeds=2)
+    with pytest.raises(ValueError, match="unknown dtype of parameters 'bf16'"):
+        hu.tune(task, param_dtypes=["bf16"])
+    with pytest.raises(ValueError, match="no candidate beside float32"):
+        hu.tune(task, recipes=["fp32"])
+    with pytest.raises(ValueError, match="most is how many candidates"):
+        hu.tune(task, most=0)
+    task.trial = None
+    with pytest.raises(ValueError, match="'step' has a training loop of its own, which cannot be observed"):
+        hu.tune(task)
+
+
+def test_a_tolerance_below_what_seeds_can_tell(seed: int) -> None:
+    with pytest.raises(ValueError, match=r"tolerance=1e-05 is below .*, what 3 seeds of task 'step' can tell at all"):
+        hu.tune(far(seed, lr=0.4), 1e-5)
+
+
+def test_float32_that_diverges(seed: int) -> None:
+    with pytest.raises(ValueError, match="task 'step' diverges in float32 from 3 of 3 seeds"):
+        hu.tune(far(seed, lr=1e30))
+
+
+def test_a_range_that_does_not_fit_rules_a_dtype_out(seed: int) -> None:
+    """Activations of 1e6 are beyond float16's 65504."""
+    x = 1e6 * (1 + torch.rand(16, 4))
+
+    def step(model: nn.Module, number: int) -> torch.Tensor:
+        return (model(x.to(model.weight.dtype)).float() / 1e6).square().mean()
+
+    task = Step(step, nn.Linear(4, 2, bias=False), steps=40, rule="SGD", lr=0.01)
+    costs = _search.Costs(task, task.model(task.load(), 0))
+    ranges = {"float16": {"share": 1.0, "role": "activation", "name": "up"}}
+    readings = {"float16": {"parameters": {"weight": {"dtype": "float16"}}, "ranges": ranges}}
+    left, out = _candidates.ladder(costs, readings, ["float16"])
+    assert not left
+    assert out[0].why == "100.0% of the activation of up would leave float16's range"
+
+
+def test_globs_give_each_parameter_its_update() -> None:
+    """A pattern that would catch another kind too gives way to full names."""
+    model = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(2, 2, bias=False)])})
+    model["a"][0].register_module("norm", nn.Linear(2, 2, bias=False))
+    updates = {"a.0.weight": "kahan", "a.0.norm.weight": "stochastic"}
+    for wanted in (updates, {name: updates[other] for name, other in zip(updates, reversed(updates))}):
+        mixed = _layers.with_updates(hu.recipes.get("bf16"), model, wanted)
+        assert hu.recipes._plan.assign(mixed, model) == wanted
