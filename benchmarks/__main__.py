@@ -47,6 +47,7 @@ NAMES = (
     "compiled",
     "processes",
     "audit",
+    "tune",
 )
 
 

@@ -3,7 +3,7 @@
 import importlib
 
 from ._places import place
-from ._tables import benchmark_rows, benchmark_table, grid
+from ._tables import benchmark_rows, benchmark_table, grid, whole_table
 
 INSTRUMENTS = {"observe": "`hu.observe`", "audit": "`hu.audit`", "forecast": "`hu.forecast`"}
 
@@ -32,6 +32,12 @@ def _grid(rows: list[list[str]]) -> str:
 def findings_measured() -> str:
     """How often a fault in one layer comes first, by code."""
     return benchmark_table("findings", "Faults in one layer", ["code", "planted", "first, with layer and cure"])
+
+
+@place
+def tuned() -> str:
+    """What `hu.tune` found on two tasks."""
+    return whole_table("tune", "The cheapest recipe")
 
 
 @place

@@ -53,6 +53,7 @@ def application() -> Any:
     from ._observe import SETTINGS, observe
     from ._recipes import recipes
     from ._tasks import tasks
+    from ._tune import tune
     from ._verify import verify
 
     app = typer.Typer(
@@ -81,7 +82,7 @@ def application() -> Any:
         elif context.invoked_subcommand is None:
             print(context.get_help())
 
-    for command in (compare, verify, audit, forecast, formats, recipes, tasks):
+    for command in (compare, tune, verify, audit, forecast, formats, recipes, tasks):
         app.command()(command)
     app.command(context_settings=SETTINGS)(observe)
     return app

@@ -1,5 +1,6 @@
 """halfulp compare: tasks trained under several recipes, and the evidence."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ from ._compare_script import compare_script
 from ._errors import fail
 from ._names import complete, recipe_names, several, split, task_names
 from ._output import Json, console, plain_table, print_json
+from ._trials import run_trials
 
 
 def compare(
@@ -54,38 +56,23 @@ def compare(
         compare_script(script, arguments or [], split(recipe, DEFAULT_RECIPES), module, unused, out, json)
         return
     tasks, recipes = split(task, DEFAULT_TASKS), split(recipe, DEFAULT_RECIPES)
-    options = {"seeds": seeds, "steps": steps, "data": data, "workers": workers}
-    options |= {"resume": resume, "overwrite": overwrite}
-    evidence = _run(tasks, recipes, out, options)
+    from ..trials import compare as train
+
+    evidence = run_trials(
+        partial(train, tasks, recipes),
+        out,
+        seeds=seeds,
+        steps=steps,
+        data=data,
+        workers=workers,
+        resume=resume,
+        overwrite=overwrite,
+    )
     if json:
         print_json(evidence.to_dict())
         return
     _print_tables(evidence)
     print(f"\n{Path(out, 'compare.html')} shows the curves; {Path(out, 'compare.json')} holds the numbers.")
-
-
-def _run(tasks: list[str], recipes: list[str], out: str, options: dict[str, Any]) -> Any:
-    """The evidence; progress goes to stderr."""
-    from ..trials import TrialError, compare
-    from ..trials.running._progress import Progress
-
-    with Progress() as progress:
-        try:
-            return compare(tasks, recipes, out=out, listen=progress, **options)
-        except KeyboardInterrupt:
-            progress.bars.stop()
-            fail(f"interrupted; {_kept(progress, out)}")
-        except TrialError as error:
-            progress.bars.stop()
-            more = ""
-            if error.details:
-                Path(out, "error.log").write_text(error.details, encoding="utf-8")
-                more = f" (more in {Path(out, 'error.log')})"
-            fail(f"{error}{more}; {_kept(progress, out)}")
-
-
-def _kept(progress: Any, out: str) -> str:
-    return f"{progress.finished} of {progress.total} trials are kept in {out}, --resume continues"
 
 
 def _print_tables(evidence: Any) -> None:

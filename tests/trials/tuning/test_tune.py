@@ -176,6 +176,25 @@ def test_a_range_that_does_not_fit_rules_a_dtype_out(seed: int) -> None:
     assert out[0].why == "100.0% of the activation of up would leave float16's range"
 
 
+@pytest.mark.parametrize("rule", ["AdamW", "SGD", "Lion"])
+def test_candidates_have_names_of_their_own_and_rise_in_bytes(rule: str) -> None:
+    """A name stands for one recipe: that of the catalogue, or none of the catalogue's."""
+    task = Step(lambda model, number: model, nn.Linear(128, 64), steps=1, rule=rule, lr=0.1)
+    costs = _candidates.Costs(task, task.model(task.load(), 0))
+    for realised, noise in ((1.0, 0.1), (0.1, 0.2), (0.1, 7.0)):
+        one = {"dtype": "bfloat16", "realised": realised, "noise": noise}
+        readings = {"parameters": {"weight": one, "bias": one}, "ranges": {"bfloat16": {"share": 0.0}}}
+        left, out = _candidates.ladder(costs, {"bfloat16": readings}, ["bfloat16"])
+        assert not out
+        names = [candidate.recipe.name for candidate in left]
+        assert len(set(names)) == len(names) >= 3
+        sizes = [candidate.bytes_per_parameter for candidate in left]
+        assert sizes == sorted(sizes)
+        for candidate in left:
+            if candidate.recipe.name in hu.recipes.names():
+                assert candidate.recipe == hu.recipes.get(candidate.recipe.name)
+
+
 def test_globs_give_each_parameter_its_update() -> None:
     """A pattern that would catch another kind too gives way to full names."""
     model = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(2, 2, bias=False)])})

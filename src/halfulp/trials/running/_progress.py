@@ -31,7 +31,9 @@ class Progress:
         )
         self.running: dict[str, Any] = {}
         self.started: dict[str, float] = {}
-        self.total = 0
+        self.planned: set[str] = set()
+        self.ended: set[str] = set()
+        self.total = self.steps = 0
         self.finished = 0
         self.overall: Any = None
 
@@ -49,11 +51,17 @@ class Progress:
         getattr(self, f"_{kind}")(trial, content)
 
     def _plan(self, trial: None, trials: list[Trial]) -> None:
-        self.total = len(trials)
-        steps = sum(one.steps for one in trials)
-        self.overall = self.bars.add_task(f"[bold]{self.total} trials", total=steps, loss="")
+        new = [one for one in trials if one.key not in self.planned]
+        self.planned |= {one.key for one in new}
+        self.total, self.steps = len(self.planned), self.steps + sum(one.steps for one in new)
+        if self.overall is None:
+            self.overall = self.bars.add_task("", total=self.steps, loss="")
+        self.bars.update(self.overall, description=f"[bold]{self.total} trials", total=self.steps)
 
     def _reused(self, trial: Trial, result: Any) -> None:
+        if trial.key in self.ended:
+            return
+        self.ended.add(trial.key)
         self.finished += 1
         self.bars.advance(self.overall, trial.steps)
         self._line(trial, result, "kept")
@@ -70,6 +78,7 @@ class Progress:
         self.bars.advance(self.overall, step - done)
 
     def _done(self, trial: Trial, result: Any) -> None:
+        self.ended.add(trial.key)
         self.finished += 1
         task = self.running.pop(trial.key)
         if self.live:

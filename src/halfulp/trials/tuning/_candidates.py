@@ -87,7 +87,8 @@ def ladder(
             continue
         found += _of_dtype(costs, observed[dtype]["parameters"], probe)
     by_cost: dict[tuple[float, object], Candidate] = {}
-    for candidate in sorted(found, key=lambda one: (one.bytes_per_parameter, one.recipe.state_dtype is not None)):
+    known = recipes.names()
+    for candidate in sorted(found, key=lambda one: (one.bytes_per_parameter, one.recipe.name not in known)):
         # Where an optimizer has no states, their dtype makes no difference.
         key = candidate.bytes_per_parameter, (candidate.recipe.param_dtype, candidate.recipe.weight_update)
         by_cost.setdefault(key, candidate)
@@ -126,9 +127,11 @@ def _named(recipe: Recipe) -> Recipe:
         known = recipes.get(name)
         if known.replace(name="x", description="") == recipe.replace(name="x", description=""):
             return known
+    name = f"{dtype}-{update}{state}"
+    name += "-state16" if name in recipes.names() else ""  # the catalogue's name for other states
     words = recipe.description if update == "mix" else f"{recipe.param_dtype}, {update} updates"
     states = {"8bit": ", 8-bit states", "float32": ", float32 states"}.get(recipe.state_dtype or "", "")
-    return recipe.replace(name=f"{dtype}-{update}{state}", description=words + states)
+    return recipe.replace(name=name, description=words + states)
 
 
 def _too_wide(ranges: Mapping[str, Any], dtype: str) -> str | None:

@@ -50,29 +50,36 @@ class Tuned:
             "evidence": self.evidence.to_dict(),
         }
 
-    def __str__(self) -> str:
+    def headline(self) -> str:
+        """Which recipe it is and what it costs, in one sentence."""
         task = self.evidence.tasks()[0]
+        within = f"within {percent(self.tolerance)} of float32" if self.tolerance else "no difference to float32"
+        if self.recipe.name == REFERENCE:
+            return f"{task}: no candidate is {within}; float32 remains."
         reference = self.evidence.row(task, REFERENCE)
-        within = (
-            "no difference to float32" if self.tolerance is None else f"within {percent(self.tolerance)} of float32"
-        )
-        head = (
+        return (
             f"{task}: {self.recipe.name}, {within}, at {number(self.bytes_per_parameter, 1)} bytes per parameter "
             f"instead of {number(reference.bytes_per_parameter, 1)}."
         )
-        if self.recipe.name == REFERENCE:
-            head = f"{task}: no candidate is {within}; float32 remains."
-        rows = [("recipe", "bytes/param", "gap to fp32", "outcome", "why")]
-        rows += [
-            (one.recipe.name, number(one.bytes_per_parameter, 2), number(one.gap, 4, sign=True), one.outcome, one.why)
-            for one in self.candidates
-        ]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table of the candidates as words, its header first."""
+        found: list[tuple[str, ...]] = [("recipe", "bytes/param", "gap to fp32", "outcome", "why")]
+        for one in self.candidates:
+            size, gap = number(one.bytes_per_parameter, 2), number(one.gap, 4, sign=True)
+            found.append((one.recipe.name, size, gap, one.outcome, one.why))
+        return found
+
+    def observed(self) -> list[str]:
+        """The worst findings of the observed trainings, a line each, under a heading; nothing without any."""
+        shown = [f"  {finding.severity}: {finding}" for finding in self.findings[:_MOST_FINDINGS]]
+        more = len(self.findings) - len(shown)
+        shown += [f"  and {more} more in .findings"] if more else []
+        return ["Observed where every update is rounded to nearest:", *shown] if shown else []
+
+    def __str__(self) -> str:
+        rows = self.rows()
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        said = [head, self.recipe.explain(), "", *table]
-        shown = [f"  {finding.severity}: {finding}" for finding in self.findings[:_MOST_FINDINGS]]
-        if shown:
-            more = len(self.findings) - len(shown)
-            shown += [f"  and {more} more in .findings"] if more else []
-            said += ["", "Observed where every update is rounded to nearest:", *shown]
-        return "\n".join(said)
+        blank = [""] if self.findings else []
+        return "\n".join([self.headline(), self.recipe.explain(), "", *table, *blank, *self.observed()])

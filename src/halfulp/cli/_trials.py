@@ -1,0 +1,31 @@
+"""Running trials from the command line: progress on stderr, and what is kept where they end early."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ._errors import fail
+
+
+def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
+    """Call `compare` or `tune` with a folder and progress bars; what ends it early says how to go on."""
+    from ..trials import TrialError
+    from ..trials.running._progress import Progress
+
+    with Progress() as progress:
+        try:
+            return trained(out=out, listen=progress, **options)
+        except KeyboardInterrupt:
+            progress.bars.stop()
+            fail(f"interrupted; {_kept(progress, out)}")
+        except TrialError as error:
+            progress.bars.stop()
+            more = ""
+            if error.details:
+                Path(out, "error.log").write_text(error.details, encoding="utf-8")
+                more = f" (more in {Path(out, 'error.log')})"
+            fail(f"{error}{more}; {_kept(progress, out)}")
+
+
+def _kept(progress: Any, out: str) -> str:
+    return f"{progress.finished} of {progress.total} trials are kept in {out}, --resume continues"
