@@ -4,29 +4,29 @@ import pytest
 import torch
 
 from halfulp import kernels
-from halfulp.kernels import chosen, engine, note, note_and_warn_once, report
+from halfulp.kernels import engine, note, note_and_warn_once, report, select_engine
 from halfulp.rounding import quantize
 
 
 def test_engine_block(monkeypatch):
     monkeypatch.delenv("HALFULP_ENGINE", raising=False)
-    assert chosen("cpu") == "numba"
-    assert chosen("mps") == "reference"
+    assert select_engine("cpu") == "numba"
+    assert select_engine("mps") == "reference"
     with engine("reference"):
-        assert chosen("cpu") == "reference"
+        assert select_engine("cpu") == "reference"
         with engine("numba"):
-            assert chosen("cpu") == "numba"
-        assert chosen("cpu") == "reference"
-    assert chosen("cpu") == "numba"
+            assert select_engine("cpu") == "numba"
+        assert select_engine("cpu") == "reference"
+    assert select_engine("cpu") == "numba"
     with pytest.raises(ValueError, match="reference"), engine("fast"):
         pass
 
 
 def test_environment(monkeypatch):
     monkeypatch.setenv("HALFULP_ENGINE", "reference")
-    assert chosen("cpu") == "reference"
+    assert select_engine("cpu") == "reference"
     with engine("numba"):
-        assert chosen("cpu") == "numba"
+        assert select_engine("cpu") == "numba"
     monkeypatch.setenv("HALFULP_ENGINE", "quick")
     with pytest.raises(ValueError, match="HALFULP_ENGINE='quick'"):
         quantize(torch.ones(2), "bf16")
@@ -50,11 +50,11 @@ def test_without_numba(monkeypatch):
     monkeypatch.setattr(kernels._engine, "_installed", lambda name: False)
     monkeypatch.setattr(kernels._engine, "_notes", type(kernels._engine._notes)())
     with pytest.warns(RuntimeWarning, match="numba is not installed"):
-        assert chosen("cpu") == "reference"
-    assert chosen("cpu") == "reference"
+        assert select_engine("cpu") == "reference"
+    assert select_engine("cpu") == "reference"
     assert any("numba is not installed" in line for line in report())
     with engine("numba"), pytest.raises(ImportError, match="pip install"):
-        chosen("cpu")
+        select_engine("cpu")
 
 
 def test_notes(monkeypatch):

@@ -62,7 +62,7 @@ def application() -> Any:
     )
 
     @app.callback(invoke_without_command=True)
-    def root(
+    def main_options(
         context: typer.Context,
         version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
         extension: Annotated[

@@ -380,7 +380,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         if given is not None and len(sites) > 1:
             check_state(given, {site.key for site in sites})
         if given is not None:
-            check_places(given, self._places())
+            check_places(given, self._module_names())
         self._take(state_dict)
 
     def _take(self, state_dict: dict[str, Any]) -> None:
@@ -395,7 +395,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
             self._controller.sites.global_site.exponent = global_site
             self._controller.resume(state_dict["sites"], state_dict["progress"])
 
-    def _places(self) -> set[str]:
+    def _module_names(self) -> set[str]:
         """The qualified names of all modules, as sites' keys begin with them."""
         several = len(self._models) > 1
         found = {"model", ""}

@@ -67,13 +67,13 @@ class RiemannianAdam(RiemannianOptimizer):
     ) -> torch.Tensor:
         beta, gamma = group["betas"]
         number = self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
-        mean = self._held("exp_avg", parameter, rows, gradient, gradient.shape[-1])
+        mean = self._read_state("exp_avg", parameter, rows, gradient, gradient.shape[-1])
         mean = beta * mean + (1 - beta) * gradient
         length = space.norm(point, gradient)
-        square = self._held("exp_avg_sq", parameter, rows, length, 1)
+        square = self._read_state("exp_avg_sq", parameter, rows, length, 1)
         square = gamma * square + (1 - gamma) * (length * length)
-        self._hold("exp_avg_sq", parameter, rows, square)
+        self._write_state("exp_avg_sq", parameter, rows, square)
         scale = (square / (1 - gamma**number)).sqrt() + group["eps"]
         step = mean * (-group["lr"] / (1 - beta**number) / scale)
-        self._hold("exp_avg", parameter, rows, space.transport(point, step, mean))
+        self._write_state("exp_avg", parameter, rows, space.transport(point, step, mean))
         return follow(group, space, point, step)

@@ -10,7 +10,7 @@ import torch
 from ..mctensor import MCTensor
 from . import _half_space_kernels as kernels
 from ._manifold import Manifold
-from ._values import like, rounded, travel, turned, unit, with_parts
+from ._values import direction_and_length, like, rounded, travel, turned, with_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class HalfSpace(Manifold):
 
     def _move(self, y: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """2 t h / n, 2 t (w - t) / n, (1 - t^2) / n, then direction, t, 1 - t and n / (1 - t)."""
-        direction, length = unit(step / like(y, step))
+        direction, length = direction_and_length(step / like(y, step))
         h, w = direction[..., :-1], direction[..., -1:]
         t, rest = travel(length)
         flat = (h * h).sum(-1, keepdim=True)

@@ -101,7 +101,7 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
     ) -> torch.Tensor:
         """Where the points of some rows go, given their Riemannian gradient."""
 
-    def _held(
+    def _read_state(
         self, name: str, parameter: torch.Tensor, rows: torch.Tensor | None, gradient: torch.Tensor, width: int
     ) -> torch.Tensor:
         """The state of some rows, `width` numbers per point; zeros at first."""
@@ -113,8 +113,8 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         held: torch.Tensor = state[name]
         return held if rows is None else held[rows]
 
-    def _hold(self, name: str, parameter: torch.Tensor, rows: torch.Tensor | None, value: torch.Tensor) -> None:
-        """Write back what `_held` gave."""
+    def _write_state(self, name: str, parameter: torch.Tensor, rows: torch.Tensor | None, value: torch.Tensor) -> None:
+        """Write back what `_read_state` gave."""
         if rows is None:
             self.state[parameter][name] = value
         else:

@@ -11,7 +11,7 @@ import torch
 from .. import arithmetic
 from ..mctensor import MCTensor
 from ._manifold import Manifold
-from ._values import like, rounded, travel, turned, unit
+from ._values import direction_and_length, like, rounded, travel, turned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +51,9 @@ class PoincareBall(Manifold):
 
     def _course(self, place: torch.Tensor, gap: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The unit vector v of a step, t, |p|, 1 - t |p| and |v + p / |p||^2: what nothing cancels in."""
-        direction, length = unit(step)
+        direction, length = direction_and_length(step)
         t, rest = travel(2 * (length / gap))
-        along, radius = unit(place)
+        along, radius = direction_and_length(place)
         both = along + direction
         return direction, t, radius, gap / (1 + radius) + radius * rest, (both * both).sum(-1, keepdim=True)
 
@@ -61,7 +61,7 @@ class PoincareBall(Manifold):
         """See Manifold: d (1 - |p|^2) / 2 along (1 - |p|^2) (q - p) - |q - p|^2 p."""
         m, difference = margin(point), other - point
         squares = (difference * difference).sum(-1, keepdim=True)
-        direction, _ = unit(m * difference - squares * point)
+        direction, _ = direction_and_length(m * difference - squares * point)
         return direction * (m * (self.distance(point, other).unsqueeze(-1) / 2))
 
     def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class PoincareBall(Manifold):
         place = like(point, step)
         before, t, radius, inwards, both = self._course(place, like(m, step), step)
         x = t * radius
-        after, _ = unit(inwards * (1 + x) * before + 2 * t * (inwards + x * both / 2) * place)
+        after, _ = direction_and_length(inwards * (1 + x) * before + 2 * t * (inwards + x * both / 2) * place)
         return margin(self.exp(point, step)) / m * turned(vector, before, after)
 
     def size(self, point: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class PoincareBall(Manifold):
         outside = rounded(margin(point)).detach() < 2 * room
         if not torch.compiler.is_compiling() and not outside.any():
             return point
-        direction, _ = unit(rounded(point))
+        direction, _ = direction_and_length(rounded(point))
         return torch.where(outside, direction * (1 - 2 * room), point)
 
     def _outside(self, point: torch.Tensor) -> torch.Tensor:

@@ -58,8 +58,8 @@ class RiemannianSGD(RiemannianOptimizer):
     ) -> torch.Tensor:
         if not group["momentum"]:
             return follow(group, space, point, -group["lr"] * gradient)
-        held = self._held("momentum_buffer", parameter, rows, gradient, gradient.shape[-1])
+        held = self._read_state("momentum_buffer", parameter, rows, gradient, gradient.shape[-1])
         held = group["momentum"] * held + gradient
         step = -group["lr"] * held
-        self._hold("momentum_buffer", parameter, rows, space.transport(point, step, held))
+        self._write_state("momentum_buffer", parameter, rows, space.transport(point, step, held))
         return follow(group, space, point, step)

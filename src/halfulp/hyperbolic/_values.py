@@ -32,7 +32,7 @@ def norm(x: torch.Tensor) -> torch.Tensor:
     return torch.where(still, squares, torch.where(still, torch.ones_like(squares), squares).sqrt())
 
 
-def unit(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def direction_and_length(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The direction and the length along the last dimension; where the length is 0, so is the direction.
 
     The largest magnitude is taken out first, so that no square leaves the range.
@@ -55,7 +55,7 @@ def travel(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def turned(vector: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
     """A vector under the rotation that takes one unit vector to another and moves nothing across both."""
-    middle, _ = unit(start + end)
+    middle, _ = direction_and_length(start + end)
     return (
         vector - 2 * middle * (middle * vector).sum(-1, keepdim=True) + 2 * end * (start * vector).sum(-1, keepdim=True)
     )

@@ -10,7 +10,7 @@ from .. import _needs_torch
 from ._cache import source_digest
 from ._canary import KernelMismatchError, check_bits, same_bits, undisturbed
 from ._checksum import checksum, row_checksums
-from ._engine import chosen, engine, note, note_and_warn_once, report
+from ._engine import engine, note, note_and_warn_once, report, select_engine
 from ._function_transforms import under_transform
 from ._index_map import CHUNK, IndexMap, chunk_table, chunks
 from ._opaque_frames import constant_result, uncompiled, untraced
@@ -44,6 +44,6 @@ from .scalar._operations import divide, maximum, sign_of, sqrt
 from .scalar._processor import has_half_conversions, vector_bits
 from .vector._builder import VectorBuilder, lanes_of, numba_intrinsic, scalar_of
 from .vector._loop import LANES, compile_trace
-from .vector._reductions import ACROSS, BLOCK, Fold, compile_fold
+from .vector._reductions import ACROSS, BLOCK, ReductionSteps, compile_reduction
 
 __all__ = ["KernelMismatchError", "divide", "engine", "maximum", "report", "same_bits", "sign_of", "sqrt"]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 ENGINES = ("auto", "numba", "triton", "reference")
 _notes: Counter[tuple[str, str]] = Counter()
-_chosen = "auto"
+_requested = "auto"
 
 
 def note(kind: str, text: str) -> None:
@@ -45,27 +45,27 @@ def engine(name: str) -> Iterator[None]:
     The environment variable HALFULP_ENGINE does the same for a whole process.
 
     >>> with engine("reference"):
-    ...     chosen("cpu")
+    ...     select_engine("cpu")
     'reference'
     """
-    global _chosen
+    global _requested
     if name not in ENGINES:
         raise ValueError(f"engine {name!r} is unknown: choose one of {', '.join(ENGINES)}")
-    before, _chosen = _chosen, name
+    before, _requested = _requested, name
     try:
         yield
     finally:
-        _chosen = before
+        _requested = before
 
 
-def chosen(device: str) -> str:
+def select_engine(device: str) -> str:
     """The engine for tensors on a kind of device: "numba" or "reference", on CUDA "triton" or "reference".
 
     Raises:
         ValueError: HALFULP_ENGINE is no engine, or "triton" was asked for on tensors that it cannot reach.
         ImportError: what was asked for is not installed.
     """
-    wish = _chosen if _chosen != "auto" else os.environ.get("HALFULP_ENGINE", "auto")
+    wish = _requested if _requested != "auto" else os.environ.get("HALFULP_ENGINE", "auto")
     if wish not in ENGINES:
         raise ValueError(f"HALFULP_ENGINE={wish!r} is unknown: choose one of {', '.join(ENGINES)}")
     if wish == "triton" or (wish == "auto" and device == "cuda"):

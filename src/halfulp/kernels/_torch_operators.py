@@ -55,7 +55,7 @@ class _Lookup:
         found = self._find(name)
         if found is None and name.startswith(self._private):
             raise AttributeError(name)
-        vars(self)[name] = found = self._made(name, found)
+        vars(self)[name] = found = self._entry(name, found)
         return found
 
 
@@ -68,7 +68,7 @@ class Operators(_Lookup):
     def _find(self, name: str) -> Any:
         return getattr(getattr(torch.ops, self._name), name, None)
 
-    def _made(self, name: str, found: Any) -> OperatorPacket:
+    def _entry(self, name: str, found: Any) -> OperatorPacket:
         return OperatorPacket(f"{self._name}::{name}", found)
 
 
@@ -84,7 +84,7 @@ class OperatorPacket(_Lookup):
     def _find(self, name: str) -> Any:
         return getattr(self._packet, name, None)
 
-    def _made(self, name: str, found: Any) -> Any:
+    def _entry(self, name: str, found: Any) -> Any:
         if found is None:
             _absent.add(f"{self._name}.{name}")
             return AbsentOperator(f"{self._name}.{name}")

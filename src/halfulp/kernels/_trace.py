@@ -29,17 +29,17 @@ class Trace:
         self.dtype = dtype
         self.lines: list[tuple[str, tuple[int, ...], Any]] = []
         self.tables: list[tuple[float, ...]] = []
-        self.pieces: list[Piece] = []
-        self._known: dict[tuple, int] = {}
-        self._places: dict[tuple, int] = {}
+        self.functions: list[Piece] = []
+        self._line_numbers: dict[tuple, int] = {}
+        self._function_numbers: dict[tuple, int] = {}
 
     def emit(self, operation: str, operands: Sequence[Traced | float] = (), extra: object = None) -> Traced:
         """One more instruction, or the same one's earlier result."""
         key = (operation, tuple(self._number(x) for x in operands), extra)
-        if key not in self._known:
-            self._known[key] = len(self.lines)
+        if key not in self._line_numbers:
+            self._line_numbers[key] = len(self.lines)
             self.lines.append(key)
-        return Traced(self, self._known[key])
+        return Traced(self, self._line_numbers[key])
 
     def table(self, values: tuple[float, ...]) -> int:
         """The number of a table of constants."""
@@ -55,11 +55,11 @@ class Trace:
         numbers = [[self._number(x) for x in a] if isinstance(a, list) else a for a in arguments]
         distinct = list(dict.fromkeys(k for a in numbers if isinstance(a, list) for k in a))
         shape = tuple(tuple(map(distinct.index, a)) if isinstance(a, list) else a for a in numbers)
-        if (function, shape) not in self._places:
-            self._places[function, shape] = len(self.pieces)
-            self.pieces.append(_piece(function, shape, self.dtype, len(distinct)))
-        place = self._places[function, shape]
-        piece = self.pieces[place]
+        if (function, shape) not in self._function_numbers:
+            self._function_numbers[function, shape] = len(self.functions)
+            self.functions.append(_piece(function, shape, self.dtype, len(distinct)))
+        place = self._function_numbers[function, shape]
+        piece = self.functions[place]
         if len(piece.trace.lines) <= _SHORT:
             return function(*arguments)
         made = self.emit("call", [Traced(self, k) for k in distinct], place)
@@ -67,11 +67,11 @@ class Trace:
 
     def size(self) -> int:
         """How many instructions there are with all calls written out."""
-        return sum(self.pieces[extra].trace.size() if name == "call" else 1 for name, _, extra in self.lines)
+        return sum(self.functions[extra].trace.size() if name == "call" else 1 for name, _, extra in self.lines)
 
     def digest(self) -> str:
         """A hash of everything that was recorded."""
-        called = [(piece.trace.digest(), piece.results) for piece in self.pieces]
+        called = [(piece.trace.digest(), piece.results) for piece in self.functions]
         return hashlib.sha256(repr((self.dtype, self.lines, self.tables, called)).encode()).hexdigest()
 
     def _number(self, x: Traced | float) -> int:

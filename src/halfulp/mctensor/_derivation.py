@@ -256,11 +256,11 @@ def _larger_or_smaller(name: str) -> Callable:
     function = torch.maximum if name.startswith(("clamp_min", "maximum")) else torch.minimum
     writes = name.endswith("_")
 
-    def bounded(x: Tensor, other: Any) -> Tensor:
+    def clamp(x: Tensor, other: Any) -> Tensor:
         result = function(x, other if isinstance(other, Tensor) else x.new_full((), other))
         return x.copy_(result) if writes else result
 
-    return bounded
+    return clamp
 
 
 def _given_values(given: dict[str, Any]) -> list:

@@ -76,13 +76,13 @@ _LARGEST, _SMALL = 2**26, 64
 @contextmanager
 def formula(operator: OpOverload, given: Iterable) -> Iterator[None]:
     """A context in which torch's formula of an operator runs with these arguments."""
-    before = getattr(_here, "given", None)
+    before = getattr(_here, "literals", None)
     if before is None:  # else the numbers are those of a formula that this one is a step of
-        _here.given = {abs(x) for x in tree_leaves(given) if isinstance(x, float)} | _defaults(operator)
+        _here.literals = {abs(x) for x in tree_leaves(given) if isinstance(x, float)} | _defaults(operator)
     try:
         yield
     finally:
-        _here.given = before
+        _here.literals = before
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def _defaults(operator: OpOverload) -> frozenset[float]:
 
 def terms_of(value: float) -> tuple[float, ...] | None:
     """Return the constant of a formula that a float64 approximates here, as four float64; None where it is exact."""
-    given = getattr(_here, "given", None)
+    given = getattr(_here, "literals", None)
     if given is not None and (abs(value) not in given or abs(value) in _selu()):
         return _recovered(value)
     return _terms_in_backward(value) if _graph_task() != -1 else None
@@ -111,7 +111,7 @@ def _terms_in_backward(value: float) -> tuple[float, ...] | None:
         saved = getattr(node, attribute, None)
         if isinstance(saved, (float, int)):
             return _derived(value, float(saved), name == _INVERTS)
-    return _recovered(value) if getattr(_here, "given", None) is None else None
+    return _recovered(value) if getattr(_here, "literals", None) is None else None
 
 
 def _derived(value: float, saved: float, inverts: bool) -> tuple[float, ...] | None:

@@ -18,7 +18,7 @@ from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
 from .weight_updates._weight_update import WeightUpdate
 
-Kind = TypeVar("Kind", bound=type[Optimizer])
+OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
 
 class SGD(Optimizer):
@@ -269,7 +269,7 @@ class Lion(Optimizer):
 OPTIMIZERS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (SGD, Adam, AdamW, Lion)}
 
 
-def register_optimizer(kind: Kind) -> Kind:
+def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
     """Make an optimizer known by its class's name, to tasks, recipes and comparisons; a decorator of the class.
 
     Returns:

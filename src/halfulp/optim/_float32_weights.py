@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from ..kernels import IndexMap, address, check_bits, chosen, chunks, compile_kernel, run_chunks, undisturbed
+from ..kernels import IndexMap, address, check_bits, chunks, compile_kernel, run_chunks, select_engine, undisturbed
 from ..kernels.scalar._operations import store32, word
 from .parameters._outside_writes import current_auxiliary_tensors
 from .parameters._parameter_plan import ParameterPlan
@@ -89,7 +89,7 @@ def buffer_for(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
 
 
 def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
-    if chosen(parts[0][0].device.type) == "numba":
+    if select_engine(parts[0][0].device.type) == "numba":
         _run(checked_read_kernel(update, store), parts, out)
         return
     for own, new in zip(parts, out):

@@ -78,7 +78,7 @@ class Optimizer(CheckpointMixin):
     # The option that makes parameters narrow.
     narrowed_by = "param_dtype=torch.bfloat16"
     # As copies are: all groups are there, and the first step is to come.
-    _made, _stepped = True, False
+    _is_built, _stepped = True, False
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Optimizer(CheckpointMixin):
     ) -> None:
         check_parameters(params)
         self._start_caches()
-        self._made = False
+        self._is_built = False
         own = {"weight_update": weight_update, "state_dtype": state_dtype, "param_dtype": param_dtype}
         super().__init__(
             params, {**defaults, **own, "format": format, "seed": seed, "report_interval": report_interval}
@@ -102,7 +102,7 @@ class Optimizer(CheckpointMixin):
         refuse_unused_update(self, self.param_groups)
         # After all groups were accepted: what is refused leaves every parameter as it was.
         narrow(self, self.param_groups, check_narrowing(self.param_groups))
-        self._made = True
+        self._is_built = True
 
     def _start_caches(self) -> None:
         """Create what is kept by parameter beside torch's groups and states, empty; also after a copy or a load."""
@@ -146,7 +146,7 @@ class Optimizer(CheckpointMixin):
                 self._step_spec(group, parameter, None, name_of(group, position))
             refuse_overlaps(self.param_groups)
             refuse_unused_update(self, [group] if is_chosen else ())
-            wrappers = check_narrowing([group]) if self._made else None
+            wrappers = check_narrowing([group]) if self._is_built else None
         except Exception:
             del self.param_groups[before:]
             raise

@@ -149,7 +149,7 @@ class Recipe:
         _check_among("param_dtype", self.param_dtype, PARAM_DTYPES)
         _check_among("state_dtype", self.state_dtype, (*STATE_DTYPES, *([self.format] if self.format else [])))
         for name in self.update_names():
-            _check_among("weight update", name, _known(WEIGHT_UPDATES, "weight update"))
+            _check_among("weight update", name, _with_registered(WEIGHT_UPDATES, "weight update"))
         for field in ("format", "emulate", "gradient_format"):
             _check_format(getattr(self, field))
         if self.format and self.param_dtype:
@@ -212,11 +212,11 @@ class Recipe:
     def _check_gradients(self) -> None:
         scale = self.gradient_scale
         if isinstance(scale, str):
-            _check_among("gradient scale", scale, _known(GRADIENT_SCALES, "policy"))
+            _check_among("gradient scale", scale, _with_registered(GRADIENT_SCALES, "policy"))
         elif scale is not None and not _power_of_two(scale):
             raise ValueError(
                 f"gradient_scale={scale!r}: allowed are a power of two from 2^-30 to 2^60, or a policy: "
-                f"{', '.join(_known(GRADIENT_SCALES, 'policy'))}"
+                f"{', '.join(_with_registered(GRADIENT_SCALES, 'policy'))}"
             )
         if scale is not None and self.gradient_format is None:
             raise ValueError(
@@ -300,7 +300,7 @@ class Recipe:
         return f"{self.name}: {' '.join(said)}"
 
 
-def _known(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
+def _with_registered(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
     """The library's names, and those that somebody has registered."""
     return (*names, *(name for name in described(kind) if name not in names))
 

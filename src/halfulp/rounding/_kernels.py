@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 import numpy as np
 import torch
 
-from ..kernels import IndexMap, address, check_bits, chosen, chunks, compile_kernel, run_chunks
+from ..kernels import IndexMap, address, check_bits, chunks, compile_kernel, run_chunks, select_engine
 from ..kernels.scalar._operations import load32, load64, store32, store64
 from . import _device_functions as p
 from ._kernel_constants import WORD32, WORD64, Layout, constants, layout_for
@@ -60,7 +60,7 @@ def run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
 
 def on_cpu_kernels(x: torch.Tensor) -> bool:
     """Whether compiled kernels run; devices other than the CPU run the reference."""
-    return x.device.type == "cpu" and chosen("cpu") == "numba"
+    return x.device.type == "cpu" and select_engine("cpu") == "numba"
 
 
 def by_reference(x: torch.Tensor, target: Target, key: int) -> torch.Tensor:

@@ -96,7 +96,7 @@ def test_a_compiled_graph_gives_the_same_bits(seed):
 
 def _to_compile(trace, known: set) -> int:
     """Instructions, those of a network that is called counted once."""
-    digests = {piece.trace.digest(): piece.trace for piece in trace.pieces}
+    digests = {piece.trace.digest(): piece.trace for piece in trace.functions}
     count = len(trace.lines)
     for digest in digests.keys() - known:
         known.add(digest)

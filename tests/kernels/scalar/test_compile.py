@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from halfulp.kernels import compile_kernel, digest
-from halfulp.kernels.scalar._compile import _pieces
+from halfulp.kernels.scalar._compile import _device_functions
 from halfulp.kernels.scalar._operations import add, bit_xor, load32, mul, store32
 
 THREE = np.uint32(3)
@@ -45,17 +45,17 @@ def moved(x):
 
 def test_kernels_share_the_pieces_that_are_the_same_and_no_others(cache, monkeypatch):
     x = np.array([1, 7, 2**31], np.uint32)
-    _pieces.clear()
+    _device_functions.clear()
     assert run(compile_kernel(apply, SIGNATURE, {"change": moved}), x).tolist() == [5, 17, 3]
-    assert {piece.__name__ for piece, _ in _pieces} == {"moved", "twice"}
+    assert {piece.__name__ for piece, _ in _device_functions} == {"moved", "twice"}
     assert run(compile_kernel(apply, SIGNATURE, {"change": twice}), x).tolist() == [2, 14, 0]
-    assert len(_pieces) == 2
+    assert len(_device_functions) == 2
     monkeypatch.setitem(moved.__globals__, "THREE", np.uint32(4))
     assert run(compile_kernel(apply, SIGNATURE, {"change": moved}), x).tolist() == [6, 18, 4]
     # A piece is another where what it is bound to is.
     monkeypatch.setitem(moved.__globals__, "twice", thrice)
     assert run(compile_kernel(apply, SIGNATURE, {"change": moved}), x).tolist() == [8, 32, 4]
-    assert [piece.__name__ for piece, _ in _pieces] == ["twice", "moved", "moved", "thrice", "moved"]
+    assert [piece.__name__ for piece, _ in _device_functions] == ["twice", "moved", "moved", "thrice", "moved"]
 
 
 def test_pieces_of_one_name_are_never_linked_to_each_other(cache, forked_python, tmp_path):

@@ -83,7 +83,7 @@ def test_nothing_of_a_compilation_stays(cache):
 def test_only_kernels_are_assembled(cache):
     """A piece is optimized and made machine code in the kernels that it is linked into, and by itself never."""
     compiled(41)
-    pieces = [result for piece in _compile._pieces.values() for result in piece.overloads.values()]
+    pieces = [result for piece in _compile._device_functions.values() for result in piece.overloads.values()]
     assert pieces
     for result in pieces:
         assert result.library._compiled_object is None

@@ -64,14 +64,14 @@ def test_rows_with_a_broadcast_operand(dtype, cache, seed):
 
 def test_a_network_is_recorded_once_for_lists_of_one_shape():
     trace, _ = record(_long, torch.float64, 2)
-    assert len(trace.pieces) == 2, "the first call alone takes a value twice"
-    assert trace.size() > 59 * len(trace.pieces[0].trace.lines)
+    assert len(trace.functions) == 2, "the first call alone takes a value twice"
+    assert trace.size() > 59 * len(trace.functions[0].trace.lines)
     assert len(trace.lines) < 500
 
 
 def test_a_value_given_twice_is_another_shape():
     trace, _ = record(lambda a, b: [*_mixed([a, b], [a, b], 2), *_mixed([a, b], [b, a], 2)], torch.float64, 2)
-    assert [sum(line[0] == "input" for line in piece.trace.lines) for piece in trace.pieces] == [2, 2]
+    assert [sum(line[0] == "input" for line in piece.trace.lines) for piece in trace.functions] == [2, 2]
 
 
 def test_the_digest_tells_what_is_called():

@@ -102,7 +102,7 @@ def test_constants_keep_their_bits():
 def test_the_engine_names_what_it_needs(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with hu.kernels.engine("triton"), pytest.raises(ValueError, match="CUDA tensors"):
-        hu.kernels.chosen("cpu")
+        hu.kernels.select_engine("cpu")
 
 
 def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_step_right(monkeypatch):

@@ -45,7 +45,7 @@ class Layout:
         return 1 - (self.fields >> 1)
 
     @property
-    def unit(self) -> int:
+    def least_exponent(self) -> int:
         """Exponent of the smallest subnormal number."""
         return self.lowest - self.mantissa
 

@@ -49,7 +49,7 @@ def exact_sum(
     (0.0, 1.0, 1.0)
     """
     _check(x, "exact_sum")
-    return _differentiable_sum(x, _dims(x.dim(), dim), keepdim, _result(dtype, x.dtype))
+    return _differentiable_sum(x, _dims(x.dim(), dim), keepdim, _result_dtype(dtype, x.dtype))
 
 
 def exact_dot(
@@ -80,7 +80,7 @@ def exact_dot(
     1e-300
     """
     a, b = _pair(a, b, "exact_dot")
-    return _differentiable_dot(a, b, _dims(a.dim(), dim), keepdim, _result(dtype, a.dtype))
+    return _differentiable_dot(a, b, _dims(a.dim(), dim), keepdim, _result_dtype(dtype, a.dtype))
 
 
 def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = None) -> torch.Tensor:
@@ -142,7 +142,7 @@ def exact_round(partial: torch.Tensor, dtype: torch.dtype = torch.float64) -> to
             f"exact_round takes partials of {WORDS} words along the last dimension, got shape {tuple(partial.shape)}: "
             "merge partials by adding them, not by concatenating"
         )
-    rounded: torch.Tensor = _round(partial, _result(dtype, torch.float64))
+    rounded: torch.Tensor = _round(partial, _result_dtype(dtype, torch.float64))
     return rounded
 
 
@@ -164,7 +164,7 @@ def _check(x: torch.Tensor, name: str) -> None:
         )
 
 
-def _result(dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+def _result_dtype(dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
     dtype = default if dtype is None else dtype
     if dtype not in LAYOUTS:
         raise TypeError(f"an exact sum is rounded to float16, bfloat16, float32 or float64, got {dtype}")
@@ -251,7 +251,7 @@ def _spread(gradient: torch.Tensor, shape: torch.Size, dims: list[int], keepdim:
 
 
 def _remember_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, ctx.dims, ctx.keepdim, ctx.result = inputs
+    x, ctx.dims, ctx.keepdim, ctx.result_dtype = inputs
     ctx.shape, ctx.dtype = x.shape, x.dtype
 
 
@@ -260,7 +260,7 @@ def _sum_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None
 
 
 def _remember_dot(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, ctx.dims, ctx.keepdim, ctx.result = inputs
+    a, b, ctx.dims, ctx.keepdim, ctx.result_dtype = inputs
     ctx.save_for_backward(a, b)
     if hasattr(ctx, "save_for_forward"):  # not the context of an operator
         ctx.save_for_forward(a, b)
@@ -316,7 +316,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *rest: object) -> torch.Tensor:
         """The sum of the tangent, rounded once."""
-        return _differentiable_sum(tangent, ctx.dims, ctx.keepdim, ctx.result)
+        return _differentiable_sum(tangent, ctx.dims, ctx.keepdim, ctx.result_dtype)
 
 
 class _Dot(torch.autograd.Function):
@@ -337,7 +337,7 @@ class _Dot(torch.autograd.Function):
         """The products of each tangent with the other operand, each sum of them rounded once."""
         a, b = ctx.saved_tensors
         parts = [
-            _differentiable_dot(tangent, other, ctx.dims, ctx.keepdim, ctx.result)
+            _differentiable_dot(tangent, other, ctx.dims, ctx.keepdim, ctx.result_dtype)
             for tangent, other in ((for_a, b), (for_b, a))
             if tangent is not None
         ]

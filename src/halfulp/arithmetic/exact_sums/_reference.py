@@ -93,7 +93,7 @@ def _numbers(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     fraction = word & ((1 << layout.mantissa) - 1)
     mantissa = torch.where(field > 0, fraction | 1 << layout.mantissa, fraction)
     special = field == layout.fields
-    exponent = field.clamp(min=1) - 1 + layout.unit
+    exponent = field.clamp(min=1) - 1 + layout.least_exponent
     return word < 0, mantissa, exponent, special & (fraction == 0), special & (fraction != 0)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ...kernels import address, check_bits, chosen, compile_kernel, run_chunks
+from ...kernels import address, check_bits, compile_kernel, run_chunks, select_engine
 from . import _accumulate as p
 from ._accumulator import BLOCK, LAYOUTS, WORDS, block_size
 from ._block_sums import compile_blocks
@@ -43,7 +43,7 @@ def rounded(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _compiled(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu" and chosen("cpu") == "numba"
+    return x.device.type == "cpu" and select_engine("cpu") == "numba"
 
 
 def _run(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor:
@@ -76,7 +76,15 @@ def _run_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None
     words = [address(a), 0, a.stride(0) * bytes_each, 0, columns, per_row, size, rows * per_row, share]
     if b is not None:
         words[p.B], words[p.B_STEP] = address(b), b.stride(0) * bytes_each
-    words += [rows * pieces, per_item, pieces, item_share, rounding, *_given(a.dtype), *_asked(dtype or a.dtype)]
+    words += [
+        rows * pieces,
+        per_item,
+        pieces,
+        item_share,
+        rounding,
+        *_element_layout(a.dtype),
+        *_result_layout(dtype or a.dtype),
+    ]
     setup = np.array(words, np.int64)
 
     records = np.empty((rows * per_row, p.RECORD), np.int64)
@@ -100,7 +108,7 @@ def _settled(words: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         share, lengths = _shares(len(words), WORDS)
         setup = np.zeros(p.SETUP, np.int64)
         setup[p.ITEMS], setup[p.ITEM_SHARE], setup[p.ROUNDED] = len(words), share, dtype is not None
-        setup[p.OUT_WIDTH :] = _asked(dtype or torch.float64)
+        setup[p.OUT_WIDTH :] = _result_layout(dtype or torch.float64)
         run_chunks(_round_kernel(), lengths, setup, words.numpy(), out.numpy())
     return words if dtype is None else _as_floats(out, dtype)
 
@@ -112,14 +120,14 @@ def _shares(count: int, length: int) -> tuple[int, np.ndarray]:
 
 
 @functools.cache
-def _given(dtype: torch.dtype) -> tuple[int, ...]:
+def _element_layout(dtype: torch.dtype) -> tuple[int, ...]:
     """A setup's words on how the elements are laid out."""
     layout = LAYOUTS[dtype]
-    return layout.width, layout.mantissa, layout.fields, layout.unit, 1 << 52
+    return layout.width, layout.mantissa, layout.fields, layout.least_exponent, 1 << 52
 
 
 @functools.cache
-def _asked(dtype: torch.dtype) -> tuple[int, ...]:
+def _result_layout(dtype: torch.dtype) -> tuple[int, ...]:
     """A setup's words on how the result is laid out."""
     layout = LAYOUTS[dtype]
     return layout.width, layout.mantissa, layout.fields, layout.lowest

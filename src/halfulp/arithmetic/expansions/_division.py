@@ -54,14 +54,14 @@ def step(operands: list[Terms], n: int) -> Terms:
     return [*rest, select(_reaches(rest, b), one, zero)]
 
 
-def _known(a: Terms, b: Terms):
+def _is_regular(a: Terms, b: Terms):
     return is_finite(a[0]) & (b[0] == b[0]) & (b[0] != 0.0)
 
 
-def _ended(known, zero_of, made: Terms, head) -> Terms:
-    """A result that is `head` where it is not known, and has the sign of `zero_of` where it is 0."""
-    sound = known & is_finite(made[0])
-    first = select(known, select(made[0] == 0.0, zero_of, made[0]), head)
+def _ended(regular, zero_of, made: Terms, head) -> Terms:
+    """A result that is `head` where it is not regular, and has the sign of `zero_of` where it is 0."""
+    sound = regular & is_finite(made[0])
+    first = select(regular, select(made[0] == 0.0, zero_of, made[0]), head)
     return [first, *(select(sound, t, 0.0) for t in made[1:])]
 
 
@@ -73,7 +73,7 @@ def _turns(r: Terms, b: Terms):
 def fmod(operands: list[Terms], n: int) -> Terms:
     """The remainder of a's sign, from (a, r, b)."""
     a, r, b = operands
-    return _ended(_known(a, b), a[0] * 0.0, distill(r, n + 1), number(a[0], math.nan))
+    return _ended(_is_regular(a, b), a[0] * 0.0, distill(r, n + 1), number(a[0], math.nan))
 
 
 def remainder(operands: list[Terms], n: int) -> Terms:
@@ -82,7 +82,7 @@ def remainder(operands: list[Terms], n: int) -> Terms:
     turns = _turns(r, b)
     sums = distill([*r, *(select(turns & is_finite(b[0]), t, 0.0) for t in b)], n + 1)
     sums = [select(turns & ~is_finite(b[0]), b[0], sums[0]), *sums[1:]]
-    return _ended(_known(a, b), a[0] * 0.0, sums, number(a[0], math.nan))
+    return _ended(_is_regular(a, b), a[0] * 0.0, sums, number(a[0], math.nan))
 
 
 def _whole_quotient(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
@@ -97,8 +97,8 @@ def trunc_divide(operands: list[Terms], n: int) -> Terms:
     """a / b cut toward zero, from (a, r, b)."""
     a, r, b = operands
     plain = a[0] / b[0]
-    known = _known(a, b) & is_finite(b[0])
-    return _ended(known, plain * 0.0, _whole_quotient(a, r, b, n), plain)
+    regular = _is_regular(a, b) & is_finite(b[0])
+    return _ended(regular, plain * 0.0, _whole_quotient(a, r, b, n), plain)
 
 
 def floor_divide(operands: list[Terms], n: int) -> Terms:
@@ -110,4 +110,4 @@ def floor_divide(operands: list[Terms], n: int) -> Terms:
     less = added(whole, [select(_turns(r, b), number(a[0], -1.0), 0.0)], n + 1)
     less = [select(is_finite(whole[0]), less[0], whole[0]), *less[1:]]
     head = select(b[0] == 0.0, plain, number(a[0], math.nan))
-    return _ended(_known(a, b), select(is_finite(plain), plain, 0.0) * 0.0, less, head)
+    return _ended(_is_regular(a, b), select(is_finite(plain), plain, 0.0) * 0.0, less, head)

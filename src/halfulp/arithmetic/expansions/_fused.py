@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from ...kernels import chosen, compile_trace, record
+from ...kernels import compile_trace, record, select_engine
 from .._error_free import Terms
 from ._pointwise import fill
 
@@ -35,7 +35,7 @@ class Fused:
         """Fill `outputs` (contiguous, of one shape; they may be inputs too) from inputs that broadcast to them."""
         if not outputs[0].numel():
             return
-        if chosen(outputs[0].device.type) == "numba":
+        if select_engine(outputs[0].device.type) == "numba":
             fill(self._kernel, inputs, tuple(outputs))
             return
         terms = self.function(*(part.to(self.arithmetic) for part in inputs))

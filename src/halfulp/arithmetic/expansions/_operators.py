@@ -171,7 +171,7 @@ def quotient(x: Terms, y: Terms, n: int) -> Terms:
     return finished(times_power(plain, kx - ky), [times_power(t, kx - ky) for t in divided(x, y, n)])
 
 
-def root(x: Terms, n: int) -> Terms:
+def square_root_of(x: Terms, n: int) -> Terms:
     """The square root for all operands; NaN below zero."""
     scaled_x, k = centred(x)
     plain = square_root(scaled_x[0])

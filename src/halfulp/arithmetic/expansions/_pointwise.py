@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels import LANES, SERIAL_BELOW, address, chosen, compile_trace, define_operator, plain, record, run_chunks
+from ...kernels import (
+    LANES,
+    SERIAL_BELOW,
+    address,
+    compile_trace,
+    define_operator,
+    plain,
+    record,
+    run_chunks,
+    select_engine,
+)
 from .._error_free import Terms
 from ..functions._angle_reduction import beyond_reach, reduced_exactly
 from ..functions._table import DIVISIONS, FUNCTIONS, NETWORKS, STEP
@@ -133,7 +143,7 @@ def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
             return _run_far(call, flat, far, out)
     if call.name in DIVISIONS and len(call.operands) == 2:
         return _run_division(call, flat, out)
-    if chosen(flat[0].device.type) == "numba":
+    if select_engine(flat[0].device.type) == "numba":
         return _run_compiled(call, flat, out)
     values = [part.to(call.arithmetic) for part in flat]
     shape = torch.broadcast_shapes(*(part.shape for part in flat))

@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...kernels import ACROSS, BLOCK, SERIAL_BELOW, Fold, address, chosen, compile_fold, define_operator, run_chunks
+from ...kernels import (
+    ACROSS,
+    BLOCK,
+    SERIAL_BELOW,
+    ReductionSteps,
+    address,
+    compile_reduction,
+    define_operator,
+    run_chunks,
+    select_engine,
+)
 from .._error_free import Terms, two_sum
 from ._operators import added, gathered, multiplied, quotient
 from ._pointwise import PRECISION, Parts, pointwise
@@ -109,7 +119,7 @@ def _reduce(kind: str, parts: Parts, dims: Sequence[int], components: int, keepd
     made = _columns(kind, matrices, sizes, components, dtype, after)
     if _is_finite(made[0]):
         return made
-    wide = _columns(kind, matrices, sizes, _held(dtype, len(parts), components), torch.float64, after)
+    wide = _columns(kind, matrices, sizes, _accumulator_width(dtype, len(parts), components), torch.float64, after)
     mended = _mended(kind, matrices[0].view(sizes), wide)
     return pointwise("renormalize", mended, components=components, dtype=dtype)
 
@@ -155,18 +165,18 @@ def _columns(
     """The results of every column of (matrices, rows, columns), in a shape."""
     many, rows, columns = sizes
     stored, count = parts[0].dtype, len(parts)
-    held = _held(stored, count, max(components, 2) if dtype == torch.float64 else components)
-    pieces = _Pieces(kind, stored, count, held, True, components, dtype)
+    width = _accumulator_width(stored, count, max(components, 2) if dtype == torch.float64 else components)
+    reduction = _Reduction(kind, stored, count, width, True, components, dtype)
     several = _side_by_side(rows, columns)
     if rows * columns <= _LARGE:
-        return _fold(pieces, parts, _Cut(sizes, rows, 1, several, rows), shape)
+        return _reduce_segments(reduction, parts, _Cut(sizes, rows, 1, several, rows), shape)
     length = max(2, _SEGMENT // (BLOCK * several * columns)) * BLOCK * several
     segments = -(-rows // length)
-    inner = pieces._replace(kind="prod" if kind == "prod" else "sum", components=held, dtype=torch.float64)
-    first = _fold(inner, parts, _Cut(sizes, length, segments, several, rows), (many * segments, columns))
-    outer = pieces._replace(stored=torch.float64, inputs=held, raw=False)
+    inner = reduction._replace(kind="prod" if kind == "prod" else "sum", components=width, dtype=torch.float64)
+    first = _reduce_segments(inner, parts, _Cut(sizes, length, segments, several, rows), (many * segments, columns))
+    outer = reduction._replace(stored=torch.float64, inputs=width, raw=False)
     cut = _Cut((many, segments, columns), segments, 1, _side_by_side(segments, columns), rows)
-    return _fold(outer, first, cut, shape)
+    return _reduce_segments(outer, first, cut, shape)
 
 
 def _side_by_side(rows: int, columns: int) -> int:
@@ -192,21 +202,21 @@ class _Cut(NamedTuple):
     divisor: int
 
 
-def _held(dtype: torch.dtype, count: int, components: int) -> int:
+def _accumulator_width(dtype: torch.dtype, count: int, components: int) -> int:
     """Float64 components that the result is gathered in."""
     if dtype == torch.float64:
         return max(2, components)
     return 2 if PRECISION[dtype] * max(count, components) <= 60 else 3
 
 
-class _Pieces(NamedTuple):
+class _Reduction(NamedTuple):
     """What a kernel is made of.
 
     Attributes:
         kind: "sum", "mean" or "prod".
         stored: dtype of a row's components.
         inputs: how many of them.
-        held: float64 components that the result is gathered in.
+        width: float64 components that the result is gathered in.
         raw: whether a row is an operand's own, and the rounding errors of a block may be summed plainly.
         components: of the result.
         dtype: of the result's components.
@@ -215,20 +225,20 @@ class _Pieces(NamedTuple):
     kind: str
     stored: torch.dtype
     inputs: int
-    held: int
+    width: int
     raw: bool
     components: int
     dtype: torch.dtype
 
     def step(self, *values: Any) -> Terms:
         """The next row into a block's state."""
-        held, state, row = self.held, list(values[: self.held]), list(values[self.held :])
+        width, state, row = self.width, list(values[: self.width]), list(values[self.width :])
         if self.stored != torch.float64:
             row = _gathered(row)
         if self.kind == "prod":
-            return multiplied(state, row, held)
+            return multiplied(state, row, width)
         if not self._short:
-            return added(state, row, held)
+            return added(state, row, width)
         if self.stored != torch.float64:
             # Two float32 fill 48 bits: 16 of them summed in float64 keep what they hold.
             return [state[0] + row[0], state[1]]
@@ -237,32 +247,32 @@ class _Pieces(NamedTuple):
 
     def join(self, *values: Any) -> Terms:
         """A block's state into what is held."""
-        state = values[self.held :]
-        return self.merge(*values[: self.held], *(two_sum(*state) if self._short and self.kind != "prod" else state))
+        state = values[self.width :]
+        return self.merge(*values[: self.width], *(two_sum(*state) if self._short and self.kind != "prod" else state))
 
     def merge(self, *values: Any) -> Terms:
         """What two lanes hold."""
-        one, other = list(values[: self.held]), list(values[self.held :])
-        return multiplied(one, other, self.held) if self.kind == "prod" else added(one, other, self.held)
+        one, other = list(values[: self.width]), list(values[self.width :])
+        return multiplied(one, other, self.width) if self.kind == "prod" else added(one, other, self.width)
 
     def close(self, *values: Any) -> Terms:
         """What is held, and what a mean is divided by, as the result's components."""
         *terms, count = values
         if self.kind == "mean":
-            terms = quotient(terms, [count], self.held)
+            terms = quotient(terms, [count], self.width)
         if self.dtype != torch.float64:
             return round_to_components(terms, self.dtype, self.components)
-        return terms if self.held == self.components else gathered(terms, self.held)[: self.components]
+        return terms if self.width == self.components else gathered(terms, self.width)[: self.components]
 
     @property
     def _short(self) -> bool:
         """At most 16 rounding errors are summed plainly: 2^8 u^2 of the sum of magnitudes."""
-        return self.raw and self.held == 2
+        return self.raw and self.width == 2
 
     @property
-    def fold(self) -> Fold:
+    def steps(self) -> ReductionSteps:
         """For the compiler."""
-        return Fold(self.step, self.join, self.merge, self.close, self.held, self.start)
+        return ReductionSteps(self.step, self.join, self.merge, self.close, self.width, self.start)
 
     @property
     def start(self) -> float:
@@ -278,13 +288,13 @@ def _gathered(row: Terms) -> Terms:
     return list(two_sum(high, low + sum(row[3:], row[2])))
 
 
-def _fold(pieces: _Pieces, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Parts:
+def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Parts:
     """The segments' results, in a shape."""
     (many, rows, columns), length, segments, several, divisor = cut
-    if chosen(parts[0].device.type) != "numba":
-        terms = _fold_reference(pieces, [part.reshape(cut.sizes).double() for part in parts], cut)
-        return tuple([part.to(pieces.dtype).reshape(shape) for part in terms])
-    made = tuple([torch.empty(shape, dtype=pieces.dtype, device="cpu") for _ in range(pieces.components)])
+    if select_engine(parts[0].device.type) != "numba":
+        terms = _reduce_segments_reference(reduction, [part.reshape(cut.sizes).double() for part in parts], cut)
+        return tuple([part.to(reduction.dtype).reshape(shape) for part in terms])
+    made = tuple([torch.empty(shape, dtype=reduction.dtype, device="cpu") for _ in range(reduction.components)])
     count = many * segments
     if not count or not columns:
         return made
@@ -292,7 +302,7 @@ def _fold(pieces: _Pieces, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Par
     for part in (*parts, *made):
         words.append(address(part))
     table = array.array("q", words)
-    kernel = _kernel(pieces, "line" if columns == 1 else "narrow" if columns < ACROSS else "wide")
+    kernel = _kernel(reduction, "line" if columns == 1 else "narrow" if columns < ACROSS else "wide")
     if count == 1 or many * rows * columns < SERIAL_BELOW or torch.get_num_threads() == 1:
         kernel(0, count, table.buffer_info()[0])
     else:
@@ -301,40 +311,40 @@ def _fold(pieces: _Pieces, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Par
 
 
 @functools.cache
-def _kernel(pieces: _Pieces, shape: str) -> Callable[..., Any]:
-    stored, written = (pieces.stored,) * pieces.inputs, (pieces.dtype,) * pieces.components
-    return compile_fold(f"fold_{pieces.kind}", pieces.fold, stored, written, shape)
+def _kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
+    stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
+    return compile_reduction(f"reduce_{reduction.kind}", reduction.steps, stored, written, shape)
 
 
-def _fold_reference(pieces: _Pieces, parts: list[torch.Tensor], cut: _Cut) -> Terms:
+def _reduce_segments_reference(reduction: _Reduction, parts: list[torch.Tensor], cut: _Cut) -> Terms:
     length = cut.length
     pieces_of = [[part[:, k * length : (k + 1) * length] for part in parts] for k in range(cut.segments)]
-    return [torch.stack(some, 1) for some in zip(*(_segment(pieces, some, cut) for some in pieces_of))]
+    return [torch.stack(some, 1) for some in zip(*(_segment(reduction, some, cut) for some in pieces_of))]
 
 
-def _segment(pieces: _Pieces, parts: list[torch.Tensor], cut: _Cut) -> Terms:
+def _segment(reduction: _Reduction, parts: list[torch.Tensor], cut: _Cut) -> Terms:
     """Turns of several rows side by side, then these joined by halves."""
     (many, rows, columns), several = parts[0].shape, cut.several
     turns = -(-rows // several)
-    lanes = [_padded(part, turns * several, 0.0 if k else pieces.start) for k, part in enumerate(parts)]
-    held = _in_blocks(pieces, [part.reshape(many, turns, several * columns) for part in lanes])
+    lanes = [_padded(part, turns * several, 0.0 if k else reduction.start) for k, part in enumerate(parts)]
+    held = _in_blocks(reduction, [part.reshape(many, turns, several * columns) for part in lanes])
     while several > 1:
         half = (several + 1) // 2
         own, alone, other = (several - half) * columns, half * columns, several * columns
-        merged = pieces.merge(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
+        merged = reduction.merge(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
         held = [torch.cat([new, old[:, own:alone]], 1) for new, old in zip(merged, held)]
         several = half
-    return pieces.close(*held, held[0].new_tensor(float(cut.divisor)))
+    return reduction.close(*held, held[0].new_tensor(float(cut.divisor)))
 
 
-def _in_blocks(pieces: _Pieces, lanes: list[torch.Tensor]) -> Terms:
+def _in_blocks(reduction: _Reduction, lanes: list[torch.Tensor]) -> Terms:
     many, turns, width = lanes[0].shape
-    held = begin = [lanes[0].new_full((many, width), 0.0 if k else pieces.start) for k in range(pieces.held)]
+    held = begin = [lanes[0].new_full((many, width), 0.0 if k else reduction.start) for k in range(reduction.width)]
     for top in range(0, turns, BLOCK):
         state = begin
         for turn in range(top, min(top + BLOCK, turns)):
-            state = pieces.step(*state, *(part[:, turn] for part in lanes))
-        held = pieces.join(*held, *state)
+            state = reduction.step(*state, *(part[:, turn] for part in lanes))
+        held = reduction.join(*held, *state)
     return held
 
 

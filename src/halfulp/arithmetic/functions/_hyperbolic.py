@@ -6,22 +6,22 @@ import math
 
 from ...kernels import Value, exponent, floor, is_finite, select, times_power
 from .._error_free import Terms, distill
-from ..expansions._operators import added, divided, finished, multiplied, negated, root, rooted, scaled
+from ..expansions._operators import added, divided, finished, multiplied, negated, rooted, scaled, square_root_of
 from ._exp_log import constants, exp_terms, expm1_terms, log_terms, number, odd_at_zero
 
 _LARGE = 2.0**120  # from here on sqrt(x^2 + 1) is |x| to all components
 
 
-def _chosen(condition, a: Terms, b: Terms) -> Terms:
+def _select_terms(condition, a: Terms, b: Terms) -> Terms:
     return [select(condition, s, t) for s, t in zip(a, b)]
 
 
 def _size(x: Terms) -> Terms:
-    return _chosen(x[0] < 0.0, negated(x), x)
+    return _select_terms(x[0] < 0.0, negated(x), x)
 
 
 def _with_sign(x, made: Terms) -> Terms:
-    return _chosen(x < 0.0, negated(made), made)
+    return _select_terms(x < 0.0, negated(made), made)
 
 
 def tanh(operands: list[Terms], n: int) -> Terms:
@@ -51,7 +51,7 @@ def sinh(operands: list[Terms], n: int) -> Terms:
     e = expm1_terms(size, n)
     near = scaled(added(e, divided(e, added(e, constants(x[0], [1.0]), n), n), n), 0.5)
     far = finished(up[0], added(up, [select(is_finite(up[0]), t, 0.0) for t in negated(down)], n))
-    return odd_at_zero(x, _with_sign(x[0], _chosen(size[0] < 1.0, near, far)))
+    return odd_at_zero(x, _with_sign(x[0], _select_terms(size[0] < 1.0, near, far)))
 
 
 def cosh(operands: list[Terms], n: int) -> Terms:
@@ -66,7 +66,7 @@ def _log_of_sum(x: Terms, rest: Terms, n: int) -> Terms:
     large = x[0] > _LARGE
     total = distill([one, *rest], n + 1)
     padded = list(x[: n + 1]) + [zero] * (n + 1 - len(x))
-    return log_terms(_chosen(large, padded, total), n, more=select(large, one, zero))
+    return log_terms(_select_terms(large, padded, total), n, more=select(large, one, zero))
 
 
 def asinh(operands: list[Terms], n: int) -> Terms:
@@ -89,7 +89,7 @@ def acosh(operands: list[Terms], n: int) -> Terms:
     near = [select(x[0] > _LARGE, number(x[0], 1.0), x[0]), *(select(x[0] > _LARGE, 0.0, t) for t in x[1:])]
     t = distill([near[0], *constants(x[0], [-1.0]), *near[1:]], n)
     inner = multiplied(t, added(t, constants(x[0], [2.0]), n), n)
-    rest = added(t, root(inner, n), n)
+    rest = added(t, square_root_of(inner, n), n)
     made = _log_of_sum(x, rest, n)
     beyond = select(t[0] < 0.0, number(x[0], math.nan), made[0])
     unbounded = select(x[0] > 0.0, x[0], x[0] - x[0])
@@ -101,10 +101,10 @@ def sigmoid(operands: list[Terms], n: int) -> Terms:
     x = operands[0]
     e = exp_terms(negated(_size(x)), n)
     one, zero = constants(x[0], [1.0, 0.0])
-    above = _chosen(x[0] < 0.0, e, [one, *([zero] * (n - 1))])
+    above = _select_terms(x[0] < 0.0, e, [one, *([zero] * (n - 1))])
     made = divided(above, added(e, [one], n), n)
     # e^x is far below the middle of the range there, and 1 + e^x is 1.
-    made = _chosen(x[0] < -200.0, e, made)
+    made = _select_terms(x[0] < -200.0, e, made)
     return finished(made[0], made)
 
 

@@ -74,7 +74,7 @@ FUNCTIONS: dict[str, Function] = {
     "sub": Function(2, _sub, True),
     "mul": Function(2, _mul, True),
     "div": Function(2, lambda x, n: nets.quotient(x[0], x[1], n), True),
-    "sqrt": Function(1, lambda x, n: nets.root(x[0], n), True),
+    "sqrt": Function(1, lambda x, n: nets.square_root_of(x[0], n), True),
     "reciprocal": Function(1, lambda x, n: nets.quotient([nets.one_like(x[0][0])], x[0], n), True),
     "addcmul": Function(3, _addcmul, True),
     "renormalize": Function(1, _same, True),

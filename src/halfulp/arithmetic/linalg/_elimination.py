@@ -84,7 +84,7 @@ def _orthonormalizer(a: Parts, gram: Integers, components: int) -> Parts | None:
     if first is None:
         return None
     near = Integers.of(first)
-    root = _root_inverted((near.mT @ gram @ near).parts(a[0].device, components), components)
+    root = _inverse_cholesky((near.mT @ gram @ near).parts(a[0].device, components), components)
     return None if root is None else matmul(first, tuple(part.mT for part in root), components, _F64)
 
 
@@ -135,9 +135,9 @@ def cholesky_by_elimination(work: Work, a: Parts, task: str) -> Parts:
     |Z a Z^T - 1| < 1/8 in the maximum norm, computed in integers, proves that a is positive definite.
     """
     matrix, device = Integers.of(a), a[0].device
-    near = _proven(a, task, lambda components: _root_inverted(a, components), lambda z: z @ matrix @ z.mT)
+    near = _proven(a, task, lambda components: _inverse_cholesky(a, components), lambda z: z @ matrix @ z.mT)
     count = len(near)
-    start, transposed = _root(a, count), tuple(part.mT for part in near)
+    start, transposed = _cholesky(a, count), tuple(part.mT for part in near)
     assert start is not None, "its inverse has been made"
     progress, factor = Progress(work, task), work.to_float64(start)
     for _ in range(LIMIT):
@@ -152,12 +152,12 @@ def cholesky_by_elimination(work: Work, a: Parts, task: str) -> Parts:
     return factor
 
 
-def _root_inverted(a: Parts, components: int) -> Parts | None:
-    root = _root(a, components)
+def _inverse_cholesky(a: Parts, components: int) -> Parts | None:
+    root = _cholesky(a, components)
     return None if root is None else _inverted(root, components)
 
 
-def _root(a: Parts, components: int) -> Parts | None:
+def _cholesky(a: Parts, components: int) -> Parts | None:
     """Cholesky's factor in components; None where a pivot is not positive."""
     table = pointwise("renormalize", a, components=components, dtype=_F64)
     columns = []

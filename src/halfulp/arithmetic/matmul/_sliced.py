@@ -165,7 +165,7 @@ def _judged(task: _Task, slices: int, sizes: list, error: bool) -> tuple[int, to
         slices = _cheapest(task, slices, sums[nonzero])
         missed = nonzero & (sums < slicing.least_sum(slices, task.inner, task.bits))
         missed = missed if bool(missed.any()) else None
-    return slices, missed, _bound(task, slices, sums) if error else None
+    return slices, missed, _error_bound(task, slices, sums) if error else None
 
 
 def _hidden(task: _Task, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -198,7 +198,7 @@ def _summed(task: _Task, left: list, right: list, known: Parts, last: bool, resu
     for level in range(slices):
         for i in range(level + 1):
             if len(waiting) == _RESULTS - 1:
-                known, waiting = _fold(task, waiting, known, None), []
+                known, waiting = _add_scaled_sums(task, waiting, known, None), []
             multiply(left[i], right[level - i], buffers[len(waiting)])
             waiting.append(buffers[len(waiting)])
     tails = buffers[len(waiting)]
@@ -207,10 +207,10 @@ def _summed(task: _Task, left: list, right: list, known: Parts, last: bool, resu
     for i in range(1, slices + 1):
         rest += right[slices - i]
         _accumulate(left[i], rest, tails)
-    return _fold(task, [*waiting, tails], known, written)
+    return _add_scaled_sums(task, [*waiting, tails], known, written)
 
 
-def _fold(task: _Task, waiting: list, known: Parts, written: Parts | None) -> Parts:
+def _add_scaled_sums(task: _Task, waiting: list, known: Parts, written: Parts | None) -> Parts:
     if written is None:
         written = tuple(torch.empty_like(waiting[0]) for _ in range(task.components + 1))
     kernel = slicing.summer(len(waiting), len(known), len(written), written[0].dtype)
@@ -222,7 +222,7 @@ def _accumulate(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
     out.addmm_(x, y) if x.dim() == 2 else out.baddbmm_(x, y)
 
 
-def _bound(task: _Task, slices: int, sums: torch.Tensor) -> torch.Tensor:
+def _error_bound(task: _Task, slices: int, sums: torch.Tensor) -> torch.Tensor:
     """Rigorous: the tails' rounding in any order of additions, and the summing."""
     inner = task.inner
     most = sums.double() * (1 + inner * 2.0**-22) + inner * 2 * slicing.FLUSHED

@@ -86,7 +86,7 @@ def role_of(node: Node, gradients: Mapping[Node, None]) -> Role:
     if name == "div":
         plain = "rounding_mode" not in node.kwargs or node.kwargs["rounding_mode"] is None
         return "linear" if plain and node.args[0] in gradients and node.args[1] not in gradients else "other"
-    if name not in _MOVES or not _moves(node, name, gradients):
+    if name not in _MOVES or not _is_data_movement(node, name, gradients):
         return "other"
     return "widening" if _widens(node, gradients) else "linear"
 
@@ -111,7 +111,7 @@ def _one_of(node: Node, gradients: Mapping[Node, None], a: int, b: int) -> bool:
     return all(x in gradients or _is_zero(x) for x in added if _is_tensor(x))
 
 
-def _moves(node: Node, name: str, gradients: Mapping[Node, None]) -> bool:
+def _is_data_movement(node: Node, name: str, gradients: Mapping[Node, None]) -> bool:
     places = [node.args[i] for i in _FILLS.get(name, ()) if i < len(node.args)]
     if any(isinstance(x, int | float) and x != 0 for x in [*places, node.kwargs.get("value", 0)]):
         return False

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .._site import GLOBAL
 from ..eager._backward import Backward
-from ..eager._products import Kind, kind_of, name_of
+from ..eager._products import OperatorKind, kind_of, name_of
 from ._graph_pass import Plan, path_of
 
 # The higher-order operator that dynamo makes of torch.utils.checkpoint, by name.
@@ -141,7 +141,7 @@ class _Walk:
         if kind == "in-place" and node.args and isinstance(node.args[0], Node):
             self._sites.setdefault(node.args[0], site)
 
-    def _kind(self, node: Node) -> Kind:
+    def _kind(self, node: Node) -> OperatorKind:
         if not isinstance(node.target, str) and node.target.__name__ in _WRITES:
             return "in-place"
         return kind_of(node.target)
@@ -160,7 +160,7 @@ class _Walk:
         given = pytree.tree_leaves((node.args, node.kwargs))
         return any(sum(x is y for y in given) > 1 for x in differentiable)
 
-    def _site(self, node: Node, kind: Kind, differentiable: list[Node]) -> str:
+    def _site(self, node: Node, kind: OperatorKind, differentiable: list[Node]) -> str:
         whole = self._call_of(node, _WHOLE)
         if whole is not None:
             return self._opened_whole(whole, node)

@@ -125,7 +125,7 @@ class Writer:
         self._module = module
         self._scaler = scaler
         pairs = dict.fromkeys((edge.source, edge.target) for edge in edges)
-        self._places = {pair: i for i, pair in enumerate(pairs)}
+        self._edge_numbers = {pair: i for i, pair in enumerate(pairs)}
         index = {key: str(i) for i, key in enumerate(keys)}
         self._edges = ITEM.join([PART.join(keys), *(PART.join(index[key] for key in pair) for pair in pairs)])
         self._vectors: dict[torch.device, Node] = {}
@@ -145,7 +145,7 @@ class Writer:
         cast = torch.ops.prims.convert_element_type.default
         vector = self._vector(node)
         with self._module.graph.inserting_before(min(edge.readers)):
-            factor = self.write(torch.ops.aten.select.int, vector, 0, self._places[edge.source, edge.target])
+            factor = self.write(torch.ops.aten.select.int, vector, 0, self._edge_numbers[edge.source, edge.target])
             moves = edge.rounded or node
             wide = self.write(cast, moves, torch.float32) if half else moves
             times = torch.ops.aten.mul.Tensor if node.meta["val"].dim() else moved_number
@@ -195,6 +195,6 @@ class Writer:
         if value.device not in self._vectors:
             first = next(node for node in self._module.graph.nodes if node.op != "placeholder")
             with self._module.graph.inserting_before(first), value.fake_mode:
-                args = (self._scaler, self._edges, len(self._places), value.device)
+                args = (self._scaler, self._edges, len(self._edge_numbers), value.device)
                 self._vectors[value.device] = self.write(factors_of_edges, *args)
         return self._vectors[value.device]

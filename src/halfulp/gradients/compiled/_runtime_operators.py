@@ -9,7 +9,7 @@ from ...kernels import define_operator
 from .._measurement import narrow
 from ..eager._backward import ALIVE, Backward
 from ..eager._strides import times_power_of_two
-from ..policies._operand_statistics import Factor, Form
+from ..policies._operand_statistics import Factor, ProductForm
 
 # Separates what a string argument of an operator lists; a site's key has neither.
 ITEM, PART = "\n", "\t"
@@ -75,7 +75,7 @@ def _round(gradient: Tensor, scaler: str) -> Tensor:
     return gradient.clone() if backward is None else backward.rounded(gradient)
 
 
-def _watch(gradient: Tensor, factor: Tensor, scaler: str, site: str, form: Form, groups: int) -> None:
+def _watch(gradient: Tensor, factor: Tensor, scaler: str, site: str, form: ProductForm, groups: int) -> None:
     backward = _active(scaler)
     if backward is not None and backward.measuring:
         where = backward.sites.open(site)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import MethodWrapperType
 from typing import Any, Literal
 
-Kind = Literal["product", "cell", "shape", "apart", "fact", "in-place", "plain", "property"]
+OperatorKind = Literal["product", "cell", "shape", "apart", "fact", "in-place", "plain", "property"]
 
 # By name, where a function is met as a method, a function of torch and an operator of torch.ops alike.
 _NAMES = {
@@ -33,7 +33,7 @@ _FACTS = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "register_hook", "retain_grad"),
     *("__repr__", "__format__", "__hash__", "__bool__", "__float__", "__int__", "backward", "grad"),
 }
-_KINDS: tuple[tuple[Kind, set[str]], ...] = (
+_KINDS: tuple[tuple[OperatorKind, set[str]], ...] = (
     ("product", _NAMES),
     ("cell", _CELLS),
     ("shape", _SHAPES),
@@ -43,7 +43,7 @@ _KINDS: tuple[tuple[Kind, set[str]], ...] = (
 
 
 @functools.cache
-def kind_of(function: Callable[..., Any]) -> Kind:
+def kind_of(function: Callable[..., Any]) -> OperatorKind:
     """What a torch function is to a region.
 
     >>> import torch

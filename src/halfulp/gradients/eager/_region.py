@@ -94,7 +94,7 @@ class Region(TorchFunctionMode):
         kwargs = self._moved(kwargs, site, weight_edges, function)
         out = self._run(site, function, self._moved(args, site, weight_edges, function), kwargs)
         self._hook_weight_edges(weight_edges, out, site)
-        made = self._made(out, site, kind)
+        made = self._at_site(out, site, kind)
         if kind == "product" and self._backward.measuring and self._backward.policy.wants_operands:
             self._watch_operands(factors_of(function, args, kwargs), out, site)
         return made
@@ -122,7 +122,7 @@ class Region(TorchFunctionMode):
         site = self._common(function, first)
         out = self._run(site, function, (*self._moved(args[:1], site, weight_edges), *args[1:]), kwargs)
         self._hook_weight_edges(weight_edges, out, site)
-        return self._made(out, site, "plain")
+        return self._at_site(out, site, "plain")
 
     def _apart(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function that returns a view of each argument; each view keeps its tensor's site."""
@@ -316,12 +316,12 @@ class Region(TorchFunctionMode):
                 self._tagged(x, getattr(x, _TAG, site))
         return out
 
-    def _made(self, out: Any, site: Site, kind: str) -> Any:
+    def _at_site(self, out: Any, site: Site, kind: str) -> Any:
         """The results of a function, whose gradients are at ``site``."""
         nodes: set = set()
-        return map_tensors(out, lambda x: self._result(x, site, kind, nodes))
+        return map_tensors(out, lambda x: self._tensor_at_site(x, site, kind, nodes))
 
-    def _result(self, out: Tensor, site: Site, kind: str, nodes: set) -> Tensor:
+    def _tensor_at_site(self, out: Tensor, site: Site, kind: str, nodes: set) -> Tensor:
         if out.is_leaf:
             return out
         if kind == "product":
@@ -366,7 +366,7 @@ class Region(TorchFunctionMode):
                 f"a custom Function in {'.'.join(self.path[-1:]) or 'the model'} writes into its argument, whose "
                 "gradient then goes round the exponents: let it work on a clone, or take mode='module'"
             )
-        return self._made(out, self._global_site, "plain")
+        return self._at_site(out, self._global_site, "plain")
 
     def note_replay(self) -> None:
         """Note that a checkpoint runs again during backward, with a backward pass of its own."""

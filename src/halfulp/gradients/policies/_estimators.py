@@ -2,7 +2,7 @@
 
 Zhao, Vogel, Ahmed, "Adaptive Loss Scaling for Mixed Precision Training" (arXiv 1910.12385) and "Gradient Scaling"
 (IJCAI-20). Every rule gives log2(alpha) as a float, 0 where there is nothing to scale, NaN where a number is not
-finite; `bounded` and then `power_of_two` make an exponent of it. Everywhere ``u_min`` and ``u_max`` are the smallest
+finite; `clipped` and then `power_of_two` make an exponent of it. Everywhere ``u_min`` and ``u_max`` are the smallest
 positive and the largest number of the format (`bounds`), and ``fan`` is K, the terms in each sum: out_features of a
 linear layer, out_channels x kernel size of a convolution. A number out of its range is a ValueError.
 """
@@ -223,7 +223,7 @@ def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_m
     return _between(math.log2(u_min) - log_fan - least, log_fan + largest, u_max)
 
 
-def bounded(
+def clipped(
     log2_alpha: float,
     scale_upper_bound: float = PAPER_SCALE_UPPER_BOUND,
     accumulated_upper_bound: float = PAPER_ACCUMULATED_UPPER_BOUND,
@@ -238,7 +238,7 @@ def bounded(
         accumulated_upper_bound: of the product with the scales before it; infinity for none.
         accumulated: S, the product of the scales that the gradient already carries.
 
-    >>> bounded(9.5), bounded(9.5, accumulated=256.0), bounded(9.5, math.inf, math.inf)
+    >>> clipped(9.5), clipped(9.5, accumulated=256.0), clipped(9.5, math.inf, math.inf)
     (4.0, 2.0, 9.5)
     """
     if not (scale_upper_bound > 0 and accumulated_upper_bound > 0 and 0 < accumulated < math.inf):

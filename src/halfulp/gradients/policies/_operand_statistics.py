@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..eager._products import name_of
 
-Form = Literal["left", "right", "convolution", "transposed"]
+ProductForm = Literal["left", "right", "convolution", "transposed"]
 
 # The places of the two factors.
 _MATRIX = {
@@ -49,7 +49,7 @@ class Factor:
     """
 
     tensor: Tensor
-    form: Form
+    form: ProductForm
     groups: int = 1
 
     def operands(self, gradient: Tensor) -> Operands:

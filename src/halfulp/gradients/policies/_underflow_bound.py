@@ -16,8 +16,8 @@ from ._estimators import (
     LogScale,
     Version,
     abs_range,
-    bounded,
     bounds,
+    clipped,
     element_wise,
     lognormal,
     power_of_two,
@@ -63,7 +63,7 @@ class OperandStatisticsPolicy(Policy):
         """The bounds of several rules as one, of a gradient that is stored at an exponent."""
         if any(map(math.isnan, alphas)):
             return None
-        cap = bounded(
+        cap = clipped(
             math.inf,
             self.scale_bound or math.inf,
             self.accumulated_bound or math.inf,

@@ -118,7 +118,7 @@ class LearnedGraph:
         self._leaves = [i for i, kind in enumerate(shape.kinds) if is_leaf(kind)]
         self._readers = _readers(shape, sites)
         # Other leaves, as inputs whose gradient is wanted, are new in each pass.
-        self.places = [place for place in self._leaves if is_parameter(nodes[place].variable)]
+        self.parameter_leaves = [place for place in self._leaves if is_parameter(nodes[place].variable)]
         self.parameters = self.parameters_of(nodes)
         self._exponents: list[tuple[int, bool]] = []
         self._hooks: list[tuple[int, Callable]] = []
@@ -129,11 +129,11 @@ class LearnedGraph:
 
     def is_like(self, other: LearnedGraph) -> bool:
         """Whether another graph differs in its parameters at most."""
-        return self.shape == other.shape and self.places == other.places
+        return self.shape == other.shape and self.parameter_leaves == other.parameter_leaves
 
     def parameters_of(self, nodes: list[Any]) -> tuple[int, ...]:
         """Which parameters a graph of this shape reads."""
-        return tuple([id(nodes[place].variable) for place in self.places])
+        return tuple([id(nodes[place].variable) for place in self.parameter_leaves])
 
     def before(self, nodes: list[Any]) -> list[Any]:
         """Those of the nodes that were there before the forward pass."""
@@ -145,7 +145,7 @@ class LearnedGraph:
 
     def note_reads(self, nodes: list[Any], names: Names) -> None:
         """Note at which sites parameters are read."""
-        for place in self.places:
+        for place in self.parameter_leaves:
             parameter = nodes[place].variable
             self._backward.note_read(parameter, self._readers[place], listed=names.of(parameter) is not None)
 
@@ -154,12 +154,12 @@ class LearnedGraph:
         exponents = [(site.exponent, site.follows_global) for site in self._all_sites]
         if exponents != self._exponents:
             self._exponents = exponents
-            self._hooks = list(self._made())
+            self._hooks = list(self._make_hooks())
         for place, hook in self._hooks:
             nodes[place].register_hook(hook)
         return [self._sites[place] for place, _ in self.shape.roots]
 
-    def _made(self) -> Iterable[tuple[int, Callable]]:
+    def _make_hooks(self) -> Iterable[tuple[int, Callable]]:
         made: dict[tuple, Callable] = {}
         for place, (kind, links) in enumerate(zip(self.shape.kinds, self.shape.links)):
             moves = [

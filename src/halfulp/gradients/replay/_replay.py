@@ -40,7 +40,7 @@ class Replays:
         self._backward = backward
         self._names = names
         # Graphs of one shape, by the parameters that they read, together; the latest shape first.
-        self._known: list[dict[tuple[int, ...], LearnedGraph]] = []
+        self._graphs: list[dict[tuple[int, ...], LearnedGraph]] = []
         self._latest: LearnedGraph | None = None
         self._known_in_row = self._surprises = self._recordings = 0
 
@@ -68,23 +68,23 @@ class Replays:
 
     def _keep(self, learned: LearnedGraph) -> bool:
         """Add what was learned; False where too much is known already."""
-        like = next((group for group in self._known if _first(group).is_like(learned)), None)
+        like = next((group for group in self._graphs if _first(group).is_like(learned)), None)
         known = like is not None and learned.parameters in like
-        if not known and sum(map(len, self._known)) == _GRAPHS:
+        if not known and sum(map(len, self._graphs)) == _GRAPHS:
             return False
         if like is None:
-            self._known.append(like := {})
+            self._graphs.append(like := {})
         self._known_in_row = self._known_in_row + 1 if known else 0
         like[learned.parameters] = self._latest = learned
         return True
 
     def find(self, roots: list[tuple[Any, int]], around: Surroundings) -> tuple[LearnedGraph | None, list[Any]]:
         """The sites of a graph, and its nodes; no sites where all its gradients are to be at the global exponent."""
-        for number, group in enumerate(self._known):
+        for number, group in enumerate(self._graphs):
             nodes = _first(group).match(roots, around)
             learned = None if nodes is None else group.get(_first(group).parameters_of(nodes))
             if nodes is not None and learned is not None and learned.takes(nodes):
-                self._known.insert(0, self._known.pop(number))
+                self._graphs.insert(0, self._graphs.pop(number))
                 if learned is not self._latest:
                     learned.note_reads(nodes, self._names)
                     self._latest = learned
@@ -94,7 +94,7 @@ class Replays:
         if self._surprises >= _SURPRISES:
             self._recordings = _RECORDINGS
         shape, nodes = walk(roots, around)
-        learned = approximate(shape, nodes, self._backward, [one for group in self._known for one in group.values()])
+        learned = approximate(shape, nodes, self._backward, [one for group in self._graphs for one in group.values()])
         if learned is None or not learned.takes(nodes):
             return None, nodes
         learned.note_reads(nodes, self._names)

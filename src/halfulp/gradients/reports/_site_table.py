@@ -80,11 +80,11 @@ class SiteTable:
 
     Attributes:
         rows: In the order of their first use, the global one first, or as they were sorted.
-        known: How many sites the scaler has.
+        total: How many sites the scaler has.
     """
 
     rows: tuple[SiteRow, ...]
-    known: int = 0
+    total: int = 0
 
     @classmethod
     def of(
@@ -129,13 +129,13 @@ class SiteTable:
 
     def __str__(self) -> str:
         if not self.rows:
-            return f"none of {self.known} sites"
+            return f"none of {self.total} sites"
         lines = [_cells(row) for row in self.rows]
         headers = list(lines[0])
         widths = [max(len(header), *(len(line[header]) for line in lines)) for header in headers]
         table = [dict(zip(headers, headers)), dict(zip(headers, ("─" * width for width in widths))), *lines]
         text = "\n".join("  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table)
-        return text if len(self) >= self.known else f"{text}\n({len(self)} of {self.known} sites)"
+        return text if len(self) >= self.total else f"{text}\n({len(self)} of {self.total} sites)"
 
 
 def _check(kind: str | None, sort: str | None, limit: int | None) -> None:

@@ -85,7 +85,7 @@ _TENSOR_OPERATIONS = {
 
 # Pieces by what their machine code depends on: most kernels share most of theirs. Nobody but a kernel calls one, so
 # that it needs no way in from Python or C; those took longer to compile than the pieces, and more memory.
-_pieces: dict[tuple[Callable, str], object] = {}
+_device_functions: dict[tuple[Callable, str], object] = {}
 
 
 def _rebuild(function: Callable, bind: dict, done: dict) -> types.FunctionType:
@@ -118,10 +118,10 @@ def _compiled(value: object, bind: dict, done: dict) -> object:
     place = value, bool(bind)
     if place not in done:
         key = value, digest(value, bind)
-        if key not in _pieces:
+        if key not in _device_functions:
             piece = numba.njit(pipeline_class=PieceCompiler, **JIT_OPTIONS | {"no_cpython_wrapper": True})
-            _pieces.setdefault(key, piece(_rebuild(value, bind, done)))
-        done[place] = _pieces[key]
+            _device_functions.setdefault(key, piece(_rebuild(value, bind, done)))
+        done[place] = _device_functions[key]
     return done[place]
 
 

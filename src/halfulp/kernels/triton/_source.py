@@ -77,7 +77,7 @@ class _Module:
 
     def __init__(self) -> None:
         self.parts: list[str] = []
-        self._pieces: dict[tuple[Callable, bool], str] = {}
+        self._translated: dict[tuple[Callable, bool], str] = {}
         self._takes: dict[str, bool] = {}
 
     def add(self, tree: ast.FunctionDef, function: Callable | None, bind: dict, lanes: bool = False) -> str:
@@ -97,10 +97,10 @@ class _Module:
     def piece(self, function: Callable, bind: dict) -> str:
         """A piece's name in the module."""
         place = function, bool(bind)
-        if place not in self._pieces:
+        if place not in self._translated:
             tree = _definition(textwrap.dedent(inspect.getsource(function)))
-            self._pieces[place] = self.add(tree, function, bind)
-        return self._pieces[place]
+            self._translated[place] = self.add(tree, function, bind)
+        return self._translated[place]
 
     def operation(self, name: str) -> str:
         """A block operation's name in the module."""
@@ -183,10 +183,10 @@ class _Translation(ast.NodeTransformer):
         raise TypeError(f"kernel piece {self._name} calls {name} = {value!r}, which has no form on blocks")
 
     def _resolve(self, name: str) -> object:
-        return resolve(self._function or _root, name, self._bind)
+        return resolve(self._function or _no_globals, name, self._bind)
 
 
-def _root() -> None:
+def _no_globals() -> None:
     """Where a generated function stands: it has no globals of its own."""
 
 

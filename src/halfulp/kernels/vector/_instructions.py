@@ -46,7 +46,7 @@ class Instructions(VectorBuilder):
 
     def do_call(self, number, *values):
         """A list of the results of a piece: from its function where there is one, else written out."""
-        piece = self.trace.pieces[number]
+        piece = self.trace.functions[number]
         if not self.calls:
             computed = Instructions(self.b, piece.trace, self.lanes, self.one).run(list(values))
             return [computed[k] for k in piece.results]

@@ -18,15 +18,15 @@ BLOCK = 16  # rows that a step takes up one after another before they are joined
 
 
 @dataclass(frozen=True)
-class Fold:
-    """A reduction in pieces, functions of float64 values.
+class ReductionSteps:
+    """The device functions of a reduction, on float64 values.
 
     Attributes:
         step: a block's state and a row's components -> the state from there on.
-        join: what is held and a block's state -> what is held from there on.
-        merge: what two lanes hold -> what one holds from there on.
-        close: what is held in the end, and a number of the table -> the result's components.
-        held: how many values are held, and in a state.
+        join: the accumulators and a block's state -> the accumulators from there on.
+        merge: the accumulators of two lanes -> those of both together.
+        close: the final accumulators, and a number of the table -> the result's components.
+        width: how many accumulators there are, and values in a state.
         start: the first of both before the first row; the others are zero.
     """
 
@@ -34,18 +34,18 @@ class Fold:
     join: Callable
     merge: Callable
     close: Callable
-    held: int
+    width: int
     start: float
 
 
-def compile_fold(
-    name: str, fold: Fold, stored: Sequence[torch.dtype], written: Sequence[torch.dtype], shape: str
+def compile_reduction(
+    name: str, steps: ReductionSteps, stored: Sequence[torch.dtype], written: Sequence[torch.dtype], shape: str
 ) -> Callable:
     """A function (first segment, last segment, table address) that reduces segments of rows of matrices.
 
     Args:
         name: for the cache.
-        fold: the pieces.
+        steps: its device functions.
         stored: dtype in memory of each of a row's components.
         written: of each of the result's.
         shape: of the matrices: "line" (one column), "narrow" (fewer than ACROSS), "wide" (at least as many).
@@ -55,21 +55,21 @@ def compile_fold(
     number for `close`; then the addresses of the matrices' components, which lie one after another without gaps, and of
     the results', one row for each segment.
     """
-    held = fold.held
+    width = steps.width
     recorded = (
         record(piece, torch.float64, inputs)
         for piece, inputs in (
-            (fold.step, held + len(stored)),
-            (fold.join, 2 * held),
-            (fold.merge, 2 * held),
-            (fold.close, held + 1),
+            (steps.step, width + len(stored)),
+            (steps.join, 2 * width),
+            (steps.merge, 2 * width),
+            (steps.close, width + 1),
         )
     )
     pieces = tuple((trace, [_number(trace, value) for value in values]) for trace, values in recorded)
     told = [(trace.digest(), numbers) for trace, numbers in pieces]
-    key = hashlib.sha256(repr((told, fold.start, tuple(stored), tuple(written), shape)).encode()).hexdigest()
+    key = hashlib.sha256(repr((told, steps.start, tuple(stored), tuple(written), shape)).encode()).hexdigest()
     loop = {"line": _Line, "narrow": _Narrow, "wide": _Wide}[shape]
-    given = pieces, fold.start, tuple(stored), tuple(written)
+    given = pieces, steps.start, tuple(stored), tuple(written)
     return compile_rows(name, key, lambda builder, *values: loop(builder, *given).build(*values))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import formats
 from ...formats import Format
-from ...kernels import chosen, compile_kernel, plain, run_chunks
+from ...kernels import compile_kernel, plain, run_chunks, select_engine
 from . import _device_functions as d
 
 _NATIVE = (
@@ -96,7 +96,7 @@ def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
     # NaN is no number that a tensor can be constant at.
     for which, before, now in ((d.A_VARIES, found.first[0], first[0]), (d.B_VARIES, found.first[1], first[1])):
         found.counts[which] |= int(before != now)
-    run = _run_compiled if chosen("cpu") == "numba" else _run_reference
+    run = _run_compiled if select_engine("cpu") == "numba" else _run_reference
     for low in range(0, len(a), 1 << 30):
         run(found, a[low : low + (1 << 30)], b[low : low + (1 << 30)], spacings, tops)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...kernels import chosen
+from ...kernels import select_engine
 from ...rounding import mix64, mix64_all
 from ..record._record import Record, Role, TensorRecord
 from ..sampling._candidates import AnyFormat, Candidates, candidate
@@ -76,7 +76,7 @@ class Notebook:
         self.step, self.sampling, self.position = step, sampling, 0
         self._step_key = mix64(SEED, step)
         if sampling:
-            self.by_kernel = chosen("cpu") == "numba"
+            self.by_kernel = select_engine("cpu") == "numba"
             self._make_keys()
 
     def _make_keys(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...kernels import address, check_bits, chosen, run_chunks, undisturbed
+from ...kernels import address, check_bits, run_chunks, select_engine, undisturbed
 from ..record._record import TensorRecord
 from ._candidates import DEFAULT_FORMATS, Candidates
 from ._kernel import COLUMNS, INFINITE_WORDS, KERNEL_DTYPES, TAKEN, copy_kernel, look_kernel
@@ -54,7 +54,7 @@ class Sampler:
     def look(self, one: Look) -> None:
         """Add one tensor's counts to its totals."""
         tensor = to_wide(one.tensor)
-        if not _by_kernel(tensor, chosen("cpu")):
+        if not _by_kernel(tensor, select_engine("cpu")):
             self.look_by_reference(one)
             return
         self._row[0] = _row(tensor, one, self.scratch)
@@ -67,7 +67,7 @@ class Sampler:
             One float32 tensor (float64 of a float64 tensor) per look, on the CPU, of at most 4096 elements; those of
             one dtype lie one after another in memory.
         """
-        samples, engine = [_EMPTY] * len(looks), chosen("cpu")
+        samples, engine = [_EMPTY] * len(looks), select_engine("cpu")
         by_dtype: dict[torch.dtype, list[int]] = {}
         wide = [to_wide(one.tensor) for one in looks]
         for k, tensor in enumerate(wide):
@@ -85,7 +85,7 @@ class Sampler:
 
     def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
         """Compile, or load, the kernels for tensors of some dtypes on the CPU."""
-        for dtype in set(dtypes) & set(KERNEL_DTYPES) if chosen("cpu") == "numba" else ():
+        for dtype in set(dtypes) & set(KERNEL_DTYPES) if select_engine("cpu") == "numba" else ():
             checked_kernel(dtype)
 
     def look_by_reference(self, one: Look) -> torch.Tensor:
@@ -152,7 +152,7 @@ def sampled(flat: torch.Tensor, key: int) -> torch.Tensor:
 
 def sampled_all(given: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
     """Return the samples of many tensors; those of one dtype lie one after another in memory."""
-    samples, engine = [_EMPTY] * len(given), chosen("cpu")
+    samples, engine = [_EMPTY] * len(given), select_engine("cpu")
     by_dtype: dict[torch.dtype, list[int]] = {}
     for k, (flat, key) in enumerate(given):
         flat = to_wide(flat)

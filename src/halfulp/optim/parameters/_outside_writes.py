@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from ._checksums import any_row_differs, checksums_from_saved, checksums_of
-from ._parameter_plan import ANY, MOVED, ParameterPlan, PayloadVersion
+from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
 from ._tensor_map import TensorMap
 
 WATCHED_STEPS = 1000
@@ -39,10 +39,10 @@ def payload_version_of(
     """
     memory = part.detach()
     if held is None:
-        version = parameter._version if checksums is None else ANY
+        version = parameter._version if checksums is None else ANY_VERSION
         return PayloadVersion(version, memory, checksums=checksums)
     old = held.memory
-    if held.version in (ANY, MOVED) or old.data_ptr() == memory.data_ptr() or old.shape != memory.shape:
+    if held.version in (ANY_VERSION, MOVED) or old.data_ptr() == memory.data_ptr() or old.shape != memory.shape:
         return replace(held, memory=memory)
     if held.version == parameter._version:  # not written in place before it moved: the old memory tells
         return PayloadVersion(MOVED, memory, old.clone() if held.steps else old, held.steps, held.scale)
@@ -54,7 +54,7 @@ def is_written(plan: ParameterPlan) -> bool:
     held = plan.payload_version
     if held is None:
         return False
-    if held.version == ANY:
+    if held.version == ANY_VERSION:
         now = None if held.checksums is None else checksums_of(plan)
         return held.checksums is not None and now is not None and any_row_differs(held.checksums, now)
     parameter = plan.parameter
@@ -129,7 +129,9 @@ def mark_loaded(plan: ParameterPlan, checksums: object) -> None:
     """Record that auxiliary tensors were loaded, and the checksums of the payload that they belong to."""
     if plan.payload_version is not None:
         memory = plan.payload_version.memory
-        plan.record.payload_version = PayloadVersion(ANY, memory, checksums=checksums_from_saved(checksums, plan))
+        plan.record.payload_version = PayloadVersion(
+            ANY_VERSION, memory, checksums=checksums_from_saved(checksums, plan)
+        )
 
 
 def note_restored(tensor: torch.Tensor, before: int, after: int) -> None:

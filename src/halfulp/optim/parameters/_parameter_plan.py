@@ -15,7 +15,7 @@ from ..step._spec import StepSpec
 from ._local_tensors import index_map_of, local, memory, own_parts, scale_of
 
 # Stand for a version counter in `PayloadVersion`.
-ANY, MOVED = -1, -2
+ANY_VERSION, MOVED = -1, -2
 
 
 @dataclass(slots=True)
@@ -42,8 +42,8 @@ class PayloadVersion:
     """The version of a parameter that its auxiliary tensors were stored beside.
 
     Attributes:
-        version: the parameter's version counter at that time. ANY after loading or copying auxiliary tensors, as their
-            payload may be loaded before or after them; MOVED after the parameter was given other memory.
+        version: the parameter's version counter at that time. ANY_VERSION after loading or copying auxiliary tensors,
+            as their payload may be loaded before or after them; MOVED after the parameter was given other memory.
         memory: the parameter's memory at that time; it still holds the payload if the parameter was given other memory.
         payload: a copy of the payload, if one is kept.
         steps: how many more steps the copy is kept for.

@@ -41,11 +41,11 @@ class DoubleBF16:
         """Return the device functions that load and store state k, by name."""
         return {"pair_real": pair_real, "pair_save": pair_save}
 
-    def loaded(self, k: int, at: int) -> str:
+    def load_text(self, k: int, at: int) -> str:
         """The text of a value whose tensors stand in columns `at` and the next."""
         return f"pair_real(a{at}, a{at + 1}, i)"
 
-    def saved(self, k: int, at: int, value: str, bits: str) -> str:
+    def store_text(self, k: int, at: int, value: str, bits: str) -> str:
         """The text that stores one."""
         return f"pair_save(a{at}, a{at + 1}, i, {value})"
 

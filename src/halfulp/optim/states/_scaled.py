@@ -79,12 +79,12 @@ class Scaled:
         shared = {"squared": squared, "root_below": root_below, "root_code": root_code, "ONE": ONE}
         return {**own, f"nearest_{k}": store.nearest, **shared}
 
-    def loaded(self, k: int, at: int) -> str:
+    def load_text(self, k: int, at: int) -> str:
         """The text of a value whose payload stands in column `at`; its scale is the constant `scale_k`."""
         value = f"real_{k}(load_{k}(a{at}, i)) * scale_{k}"
         return f"squared({value})" if self.squared else value
 
-    def saved(self, k: int, at: int, value: str, bits: str) -> str:
+    def store_text(self, k: int, at: int, value: str, bits: str) -> str:
         """Return source text that stores state k, divided by its new scale (times the constant `inverse_k`)."""
         if not self.squared:
             return f"save_{k}(a{at}, i, round_{k}({value} * inverse_{k}, {bits}))"

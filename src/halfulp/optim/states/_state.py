@@ -101,11 +101,11 @@ class Plain:
         rounded = store.stochastic if self.stochastic else store.nearest
         return {f"load_{k}": store.load, f"save_{k}": store.save, f"real_{k}": store.real, f"round_{k}": rounded}
 
-    def loaded(self, k: int, at: int) -> str:
+    def load_text(self, k: int, at: int) -> str:
         """The text of a value whose tensor stands in column `at`."""
         return f"real_{k}(load_{k}(a{at}, i))"
 
-    def saved(self, k: int, at: int, value: str, bits: str) -> str:
+    def store_text(self, k: int, at: int, value: str, bits: str) -> str:
         """The text that stores one."""
         return f"save_{k}(a{at}, i, round_{k}({value}, {bits}))"
 

@@ -247,7 +247,7 @@ def element_update(
     values, after, large = [], [], ["abs(g) > HUGE"]
     for k, (codec, state, at) in enumerate(zip(spec.codecs, spec.rule.states, state_pointers(spec))):
         square, blocked = state.degree == 2, isinstance(codec, Int8Blocks)
-        body += [f"q{k} = {decode(k) if isinstance(codec, Int8Blocks) else codec.loaded(k, at)}"]
+        body += [f"q{k} = {decode(k) if isinstance(codec, Int8Blocks) else codec.load_text(k, at)}"]
         large += [f"q{k} > {'HUGE' if blocked else 'HUGE_SQUARED'}"] if square else []
         times, back = (" * shrink", " * grow") if rescaled else ("", "")
         if isinstance(codec, Int8Blocks):
@@ -255,7 +255,7 @@ def element_update(
             after += [encode(k, f"{f'sqrt(n{k})' if square else f'n{k}'}{back}")]
         else:
             values += [f"q{k}{times}{times if square else ''}"]
-            after += [codec.saved(k, at, f"n{k}{back}{back if square else ''}", bits_of(state_draws[k]))]
+            after += [codec.store_text(k, at, f"n{k}{back}{back if square else ''}", bits_of(state_draws[k]))]
     if rescaled:
         body += [f"huge = {' or '.join(large)}", "shrink = SHRINK if huge else UNIT", "grow = GROW if huge else UNIT"]
     body += [_rule_call(spec, "g * shrink" if rescaled else "g", values, rescaled)]

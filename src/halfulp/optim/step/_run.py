@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ...kernels import CHUNK, IndexMap, address, check_bits, chosen, chunks, note, plain, run_chunks
+from ...kernels import CHUNK, IndexMap, address, check_bits, chunks, note, plain, run_chunks, select_engine
 from ...rounding._random_bits import mix64_many
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._plan_cache import PlanCache
@@ -25,7 +25,7 @@ METER_COLUMNS, GRADIENT = 4, 4
 
 def compile_kernels(batch: Batch) -> None:
     """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was."""
-    if chosen(batch.device.type) == "numba":
+    if select_engine(batch.device.type) == "numba":
         for one in (batch.spec, *([amax_spec(batch.spec)] if batch.spec.scaled else [])):
             checked(one)
 
@@ -58,7 +58,7 @@ def amax_spec(spec: StepSpec) -> StepSpec:
 
 def _find_amax(spec: StepSpec, batch: Batch, plans: PlanCache) -> list[list[float]]:
     count = 1 + len(spec.scaled_states)
-    if chosen(batch.device.type) != "numba":
+    if select_engine(batch.device.type) != "numba":
         return [
             reference_amax(spec, batch.parts(row), batch.gradients[row], plan.states, batch.constants[row])
             for row, plan in enumerate(batch.plans)
@@ -71,7 +71,7 @@ def _find_amax(spec: StepSpec, batch: Batch, plans: PlanCache) -> list[list[floa
 
 def _write(batch: Batch, plans: PlanCache) -> None:
     spec, device = batch.spec, batch.device.type
-    engine = chosen(device)
+    engine = select_engine(device)
     if engine == "numba":
         _run_compiled(spec, batch, plans)
         return
@@ -127,9 +127,11 @@ def _run_triton(batch: Batch, plans: PlanCache) -> bool:
     _point_at_gradients(table, batch)
     constants = np.array(batch.constants, np.float32).reshape(len(batch.plans), -1)
     keys = _keys(spec, batch.steps, table.keyed)
-    table.held, meter = launch(spec, kernel, device, table.chunks, table.pointers, constants, keys, table.held)
+    table.device_chunks, meter = launch(
+        spec, kernel, device, table.chunks, table.pointers, constants, keys, table.device_chunks
+    )
     if meter is not None:
-        _count(meter, table.held.chunks, batch.plans)
+        _count(meter, table.device_chunks.chunks, batch.plans)
     return True
 
 

@@ -23,14 +23,14 @@ class Table:
         chunks: int64 array of shape (chunks, 4).
         pointers: int64 array of shape (parameters, pointers); the gradients' column is written at each step.
         keyed: uint64 array of shape (2, parameters): seeds and identities.
-        held: what an accelerator keeps of it.
+        device_chunks: the copy of the chunks on an accelerator.
     """
 
     plans: list[ParameterPlan]
     chunks: np.ndarray
     pointers: np.ndarray
     keyed: np.ndarray
-    held: DeviceChunks | None = None
+    device_chunks: DeviceChunks | None = None
 
     @classmethod
     def of(cls, plans: list[ParameterPlan]) -> Table:

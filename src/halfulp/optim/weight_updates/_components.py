@@ -78,9 +78,9 @@ class Components(WeightUpdate):
         """Return the sum of the components, smallest first."""
         if self.n == 2:
             return self._kahan.read(store, parts)
-        return _total(self._held(store, parts))
+        return _total(self._decoded(store, parts))
 
-    def _held(self, store: Store, parts: Parts) -> list[torch.Tensor]:
+    def _decoded(self, store: Store, parts: Parts) -> list[torch.Tensor]:
         """Return the components; those behind the first are 0 where they cannot belong to it."""
         p, c, *rest = (store.decode(part) for part in parts)
         kept = fitting_tensor(store, 0.5, p, c)
@@ -93,7 +93,7 @@ class Components(WeightUpdate):
         """
         if self.n == 2:
             return self._kahan.write(store, parts, u, draws)
-        held = self._held(store, parts)
+        held = self._decoded(store, parts)
         high, low = _two_sum(held[-1], u)
         for value in reversed(held[:-1]):
             high, error = _two_sum(value, high)

@@ -79,19 +79,19 @@ class Kahan(WeightUpdate):
         rest = 1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5
         return rest * (1 + ulp_of_one(store))
 
-    def _held(self, store: Store, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decoded(self, store: Store, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the parameter, and its residual, 0 where it cannot belong to the parameter."""
         p = store.decode(parts[0])
         return p, fitting_tensor(store, self._ulps(store), p, store.decode(parts[1]))
 
     def read(self, store: Store, parts: Parts) -> torch.Tensor:
         """p + c."""
-        p, c = self._held(store, parts)
+        p, c = self._decoded(store, parts)
         return p + c
 
     def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Draws, ratio: float = 1.0) -> torch.Tensor:
         """The equation of the class."""
-        held = self._held(store, parts)
+        held = self._decoded(store, parts)
         p, c = held if ratio == 1.0 else (part * ratio for part in held)
         still, whole = c == held[1], p + c
         # Under a smaller scale p and c may be far larger than what they leave, beside which u would be lost.

@@ -39,15 +39,17 @@ class OperatorCheck(TorchDispatchMode):
         super().__init__()
         self.unequal: Difference | None = None
         self.wrong: list[Difference] = []
-        self._places = ["the model"]
+        self._module_paths = ["the model"]
         self._handles = []
         for name, module in model.named_modules():
             path = name or "the model"
-            self._handles.append(module.register_forward_pre_hook(lambda *_, path=path: self._places.append(path)))
+            self._handles.append(
+                module.register_forward_pre_hook(lambda *_, path=path: self._module_paths.append(path))
+            )
             self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
 
     def _leave(self) -> None:
-        self._places.pop()
+        self._module_paths.pop()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -76,7 +78,7 @@ class OperatorCheck(TorchDispatchMode):
     def _differs(self, operator: Any, wanted: list[Tensor], got: list[Tensor], exact: list[Tensor]) -> None:
         if len(wanted) != len(got) or any(a.shape != b.shape for a, b in zip(wanted, got, strict=True)):
             return  # torch takes no such operands; the results count by what they lead to
-        place = "the backward pass" if torch._C._current_graph_task_id() != -1 else self._places[-1]
+        place = "the backward pass" if torch._C._current_graph_task_id() != -1 else self._module_paths[-1]
         found = Difference(str(operator), place, max(map(relative, wanted, got)))
         self.unequal = self.unequal or found
         best: list[Tensor | None] = [None] * len(wanted)

@@ -198,13 +198,13 @@ class Exact:
     """
 
     def __init__(self, model: nn.Module, batch: Any, loss: LossOf, plain: Run, step: int = 1) -> None:
-        self._given = model, batch, loss, plain, step
+        self._inputs = model, batch, loss, plain, step
         self._results: dict[str, tuple[Tensor | None, Tensor | None]] | None = None
 
     def __getitem__(self, name: str) -> Tensor | None:
         """The result of that name; None where the model does not run in float64."""
         if self._results is None:
-            found = in_float64(*self._given)
+            found = in_float64(*self._inputs)
             self._results = {} if found is None else pairs(found, found)
         return self._results.get(name, (None, None))[0]
 

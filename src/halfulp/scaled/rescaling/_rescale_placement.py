@@ -188,7 +188,7 @@ class _Probe:
     def _hook(self, name: str) -> Callable[..., Any]:
         def measure(x: ScaledTensor) -> Tensor:
             _note(self.forward, name, x)
-            apply: Callable[..., Tensor] = _Measured.apply
+            apply: Callable[..., Tensor] = _GradientMeasurement.apply
             return apply(x, self.backward, name)
 
         return lambda module, arguments, options: _replaced(arguments, options, measure)
@@ -201,7 +201,7 @@ def _note(measured: list[tuple[str, float]], name: str, x: Tensor) -> None:
             measured.append((name, value.log2().item()))
 
 
-class _Measured(torch.autograd.Function):
+class _GradientMeasurement(torch.autograd.Function):
     """The identity, whose gradient is measured."""
 
     @staticmethod

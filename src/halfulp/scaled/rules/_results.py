@@ -83,12 +83,12 @@ def payloads_under(results: Any, factors: list[Tensor], holders: list[Any], sum_
     else:
         scale, rest = _powers.product(*factors, sum_scale)
 
-    def held(y: Any) -> Any:
+    def rescaled(y: Any) -> Any:
         if not isinstance(y, Tensor) or not y.is_floating_point():
             return y
         return make_result(y if sum_scale == 1.0 else y * (1.0 / sum_scale), scale.clone(), rest, storage, dtype)
 
-    return tree_map(held, results)
+    return tree_map(rescaled, results)
 
 
 def values_under(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ....kernels import address, chosen, compile_kernel
+from ....kernels import address, compile_kernel, select_engine
 from ....kernels.scalar._operations import load64, real64
 from ...record._record import Realised
 
@@ -37,7 +37,7 @@ def add_changes(
     parts = [one.detach().to("cpu", torch.float64).contiguous() for one in (before, after, wanted)]
     ends = np.asarray(ends, np.int64)
     counts, sums = np.zeros((len(records), 2), np.int64), np.zeros((len(records), 2))
-    if chosen("cpu") == "numba":
+    if select_engine("cpu") == "numba":
         _kernel()(*map(address, parts), decreases, ends, counts, sums)
     else:
         before, after, wanted = parts

@@ -138,7 +138,7 @@ def _scale_of(deviation: Any, x: ScaledTensor) -> Tensor:
     return deviation._scale if isinstance(deviation, ScaledTensor) else reciprocal(x._scale)
 
 
-def _asked(results: Any, mask: Any) -> list[Any]:
+def _requested(results: Any, mask: Any) -> list[Any]:
     return [y if wanted else None for y, wanted in zip(results, mask)]
 
 
@@ -151,7 +151,7 @@ def layer_norm_backward(
     g, p = operand(gradient, like), operand(x, like)
     saved = _statistics(p, mean, deviation)
     arguments = (to_float32(g), to_float32(p), shape, *saved, *_values(weight, bias), mask)
-    results = _asked(aten.native_layer_norm_backward.default(*arguments), mask)
+    results = _requested(aten.native_layer_norm_backward.default(*arguments), mask)
     return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), _holder(gradient, like))
 
 
@@ -175,7 +175,7 @@ def group_norm_backward(
     g, p = operand(gradient, like), operand(x, like)
     saved = _statistics(p, mean, deviation)
     arguments = (to_float32(g), to_float32(p), *saved, value_of(weight), n, c, hw, group, mask)
-    results = _asked(aten.native_group_norm_backward.default(*arguments), mask)
+    results = _requested(aten.native_group_norm_backward.default(*arguments), mask)
     return _gradients(g, p, results, n * hw, _scale_of(deviation, p), _holder(gradient, like))
 
 
@@ -328,9 +328,9 @@ def batch_norm_backward(
     if train:
         statistics = (None, None, *_statistics(p, saved, deviation), True, 0.0, mask)
         results = aten.native_batch_norm_backward.default(to_float32(g), to_float32(p), value_of(weight), *statistics)
-        return _gradients(g, p, _asked(results, mask), rows, _scale_of(deviation, p), holder)
+        return _gradients(g, p, _requested(results, mask), rows, _scale_of(deviation, p), holder)
     statistics = (*_values(x, weight, mean, variance), None, None, False, eps, mask)
-    to_x, *others = _asked(aten.native_batch_norm_backward.default(to_float32(g), *statistics), mask)
+    to_x, *others = _requested(aten.native_batch_norm_backward.default(to_float32(g), *statistics), mask)
     scale = deviation_scale(p, eps)
     to_x = to_x if to_x is None else _powers.times(to_x, _powers.ratio(scale_one(to_x), reciprocal(p._scale)))
     return _gradients(g, p, (to_x, *others), rows, scale, holder)
