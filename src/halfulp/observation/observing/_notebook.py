@@ -47,14 +47,14 @@ class Notebook:
     """
 
     def __init__(self, formats: Sequence[AnyFormat], quantized: Quantized | None = None) -> None:
-        self.record = Record()
-        self.quantized = quantized
+        self.record: Record = Record()
+        self.quantized: Quantized | None = quantized
         also = {} if quantized is None else {format.name: format for format in quantized.formats.values()}
         counted = [candidate(format) for format in formats]
         for format in counted:
             also.pop(format.name, None)
-        self.candidates = Candidates([*counted, *also.values()])
-        self.sampler = Sampler(self.candidates)
+        self.candidates: Candidates = Candidates([*counted, *also.values()])
+        self.sampler: Sampler = Sampler(self.candidates)
         self.totals: dict[tuple[Role, str], Totals] = {}
         self.step: int = 0
         self.sampling: bool = False

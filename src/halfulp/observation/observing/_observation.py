@@ -65,8 +65,10 @@ class Observation:
         formats: Sequence[AnyFormat],
     ) -> None:
         self._steps = Optimizers(optimizers)
-        self.model, self.optimizers, self.interval = model, self._steps.all, interval
-        self.book = Notebook(formats, Quantized(model, quantized))
+        self.model: nn.Module = model
+        self.optimizers: list[torch.optim.Optimizer] = self._steps.all
+        self.interval: int = interval
+        self.book: Notebook = Notebook(formats, Quantized(model, quantized))
         self._parameters = Parameters(model, self.optimizers, self.book.record)
         self._scales = LossScales(scaler, scheduler)
         self._history = History(self.book.record.history)

@@ -34,8 +34,9 @@ class Totals:
     __slots__ = ("addresses", "integers", "lowest", "offsets", "reals", "record", "step")
 
     def __init__(self, record: TensorRecord, candidates: Candidates, wide: bool = False) -> None:
-        self.record = record
+        self.record: TensorRecord = record
         self.step: int = -1
+        self.lowest: int
         self.lowest, bins = WIDE if wide else NARROW
         blocks_at = FIXED + SINGLE_COLUMNS * len(candidates.single)
         histogram_at = blocks_at + BLOCK_COLUMNS * len(candidates.blocks)

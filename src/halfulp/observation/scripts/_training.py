@@ -41,10 +41,10 @@ class Training:
 
     def __init__(self, found: Found, optimizers: Sequence[torch.optim.Optimizer], interval: int) -> None:
         self.model: str = found.name
-        self.optimizers = [weakref.ref(one) for one in optimizers]
+        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = [weakref.ref(one) for one in optimizers]
         self.compiled: bool = found.compiled
         self.kinds: list[str] = list(dict.fromkeys(type(one).__name__ for one in optimizers))
-        self.interval = interval
+        self.interval: int = interval
         self.span: tuple[int, int] | None = None
         self.record: Record | None = None
         self._steps: int = 0
