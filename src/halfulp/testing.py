@@ -96,13 +96,13 @@ class _Trial:
         """Results and gradients by name, decoded; plain without exponents, else as payloads under their powers."""
         leaves: list[Tensor] = []
 
-        def given(x: Any) -> Any:
+        def leaf(x: Any) -> Any:
             if not _is_floating(x):
                 return x
             leaves.append(_represented(x.detach().clone(), exponent))
             return leaves[-1].requires_grad_(self.gradients)
 
-        arguments = tree_map(given, self.arguments)
+        arguments = tree_map(leaf, self.arguments)
         torch.manual_seed(self.seed)
         results = [x for x in tree_leaves(self.operator(*arguments)) if x is not None]
         named = {f"result {number}": _value(x) for number, x in enumerate(results)}

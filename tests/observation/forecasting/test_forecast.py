@@ -8,7 +8,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp import formats
-from halfulp.observation.forecasting._rounded_walk import crossing, walk
+from halfulp.observation.forecasting._rounded_walk import freeze_step, walk
 from halfulp.observation.forecasting._spacing import gaps, to_format
 from halfulp.observation.forecasting._update_sizes import UpdateSizes, noise_size
 
@@ -75,8 +75,8 @@ def test_crossing_is_that_of_binomial_draws(seed):
             above = torch.distributions.Binomial(count, share).sample() >= needed
             steps.append(int(above.nonzero()[-1]) + 1 if above.any() else 0)
         low, middle, high = torch.tensor(steps).double().quantile(torch.tensor([0.02, 0.5, 0.98]).double()).tolist()
-        assert abs(crossing(share, count, 1.0) - middle) <= 2
-        assert low <= crossing(share, count, 1.0, 0.05) <= middle <= crossing(share, count, 1.0, 0.95) <= high + 1
+        assert abs(freeze_step(share, count, 1.0) - middle) <= 2
+        assert low <= freeze_step(share, count, 1.0, 0.05) <= middle <= freeze_step(share, count, 1.0, 0.95) <= high + 1
 
 
 def test_adams_size_on_noise_is_the_known_one():

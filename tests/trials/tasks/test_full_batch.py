@@ -9,7 +9,7 @@ from torch import nn
 from halfulp import recipes
 from halfulp.mctensor import MCTensor
 from halfulp.recipes import Recipe
-from halfulp.trials.tasks._full_batch import CancerLogistic, CancerMLP, LinearRegression, Logistic, held, plain
+from halfulp.trials.tasks._full_batch import CancerLogistic, CancerMLP, LinearRegression, Logistic, encode, plain
 
 KINDS = (LinearRegression, Logistic, CancerLogistic, CancerMLP)
 HALF = Recipe(name="fp16", param_dtype="float16", weight_update="nearest")
@@ -48,8 +48,8 @@ def test_linear_regression_has_a_solution() -> None:
 
 def test_data_are_held_as_the_weights_are() -> None:
     x = torch.tensor([1 / 3, 2.0], dtype=torch.float64)
-    assert held(HALF, x).dtype == torch.float16
-    two = held(recipes.get("fp16-mc2"), x)
+    assert encode(HALF, x).dtype == torch.float16
+    two = encode(recipes.get("fp16-mc2"), x)
     assert isinstance(two, MCTensor)
     assert (plain(two) - x).abs().max() < 2**-22
 

@@ -28,7 +28,7 @@ class Symptom:
     cure: str | None = None
 
 
-class Kind(Protocol):
+class SymptomKind(Protocol):
     """A class of `findings` that makes findings of its code."""
 
     def found(
@@ -44,7 +44,7 @@ class Kind(Protocol):
         """Return a finding of its code."""
 
 
-def as_findings(kind: Kind, symptoms: Iterable[Symptom]) -> Iterator[Finding]:
+def as_findings(kind: SymptomKind, symptoms: Iterable[Symptom]) -> Iterator[Finding]:
     """Yield the findings that symptoms make under a code."""
     for one in symptoms:
         yield kind.found(one.where, one.severity, one.confidence, one.summary, cure=one.cure, **one.evidence)

@@ -20,7 +20,7 @@ from ._audit import Role, Side, Status, TensorAudit
 from ._differences import AT_ONCE, Differences, add_differences, empty_differences
 
 _COMPANION = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
-_Pair = tuple[Stored, Stored]
+_StoredPair = tuple[Stored, Stored]
 
 
 def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: float) -> dict[str, TensorAudit]:
@@ -96,7 +96,11 @@ def _is_tied(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _compare(
-    name: str, pair: _Pair, beside: tuple[dict[str, Stored], dict[str, Stored]], parameters: set[str], share: float
+    name: str,
+    pair: _StoredPair,
+    beside: tuple[dict[str, Stored], dict[str, Stored]],
+    parameters: set[str],
+    share: float,
 ) -> TensorAudit:
     if all(one.dtype.is_complex for one in pair):
         a, b = (_real_parts(one) for one in pair)

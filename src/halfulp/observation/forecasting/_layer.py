@@ -11,7 +11,7 @@ from ... import formats
 from ...formats import Format
 from ._data import LayerForecast
 from ._inputs import Inputs, Trained, number
-from ._rounded_walk import FROZEN, Walk, crossing, walk
+from ._rounded_walk import FROZEN, Walk, freeze_step, walk
 from ._spacing import gaps
 from ._update_sizes import UpdateSizes, second_moment, update_sizes
 
@@ -59,7 +59,7 @@ def forecast_layer(
     sizes = update_sizes(trained, inputs, index, weights, len(rates), generator) if len(weights) else None
     if sizes is None:
         return LayerForecast(**common)  # type: ignore[arg-type]
-    held = weights[sizes.moving]
+    held = weights[sizes.nonzero]
     if not len(held):
         return LayerForecast(**common, updates=sizes.source, update_size=0.0)  # type: ignore[arg-type]
     apart = not inputs.ours and not trained.options.get("fused")
@@ -111,9 +111,9 @@ def _freezing(
     last = int(after[-1]) if len(after) else -1
 
     moved = walked.moved[: last + 1]
-    step = crossing(moved, count, sizes.run)
-    low = crossing(moved * max(0.0, 1 - sampling), count, sizes.run, _EDGE)
-    high = crossing(moved * (1 + sampling), count, sizes.run, 1 - _EDGE)
+    step = freeze_step(moved, count, sizes.run)
+    low = freeze_step(moved * max(0.0, 1 - sampling), count, sizes.run, _EDGE)
+    high = freeze_step(moved * (1 + sampling), count, sizes.run, 1 - _EDGE)
     shown = torch.linspace(0, last, min(_SHOWN, last + 1), dtype=torch.float64, device="cpu").long().unique().tolist()
     weighed = float((walked.moved * rates).sum() / rates.sum()) if rates.sum() > 0 else 1.0
     return {

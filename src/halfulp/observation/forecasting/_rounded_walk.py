@@ -121,7 +121,7 @@ def _decayed(weights: Tensor, factor: float, steps: int, format: Format) -> tupl
     return torch.where(moves, to_format(weights * (1 - factor) ** steps, format), weights), (wanted, made)
 
 
-def crossing(moved: Tensor, count: int, run: float, chance: float = 0.5) -> int | None:
+def freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5) -> int | None:
     """Return the first step from which on fewer than FROZEN of the nonzero updates change their element.
 
     Of `count` elements a whole number k = ceil(FROZEN count) has to move for the step to be above. Their number is
@@ -138,7 +138,7 @@ def crossing(moved: Tensor, count: int, run: float, chance: float = 0.5) -> int 
     Returns:
         The index of the step, None where no step of the schedule is it.
 
-    >>> crossing(torch.tensor([0.5, 0.1, 0.001, 0.0001], dtype=torch.float64), 10**6, 1.0)
+    >>> freeze_step(torch.tensor([0.5, 0.1, 0.001, 0.0001], dtype=torch.float64), 10**6, 1.0)
     2
     """
     above = torch.special.gammainc(

@@ -26,7 +26,7 @@ class UpdateSizes:
     """A model of the updates u(t) = lr(t) growth(t) (mean + deviation z(t)), z normal of variance 1, per element.
 
     Attributes:
-        moving: which of the sampled elements have an update that is not 0.
+        nonzero: which of the sampled elements have an update that is not 0.
         mean: the part that keeps its sign from step to step, per sampled element.
         deviation: the part that does not.
         growth: factor per coming step, from now; how the optimizer's own averages go on.
@@ -35,7 +35,7 @@ class UpdateSizes:
         source: where the sizes are from, in words.
     """
 
-    moving: Tensor
+    nonzero: Tensor
     mean: Tensor
     deviation: Tensor
     growth: Tensor
@@ -101,24 +101,24 @@ def _adam(
     dtype = torch.float32 if inputs.ours else own
     noise = noise_size(beta1, beta2, dtype if dtype.itemsize > 1 else torch.float32, min(step + steps, _LONGEST))
     noise = torch.cat([noise, noise[-1:].expand(max(0, step + steps - len(noise)))])
-    moving = torch.ones_like(weights, dtype=torch.bool)
+    nonzero = torch.ones_like(weights, dtype=torch.bool)
     if first is None or second is None or step < 1:
         growth = noise[step : step + steps]
         deviation = torch.ones_like(weights)
-        return UpdateSizes(moving, torch.zeros_like(weights), deviation, growth, run, False, "Adam's on noise")
+        return UpdateSizes(nonzero, torch.zeros_like(weights), deviation, growth, run, False, "Adam's on noise")
     m, v = first.flatten()[index].cpu().double(), second.flatten()[index].cpu().double()
     size = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
-    moving = (m != 0) & size.isfinite()
-    size, held = size[moving], weights[moving]
+    nonzero = (m != 0) & size.isfinite()
+    size, held = size[nonzero], weights[nonzero]
     if not len(size):
         nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
-        return UpdateSizes(moving, nothing, nothing, noise[step:], run, False, "the optimizer's state")
+        return UpdateSizes(nonzero, nothing, nothing, noise[step:], run, False, "the optimizer's state")
     square, reference = _mean_square(size, held), float(noise[step - 1]) ** 2
     signal = ((square - reference) / (1 - reference)).clamp(0, _MOST_SIGNAL) if reference < 1 else square * 0
     spread = (signal * (1 - signal) * reference / square).sqrt()
     drawn = torch.randn(len(size), generator=generator, dtype=torch.float64, device="cpu")
     return UpdateSizes(
-        moving,
+        nonzero,
         size * signal / square + spread * drawn,
         (square - signal).clamp_min(0).sqrt(),
         noise[step : step + steps] / math.sqrt(reference),
@@ -139,12 +139,12 @@ def _sgd(trained: Trained, index: Tensor, weights: Tensor, steps: int) -> Update
     if known is None:
         return None
     size = known.flatten()[index].cpu().double()
-    moving = (size != 0) & size.isfinite()
-    size, held = size[moving], weights[moving]
+    nonzero = (size != 0) & size.isfinite()
+    size, held = size[nonzero], weights[nonzero]
     square = _mean_square(size, held) if len(size) else size
     growth = torch.ones(steps, dtype=torch.float64, device="cpu")
     run = max(1.0, 0.5 / (1 - momentum)) if momentum < 1 else 1.0
-    return UpdateSizes(moving, torch.zeros_like(size), square.sqrt(), growth, run, False, source)
+    return UpdateSizes(nonzero, torch.zeros_like(size), square.sqrt(), growth, run, False, source)
 
 
 def _mean_square(size: Tensor, weights: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from ...kernels import select_engine
 from ...rounding import mix64, mix64_all
 from ..record._record import Record, Role, TensorRecord
 from ..sampling._candidates import AnyFormat, Candidates, candidate
-from ..sampling._places import name_key
 from ..sampling._plain import Stored, stored
 from ..sampling._reference import sample_of
+from ..sampling._sample_places import name_key
 from ..sampling._sampler import Look, Sampler, signed
 from ..sampling._totals import STEP_NONFINITE, Totals, is_wide
 from ._quantized import Quantized

@@ -10,8 +10,8 @@ from torch import nn
 from ...optim import Optimizer
 from ...optim.parameters._local_tensors import local, memory
 from ..record._record import ParameterRecord, Record
-from ..sampling._places import place_key
 from ..sampling._plain import stored
+from ..sampling._sample_places import place_key
 from ..sampling._sampler import sampled
 from ._optimizers import share_of
 

@@ -42,7 +42,7 @@ class ResumedRun:
     """
 
     def __init__(self, asked: Contract, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._asked, self._model, self._optimizers = asked, model, list(optimizers)
+        self._contract, self._model, self._optimizers = asked, model, list(optimizers)
         self._there = contract(model, self._optimizers)
 
     def compare(self) -> list[Expectation]:
@@ -52,7 +52,7 @@ class ResumedRun:
             name: dataclasses.replace(terms, states=now[name].states if name in now else {})
             for name, terms in self._there.tensors.items()
         }
-        found = contract_differences(self._asked, Contract(there), with_optimizer=bool(self._optimizers))
+        found = contract_differences(self._contract, Contract(there), with_optimizer=bool(self._optimizers))
         others: dict[tuple[str, str], Expectation] = {}
         for one in found:
             if one.field != "dtype" and not _follows(one, found):
@@ -64,7 +64,7 @@ class ResumedRun:
     def _dtypes(self, found: Sequence[ContractDifference]) -> list[Expectation]:
         changed = {one.name: _short(one.after) for one in found if one.field == "dtype"}
         by_dtype: dict[str, Expectation] = {}
-        for name, terms in self._asked.tensors.items():
+        for name, terms in self._contract.tensors.items():
             if name in self._there.tensors:
                 asked = by_dtype.setdefault(terms.dtype, _expected(_short(terms.dtype)))
                 asked.matched.append(name)

@@ -28,7 +28,7 @@ from ..sampling._totals import Totals
 from ._notebook import Notebook
 
 
-class Slot:
+class TensorSlot:
     """One role at one name.
 
     Args:

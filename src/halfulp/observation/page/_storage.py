@@ -60,7 +60,7 @@ def storage_table(data: Plain) -> Table:
         Column("weight update"),
         Column("states"),
     ]
-    asked = _asked(data.get("expectations", ()))
+    asked = _requests_by_name(data.get("expectations", ()))
     rows = [[*_there(one["name"], "parameter", one, asked), *_stepped(one)] for one in data.get("parameters", ())]
     for one in data.get("tensors", ()):
         if one["role"] == "activation":
@@ -77,7 +77,7 @@ def extra_tables(data: Plain) -> list[Table]:
     return [table for table in found if table.rows]
 
 
-def _asked(expectations: Sequence[Plain]) -> dict[str, tuple[str, str, bool]]:
+def _requests_by_name(expectations: Sequence[Plain]) -> dict[str, tuple[str, str, bool]]:
     """name -> what was asked of it, by whom, whether it is so."""
     return {
         name: (one["asked"], one["source"], name not in one["other"]) for one in expectations for name in one["matched"]

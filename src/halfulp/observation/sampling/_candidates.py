@@ -12,7 +12,7 @@ import torch
 from ...formats import BlockFormat, Format, block_names, get, get_block
 from ...rounding import Nearest, quantize
 from ...rounding.blocks._target import BlockTarget, make_block_target, scale_threshold
-from ._places import RUN
+from ._sample_places import RUN
 
 AnyFormat = Format | BlockFormat | str | torch.dtype
 DEFAULT_FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "mxfp8_e4m3", "nvfp4")

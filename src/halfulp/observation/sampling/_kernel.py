@@ -29,7 +29,7 @@ from ...rounding._device_functions import bfloat16_word, choose, float16_word
 from ...rounding._random_bits import WEYL, draw, stream_start
 from ._block_pieces import FIELD, INFINITE, MAGNITUDE, NORMALS, ONE, ZERO, bump, in_blocks
 from ._candidates import INFINITY
-from ._places import MOST, RUN, RUNS
+from ._sample_places import MOST, RUN, RUNS
 from ._totals import AMAX, AMIN, FIXED, LAST_AMAX, LAST_FINITE, SQUARES, STEP_NONFINITE
 
 # Columns of the table.

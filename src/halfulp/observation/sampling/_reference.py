@@ -11,7 +11,7 @@ from ...formats import BlockFormat
 from ...rounding import Nearest, quantize
 from ...rounding.blocks._reference import _power_scale, _product_scale
 from ._candidates import Candidates, target_of
-from ._places import sampled_places
+from ._sample_places import sampled_places
 from ._totals import (
     AMAX,
     AMIN,

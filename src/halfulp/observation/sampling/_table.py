@@ -25,7 +25,7 @@ from ._kernel import (
     WIDE,
     copy_kernel,
 )
-from ._places import MOST
+from ._sample_places import MOST
 from ._sampler import checked_kernel, constants
 from ._totals import Totals
 

@@ -66,11 +66,13 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     wanted = {key: place for place, key in reversed(list(enumerate(order)))}
     modules, scalers = _alive()
     children = {id(child) for module in modules for child in module.children()}
-    roots = [(module, _held(module) & wanted.keys()) for module in modules if id(module) not in children]
+    roots = [(module, _parameter_ids(module) & wanted.keys()) for module in modules if id(module) not in children]
     roots = [(module, held) for module, held in roots if held]
     if not roots:
         return None
-    covering = sorted(_covering(roots), key=lambda module: min(wanted[key] for key in _held(module) & wanted.keys()))
+    covering = sorted(
+        _covering(roots), key=lambda module: min(wanted[key] for key in _parameter_ids(module) & wanted.keys())
+    )
     chosen = list({id(model): model for model in map(_unwrapped, covering)}.values())
     model = chosen[0] if len(chosen) == 1 else Together(chosen)
     free = [scaler for scaler in scalers if scaler not in used] or scalers
@@ -81,7 +83,7 @@ def model_of(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
     """Return the outermost module that holds all of some parameters, None where none does."""
     wanted = {id(parameter) for parameter in parameters}
     modules, _ = _alive()
-    holding = [module for module in modules if wanted <= _held(module)]
+    holding = [module for module in modules if wanted <= _parameter_ids(module)]
     return _unwrapped(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
 
 
@@ -99,7 +101,7 @@ def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler]]:
     return [module for module in ready if not isinstance(module, Together)], scalers
 
 
-def _held(module: nn.Module) -> set[int]:
+def _parameter_ids(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
 
 

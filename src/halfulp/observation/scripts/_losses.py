@@ -49,13 +49,13 @@ class BackwardLosses:
 
     def _telling(self, backward: Any) -> Any:
         @functools.wraps(backward)
-        def told(tensors: Any, *args: Any, **options: Any) -> Any:
+        def note_and_run(tensors: Any, *args: Any, **options: Any) -> Any:
             single = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
             if isinstance(single, torch.Tensor) and single.numel() == 1:
                 self._listener(self._unscaled(single))
             return backward(tensors, *args, **options)
 
-        return told
+        return note_and_run
 
     def _noting(self, scale: Any) -> Any:
         @functools.wraps(scale)

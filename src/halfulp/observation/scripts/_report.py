@@ -1,4 +1,4 @@
-"""What was seen of a script: its trainings, their findings joined, as text, plain data and a page."""
+"""What was seen of a script: its trainings, their findings merged, as text, plain data and a page."""
 
 from __future__ import annotations
 
@@ -114,6 +114,6 @@ def _of_trainings(finding: dict[str, Any], of_each: Sequence[Sequence[dict[str, 
     }
 
 
-def _is_part(one: dict[str, Any], joined: dict[str, Any]) -> bool:
-    same = (one["code"], one["severity"], one["cure"]) == (joined["code"], joined["severity"], joined["cure"])
-    return same and (one["where"] == joined["where"] or bool(set(one["where"]) & set(joined["where"])))
+def _is_part(one: dict[str, Any], merged: dict[str, Any]) -> bool:
+    same = (one["code"], one["severity"], one["cure"]) == (merged["code"], merged["severity"], merged["cure"])
+    return same and (one["where"] == merged["where"] or bool(set(one["where"]) & set(merged["where"])))

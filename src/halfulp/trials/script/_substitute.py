@@ -145,12 +145,12 @@ def _class_that_makes(own: Any, recipe: Recipe, done: Substitution) -> type:
     Not `__new__` of torch's own class: one that was set and deleted leaves a class that takes no arguments any more.
     """
 
-    def made(cls: type, *args: Any, **options: Any) -> Any:
+    def make(cls: type, *args: Any, **options: Any) -> Any:
         if cls is not kind:
             return object.__new__(cls)
         return _of_recipe(own, recipe, done, args, options)
 
-    kind = type(own.__name__, (own,), {"__new__": made, "__module__": own.__module__, "__doc__": own.__doc__})
+    kind = type(own.__name__, (own,), {"__new__": make, "__module__": own.__module__, "__doc__": own.__doc__})
     return kind
 
 
@@ -175,7 +175,7 @@ def _converting(kind: Any, recipe: Recipe, done: Substitution) -> Any:
     init = kind.__init__
 
     @functools.wraps(init)
-    def made(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
+    def convert_and_init(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
         if type(optimizer) is not kind:
             init(optimizer, params, *args, **options)
             return
@@ -184,7 +184,7 @@ def _converting(kind: Any, recipe: Recipe, done: Substitution) -> Any:
         init(optimizer, groups, *args, **options)
         done.add(optimizer)
 
-    return made
+    return convert_and_init
 
 
 def _convert(groups: list[dict[str, Any]], recipe: Recipe, done: Substitution) -> nn.Module:

@@ -45,7 +45,7 @@ def run(script: str, arguments: list[str], recipe: str, module: bool = False, le
 
     def left(ending: Ending) -> int:
         if leave is not None:
-            leave(_result(losses, done, ending, None))
+            leave(_report(losses, done, ending, None))
         return ending.code
 
     def log(loss: torch.Tensor) -> None:
@@ -57,10 +57,10 @@ def run(script: str, arguments: list[str], recipe: str, module: bool = False, le
             ending = run_script(script, arguments, passing=Refusal, module=module, leave=left)
     except Refusal as refusal:
         refused = str(refusal)
-    return _result(losses, done, ending, refused)
+    return _report(losses, done, ending, refused)
 
 
-def _result(losses: list[float], done: Substitution, ending: Ending | None, refused: str | None) -> dict[str, Any]:
+def _report(losses: list[float], done: Substitution, ending: Ending | None, refused: str | None) -> dict[str, Any]:
     code = 0 if ending is None else ending.code
     if refused is None and not done.made and not code:
         refused = _nothing_to_convert(done)

@@ -74,7 +74,7 @@ class FullBatch(Task):
         model = recipes.convert(copy.deepcopy(start), recipe, seed=seed)
         optimizer = recipes.optimizer(model, self.rule, seed=seed, report_interval=report_interval, **self.hyper)
         train, validation = self.whole()
-        course = self._course(model, optimizer, [held(recipe, x) for x in train], steps, report)
+        course = self._course(model, optimizer, [encode(recipe, x) for x in train], steps, report)
         failed = course["diverged_at"] is not None
         wide = start.double()
         if not failed:
@@ -82,7 +82,7 @@ class FullBatch(Task):
         scores = {
             name: self._score(wide, part, failed) for name, part in (("validation", validation), ("train", train))
         }
-        own = self._score(model, [held(recipe, x) for x in validation], failed)
+        own = self._score(model, [encode(recipe, x) for x in validation], failed)
         size = {"parameters": sum(p.numel() for p in model.parameters()), "targets": len(validation[1])}
         return {**course, "float32": scores, "own": own, **size, "data": self.note}
 
@@ -127,7 +127,7 @@ class FullBatch(Task):
         return {"loss": float(self.loss(logits, targets)), "accuracy": self.right(logits, targets)}
 
 
-def held(recipe: Recipe, x: Tensor) -> Tensor:
+def encode(recipe: Recipe, x: Tensor) -> Tensor:
     """float64 data as the recipe holds weights."""
     dtype = getattr(torch, recipe.param_dtype or "float32")
     return MCTensor.encode(x, recipe.components, dtype) if recipe.components else x.to(dtype)

@@ -11,7 +11,7 @@ from ..._names import enter, unknown
 if TYPE_CHECKING:
     from ._task import Task
 
-Kind = TypeVar("Kind", bound="type[Task]")
+TaskClass = TypeVar("TaskClass", bound="type[Task]")
 # Name: file and class, or the class of a task that somebody registered.
 _TASKS: dict[str, str | type[Task]] = {
     "digits": "_digits.Digits",
@@ -66,7 +66,7 @@ def kind_of(name: str) -> type[Task]:
     return _class(name) if name in _TASKS else Task
 
 
-def register(kind: Kind) -> Kind:
+def register(kind: TaskClass) -> TaskClass:
     """Make a task known by its name, to comparisons and to the command line; a decorator of its class.
 
     Worker processes import the class from its module, which a script of its own, an installed package or a file that

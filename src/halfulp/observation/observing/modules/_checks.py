@@ -103,7 +103,7 @@ class CompiledModules:
 
     def __init__(self, book: Notebook, modules: dict[str, nn.Module]) -> None:
         self.book, self._modules = book, modules
-        self._held: dict[str, SecondRun] = {}
+        self._second_runs: dict[str, SecondRun] = {}
         self._compared: dict[str, int] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -122,7 +122,7 @@ class CompiledModules:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._held.clear()
+        self._second_runs.clear()
 
     def is_due(self, name: str) -> bool:
         """Return whether a module is to be compared at its next run."""
@@ -130,7 +130,7 @@ class CompiledModules:
 
     def forget(self, name: str) -> None:
         """Forget the inputs of a run that did not end."""
-        self._held.pop(name, None)
+        self._second_runs.pop(name, None)
 
     def hold(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Copy what the original depends on, before the compiled module runs."""
@@ -138,7 +138,7 @@ class CompiledModules:
         reason = why_never(original)
         try:
             if reason is None:
-                self._held[name] = SecondRun(original, args, kwargs)
+                self._second_runs[name] = SecondRun(original, args, kwargs)
         except Exception as error:
             reason = f"its inputs or attributes cannot be copied ({type(error).__name__})"
         if reason:
@@ -146,7 +146,7 @@ class CompiledModules:
 
     def compare(self, name: str, output: Any) -> None:
         """Run the original as it was then."""
-        second = self._held.pop(name, None)
+        second = self._second_runs.pop(name, None)
         if second is None or output is None:
             return
         self._compared[name] = self.book.step

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ...sampling._totals import LAST_AMAX
 from .._expectations import Expectations
 from .._notebook import Notebook, watching
-from .._slot import Slot
+from .._slot import TensorSlot
 from ._checks import CompiledModules, Recomputations
 from ._outputs import loss_in, tensors_in
 from ._running_statistics import RunningStatistics
@@ -190,7 +190,7 @@ class _ModuleHook:
 
     def __init__(self, owner: ModuleHooks, name: str, kind: str, is_followed: bool) -> None:
         self.owner, self.name, self.is_followed = owner, name, is_followed
-        self.slot = Slot(owner.book, "activation", name, kind)
+        self.slot = TensorSlot(owner.book, "activation", name, kind)
         self.gradient = _GradientHook(owner.book, name, kind)
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -206,7 +206,7 @@ class _GradientHook:
 
     def __init__(self, book: Notebook, name: str, kind: str) -> None:
         self.book = book
-        self.slot = Slot(book, "activation gradient", name, kind)
+        self.slot = TensorSlot(book, "activation gradient", name, kind)
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """Look at it."""

@@ -16,15 +16,15 @@ class RandomState:
     """The states of torch's generators on every device, and of Python's and numpy's, when this was made."""
 
     def __init__(self) -> None:
-        self._held = [(read, write, read()) for read, write in _sources()]
+        self._saved_states = [(read, write, read()) for read, write in _sources()]
 
     def is_current(self) -> bool:
         """Return whether nothing was drawn since."""
-        return all(_same(read(), value) for read, _, value in self._held)
+        return all(_same(read(), value) for read, _, value in self._saved_states)
 
     def put_back(self) -> None:
         """Set the generators to these states."""
-        for read, write, value in self._held:
+        for read, write, value in self._saved_states:
             if not _same(read(), value):
                 write(value)
 

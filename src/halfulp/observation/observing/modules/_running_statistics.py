@@ -35,7 +35,7 @@ class RunningStatistics:
     def __init__(self, book: Notebook, modules: dict[nn.Module, str]) -> None:
         self.book = book
         self._modules = {module: name for module, name in modules.items() if _is_followed(module)}
-        self._held: dict[nn.Module, _Statistics] = {}
+        self._shadows: dict[nn.Module, _Statistics] = {}
 
     def follows(self, module: nn.Module) -> bool:
         """Return whether a module is one whose statistics are watched."""
@@ -43,15 +43,15 @@ class RunningStatistics:
 
     def begin(self) -> None:
         """Copy the statistics as they are before the step's batches."""
-        self._held = {}
+        self._shadows = {}
         for module in self._modules:
             before = {key: getattr(module, key).detach().double().cpu() for key in ("running_mean", "running_var")}
             shadow = {key: value.clone() for key, value in before.items()}
-            self._held[module] = _Statistics(before, shadow, _batches(module))
+            self._shadows[module] = _Statistics(before, shadow, _batches(module))
 
     def follow(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Let the shadows take up a batch."""
-        held = self._held.get(module)
+        held = self._shadows.get(module)
         if held is None or not module.training or not inputs or not isinstance(inputs[0], torch.Tensor):
             return
         x = inputs[0].detach().double()
@@ -68,7 +68,7 @@ class RunningStatistics:
 
     def end(self) -> None:
         """Compare the statistics with their shadows, where these saw every batch."""
-        held, self._held = self._held, {}
+        held, self._shadows = self._shadows, {}
         for module, one in held.items():
             if not one.calls or _batches(module) - one.tracked != one.calls:
                 continue

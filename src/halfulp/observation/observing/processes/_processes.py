@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ....rounding import mix64
-from ...sampling._places import name_key, place_key
+from ...sampling._sample_places import name_key, place_key
 from ...sampling._totals import AMAX, AMIN
 from .._notebook import Notebook
 from ._hashes import hashes

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ....rounding import mix64
-from ...sampling._places import MOST, name_key
+from ...sampling._sample_places import MOST, name_key
 from ._rank_summary import Array
 
 # Few parameters and elements a step, other ones at the next: bits repeat in all of a rank's parameters, or in many.

@@ -9,7 +9,7 @@ from ...record._record import Realised
 from ...sampling._plain import stored
 from ...sampling._sampler import sampled
 from .._notebook import Notebook, watching
-from .._slot import Slot
+from .._slot import TensorSlot
 from ._realised import add_changes
 
 
@@ -49,13 +49,13 @@ class GradientHooks:
 class _Arrival:
     """The two hooks of one parameter."""
 
-    __slots__ = ("book", "held", "incoming", "name", "owner", "parameter", "slot")
+    __slots__ = ("accumulated", "book", "incoming", "name", "owner", "parameter", "slot")
 
     def __init__(self, owner: GradientHooks, name: str) -> None:
         self.owner, self.book, self.name = owner, owner.book, name
-        self.slot = Slot(owner.book, "weight gradient", name, owner.book.record.parameters[name].kind)
+        self.slot = TensorSlot(owner.book, "weight gradient", name, owner.book.record.parameters[name].kind)
         self.parameter: torch.Tensor | None = None
-        self.held: torch.Tensor | None = None
+        self.accumulated: torch.Tensor | None = None
         self.incoming: torch.Tensor | None = None
 
     def before(self, gradient: torch.Tensor) -> None:
@@ -65,13 +65,13 @@ class _Arrival:
                 self.owner.arrived.add(self.name)
             else:
                 self._look(gradient)
-            self.held = self.incoming = None
+            self.accumulated = self.incoming = None
             if self.parameter is not None and self.parameter.grad is not None:
                 self._hold(self.parameter.grad, gradient)
 
     def after(self, parameter: torch.Tensor) -> None:
         """Hook: it has been added."""
-        if self.held is not None:
+        if self.accumulated is not None:
             self._accumulated(parameter)
 
     @watching
@@ -85,11 +85,11 @@ class _Arrival:
         held, incoming = stored(there), stored(gradient)
         if held is not None and incoming is not None and held.flat.numel() == incoming.flat.numel():
             key = self.book.key(self.name)
-            self.held, self.incoming = sampled(held.flat, key), sampled(incoming.flat, key)
+            self.accumulated, self.incoming = sampled(held.flat, key), sampled(incoming.flat, key)
 
     @watching
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        held, incoming, self.held, self.incoming = self.held, self.incoming, None, None
+        held, incoming, self.accumulated, self.incoming = self.accumulated, self.incoming, None, None
         found = stored(parameter.grad) if parameter.grad is not None else None
         # Zeros that `zero_grad(set_to_none=False)` left swallow nothing.
         if found is None or held is None or incoming is None or not held.any():

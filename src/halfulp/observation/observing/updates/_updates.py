@@ -208,7 +208,7 @@ class Updates:
             self._follow_directions(one, wanted, there)
         change = moved.sub_(weight)
         add_changes([one.record.update for one in stepped], weight, now, change, layout.ends)
-        layout.look_at_changes(change, [_held(one.record.dtype) for one in stepped])
+        layout.look_at_changes(change, [_stored_dtype(one.record.dtype) for one in stepped])
         for key, value in wanted_states.items():
             if key not in WHOLE and isinstance(value, torch.Tensor) and value.shape == weight.shape:
                 self._compare_state(key, batch, value, states_now.get(key))
@@ -286,7 +286,7 @@ class Updates:
 
     def _look_at_update(self, one: Stepped, change: torch.Tensor) -> None:
         flat = change if one.record.dtype == torch.float64 else change.float()
-        found = Stored(flat.contiguous(), _held(one.record.dtype))
+        found = Stored(flat.contiguous(), _stored_dtype(one.record.dtype))
         self.book.look_all("update", [(one.record.name, one.record.kind, found)])
 
     def _look_at_states(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -327,7 +327,7 @@ def _number(value: Any, otherwise: float) -> float:
     return float(value) if isinstance(value, int | float | torch.Tensor) else otherwise
 
 
-def _held(dtype: torch.dtype) -> torch.dtype:
+def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point else torch.float32
 
 

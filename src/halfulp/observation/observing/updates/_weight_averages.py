@@ -49,7 +49,7 @@ class WeightAverages:
     def __init__(self, book: Notebook, average: EMA | nn.Module | None, model: nn.Module) -> None:
         self.book, self.average = book, average
         self._pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        self._held: list[_Average] = []
+        self._awaited: list[_Average] = []
         self._retention: float | None = None
         if average is None:
             return
@@ -67,18 +67,18 @@ class WeightAverages:
 
     def begin(self) -> None:
         """Sample averages and weights as they are after a step."""
-        self._held = []
+        self._awaited = []
         if not self._pairs:
             return
         self._retention = _retention(self.average)
         for name, tensor, weight in self._pairs:
             before, live = self._sample(name, tensor), self._sample(name, weight)
             if before is not None and live is not None:
-                self._held.append(_Average(name, tensor, _version(tensor), before, live))
+                self._awaited.append(_Average(name, tensor, _version(tensor), before, live))
 
     def end(self) -> None:
         """Compare with what they are before the next step, where they were updated in between."""
-        held, self._held = self._held, []
+        held, self._awaited = self._awaited, []
         for one in held:
             after = self._sample(one.name, one.tensor)
             if after is None or _version(one.tensor) == one.version:
