@@ -65,11 +65,12 @@ def extensions() -> str:
     lines = []
     for path in sorted(folder.glob("*.py")):
         about = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-        lines.append([f"`{path.name}`", about, str(_lines_of_code(path.read_text()))])
+        lines.append([f"`{path.name}`", about, str(lines_of_code(path.read_text()))])
     return grid(["file", "what it adds", "lines of code"], lines)
 
 
-def _lines_of_code(source: str) -> int:
+def lines_of_code(source: str) -> int:
+    """Count lines that hold code: not blank, no comment, no docstring."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):

@@ -8,7 +8,7 @@ _MOST = 5
 
 
 def a_kind(given: object) -> str:
-    """What something is, with the article that its class's name wants.
+    """Return the class's name of an object with its article, for messages.
 
     >>> a_kind(3), a_kind({}), a_kind(None)
     ('an int', 'a dict', 'None')
@@ -22,7 +22,7 @@ def a_kind(given: object) -> str:
 
 
 def listed(names: Iterable[object]) -> str:
-    """Some names in words, the first of many.
+    """Return names as a sentence's list, shortened if there are many.
 
     >>> listed(["a", "b"]), listed("abcdefg")
     ("'a', 'b'", "'a', 'b', 'c', 'd', 'e' and 2 more")
@@ -33,7 +33,7 @@ def listed(names: Iterable[object]) -> str:
 
 
 def differences(missing: Iterable[object], unknown: Iterable[object]) -> str:
-    """Which names a file lacks, and which it has that nobody knows; at least one of the two has some.
+    """Return the words for the names that a file lacks and those that it has in excess.
 
     >>> differences(["a"], []), differences(["a"], ["b"])
     ("lacks 'a'", "lacks 'a' and has the unknown 'b'")

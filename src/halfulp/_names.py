@@ -8,7 +8,7 @@ _DESCRIBED: dict[str, dict[str, str]] = {}
 
 
 def enter(kind: str, registry: dict[str, Any], name: str, entry: object, words: str | None) -> None:
-    """Put an entry under its name.
+    """Register an entry under its name.
 
     A class that stands there already may come again from the module that it came from, as when a notebook's cell or a
     file is run twice.
@@ -41,7 +41,7 @@ def enter(kind: str, registry: dict[str, Any], name: str, entry: object, words: 
 
 
 def described(kind: str) -> dict[str, str]:
-    """The names of one kind that were entered so far, and the first paragraph of what was said of each.
+    """Return the registered names of one kind, each with the first paragraph of its description.
 
     It imports nothing: whoever named an entry of their own has imported what registers it.
     """
@@ -55,7 +55,7 @@ def _is_same(there: object, entry: object) -> bool:
 
 
 def unknown(kind: str, given: object, allowed: Iterable[str]) -> str:
-    """The message for a name that is not among those allowed, nearest names first.
+    """Return the message for an unknown name: the allowed ones, nearest first.
 
     >>> unknown("recipe", "bf16-khan", ["fp32", "bf16-kahan"])
     "unknown recipe 'bf16-khan'; did you mean 'bf16-kahan'? Allowed: fp32, bf16-kahan"

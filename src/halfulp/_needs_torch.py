@@ -1,4 +1,4 @@
-"""What every package of tensors imports first, so that of a torch that is too old just that is said."""
+"""Checks the version of torch; every package of tensors imports this module first."""
 
 import torch  # noqa: F401
 

@@ -7,7 +7,7 @@ FLOOR = "2.12"
 
 
 def check() -> None:
-    """Raise if the torch that this process has imported is too old; say nothing where none is imported.
+    """Raise if the torch that this process has imported is too old; do nothing if none is imported.
 
     Raises:
         ImportError: torch is older than FLOOR.

@@ -36,7 +36,7 @@ def after_import(name: str, call: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder:
-    """Finds one module where the other finders do, and makes a call once it has been executed."""
+    """A module finder that calls a function once one module has been imported."""
 
     def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -66,7 +66,7 @@ class _Finder:
 
 
 def _register(torch: ModuleType) -> None:
-    """Of a torch that is too old halfulp's own import speaks; a program that only imports both goes on."""
+    """Register halfulp's classes and operators with torch; skipped for a torch that is too old."""
     if is_older(torch.__version__):
         return
     torch.serialization.add_safe_globals([(_imported_when_called(name), name) for name in SAVED_FUNCTIONS])
@@ -74,7 +74,7 @@ def _register(torch: ModuleType) -> None:
 
 
 def _imported_when_called(name: str) -> Callable:
-    """The function of that full name, whose module is imported when it is called."""
+    """Return a function that imports the module of another function when it is called, and calls it."""
 
     def call(*arguments: Any) -> Any:
         module, _, function = name.rpartition(".")
@@ -85,7 +85,7 @@ def _imported_when_called(name: str) -> Callable:
 
 @contextlib.contextmanager
 def defining_operators() -> Iterator[None]:
-    """While an operator is defined torch asks for its name, which nobody is to import anything for."""
+    """A context for defining operators, in which looking up an operator imports nothing."""
     _here.defining = True
     try:
         yield

@@ -94,7 +94,7 @@ def arctan(x: Fraction) -> int:
 
 @functools.cache
 def pi() -> int:
-    """Machin's 16 atan(1/5) - 4 atan(1/239)."""
+    """pi, as 16 atan(1/5) - 4 atan(1/239) (Machin)."""
     return 16 * arctan(Fraction(1, 5)) - 4 * arctan(Fraction(1, 239))
 
 
@@ -122,7 +122,7 @@ def error_function(x: Fraction) -> int:
 
 
 def columns(values: list[int], count: int) -> list[tuple[float, ...]]:
-    """A table of fixed-point values as `count` tables of float64 components."""
+    """Convert a table of fixed-point values to `count` tables of float64 components."""
     return [tuple(column) for column in zip(*(components(value, count) for value in values))]
 
 

@@ -17,7 +17,7 @@ def two_sum(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def fast_two_sum(a, b):
-    """The same for |a| >= |b| or a = 0 (Dekker 1971); 3 operations."""
+    """a + b = s + e exactly for |a| >= |b| or a = 0 (Dekker 1971); 3 operations."""
     s = a + b
     return s, b - (s - a)
 

@@ -19,7 +19,7 @@ Layout = tuple[tuple[Spec, ...], ...]
 
 @contextlib.contextmanager
 def workspace(layout: Layout, device: torch.device) -> Iterator[list[list[torch.Tensor]]]:
-    """Contiguous tensors whose contents are whatever was there.
+    """Return uninitialized contiguous tensors from the thread's scratch memory.
 
     Args:
         layout: groups of (shape, dtype). The first group has memory of its own; all later ones lie over each other.

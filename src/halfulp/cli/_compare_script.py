@@ -75,7 +75,7 @@ def _check(script: str, module: bool, unused: Mapping[str, Any]) -> None:
 
 
 def _logged(out: str, said: str) -> str:
-    """Keep what a script said before it failed, and say where."""
+    """Write a failed script's output to a log file and name the file."""
     if not said.strip():
         return ""
     write_whole(Path(out, _LOG), said)

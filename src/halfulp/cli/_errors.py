@@ -15,7 +15,7 @@ def fail(message: object) -> NoReturn:
 
 @contextlib.contextmanager
 def or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """For code of the user's, which may raise anything: a traceback's exit code would be that of FAILED.
+    """A context for a user's code: any exception ends the command with exit code 2.
 
     Exceptions that are ``telling`` speak for themselves; before others goes what was being done, and their name.
     """
@@ -29,14 +29,14 @@ def or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[N
 
 @dataclass
 class ExitCode:
-    """What a command is to exit with."""
+    """An exception that ends a command with an exit code."""
 
     code: int = 0
 
 
 @contextlib.contextmanager
 def ends_as_exit_code() -> Iterator[ExitCode]:
-    """Where no exception may leave, as inside os._exit: what `fail` or a ValueError says is printed, and the code 2."""
+    """A context that no exception leaves: messages are printed, and the exit code is 2."""
     found = ExitCode()
     try:
         yield found
@@ -50,7 +50,7 @@ def ends_as_exit_code() -> Iterator[ExitCode]:
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
-    """For writing to a file that an option names."""
+    """A context for writing to a file that an option names; errors end the command."""
     try:
         yield
     except OSError as error:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 
 def several(kind: str, default: Sequence[str]) -> str:
-    """The help of an option that takes several names."""
+    """Return the help text of an option that takes several names."""
     return f"{kind}, separated by commas or one option each. Default: {', '.join(default)}"
 
 
 def split(given: list[str] | None, default: Sequence[str]) -> list[str]:
-    """``["a,b", "c"]`` as ``["a", "b", "c"]``; the default where nothing was given.
+    """Split ``["a,b", "c"]`` into ``["a", "b", "c"]``; return the default for an empty list.
 
     >>> split(["digits, text", "cifar10"], ["text"]), split(None, ["text"])
     (['digits', 'text', 'cifar10'], ['text'])
@@ -20,7 +20,7 @@ def split(given: list[str] | None, default: Sequence[str]) -> list[str]:
 
 
 def complete(names: Callable[[], Sequence[str]]) -> Callable[[str], list[str]]:
-    """What a shell completes the last of some names to, those before it kept; torch is not imported for it.
+    """Return a shell's completions of the last of several names; torch is not imported.
 
     >>> complete(lambda: ["digits", "text", "two-heads"])("digits,t")
     ['digits,text', 'digits,two-heads']

@@ -66,7 +66,7 @@ def observe(
 
 
 def _report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> int:
-    """Print and write what was seen; the exit code."""
+    """Print and write the report; return the exit code."""
     report = watch.report(ending.reason)
     how = _CUT_SHORT.get(ending.reason)
     if not report.steps:

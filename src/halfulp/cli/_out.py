@@ -18,7 +18,7 @@ Out = Annotated[str | None, typer.Option(help="Folder for the page and the JSON,
 
 
 def prepare(out: str | None, name: Instrument) -> None:
-    """Before the work: make the folder and check that a page can be made and written into it.
+    """Create the output folder and check, before any work, that a page can be written into it.
 
     Raises:
         ValueError: jinja2 is missing, the folder cannot be written, or its name is that of a page.

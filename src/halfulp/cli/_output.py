@@ -13,13 +13,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program in 
 
 
 def print_json(content: Any) -> None:
-    """One document on standard output; what it holds is plain data without NaN."""
+    """Print one JSON document on standard output; it holds plain data without NaN."""
     print(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 @contextlib.contextmanager
 def prints_elsewhere() -> Iterator[None]:
-    """While open, what a script and the processes that it starts print goes to stderr: stdout is for JSON alone."""
+    """A context that sends what a script and its processes print to stderr, so that stdout has JSON alone."""
     sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr):
         kept = os.dup(1)
@@ -58,7 +58,7 @@ def plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int = 2,
 
 
 def cell(value: Any) -> str:
-    """A value as a table shows it.
+    """Return a value as a table's text.
 
     >>> cell(True), cell(1 / 3), cell(None), cell("bf16")
     ('yes', '0.3333', '–', 'bf16')

@@ -65,7 +65,7 @@ def _write(out: str, found: Any) -> None:
 
 
 def _check_writable(out: str) -> None:
-    """Before the work, and so that nothing is left if that fails."""
+    """Check that a file can be written, before the work; leave nothing behind if not."""
     path = Path(out).resolve()
     new = not path.exists()
     with writing(out):

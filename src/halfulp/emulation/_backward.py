@@ -42,7 +42,7 @@ class Graph:
             handle.remove()
 
     def add(self, tensor: Tensor) -> None:
-        """Attach to the node that made a tensor and to all before it that are new."""
+        """Hook the node that made a tensor, and all nodes before it without hooks."""
         node = tensor.grad_fn
         todo = [] if node is None else [(node, node._sequence_nr())]
         while todo:
@@ -72,7 +72,7 @@ class Graph:
         node.register_hook(partial(self._leaving, name, tuple(edges), name in _MOVES))
 
     def _watch(self, leaf: Tensor) -> None:
-        """Round a leaf's sums: of its uses, where there are several, and over backward passes."""
+        """Hook a leaf so that the sums of its gradients are rounded: over its uses, and over backward passes."""
         uses = self._leaves[id(leaf)] = self._leaves.get(id(leaf), 0) + 1
         me = weakref.ref(self)
         if uses == 1:
@@ -81,7 +81,7 @@ class Graph:
             self._handles.append(leaf.register_hook(partial(_summed, me)))
 
     def _arriving(self, node: int, name: str, gradients: tuple[Tensor | None, ...]) -> tuple | None:
-        """Before a node runs: what arrives is one rounded gradient, or a sum, or from outside."""
+        """Pre-hook of a node: round an incoming gradient that is a sum, or comes from outside."""
         self.task = torch._C._current_graph_task_id()
         if torch.is_grad_enabled():
             raise NotImplementedError(
@@ -97,7 +97,7 @@ class Graph:
         return None if changed is None else tuple(changed)
 
     def _leaving(self, name: str, edges: tuple, moves: bool, gradients: tuple, arrived: tuple) -> tuple | None:
-        """After a node ran: each of its results is rounded once."""
+        """Post-hook of a node: round each of its results once."""
         results = list(gradients)
         for i, gradient in enumerate(gradients):
             if gradient is None:
@@ -111,7 +111,7 @@ class Graph:
 
 
 def _accumulated(graph: weakref.ref, leaf: Tensor) -> None:
-    """After a gradient was added to a leaf's: round the sum, if this backward pass went through the graph."""
+    """Hook of a leaf after accumulation: round the sum, if this backward pass went through the graph."""
     owner = graph()
     if owner is not None and owner.task == torch._C._current_graph_task_id():
         owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")

@@ -22,7 +22,7 @@ from ._rounder import CONTAINERS, Rounder
 
 
 class Emulation:
-    """What `emulate` returns: calls the model under emulation, tells what was rounded, and takes it back.
+    """The result of `emulate`: calls the model under emulation, reports what was rounded, and can be removed.
 
     It is also the model's `forward` while it is in effect, so deepcopy and pickle take it along: the copy's is
     `copy.forward`. As a context manager it removes itself at the end of the block.
@@ -114,14 +114,14 @@ class Emulation:
         return vars(self) | {"_seen": {}}
 
     def _rounded(self, tensor: Tensor) -> Tensor:
-        """An argument without gradient as the format's numbers."""
+        """Return an argument that needs no gradient rounded to the format."""
         return tensor if _needs_gradient(tensor) else self.rounder.rounded(tensor, "an argument")
 
     @staticmethod
     def _each(
         change: Callable[[Tensor], Tensor], args: Iterable[Any], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments with every tensor changed, also inside lists, tuples and dicts."""
+        """Apply a function to every tensor among arguments, also inside lists, tuples and dicts."""
         return [_inside(change, value) for value in args], {k: _inside(change, value) for k, value in kwargs.items()}
 
     def _check_parameters(self, model: nn.Module) -> None:
@@ -280,5 +280,5 @@ def _off_format(target: object, rounder: Rounder) -> dict[str, int]:
 
 
 def _checksum(parameter: Tensor) -> int:
-    """What changes where bits of a parameter do; 0 of one that cannot leave the format or has no memory."""
+    """Return a checksum of a parameter's bits; 0 for one that cannot leave the format or has no memory."""
     return 0 if parameter.is_meta or not parameter.is_floating_point() else checksum(parameter)

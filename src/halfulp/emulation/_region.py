@@ -1,4 +1,4 @@
-"""A stretch of code in which every operator's output is rounded, on this thread."""
+"""A context in which every operator's output is rounded, on this thread."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Mode(TorchDispatchMode):
         return out
 
     def link(self) -> None:
-        """Attach to the nodes of the last outputs, which autograd has made by now.
+        """Hook the nodes of the last outputs, which autograd has created by now.
 
         What is made without gradients inside a custom Function may get the Function's node when that returns.
         """
@@ -164,7 +164,7 @@ class Region:
 
 
 def untraceable(recorder: str) -> str:
-    """What is said to who records an emulated model as a graph."""
+    """Return the error for recording an emulated model as a graph."""
     return (
         f"{recorder} would record an emulated model without its roundings: end the emulation (its remove(); the handle "
         "is the model's forward) and record the plain model, whose numbers are float32's, or run the model as it is"
@@ -172,7 +172,7 @@ def untraceable(recorder: str) -> str:
 
 
 def refuse_recording() -> None:
-    """Raise where the operators that run are recorded."""
+    """Raise if the operators that run are being recorded as a graph."""
     if torch.compiler.is_exporting():
         raise NotImplementedError(untraceable("torch.export"))
     if torch.jit.is_tracing():

@@ -1,4 +1,4 @@
-"""Which numbers exist: formats as data, a catalogue of them, block formats, and an exact reference."""
+"""Number formats as data: a catalogue, block formats, and an exact reference of their rounding."""
 
 from ._block import BlockFormat as BlockFormat
 from ._block import block_names as block_names

@@ -133,7 +133,7 @@ def _from_dtype(name: str) -> Format:
 
 
 def _unknown(given: str, key: str) -> str:
-    """What to say about a name that nothing answers to."""
+    """Return the error for a name that stands for no format."""
     if key.startswith(("mx", "nvfp")):
         return f"{given!r} is no format of single numbers; block formats come from hu.formats.get_block"
     near = difflib.get_close_matches(key, [*CATALOG, *_ALIASES], n=4, cutoff=0.5)

@@ -17,7 +17,7 @@ Overflow = Literal["inf", "nan", "saturate"]
 
 @dataclass(frozen=True, repr=False)
 class Format:
-    """Which numbers exist: ``value = (-1)^s * 2^(e - bias) * 1.m``, and ``2^(1 - bias) * 0.m`` where e = 0.
+    """A floating-point format: ``value = (-1)^s * 2^(e - bias) * 1.m``, and ``2^(1 - bias) * 0.m`` where e = 0.
 
     A format of your own works wherever a catalogued one does; nothing has to be registered. A code is laid
     out ``sign | exponent | mantissa``, most significant bit first.

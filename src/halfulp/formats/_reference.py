@@ -177,12 +177,12 @@ def _split(x: float | Fraction) -> tuple[int, Fraction | float | None]:
 
 
 def _overflowed(sign: int, format: Format, policy: Overflow) -> float:
-    """What stands for a number beyond the largest."""
+    """Return the result for a number beyond the largest, by the overflow policy."""
     return math.copysign({"inf": math.inf, "nan": math.nan, "saturate": format.max}[policy], sign)
 
 
 def _round_magnitude(magnitude: Fraction, sign: int, format: Format, mode: Mode, u: Fraction | None) -> Fraction:
-    """The neighbour of a magnitude on the grid that has no end."""
+    """Round a magnitude to the format's grid, extended beyond its largest number."""
     if not format.zero and magnitude < Fraction(format.smallest_normal):
         return Fraction(format.smallest_normal)
     spacing = _spacing(magnitude, format)

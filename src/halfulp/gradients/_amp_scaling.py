@@ -1,4 +1,4 @@
-"""A step of an optimizer whose gradients a scaler unscales, also of one that handles overflow itself."""
+"""Steps of optimizers whose gradients a scaler unscales, including those that handle overflow themselves."""
 
 from __future__ import annotations
 

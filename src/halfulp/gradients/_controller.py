@@ -77,7 +77,7 @@ class Controller:
         self._measure_next = False
 
     def read(self, flags: list[Tensor]) -> bool:
-        """Whether any flag is set; measurements of the iteration come along in the same copy."""
+        """Read whether any flag is set, and the iteration's measurements, by one copy from the device."""
         binades = self.following.taken(flags[0].device) if self.backward.measuring else []
         values, measured = self.backward.measurements.read([*flags, *binades])
         self._measured += measured
@@ -208,7 +208,7 @@ class Controller:
         self.since = since
 
     def resume(self, given: dict[str, Any], progress: list) -> None:
-        """Take over the sites of a state."""
+        """Load the sites of a state."""
         load_sites(given, self.sites, self.backward.format or fp16)
         for key, values in given.items():
             self._set(self.sites[key], values["exponent"])
@@ -262,7 +262,7 @@ class Controller:
         site.note_overflow(self.iteration, _MEMORY * self.interval, site.exponent, doubted)
 
     def _fall(self, readings: dict[Site, dict[str, Reading]]) -> dict[Site, None]:
-        """Lower and return the sites that overflowed, and those whose measurements were all infinite."""
+        """Lower the sites that overflowed, and those whose measurements were all infinite; return them."""
         sources = [one.site for one in self._overflow_sources]
         for site in sources:
             site.overflows += 1
@@ -357,7 +357,7 @@ class Controller:
         return min(exponent, site.overflow.exponent - self._short(site))
 
     def _short(self, site: Site) -> int:
-        """How many powers of two a site stays below its overflow; another overflow takes it further down."""
+        """Return how many powers of two a site stays below the exponent at which it overflowed."""
         return min(_SHORT, site.exponent - self.policy.exponent_after_overflow(site))
 
     def _halved(self, site: Site, exponent: int) -> int:

@@ -68,7 +68,7 @@ class Following:
         self.wanted = self.on = False
 
     def taken(self, device: torch.device) -> list[Tensor]:
-        """This iteration's binades, as numbers on a device."""
+        """Return this iteration's binades, as tensors on their devices."""
         binades, self.binades = self.binades, []
         return [torch.as_tensor(binade, dtype=torch.float32, device=device) for binade in binades]
 
@@ -107,7 +107,7 @@ class Following:
         return self.moved_by(gradient, source.exponent - target.exponent, self.sign(source, target))
 
     def sign(self, source: Site, target: Site) -> int:
-        """How often the lift counts from ``target`` to ``source``: 1 into the sites that follow, -1 out of them."""
+        """Return the sign of the lift from ``target`` to ``source``: 1 into the sites that follow, -1 out of them."""
         return target.follows_global - source.follows_global if self.wanted else 0
 
     def moved_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
@@ -128,7 +128,7 @@ class Following:
         return with_strides_of((wide * factor).to(gradient.dtype), gradient)
 
     def raised(self, exponent: int, sign: int) -> int | None:
-        """exponent + sign lift, where the host knows it."""
+        """Return exponent + sign * lift if the host knows the lift, else None."""
         if not sign or not self.on or self._lift is None:
             return exponent
         return exponent + sign * self._lift if isinstance(self._lift, int) else None
@@ -167,5 +167,5 @@ class Following:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether a number can be read without waiting for a device."""
+    """Return whether a number can be read without a device synchronisation."""
     return tensor.device.type == "cpu"

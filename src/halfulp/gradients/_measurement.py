@@ -17,7 +17,7 @@ _NARROW = {torch.float16: fp16}
 
 
 def narrow(dtype: torch.dtype) -> Format | None:
-    """The format of a dtype with a narrower range than float32's; None for the others."""
+    """Return the format of a dtype with a narrower range than float32's; None for other dtypes."""
     return _NARROW.get(dtype)
 
 
@@ -28,7 +28,7 @@ class Measurements:
         self._rows: list[tuple[Site, str, Format | None, int, Tensor]] = []
 
     def clear(self) -> None:
-        """Forget what was not read."""
+        """Discard measurements that were not read."""
         self._rows.clear()
 
     def __len__(self) -> int:

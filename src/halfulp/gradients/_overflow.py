@@ -114,7 +114,7 @@ def all_finite(gradient: Tensor) -> Tensor:
 
 
 def explains(kinds: dict[str, Reading], exponent: int) -> bool:
-    """Whether gradients like these may overflow at an exponent: they reach half of the largest number, or more."""
+    """Return whether gradients of this size may overflow at an exponent: they reach half of the largest number."""
     return any(
         reading.format is not None and reading.finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
         for reading in kinds.values()
@@ -127,7 +127,7 @@ def is_wide(site: Site) -> bool:
 
 
 def is_blind(site: Site, readings: dict[Site, dict]) -> bool:
-    """Whether a site has no finite measurement of this iteration, as an overflow reached it."""
+    """Return whether a site has no finite measurement in this iteration, because an overflow reached it."""
     if is_wide(site):
         return False
     kinds = readings.get(site)
@@ -135,7 +135,7 @@ def is_blind(site: Site, readings: dict[Site, dict]) -> bool:
 
 
 def short_of_overflow(site: Site, exponent: int, iteration: int, short: int | None) -> int:
-    """The wanted exponent, or halfway to the last overflow where it is not below that.
+    """Return the wanted exponent if it is below the last overflow's, else one halfway to it.
 
     A site that does not overflow there any more, as it is there or above, may go anywhere.
 
@@ -157,6 +157,6 @@ def short_of_overflow(site: Site, exponent: int, iteration: int, short: int | No
 
 
 def forget_if_old(site: Site, iteration: int) -> None:
-    """Forget an overflow whose time to be remembered is over."""
+    """Forget an overflow after as many iterations as it is remembered."""
     if site.overflow is not None and iteration >= site.until:
         site.forget_overflow()

@@ -30,7 +30,7 @@ def differentiable_in(value: Any) -> Iterator[Tensor]:
 
 
 def memoized(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A change that is made once for each tensor, so that a tensor given twice stays one tensor."""
+    """Return a function cached per tensor, so that a tensor given twice stays one tensor."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def changed(x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def memoized(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool = True) -> Any:
-    """The same structure with every tensor (that requires gradients) changed; the same object where none changes."""
+    """Apply a function to every tensor that requires gradients in a structure, which is kept if none changes."""
     if type(value) in _NO_TENSORS:
         return value
     if isinstance(value, Tensor):

@@ -288,7 +288,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         return 2.0**self._controller.sites.global_site.exponent if self._enabled else 1.0
 
     def _tensor(self, device: torch.device) -> Tensor:
-        """The global scale where GradScaler keeps it, as it is now."""
+        """The global scale as GradScaler's tensor."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
@@ -396,7 +396,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
             self._controller.resume(state_dict["sites"], state_dict["progress"])
 
     def _module_names(self) -> set[str]:
-        """The qualified names of all modules, as sites' keys begin with them."""
+        """Return the qualified names of all modules, with which sites' keys begin."""
         several = len(self._models) > 1
         found = {"model", ""}
         for i, model in enumerate(one() for one in self._models):
@@ -408,7 +408,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         return found
 
     def detach(self) -> None:
-        """Give the models their plain forward passes back; the scaler is of no more use."""
+        """Restore the models' own forward passes; the scaler cannot be used afterwards."""
         for detach in self._detach:
             detach()
         self._detach.clear()

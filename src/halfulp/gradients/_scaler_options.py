@@ -1,4 +1,4 @@
-"""The options of AdaptiveGradScaler: checks, and what is made of them."""
+"""Checks and conversions of the options of AdaptiveGradScaler."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def controller_of(
 
 
 def _checked(format: Format) -> Format:
-    """A format in which gradients can be."""
+    """Return a format that gradients can have, or raise."""
     if not (format.signed and format.zero):
         lacks = "zero" if format.signed else "negative numbers"
         raise ValueError(f"format {format.name} has no {lacks}, which gradients are: take another, such as 'e5m2'")

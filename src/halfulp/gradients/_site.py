@@ -59,7 +59,7 @@ class Reading:
 
 @dataclasses.dataclass
 class Overflow:
-    """What is remembered of a site's overflows.
+    """A record of a site's last overflow.
 
     Attributes:
         exponent: The lowest one at which it lately did overflow, or may have.
@@ -121,7 +121,7 @@ class Site:
 
     @property
     def exponent(self) -> int:
-        """The gradient here is stored as 2^exponent times the true one."""
+        """The exponent: the gradient is stored as 2^exponent times the true one."""
         return self.global_site._exponent if self.merged and self.global_site else self._exponent
 
     @exponent.setter
@@ -171,7 +171,7 @@ class Site:
 
     @property
     def may_be_free(self) -> bool:
-        """Whether a single overflow is remembered, which may have been a spike, or none."""
+        """Return whether at most one overflow is remembered, which may have been a spike."""
         return self.overflow is None or self.overflow.strikes == self.patience == 1
 
     def change_reference(self, before: int | None, binade: int | None) -> None:
@@ -208,7 +208,7 @@ class Sites:
         self._uniform = uniform
 
     def open(self, key: str) -> Site:
-        """The site of that key; made at its first use, at the exponent of the call before, or the lowest one known."""
+        """Return the site of a key, created at its first use with the previous call's exponent or the lowest in use."""
         site = self._sites.get(key)
         if site is None:
             site = self._sites[key] = Site(key, self.global_site, self._first_exponent(key))
@@ -246,7 +246,7 @@ class Sites:
         return {site: site.overflow for site in self if site.overflow is not None and site.overflow.doubted}
 
     def acquit(self) -> None:
-        """Forget the overflows that are doubted."""
+        """Forget the overflows that may have been another site's."""
         for site in self.doubted():
             site.forget_overflow()
 

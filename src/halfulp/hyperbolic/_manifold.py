@@ -1,4 +1,4 @@
-"""What a model of hyperbolic space offers: the same operations in every one of them."""
+"""The interface of a model of hyperbolic space."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Manifold(abc.ABC):
 
     @abc.abstractmethod
     def exp(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """Where the geodesic from a point ends that starts along a vector and is as long as it (exponential map).
+        """Return the end of the geodesic that starts at a point along a vector and is as long as it (exponential map).
 
         Args:
             point: (..., d).
@@ -74,7 +74,7 @@ class Manifold(abc.ABC):
 
     @abc.abstractmethod
     def size(self, point: torch.Tensor) -> torch.Tensor:
-        """How long a coordinate's unit is at a point, the other way round: |v| / size is the length of v; (..., 1)."""
+        """Return the number of coordinate units per unit length at a point: |v| / size is the length of v; (..., 1)."""
 
     @abc.abstractmethod
     def project(self, point: torch.Tensor) -> torch.Tensor:
@@ -82,11 +82,11 @@ class Manifold(abc.ABC):
 
     @abc.abstractmethod
     def _outside(self, point: torch.Tensor) -> torch.Tensor:
-        """Which points are none, as booleans (...)."""
+        """Return which points do not belong to the model, as booleans (...)."""
 
     @abc.abstractmethod
     def _rule(self) -> str:
-        """What points must fulfil, in words."""
+        """Return the condition on points, in words."""
 
     def retract(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
         """point + step, projected: agrees with `exp` to first order, for a fraction of its time."""

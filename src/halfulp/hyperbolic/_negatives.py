@@ -79,7 +79,7 @@ class RankingSets:
     def _repeated(
         self, sources: torch.Tensor, candidates: torch.Tensor, good: torch.Tensor, generator: torch.Generator
     ) -> torch.Tensor:
-        """All good candidates of a row, and then some of them again."""
+        """Return a row's valid candidates, repeated until there are enough."""
         found = good.sum(1, keepdim=True)
         for row in (found == 0).nonzero()[:, 0].tolist():
             pool = (~self._barred[sources[row]]).nonzero().flatten()

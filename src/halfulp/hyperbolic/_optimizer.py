@@ -1,4 +1,4 @@
-"""What the Riemannian optimizers share: points checked, rows with a gradient picked out and written back."""
+"""The base of Riemannian optimizers: checks of points, and selecting and updating the rows that have gradients."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         point: torch.Tensor,
         gradient: torch.Tensor,
     ) -> torch.Tensor:
-        """Where the points of some rows go, given their Riemannian gradient."""
+        """Return the new points of some rows, given their Riemannian gradients."""
 
     def _read_state(
         self, name: str, parameter: torch.Tensor, rows: torch.Tensor | None, gradient: torch.Tensor, width: int
     ) -> torch.Tensor:
-        """The state of some rows, `width` numbers per point; zeros at first."""
+        """Return the state of some rows, `width` numbers per point; zeros before the first step."""
         state = self.state[parameter]
         if name not in state:
             shape = (*parameter.shape[:-1], width)
@@ -114,7 +114,7 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         return held if rows is None else held[rows]
 
     def _write_state(self, name: str, parameter: torch.Tensor, rows: torch.Tensor | None, value: torch.Tensor) -> None:
-        """Write back what `_read_state` gave."""
+        """Store the state of some rows."""
         if rows is None:
             self.state[parameter][name] = value
         else:
@@ -122,7 +122,7 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
 
 
 def follow(group: dict[str, Any], space: Manifold, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """Along the geodesic, or where the group asks for it straight on."""
+    """Return the end of a step: along the geodesic, or by retraction if the group asks for it."""
     return space.retract(point, step) if group["retraction"] else space.exp(point, step)
 
 

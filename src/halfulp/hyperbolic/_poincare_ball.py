@@ -83,7 +83,7 @@ class PoincareBall(Manifold):
         return margin(point) / 2
 
     def project(self, point: torch.Tensor) -> torch.Tensor:
-        """Points at or beyond 1 - 4 ulps from the middle go back there, along their radius."""
+        """Move points beyond the radius 1 - 4 ulps back to it."""
         room = 4 * _step(point)
         outside = rounded(margin(point)).detach() < 2 * room
         if not torch.compiler.is_compiling() and not outside.any():

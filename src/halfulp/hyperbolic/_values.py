@@ -1,4 +1,4 @@
-"""Plain tensors and MCTensors under one hand: what a formula needs to know of the difference."""
+"""Operations of formulas that plain tensors and MCTensors need in different forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machine code on disk, so that a process pays for compiling only once per machine."""
+"""The on-disk cache of machine code: a kernel is compiled once per machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GENERATORS = tuple(Path(__file__).parent / name for name in ("scalar", "vector"
 
 
 def cache_folder() -> Path | None:
-    """Where compiled kernels lie: HALFULP_CACHE_DIR, or the user's cache folder; None where neither can be known."""
+    """Return the folder of compiled kernels: HALFULP_CACHE_DIR or the user's cache folder; None without either."""
     chosen = os.environ.get("HALFULP_CACHE_DIR")
     if chosen:
         return Path(chosen)
@@ -89,6 +89,6 @@ class MachineCodeCache:
 
 @functools.cache
 def source_digest(*folders: Path) -> str:
-    """A hash of all sources in folders: the part of a cache key that changes with whatever generates code there."""
+    """Return a hash of all sources in folders: the part of a cache key that changes with code generators."""
     files = (file for folder in folders for file in sorted(folder.glob("*.py")))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

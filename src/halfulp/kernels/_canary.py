@@ -1,4 +1,4 @@
-"""One run of every compiled kernel on fixed elements, before its first real one."""
+"""The canary: each compiled kernel is run on fixed elements and compared with its reference before its first use."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def check_bits(
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Outside the modes that the caller's tensors live in (FakeTensorMode, an emulated region) and without history."""
+    """A context without the caller's dispatch modes (FakeTensorMode, an emulated region) and without autograd."""
     with _disable_current_modes(), torch.no_grad():
         yield
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors agree in dtype, shape and every bit, NaNs taken as one value that no number equals.
+    """Return whether two tensors agree in dtype, shape and every bit; all NaNs count as equal.
 
     >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     False

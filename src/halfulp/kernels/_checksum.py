@@ -1,4 +1,4 @@
-"""A checksum of every row of a tensor: who changed its bits, found without a copy of them.
+"""Checksums of a tensor's rows, which detect changed bits without a copy.
 
 Rows are those of the first dimension. Of a row's words b_1 to b_n, which are its elements, or their halves where they
 have 8 bytes,
@@ -23,7 +23,7 @@ _AT_ONCE = 2**22
 
 
 def row_checksums(values: Tensor) -> Tensor:
-    """The checksum of each row of a tensor with elements of 1, 2, 4 or 8 bytes, int64; of a number, one.
+    """Return the int64 checksum of each row of a tensor; a 0-d tensor has one.
 
     >>> before = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> after = before + torch.tensor([[0.0, 0.0], [0.0, 1e-6]])
@@ -39,7 +39,7 @@ def row_checksums(values: Tensor) -> Tensor:
 
 
 def checksum(values: Tensor) -> int:
-    """One number for a whole tensor: the checksum of its rows' checksums."""
+    """Return one checksum of a whole tensor: that of its rows' checksums."""
     return int(row_checksums(row_checksums(values)[None]))
 
 

@@ -1,4 +1,4 @@
-"""Which engine runs a kernel (its torch reference or a compiled twin), and what was not as asked."""
+"""The choice of the engine that runs a kernel (torch reference or compiled twin), and counts of fallbacks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _requested = "auto"
 
 
 def note(kind: str, text: str) -> None:
-    """Count something that did not go the fast way; `report` tells."""
+    """Count a fallback from the fast path, for `report`."""
     _notes[kind, text] += 1
 
 
 def note_and_warn_once(kind: str, text: str) -> None:
-    """Count, and warn the first time."""
+    """Count a fallback, and warn at its first."""
     if not _notes[kind, text]:
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     note(kind, text)
 
 
 def report() -> dict[str, int]:
-    """How often each fallback happened since the start, by description.
+    """Return how often each fallback happened in this process, by description.
 
     >>> isinstance(report(), dict)
     True

@@ -1,4 +1,4 @@
-"""Whether torch.func or forward-mode differentiation is at work, which operators with a backward rule do not know."""
+"""Detection of torch.func transforms and forward-mode differentiation, which operators do not support."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 
 
 def under_transform() -> bool:
-    """Whether a call runs inside of a transform of torch.func, or of a level of forward-mode differentiation.
+    """Return whether a torch.func transform or a level of forward-mode differentiation is active.
 
     Not while a compiler traces, which knows the transforms itself.
 

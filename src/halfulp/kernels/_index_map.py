@@ -1,4 +1,4 @@
-"""Where a local tensor's elements stand in the whole: the global index map of a shard."""
+"""The global index map of a shard: from its elements to those of the whole tensor."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class IndexMap:
         return np.stack([local, start, np.full(start.size, length, np.int64)], 1)
 
     def _inner(self) -> tuple[int, int]:
-        """How many leading dimensions must be walked, and the length of each consecutive run behind them."""
+        """Return how many leading dimensions to iterate over, and the length of each consecutive run behind them."""
         length = 1
         for d in reversed(range(len(self.shape))):
             if self.shape[d] > 1 and self.step[d] != 1:

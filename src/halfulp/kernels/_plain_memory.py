@@ -1,4 +1,4 @@
-"""Plain memory: the numbers of a tensor where its pointer says, as kernels read them, or a refusal by name."""
+"""Checked access to a tensor's memory: the address of its elements, or an error that says why there is none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TRACED = frozenset(("FakeTensor", "FunctionalTensor"))
 
 
 def address(x: Tensor) -> int:
-    """Where the elements of a plain strided tensor lie; kernels get their pointers here.
+    """Return the address of a plain strided tensor's elements; kernels get their pointers here.
 
     Raises:
         TypeError: its memory does not hold its values, see `plain`.
@@ -26,7 +26,7 @@ def address(x: Tensor) -> int:
 
 @undisturbed()
 def _plain_keys() -> frozenset[int]:
-    """Dispatch keys of tensors on the CPU whose pointer leads to their numbers, with and without autograd's.
+    """Return the dispatch keys of CPU tensors whose memory holds their values, with and without autograd's.
 
     There is none of a sign, of zeros not written out, of a layout, of a transform or of a class of one's own.
     """
@@ -40,7 +40,7 @@ _KEYS = _plain_keys()
 
 
 def plain_address(x: Tensor) -> int:
-    """Return where the numbers of a contiguous plain tensor on the CPU lie; 0 for any other, and for an empty one.
+    """Return the address of a contiguous plain CPU tensor's elements; 0 for any other tensor, and for an empty one.
 
     It holds where no mode of torch watches functions.
 
@@ -84,14 +84,14 @@ def plain(x: Tensor, what: str = "a tensor") -> Tensor:
 
 
 def resolved(x: Tensor, what: str = "a tensor") -> Tensor:
-    """`plain`, but what a compiler traces and what lies on the meta device stays: it has no numbers to be wrong."""
+    """Return `plain` of a tensor; a traced or meta tensor, which has no values, unchanged."""
     if x.is_meta or torch.compiler.is_compiling() or type(x).__name__ in _TRACED:
         return x
     return plain(x, what)
 
 
 def has_own_memory(x: Tensor) -> bool:
-    """Whether a tensor's pointer leads to strided numbers of its dtype."""
+    """Return whether a tensor's memory holds strided values of its dtype."""
     if x.layout is not torch.strided or x.is_quantized or x.is_nested or x.is_meta:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(x) or type(x).__name__ in _TRACED:
@@ -100,7 +100,7 @@ def has_own_memory(x: Tensor) -> bool:
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Whether two elements of a strided tensor may lie in one place, so that it cannot be written."""
+    """Return whether two elements of a strided tensor may share memory, so that it cannot be written."""
     if not x.numel():
         return False
     reach = 0
@@ -112,7 +112,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def refuse(x: Tensor, what: str, otherwise: str = "give a plain tensor of its values") -> None:
-    """Say why a tensor has no plain memory, and what to do; `otherwise` with a class that nothing here knows.
+    """Raise the error that says why a tensor has no plain memory, and what to do; `otherwise` for unknown classes.
 
     Raises:
         TypeError: always.

@@ -1,4 +1,4 @@
-"""A serial kernel over many chunks, on as many threads as torch uses.
+"""Runs a serial kernel over many chunks, on as many threads as torch uses.
 
 The kernels release the GIL, so plain Python threads run them side by side. Compared with Numba's own parallel loops
 this compiles one kernel instead of two, survives fork (a child makes its own pool), lets several callers run at

@@ -1,4 +1,4 @@
-"""torch's operators by name: one that the installed torch lacks is absent, which registries skip, and no error."""
+"""Lookup of torch's operators by name; one that the installed torch lacks is marked absent, and registries skip it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def torch_operators(namespace: str) -> Operators:
 
 
 def present(operators: Iterable[Any]) -> list[Any]:
-    """Those of some operators that the installed torch has."""
+    """Return those of some operators that the installed torch has."""
     return [operator for operator in operators if not isinstance(operator, AbsentOperator)]
 
 
@@ -33,7 +33,7 @@ def absent_operators() -> list[str]:
 
 
 class AbsentOperator:
-    """An overload that the installed torch lacks; nothing can be called by it, and no rule is registered for it."""
+    """A placeholder for an overload that the installed torch lacks; it cannot be called, and registries skip it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -46,7 +46,7 @@ class AbsentOperator:
 
 
 class _Lookup:
-    """Attributes found by name, once each; what begins so and torch lacks is what tools ask of any object."""
+    """A namespace whose attributes are looked up once each."""
 
     _private = "__"
 
@@ -91,7 +91,7 @@ class OperatorPacket(_Lookup):
         return found
 
     def overloads(self) -> list[str]:
-        """Their names."""
+        """Return the names of the overloads."""
         if self._packet is None:
             _absent.add(self._name)
             return []

@@ -23,7 +23,7 @@ _SHORT = 60  # instructions up to which a network is better written out than cal
 
 
 class Trace:
-    """Instructions in order: (operation, operands, what else), each computed once."""
+    """A list of instructions (operation, operands, extra), each computed once."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -34,7 +34,7 @@ class Trace:
         self._function_numbers: dict[tuple, int] = {}
 
     def emit(self, operation: str, operands: Sequence[Traced | float] = (), extra: object = None) -> Traced:
-        """One more instruction, or the same one's earlier result."""
+        """Append an instruction and return its value; an equal earlier instruction is reused."""
         key = (operation, tuple(self._number(x) for x in operands), extra)
         if key not in self._line_numbers:
             self._line_numbers[key] = len(self.lines)
@@ -42,13 +42,13 @@ class Trace:
         return Traced(self, self._line_numbers[key])
 
     def table(self, values: tuple[float, ...]) -> int:
-        """The number of a table of constants."""
+        """Return the number of a table of constants, added if it is new."""
         if values not in self.tables:
             self.tables.append(values)
         return self.tables.index(values)
 
     def call(self, function: Callable, arguments: tuple) -> list[Traced]:
-        """The results of a function of lists of values, which is recorded once for all its uses on such lists.
+        """Return the results of a function of lists of values; it is recorded once for all calls with such lists.
 
         Arguments that are no lists belong to the function; the same value given twice is one input of it.
         """
@@ -66,11 +66,11 @@ class Trace:
         return [self.emit("part", (made,), k) for k in range(len(piece.results))]
 
     def size(self) -> int:
-        """How many instructions there are with all calls written out."""
+        """Return the number of instructions with all calls inlined."""
         return sum(self.functions[extra].trace.size() if name == "call" else 1 for name, _, extra in self.lines)
 
     def digest(self) -> str:
-        """A hash of everything that was recorded."""
+        """Return a hash of everything recorded."""
         called = [(piece.trace.digest(), piece.results) for piece in self.functions]
         return hashlib.sha256(repr((self.dtype, self.lines, self.tables, called)).encode()).hexdigest()
 
@@ -80,7 +80,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Piece:
-    """Instructions that are used several times: their record, and which of them are the results."""
+    """A function of the trace: its own trace, and which instructions are its results."""
 
     trace: Trace
     results: tuple[int, ...]
@@ -109,7 +109,7 @@ def shared(network: Network) -> Network:
 
 
 class Traced:
-    """A value that is not there yet."""
+    """A symbolic value: the number of the instruction that will compute it."""
 
     __slots__ = ("number", "trace")
 
@@ -254,12 +254,12 @@ def round_to_float32(x):
 
 
 def is_finite(x: Any) -> Any:
-    """Neither infinite nor NaN."""
+    """Whether a value is neither infinite nor NaN."""
     return (x - x) == 0.0
 
 
 def record(function: Callable, dtype: torch.dtype, inputs: int) -> tuple[Trace, list[Traced]]:
-    """What a function of `inputs` values of a dtype does, and its results."""
+    """Record what a function of `inputs` values of a dtype computes; return the trace and the results."""
     trace = Trace(dtype)
     values = [trace.emit("input", (), k) for k in range(inputs)]
     return trace, list(function(*values))
@@ -281,7 +281,7 @@ def _product_error(a: torch.Tensor, b: torch.Tensor, p: torch.Tensor) -> torch.T
 
 
 def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """26 + 27 bits (Veltkamp)."""
+    """Split a float64 into 26 and 27 bits (Veltkamp)."""
     t = x * 134217729.0
     high = t - (t - x)
     return high, x - high

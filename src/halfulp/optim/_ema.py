@@ -68,7 +68,7 @@ class Averages(ExplicitGradientOptimizer):
         return {a: self._plan(group, k) for k, a in known}
 
     def update(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Step the averages that a tensor is given for."""
+        """Step those averages that a tensor is given for."""
         self._step_by(given)
 
 
@@ -213,7 +213,7 @@ class EMA:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[torch.nn.Module]:
-        """The model with the averages for weights inside a block, and exactly as it was behind it.
+        """A context in which the model's weights are the averages; afterwards it is exactly as before.
 
         The weights wait in a copy, so the block needs their memory once more. Do not step an optimizer inside. An
         optimizer's float32_state_dict is there that of the averages as the model shows them.

@@ -8,7 +8,7 @@ import torch
 
 
 def is_wrapper(given: Any) -> bool:
-    """Return whether it is no torch optimizer, or accelerate's, which is one and hides whose options it has."""
+    """Return whether an object is a wrapper: no torch optimizer, or accelerate's."""
     return not isinstance(given, torch.optim.Optimizer) or hasattr(given, "accelerator_state")
 
 

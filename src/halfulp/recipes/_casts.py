@@ -99,13 +99,13 @@ def remove(model: nn.Module) -> None:
 
 
 def inside(name: str, islands: set[str]) -> bool:
-    """Whether a module lies in one of the islands, or is one."""
+    """Return whether a module is one of some modules, or lies in one."""
     parts = name.split(".") if name else []
     return any(".".join(parts[:k]) in islands for k in range(len(parts) + 1))
 
 
 def _has_weights(module: nn.Module) -> bool:
-    """Whether it holds parameters itself, or computes its weights from parameters that other modules hold."""
+    """Return whether a module holds parameters, or computes its weights from parameters of other modules."""
     return any(x is not None for x in module._parameters.values()) or hasattr(module, "parametrizations")
 
 

@@ -27,7 +27,7 @@ _MOST = 5
 
 @dataclass(frozen=True)
 class Terms:
-    """How one tensor is held.
+    """The terms of one tensor: dtype, storage, weight update, states, scale.
 
     Attributes:
         dtype: what autograd and the model see.

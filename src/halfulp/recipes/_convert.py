@@ -214,7 +214,7 @@ def _cast_buffers(model: nn.Module, names: list[str], dtype: torch.dtype) -> Non
 
 @contextmanager
 def _as_it_was(model: nn.Module, recipe: Recipe) -> Iterator[None]:
-    """A block that restores a perturbed model's weights where conversion is refused."""
+    """A context that restores a perturbed model's weights if conversion is refused."""
     held = [(p, p.detach().clone()) for p in model.parameters()] if recipe.perturb else []
     try:
         yield

@@ -301,7 +301,7 @@ class Recipe:
 
 
 def _with_registered(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
-    """The library's names, and those that somebody has registered."""
+    """Return the library's names followed by those that were registered."""
     return (*names, *(name for name in described(kind) if name not in names))
 
 
@@ -311,7 +311,7 @@ def _check_among(kind: str, given: object, allowed: tuple[str, ...]) -> None:
 
 
 def _power_of_two(scale: object) -> bool:
-    """Whether it is one that a scaler takes.
+    """Return whether a number is a power of two that a scaler takes.
 
     >>> [_power_of_two(scale) for scale in (1024.0, 0.5, 3.0, 0.0, 2.0**61, True, None)]
     [True, True, False, False, False, False, False]

@@ -21,7 +21,7 @@ class TorchOptimizer(torch.optim.Optimizer):
     state: defaultdict[Tensor, Any]
 
     def report(self) -> LostUpdateReport:
-        """Nothing is metered."""
+        """Return None: nothing is metered."""
         return lost_update_report(())
 
     def bytes_per_parameter(self) -> float:

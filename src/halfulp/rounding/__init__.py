@@ -1,4 +1,4 @@
-"""Which neighbour we land on: the modes, quantize, random bits by counter, statistics of a tensor against a format."""
+"""Rounding to formats: the modes, `quantize`, counter-based random bits, statistics of a tensor in a format."""
 
 from .. import _needs_torch as _needs_torch
 from ._modes import Down as Down

@@ -1,4 +1,4 @@
-"""Rounding one word, in pieces that Numba inlines: a mode, a path, what lies beyond the largest number, the sign.
+"""Device functions that round one word: a mode, a path, overflow, the sign.
 
 A piece serves 32- and 64-bit words alike: the operations below are bound to those of the width. `c` are the constants
 of `_constants`. Every choice is a select between two values that are both computed, so that LLVM vectorizes the loop.
@@ -100,7 +100,7 @@ HALF_UNIT, HALF_UNITS = np.float32(2.0**-24), np.float32(2.0**24)
 
 
 def choose(condition, a, b):
-    """Piece: a where the condition holds, else b."""
+    """Device function: a where the condition holds, else b."""
     return a if condition else b
 
 
@@ -122,7 +122,7 @@ plus32 = plus
 
 
 def all_constants(k):
-    """Piece: the constants as values, read once."""
+    """Device function: the constants as values, read once."""
     return (
         *(k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], k[8], k[9], k[10], k[11], k[12], k[13], k[14], k[15], k[16]),
         *(k[17], k[18], k[19], k[20], k[21], k[22], k[23], k[24], k[25], k[26], k[27], k[28], k[29], k[30], k[31]),
@@ -131,17 +131,17 @@ def all_constants(k):
 
 
 def elsewhere(source, target):
-    """Piece: where results go."""
+    """Device function: where results go."""
     return target
 
 
 def in_place(source, target):
-    """Piece: results replace their inputs; one address tells LLVM that loads and stores never collide."""
+    """Device function: results replace their inputs; one address tells LLVM that loads and stores never collide."""
     return source
 
 
 def rounded(w, u, c):
-    """Piece: a word, rounded with the random bits u."""
+    """Device function: a word, rounded with the random bits u."""
     a = both(w, c[MAGNITUDE])
     return signed(w, limited(w, a, magnitude(w, a, u, c), c), c)
 
@@ -150,13 +150,13 @@ def rounded(w, u, c):
 
 
 def fixed(w, a, u, c):
-    """Piece: every word loses the same bits, subnormals too."""
+    """Device function: every word loses the same bits, subnormals too."""
     keep = left(c[ONES], c[SHIFT])
     return both(plus(a, addend(w, a, u, c[SHIFT], keep, c)), keep)
 
 
 def adder(w, a, u, c):
-    """Piece: the float adder rounds once, to nearest even, at the spacing of a's binade.
+    """Device function: the float adder rounds once, to nearest even, at the spacing of a's binade.
 
     a + 2^(e - m + M) has exactly that spacing, for subnormals of the format too. Beyond LIMIT nothing is meant.
     """
@@ -166,7 +166,7 @@ def adder(w, a, u, c):
 
 
 def packed(w, a, u, c):
-    """Piece: a word loses bits by its exponent; below the smallest number the choice is between it and 0."""
+    """Device function: a word loses bits by its exponent; below the smallest number the choice is between it and 0."""
     e = right(a, c[FIELD])
     e = choose(e < c[LOWEST], c[LOWEST], e)
     s = minus(c[BASE], choose(e > c[HIGHEST], c[HIGHEST], e))
@@ -177,7 +177,7 @@ def packed(w, a, u, c):
 
 
 def scaled(w, a, u, c):
-    """Piece: the magnitude in fixed point, steps above and 23 or more bits of the fraction below, takes random bits.
+    """Device function: add random bits to the magnitude in fixed point, which has 23 or more bits of fraction.
 
     With e the exponent of a, or of the smallest normal number, a 2^(29 - e) is below 2^30 and a step is 2^(29 - m).
     """
@@ -193,65 +193,65 @@ def scaled(w, a, u, c):
 
 
 def half_addend(w, a, u, s, keep, c):
-    """Piece: to nearest, ties to even: half a spacing less one, and the last bit that stays."""
+    """Device function: to nearest, ties to even: half a spacing less one, and the last bit that stays."""
     lost = flip(keep, c[ONES])
     last = right(either(both(a, c[SIGNIFICAND]), c[IMPLICIT]), s)
     return plus(right(lost, c[ONE]), both(both(last, c[ONE]), lost))
 
 
 def half_addend_fixed(w, a, u, s, keep, c):
-    """Piece: the same where no word loses its implicit bit."""
+    """Device function: the same where no word loses its implicit bit."""
     lost = flip(keep, c[ONES])
     return plus(right(lost, c[ONE]), both(both(right(a, s), c[ONE]), lost))
 
 
 def half_reaches_smallest(w, a, u, c):
-    """Piece: beyond half the smallest number."""
+    """Device function: beyond half the smallest number."""
     return a >= c[TIE]
 
 
 def no_addend(w, a, u, s, keep, c):
-    """Piece: toward zero."""
+    """Device function: toward zero."""
     return minus(a, a)
 
 
 def never_reaches_smallest(w, a, u, c):
-    """Piece: toward zero."""
+    """Device function: toward zero."""
     return a > c[INFINITY]
 
 
 def random_addend(w, a, u, s, keep, c):
-    """Piece: random bits below the last one that stays; a carry happens with the probability of the fraction."""
+    """Device function: random bits below the last kept one; a carry has the probability of the fraction."""
     return right(aligned(u, c), minus(c[LAST_BIT], s))
 
 
 def randomly_reaches_smallest(w, a, u, c):
-    """Piece: with the probability a / TINY; the sum carries into the sign bit."""
+    """Device function: with the probability a / TINY; the sum carries into the sign bit."""
     return plus(aligned(u, c), fraction(a, c)) >= c[SIGN]
 
 
 def away_addend(w, a, u, s, keep, c):
-    """Piece: a number that moves away from zero goes up by a spacing less one."""
+    """Device function: a number that moves away from zero goes up by a spacing less one."""
     return choose(outward(w, c), flip(keep, c[ONES]), minus(a, a))
 
 
 def away_reaches_smallest(w, a, u, c):
-    """Piece: whatever is not zero moves, if outward."""
+    """Device function: whatever is not zero moves, if outward."""
     return (a > minus(a, a)) & outward(w, c)
 
 
 def positive(w, c):
-    """Piece: rounding up moves positive numbers away from zero."""
+    """Device function: rounding up moves positive numbers away from zero."""
     return w < c[SIGN]
 
 
 def negative(w, c):
-    """Piece: rounding down moves negative numbers away from zero."""
+    """Device function: rounding down moves negative numbers away from zero."""
     return w >= c[SIGN]
 
 
 def never(w, c):
-    """Piece: rounding toward zero moves nothing away from it."""
+    """Device function: rounding toward zero moves nothing away from it."""
     return w != w
 
 
@@ -259,22 +259,22 @@ def never(w, c):
 
 
 def aligned32(u, c):
-    """Piece: 31 random bits below the sign bit."""
+    """Device function: 31 random bits below the sign bit."""
     return shr(u, ONE32)
 
 
 def fraction32(a, c):
-    """Piece: the fraction a / TINY in units of 2^-31, 0 from TINY on."""
+    """Device function: the fraction a / TINY in units of 2^-31, 0 from TINY on."""
     return to_word(choose(a < c[TINY], real(a) * real(c[FIRST_FACTOR]), NOTHING))
 
 
 def aligned64(u, c):
-    """Piece: random bits below the sign bit of a 64-bit word."""
+    """Device function: random bits below the sign bit of a 64-bit word."""
     return right(left(both(widen(u), c[DRAWN]), c[HALF_WORD]), c[ONE])
 
 
 def fraction64(a, c):
-    """Piece: the fraction a / TINY in units of 2^-31, aligned to the random bits, 0 from TINY on."""
+    """Device function: the fraction a / TINY in units of 2^-31, aligned to the random bits, 0 from TINY on."""
     scaled = real64(a) * real64(c[FIRST_FACTOR]) * real64(c[SECOND_FACTOR])
     return left(to_word64(choose(a < c[TINY], scaled, NOTHING64)), c[HALF_WORD])
 
@@ -284,25 +284,25 @@ ONE32, NOTHING, NOTHING64 = np.uint32(1), np.float32(0), np.float64(0)
 
 
 def limited_outward(w, a, r, c):
-    """Piece: what rounded beyond the largest number becomes infinity or NaN; a NaN, larger than either, stays."""
+    """Device function: a result beyond the largest number becomes infinity or NaN; a NaN, larger than either, stays."""
     over = choose(a > c[OVERFLOW], a, c[OVERFLOW])
     return choose(r > c[LARGEST], over, r)
 
 
 def saturated(w, a, r, c):
-    """Piece: what rounded beyond the largest number becomes that; NaN stays."""
+    """Device function: a result beyond the largest number becomes the largest; NaN stays."""
     r = choose(r < c[LARGEST], r, c[LARGEST])
     return choose(a > c[INFINITY], c[NAN], r)
 
 
 def limited_by_input(w, a, r, c):
-    """Piece: the same decided on the input, where rounding to nearest tells from there."""
+    """Device function: the same decided on the input, where rounding to nearest tells from there."""
     r = choose(a > c[LIMIT], c[OVERFLOW], r)
     return choose(a > c[INFINITY], c[NAN], r)
 
 
 def limited_directed(w, a, r, c):
-    """Piece: a finite number that rounds toward zero stops at the largest; an infinity overflows."""
+    """Device function: a finite number that rounds toward zero stops at the largest; an infinity overflows."""
     beyond = choose(outward(w, c), c[OVERFLOW], c[LARGEST])
     r = choose(r > c[LARGEST], beyond, r)
     r = choose(a >= c[INFINITY], c[OVERFLOW], r)
@@ -313,12 +313,12 @@ def limited_directed(w, a, r, c):
 
 
 def signed_plain(w, r, c):
-    """Piece: every result has the sign of its input."""
+    """Device function: every result has the sign of its input."""
     return either(r, both(w, c[SIGN]))
 
 
 def signed_special(w, r, c):
-    """Piece: a format may lack -0, or all negative numbers."""
+    """Device function: a format may lack -0, or all negative numbers."""
     r = choose(w > c[NEGATIVE], c[NAN], r)
     zero = minus(r, r)
     return either(r, both(w, choose(r == zero, c[ZERO_SIGN], c[VALUE_SIGN])))
@@ -328,27 +328,27 @@ def signed_special(w, r, c):
 
 
 def load_bfloat16(address, i):
-    """Piece: a bfloat16 as a float32's word."""
+    """Device function: a bfloat16 as a float32's word."""
     return bfloat16_word(load16(address, i))
 
 
 def bfloat16_word(h):
-    """Piece: the float32 word of a bfloat16's bits."""
+    """Device function: the float32 word of a bfloat16's bits."""
     return shl(h, SIXTEEN)
 
 
 def store_bfloat16(address, i, w):
-    """Piece: a word whose low half is zero as a bfloat16."""
+    """Device function: a word whose low half is zero as a bfloat16."""
     store16(address, i, shr(w, SIXTEEN))
 
 
 def load_float16(address, i):
-    """Piece: a float16 as a float32's word."""
+    """Device function: a float16 as a float32's word."""
     return float16_word(load16(address, i))
 
 
 def float16_word(h):
-    """Piece: the float32 word of a float16's bits, in integers where a float32 would be subnormal."""
+    """Device function: the float32 word of a float16's bits, in integers where a float32 would be subnormal."""
     a = both32(h, HALF_MAGNITUDE)
     moved = shl(a, THIRTEEN)
     normal = plus32(moved, choose(a >= HALF_INFINITY, REBIAS_INFINITY, REBIAS))
@@ -357,7 +357,7 @@ def float16_word(h):
 
 
 def store_float16(address, i, w):
-    """Piece: a float32's word whose value float16 has as that float16."""
+    """Device function: a float32's word whose value float16 has as that float16."""
     a = both32(w, SINGLE_MAGNITUDE)
     normal = shr(sub(a, choose(a >= SINGLE_INFINITY, REBIAS_INFINITY, REBIAS)), THIRTEEN)
     h = choose(a < SINGLE_NORMAL, to_word(real(choose(a < SINGLE_NORMAL, a, sub(a, a))) * HALF_UNITS), normal)

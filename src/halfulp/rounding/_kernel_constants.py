@@ -1,4 +1,4 @@
-"""The words that a rounding kernel works with, made once from a target."""
+"""The constants of a rounding kernel, derived once from a target."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _SCALED_BITS = 29
 
 
 class Constants(NamedTuple):
-    """What one target means for words of one layout.
+    """The constants of one target for words of one layout.
 
     Attributes:
         path: "fixed" where every word loses the same bits, "adder" where a float addition rounds, "scaled" where a
@@ -108,7 +108,7 @@ def constants(target: Target, layout: Layout) -> Constants:
 
 
 def _grid(target: Target, layout: Layout) -> dict[int, int]:
-    """How many bits a word loses by its exponent, and what lies around the smallest number."""
+    """Return how many bits a word loses by its exponent, and the words around the smallest number."""
     lost = max(0, layout.mantissa - target.mantissa_bits)
     base = max(0, layout.mantissa - target.mantissa_bits + target.emin + layout.bias)
     highest = max(0, base - lost)

@@ -1,4 +1,4 @@
-"""From a target to machine code: which pieces, compiled once each, checked against the reference, run in chunks."""
+"""Compiled rounding: a target's device functions, compiled once each, checked against the reference, run in chunks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _call(kernel, x: torch.Tensor, target: Target, layout: Layout, key: int, out
 
 
 def collide(x: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether x and out lie partly over each other."""
+    """Return whether x and out overlap partly."""
     a, b = address(x), address(out)
     return a != b and a < b + out.numel() * out.element_size() and b < a + x.numel() * x.element_size()
 
@@ -135,7 +135,7 @@ def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str
 
 
 def container_pieces(dtype: torch.dtype) -> dict[str, Callable]:
-    """How elements of a dtype become words and back."""
+    """Return the device functions that convert elements of a dtype to words and back."""
     return _CONTAINERS[dtype]
 
 

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rounding:
-    """Which of two neighbours a number becomes; `Nearest` and its siblings are the choices."""
+    """The base of the rounding modes, which choose between a number's two neighbours in a format."""
 
     name: ClassVar[str]
 
@@ -125,5 +125,5 @@ def rounding_names() -> list[str]:
 
 
 def drawn_key() -> int:
-    """A key from torch's default generator."""
+    """Draw a key from torch's default generator."""
     return int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu"))

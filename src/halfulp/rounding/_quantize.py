@@ -77,7 +77,7 @@ def quantize(
 
 
 def names_block(format: object) -> TypeGuard[str]:
-    """Whether this is, or looks like, the name of a block format."""
+    """Return whether an argument is, or looks like, the name of a block format."""
     return isinstance(format, str) and (
         format.strip().lower().startswith(("mx", "nvfp")) or format.strip().lower() in block_names()
     )
@@ -109,7 +109,7 @@ def apply(
 def target_for(
     format: Format | str | torch.dtype, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> Target | None:
-    """`make_target`, remembered where no compiler traces."""
+    """Return `make_target`'s result, cached where no compiler traces."""
     if torch.compiler.is_compiling():
         return traced_target(get(format), rounding, overflow, dtype)
     return _remembered(format, rounding, overflow, dtype)
@@ -140,7 +140,7 @@ def check_tensor(x: torch.Tensor) -> None:
 
 
 def check_format(x: torch.Tensor, format: AnyFormat, rounding: Rounding, overflow: str | None) -> None:
-    """Raise what `quantize` would."""
+    """Check a format as `quantize` does."""
     if isinstance(format, BlockFormat) or names_block(format):
         block_target_for(get_block(format), rounding, overflow, x.dtype)
     else:
@@ -180,7 +180,7 @@ def _into(x: torch.Tensor, target: list[int], seed: int, counter: int, out: torc
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Whether x's elements fill one stretch of memory, each once."""
+    """Return whether x's elements fill one contiguous range of memory, each once."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
         if stride != expected:

@@ -51,7 +51,7 @@ def mix64_all(first: int, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint
 
 
 def stream_start(key_low: Word, key_high: Word, index: Word) -> np.uint32:
-    """Piece: the counter of the element at a global index; neighbours differ by WEYL.
+    """Device function: the counter of the element at a global index; neighbours differ by WEYL.
 
     The high word of the index enters by a product of its own, so that elements 2^32 apart differ.
     """
@@ -59,7 +59,7 @@ def stream_start(key_low: Word, key_high: Word, index: Word) -> np.uint32:
 
 
 def draw(counter: Word) -> np.uint32:
-    """Piece: 32 random bits from an element's counter."""
+    """Device function: 32 random bits from an element's counter."""
     x = mul(bit_xor(counter, shr(counter, S16)), FIRST)
     return mul(bit_xor(x, shr(x, S15)), SECOND)
 

@@ -40,7 +40,7 @@ def round_words(words: torch.Tensor, target: Target, layout: Layout, bits: torch
 def _round_finite(
     a: torch.Tensor, negative: torch.Tensor, target: Target, layout: Layout, bits: torch.Tensor | None
 ) -> torch.Tensor:
-    """Magnitudes on the grid that has no end: a significand loses its last s bits, and perhaps gains one step."""
+    """Round magnitudes on the unbounded grid: a significand loses its last s bits, and may gain one step."""
     field = layout.mantissa
     e = (a >> field).clamp(min=1)
     significand = torch.where(a >= 1 << field, a & (1 << field) - 1 | 1 << field, a)

@@ -1,4 +1,4 @@
-"""What a format would do to a tensor, in a few numbers."""
+"""Statistics of a tensor in a format: range, underflow, overflow, error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounding inside a model: rounded on the way forward, on the way back, or both, with the gradient of the identity."""
+"""Rounding inside a model, of values, of gradients, or both, with the gradient of the identity."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Transformed(_StraightThrough):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *rest: object) -> torch.Tensor:
-        """What moves the value moves the rounded one as far."""
+        """Return the tangent unchanged: the derivative of rounding counts as 1."""
         return tangent.view_as(tangent)
 
 
@@ -105,7 +105,7 @@ def straight_through(
 
 
 def _apart(rounding: Rounding) -> Rounding:
-    """The mode for gradients, whose random bits are not those of the values."""
+    """Return the mode for gradients, with random bits other than the values'."""
     if isinstance(rounding, Stochastic) and rounding.seed is not None:
         return Stochastic(mix64(rounding.signed_seed, _BACKWARD))
     return rounding
@@ -147,7 +147,7 @@ class StraightThrough(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """What is rounded to what."""
+        """Return the formats and roundings of both directions."""
         names = (getattr(f, "name", None) or f for f in (self.forward_format, self.backward_format))
         forward, backward = names
         return f"forward={forward}, backward={backward}, rounding={self.rounding.name}"

@@ -1,4 +1,4 @@
-"""What one rounding aims at, as a few integers that can travel through a torch operator."""
+"""The target of a rounding: format, mode and overflow policy as integers that a torch operator takes."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _is_identity(format: Format, policy: str, dtype: torch.dtype) -> bool:
 
 
 def _check_held(format: Format, rounding: Rounding, policy: str, dtype: torch.dtype) -> None:
-    """Raise if a number of the dtype may round to one that the dtype does not have."""
+    """Raise if a number of the dtype may round to one that it cannot hold."""
     if format.emin < -1022 and format.mantissa_bits < 52:
         raise NotImplementedError(
             f"{format.name} has normal numbers below 2^-1022, which are subnormal in float64: take a smaller bias"

@@ -16,7 +16,7 @@ _recorders: list[Counter[str]] = []
 
 
 class _Running:
-    """The counts of the model whose forward pass began last.
+    """Thread-local counts of the model whose forward pass began last.
 
     Only written while a compiled model is traced: reading it there would be a guard, and each change a new graph.
     """

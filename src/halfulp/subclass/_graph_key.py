@@ -22,7 +22,7 @@ class Flattens(Protocol):
 
 
 def graph_key(x: Flattens, rules: Iterable[Callable[..., Any]]) -> str:
-    """A string that differs wherever a graph of this tensor may: the tensor's kind, shapes, and what the rules are.
+    """Return the cache key of graphs of a tensor: its kind, its shapes, and the rules' sources.
 
     torch keeps compiled graphs between processes under its own tensors' properties. The graph of ours also follows from
     this library's code; with rules of somebody else's the graph is kept for this process alone, as their code, and what

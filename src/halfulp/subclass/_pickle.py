@@ -1,4 +1,4 @@
-"""What pickle, torch.save and a DataLoader's batches need of a tensor subclass."""
+"""Support of tensor subclasses for pickle, torch.save and a DataLoader's batches."""
 
 from __future__ import annotations
 

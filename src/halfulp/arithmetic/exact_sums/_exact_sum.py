@@ -84,7 +84,7 @@ def exact_dot(
 
 
 def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = None) -> torch.Tensor:
-    """What has been summed so far, as integers: partial sums of shards are merged by adding them.
+    """Return the unrounded sum as integers; partial sums of shards are merged by adding them.
 
     Adding is exact, so that any split, in any order, gives the bits of `exact_sum` or `exact_dot` on the whole:
 
@@ -172,7 +172,7 @@ def _result_dtype(dtype: torch.dtype | None, default: torch.dtype) -> torch.dtyp
 
 
 def _pair(a: torch.Tensor, b: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both operands with one dtype and shape."""
+    """Return both operands with one dtype and shape."""
     _check(a, name)
     _check(b, name)
     common = torch.promote_types(a.dtype, b.dtype)
@@ -244,7 +244,7 @@ _round = define_operator(
 
 
 def _spread(gradient: torch.Tensor, shape: torch.Size, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """A sum's gradient in the shape of what was summed."""
+    """Return a sum's gradient in the shape of the summed tensor."""
     if not keepdim:
         gradient = gradient.reshape(_shape(shape, dims, True))
     return gradient.expand(shape)
@@ -301,7 +301,7 @@ torch.library.register_vmap("halfulp::exact_dot", _dot_of_batch)
 
 
 class _Sum(torch.autograd.Function):
-    """The sum where a transform of torch.func is at work."""
+    """The sum as an autograd Function, for transforms of torch.func."""
 
     generate_vmap_rule = True
 
@@ -320,7 +320,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Dot(torch.autograd.Function):
-    """The dot product where a transform of torch.func is at work."""
+    """The dot product as an autograd Function, for transforms of torch.func."""
 
     generate_vmap_rule = True
 

@@ -47,7 +47,7 @@ def _compiled(x: torch.Tensor) -> bool:
 
 
 def _run(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor:
-    """All rows, as much at a time as their records leave room for; dtype None asks for the accumulators."""
+    """Sum all rows, in chunks that bound the memory of their records; dtype None returns the accumulators."""
     rows, columns = a.shape
     if rows == 0 or columns == 0:
         words = torch.zeros(rows, WORDS, dtype=torch.int64, device="cpu")
@@ -172,7 +172,7 @@ def _check(dtype: torch.dtype, product: bool) -> None:
 
 
 def _fixed_rows(dtype: torch.dtype) -> torch.Tensor:
-    """Rows whose blocks take each way: near one size, far apart, everywhere, with special values."""
+    """Return rows that exercise every code path: near one size, far apart, everywhere, with special values."""
     grid = torch.arange(1100, dtype=torch.float64, device="cpu")
     mixed = (grid * 0.6180339887498949).frac() - 0.5
     powers = (grid % 61 - 30).exp2()

@@ -67,7 +67,7 @@ def _lanes() -> int:
 
 
 class _Block(VectorBuilder):
-    """The loops, each over vectors and then over what is left one by one."""
+    """Loops over a block's elements, each over vectors and then over the remaining elements one by one."""
 
     def __init__(self, builder, dtype: torch.dtype, product: bool) -> None:
         super().__init__(builder)
@@ -182,7 +182,7 @@ class _Block(VectorBuilder):
         return self.intrinsic("fma", x, y, self.b.fneg(p))
 
     def both(self, a, b, count, kinds: list, starts: list, body: Callable) -> list[tuple]:
-        """Run a body on all elements; what the vectors carried and what the rest carried."""
+        """Run a body on all elements; return the values carried by the vector loop and by the remainder loop."""
         lanes, finals = _lanes(), []
         whole = self.b.mul(self.b.udiv(count, self.word(lanes)), self.word(lanes))
         for size, low, high in ((lanes, self.word(0), whole), (1, whole, count)):

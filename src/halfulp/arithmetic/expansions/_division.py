@@ -22,7 +22,7 @@ def _size(x: Terms) -> Terms:
 
 
 def _differ(a: Terms, b: Terms):
-    """Whether one of two is negative."""
+    """Return whether exactly one of two is negative."""
     return ((a[0] < 0.0) & ~(b[0] < 0.0)) | (~(a[0] < 0.0) & (b[0] < 0.0))
 
 
@@ -33,7 +33,7 @@ def _reaches(r: Terms, b: Terms):
 
 
 def _brought_near(r, b: Terms) -> Terms:
-    """b times a power of two, an exact multiple of b, such that r / b is at most 2^999."""
+    """Return b times a power of two such that r / b is at most 2^999."""
     far = abs(r) * 2.0**-600 > abs(b[0])
     farther = abs(r) * 2.0**-600 * 2.0**-600 > abs(b[0])
     b = [select(far, t * 2.0**600, t) for t in b]
@@ -59,7 +59,7 @@ def _is_regular(a: Terms, b: Terms):
 
 
 def _ended(regular, zero_of, made: Terms, head) -> Terms:
-    """A result that is `head` where it is not regular, and has the sign of `zero_of` where it is 0."""
+    """Return a result with `head` where the operands are not regular, and the sign of `zero_of` where it is 0."""
     sound = regular & is_finite(made[0])
     first = select(regular, select(made[0] == 0.0, zero_of, made[0]), head)
     return [first, *(select(sound, t, 0.0) for t in made[1:])]

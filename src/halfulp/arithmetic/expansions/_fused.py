@@ -15,7 +15,7 @@ from ._pointwise import fill
 
 @dataclass(frozen=True)
 class Fused:
-    """One kernel.
+    """A compiled kernel for one function of a few values per element.
 
     Attributes:
         name: for the cache of machine code.

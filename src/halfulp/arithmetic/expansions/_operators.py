@@ -20,7 +20,7 @@ def finished(plain, terms: Terms) -> Terms:
 
 
 def settled(plain, terms: Terms) -> Terms:
-    """The same for terms that are not finite where the plain operation is not: sums and products."""
+    """As `finished`, for terms that are not finite where the plain operation is not: sums and products."""
     sound = is_finite(terms[0])
     head = select(sound & (abs(terms[0]) > 0.0), terms[0], plain)
     return [head, *(select(sound, t, 0.0) for t in terms[1:])]

@@ -37,7 +37,7 @@ _CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's arrays, which c
 
 @dataclass(frozen=True)
 class Call:
-    """What is computed from what: enough to build the kernel."""
+    """The specification of a kernel: function, operands' and result's components and dtypes."""
 
     name: str
     operands: tuple[tuple[torch.dtype, int], ...]
@@ -71,7 +71,7 @@ class Call:
 
     @functools.cached_property
     def kernel(self) -> Callable[..., Any]:
-        """The machine code."""
+        """The compiled kernel."""
         stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
         trace, results = record(self.evaluate, self.arithmetic, len(stored))
         numbers = [trace.emit("add", (r, 0.0)).number if not hasattr(r, "number") else r.number for r in results]
@@ -113,7 +113,7 @@ def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, 
 
 
 def names() -> tuple[str, ...]:
-    """Every function that `pointwise` knows.
+    """Return the names of all functions that `pointwise` computes.
 
     >>> "exp" in names()
     True
@@ -156,7 +156,7 @@ def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
 
 
 def _run_far(call: Call, flat: Sequence[torch.Tensor], far: torch.Tensor, out: Parts | None) -> Parts:
-    """Angles of which some are beyond the kernel's reach: those apart, and no other element changes a bit."""
+    """Run a function of angles of which some need the exact reduction; only those take it."""
     made = _run(call, [part.masked_fill(far, 0.0) for part in flat], None)
     count = min(len(flat) + 1, MOST)
     quadrants, turned = reduced_exactly([part[far] for part in flat], count)
@@ -199,7 +199,7 @@ def _in_float64(kind: torch.dtype, parts: Sequence[torch.Tensor]) -> Parts:
 
 @functools.cache
 def _internal(name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype) -> Call:
-    """A call of float64 operands, of more components than others may have."""
+    """Return a call on float64 operands that may have more components than public ones."""
     return Call(name, tuple((torch.float64, count) for count in counts), components, dtype)
 
 
@@ -259,7 +259,7 @@ def fill(kernel: Callable[..., Any], flat: Sequence[torch.Tensor], written: Part
 
 
 def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> tuple[list[int], Sequence[Any]]:
-    """The table's words for operands of any shapes and strides, and what holds the memory that they tell."""
+    """Return the table's words for operands of any shapes and strides, and the tensors that own them."""
     row = count if count < _ROW else _ROW
     for part in flat:
         if part.shape != shape and part.numel() != 1:
@@ -282,7 +282,7 @@ def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> 
 def _spread(
     part: torch.Tensor, shape: torch.Size, row: int
 ) -> tuple[torch.Tensor | array.array[Any], tuple[int, int, int]]:
-    """A broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
+    """Return a broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
     if part.numel() == 1:
         if part.dtype in _CODES:
             copies = array.array(_CODES[part.dtype], (part.item(),)) * LANES

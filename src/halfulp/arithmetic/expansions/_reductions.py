@@ -96,7 +96,7 @@ def _reduced(kind: str, parts: Parts, dim: int | Sequence[int] | None, component
 
 
 def _at_hand(part: torch.Tensor) -> bool:
-    """Whether a kernel may read a part as it is; torch resolves lazy signs and zeros for operators."""
+    """Return whether a kernel may read a component's memory directly, without lazy signs and zeros."""
     return type(part) is torch.Tensor and not part.is_neg() and not part._is_zerotensor()
 
 
@@ -152,7 +152,7 @@ def _is_finite(x: torch.Tensor) -> bool:
 
 
 def _mended(kind: str, head: torch.Tensor, made: Parts) -> Parts:
-    """Infinities and NaN as the leading components' own sum, mean or product has them."""
+    """Return the result with the infinities and NaN that the leading components' reduction has."""
     head = head.double()
     plain = getattr(head, kind)(1).reshape(made[0].shape)
     sound = torch.isfinite(made[0])
@@ -162,7 +162,7 @@ def _mended(kind: str, head: torch.Tensor, made: Parts) -> Parts:
 def _columns(
     kind: str, parts: Parts, sizes: tuple[int, int, int], components: int, dtype: torch.dtype, shape: Sequence[int]
 ) -> Parts:
-    """The results of every column of (matrices, rows, columns), in a shape."""
+    """Reduce every column of (matrices, rows, columns); return the results in a shape."""
     many, rows, columns = sizes
     stored, count = parts[0].dtype, len(parts)
     width = _accumulator_width(stored, count, max(components, 2) if dtype == torch.float64 else components)
@@ -180,12 +180,12 @@ def _columns(
 
 
 def _side_by_side(rows: int, columns: int) -> int:
-    """Rows in the lanes of a kernel."""
+    """Return how many rows lie side by side in the lanes of a kernel."""
     return ACROSS if columns == 1 else max(1, min(ACROSS // max(columns, 1), rows))
 
 
 class _Cut(NamedTuple):
-    """How a kernel goes through its matrices.
+    """The order in which a kernel reads its matrices.
 
     Attributes:
         sizes: matrices, rows and columns.
@@ -203,14 +203,14 @@ class _Cut(NamedTuple):
 
 
 def _accumulator_width(dtype: torch.dtype, count: int, components: int) -> int:
-    """Float64 components that the result is gathered in."""
+    """Return how many float64 components accumulate a result."""
     if dtype == torch.float64:
         return max(2, components)
     return 2 if PRECISION[dtype] * max(count, components) <= 60 else 3
 
 
 class _Reduction(NamedTuple):
-    """What a kernel is made of.
+    """One reduction of expansions: its kind, types and device functions.
 
     Attributes:
         kind: "sum", "mean" or "prod".
@@ -231,7 +231,7 @@ class _Reduction(NamedTuple):
     dtype: torch.dtype
 
     def step(self, *values: Any) -> Terms:
-        """The next row into a block's state."""
+        """Add the next row to a block's state."""
         width, state, row = self.width, list(values[: self.width]), list(values[self.width :])
         if self.stored != torch.float64:
             row = _gathered(row)
@@ -246,17 +246,17 @@ class _Reduction(NamedTuple):
         return [high, state[1] + (error + row[1] if len(row) > 1 else error)]
 
     def join(self, *values: Any) -> Terms:
-        """A block's state into what is held."""
+        """Add a block's state to the accumulators."""
         state = values[self.width :]
         return self.merge(*values[: self.width], *(two_sum(*state) if self._short and self.kind != "prod" else state))
 
     def merge(self, *values: Any) -> Terms:
-        """What two lanes hold."""
+        """Merge the accumulators of two lanes."""
         one, other = list(values[: self.width]), list(values[self.width :])
         return multiplied(one, other, self.width) if self.kind == "prod" else added(one, other, self.width)
 
     def close(self, *values: Any) -> Terms:
-        """What is held, and what a mean is divided by, as the result's components."""
+        """Return the accumulators, divided by a mean's count, as the result's components."""
         *terms, count = values
         if self.kind == "mean":
             terms = quotient(terms, [count], self.width)
@@ -271,12 +271,12 @@ class _Reduction(NamedTuple):
 
     @property
     def steps(self) -> ReductionSteps:
-        """For the compiler."""
+        """The device functions, for the compiler."""
         return ReductionSteps(self.step, self.join, self.merge, self.close, self.width, self.start)
 
     @property
     def start(self) -> float:
-        """What changes nothing."""
+        """The neutral element."""
         return 1.0 if self.kind == "prod" else 0.0
 
 
@@ -289,7 +289,7 @@ def _gathered(row: Terms) -> Terms:
 
 
 def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Parts:
-    """The segments' results, in a shape."""
+    """Reduce every segment; return the results in a shape."""
     (many, rows, columns), length, segments, several, divisor = cut
     if select_engine(parts[0].device.type) != "numba":
         terms = _reduce_segments_reference(reduction, [part.reshape(cut.sizes).double() for part in parts], cut)
@@ -323,7 +323,7 @@ def _reduce_segments_reference(reduction: _Reduction, parts: list[torch.Tensor],
 
 
 def _segment(reduction: _Reduction, parts: list[torch.Tensor], cut: _Cut) -> Terms:
-    """Turns of several rows side by side, then these joined by halves."""
+    """Reduce one segment in torch, in the order of the kernel: rows side by side, then lanes by halves."""
     (many, rows, columns), several = parts[0].shape, cut.several
     turns = -(-rows // several)
     lanes = [_padded(part, turns * several, 0.0 if k else reduction.start) for k, part in enumerate(parts)]
@@ -349,7 +349,7 @@ def _in_blocks(reduction: _Reduction, lanes: list[torch.Tensor]) -> Terms:
 
 
 def _padded(part: torch.Tensor, rows: int, value: float) -> torch.Tensor:
-    """More rows that change nothing."""
+    """Append rows of the neutral element."""
     return torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[1]), value=value)
 
 

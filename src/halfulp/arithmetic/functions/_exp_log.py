@@ -27,7 +27,7 @@ def constants(like, values) -> Terms:
 
 
 def number(like, value: float):
-    """One of them."""
+    """Return one number as a value of the kind of another."""
     return constants(like, [value])[0]
 
 
@@ -153,7 +153,7 @@ def small_log1p(r: Terms, n: int) -> Terms:
 
 
 def log_finished(x, made: Terms) -> Terms:
-    """A logarithm of x, whatever x is."""
+    """Return a logarithm's terms with the special values of log x."""
     beyond = select(x < 0.0, number(x, math.nan), select(x == 0.0, number(x, -math.inf), x))
     return finished(select((x > 0.0) & is_finite(x), made[0], beyond), made)
 

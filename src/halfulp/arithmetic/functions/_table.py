@@ -17,7 +17,7 @@ from . import _trigonometric as trigonometric
 
 @dataclass(frozen=True)
 class Function:
-    """One entry.
+    """One function: its number of operands and its network.
 
     Attributes:
         operands: how many expansions it takes.
@@ -52,7 +52,7 @@ def _addcmul(x: list[Terms], n: int) -> Terms:
 
 
 def _same(x: list[Terms], n: int) -> Terms:
-    """All terms, so that what is stored is rounded from the whole sum."""
+    """Return all terms unchanged, so that the stored result is rounded from the whole sum."""
     many = max(n, len(x[0]))
     return nets.gathered(x[0], many) if len(x[0]) > 1 else nets.fitted(x[0], n)
 

@@ -110,7 +110,7 @@ def _schmidt(a: Parts, components: int) -> Parts | None:
 
 
 def _proven(a: Parts, task: str, make: Callable, unit: Callable) -> Parts:
-    """What `make` makes of the fewest components such that `unit` of it is 1 but for 2^-8, or for 1/8 by four.
+    """Call `make` with ever more components until `unit` proves the result to 2^-8, or 1/8 for four.
 
     Raises:
         torch.linalg.LinAlgError: none does.

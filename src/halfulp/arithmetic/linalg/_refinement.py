@@ -89,7 +89,7 @@ class Progress:
 
 
 def refuse_singular(info: torch.Tensor, task: str) -> None:
-    """LAPACK found a pivot of zero."""
+    """Raise for a matrix in which LAPACK found a pivot of zero."""
     if bool((info != 0).any()):
         raise torch.linalg.LinAlgError(f"{task} met a pivot of zero: {_HARDER}")
 

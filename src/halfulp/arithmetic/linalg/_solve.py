@@ -103,5 +103,5 @@ def _prove_independent(a: Parts, r: torch.Tensor) -> None:
 
 
 def _resolved(work: Work, x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A solution that is zero but for rounding is judged by the right-hand side."""
+    """Return the size by which corrections are judged: the solution's, or one that the right-hand side resolves."""
     return torch.maximum(largest(x), largest(b) * 2.0 ** -(53 * work.components - 60 - work.bits / 2))

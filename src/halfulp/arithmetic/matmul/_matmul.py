@@ -89,7 +89,7 @@ def _shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
 
 
 def _run(a: Sequence[Any], b: Sequence[Any], components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
-    """All components of the result, and the bound behind them if it is asked for."""
+    """Return all components of the result, followed by the error bound if requested."""
     a, b = ([part.detach() if part.requires_grad else part for part in parts] for parts in (a, b))
     shape = _shape(a[0], b[0])
     if len(shape) == 2:
@@ -108,7 +108,7 @@ def _stacked(part: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
 
 
 def _in_pieces(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
-    """A stack of matrices, as many at a time as keep the workspace small; large ones one by one."""
+    """Multiply a stack of matrices in chunks that keep the workspace small."""
     count, m, k = a[0].shape
     n = b[0].shape[-1]
     step = max(1, _STACK // max(1, m * k + k * n + m * n))
@@ -123,7 +123,7 @@ def _in_pieces(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: b
 
 
 def _multiply(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
-    """Matrices or one stack of them: which way."""
+    """Multiply matrices, or one stack of them, by the method that suits them."""
     shape, inner = (*a[0].shape[:-1], b[0].shape[-1]), a[0].shape[-1]
     outputs = torch.Size(shape).numel()
     if not outputs or not inner:
@@ -150,7 +150,7 @@ def _multiply(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bo
 
 
 def _is_like_a_dot_product(outputs: int, inner: int, elements: int) -> bool:
-    """Whether cutting the operands takes longer than all products one by one; measured, in microseconds."""
+    """Return whether slicing takes longer than computing each entry, by measured costs in microseconds."""
     sliced = 200 * -(-inner // BLOCK) + 0.03 * elements + 0.0005 * outputs * inner
     return 250 + 0.02 * outputs * inner < sliced
 

@@ -104,7 +104,7 @@ def _with_special_values(
 
 
 def _compute_alone(a: Parts, b: Parts, entries: tuple, known: Parts, bound: torch.Tensor | None) -> None:
-    """Put in the entries that slices do not reach."""
+    """Compute the entries that slices do not cover one by one, and store them."""
     components, dtype = len(known), known[0].dtype
     for target, value in zip(known, multiply_entries(a, b, entries, components, dtype), strict=True):
         target[entries] = value
@@ -156,7 +156,7 @@ def _as_row(x: torch.Tensor) -> torch.Tensor:
 
 
 def _judged(task: _Task, slices: int, sizes: list, error: bool) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """How many slices to take, the entries that they do not reach, and the bound of the error."""
+    """Choose the number of slices; return it, the entries not covered, and the error bound."""
     left, right, sums = sizes
     multiply(left, right, sums)
     missed = None
@@ -169,7 +169,7 @@ def _judged(task: _Task, slices: int, sizes: list, error: bool) -> tuple[int, to
 
 
 def _hidden(task: _Task, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Where a product is not zero though its factors may have been too small to count."""
+    """Return where a product may be nonzero though factors of it were flushed."""
     flushed = [bool(((size == 0) & (parts[0] != 0)).any()) for size, parts in ((left, task.a), (right, task.b))]
     if not any(flushed):
         return torch.zeros((), dtype=torch.bool, device=left.device)
@@ -177,7 +177,7 @@ def _hidden(task: _Task, left: torch.Tensor, right: torch.Tensor) -> torch.Tenso
 
 
 def _cheapest(task: _Task, slices: int, sums: torch.Tensor) -> int:
-    """More slices for all entries, or single entries alone: what takes less time."""
+    """Choose between more slices for all entries and single entries computed alone, by time."""
     outputs = task.shape[-1] * task.a[0].shape[:-1].numel()
 
     def cost(count: int) -> float:
@@ -189,7 +189,7 @@ def _cheapest(task: _Task, slices: int, sums: torch.Tensor) -> int:
 
 
 def _summed(task: _Task, left: list, right: list, known: Parts, last: bool, results: list) -> Parts:
-    """All products of slices and tails, summed with what is known."""
+    """Add all products of slices and tails to the sum of earlier blocks."""
     slices, device = len(left) - 1, left[0].device
     final, dtype = (task.components, task.dtype) if last else (task.components + 1, torch.float64)
     written = tuple(torch.empty(task.shape, dtype=dtype, device=device) for _ in range(final))
@@ -223,7 +223,7 @@ def _accumulate(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _error_bound(task: _Task, slices: int, sums: torch.Tensor) -> torch.Tensor:
-    """Rigorous: the tails' rounding in any order of additions, and the summing."""
+    """Return a rigorous error bound: rounding of the tails in any order of additions, and of the sum."""
     inner = task.inner
     most = sums.double() * (1 + inner * 2.0**-22) + inner * 2 * slicing.FLUSHED
     scaled = slicing.tails_error(slices, inner) + most * 2.0 ** (2 - task.components * PRECISION[task.dtype])
@@ -231,5 +231,5 @@ def _error_bound(task: _Task, slices: int, sums: torch.Tensor) -> torch.Tensor:
 
 
 def _tiny(dtype: torch.dtype) -> float:
-    """A few of the smallest subnormals."""
+    """Return a few times the smallest subnormal."""
     return 16 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

@@ -102,7 +102,7 @@ def single_product(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
 
 
 def largest_magnitude(x: torch.Tensor) -> float:
-    """Of a tensor with elements; NaN where one is.
+    """Return the largest magnitude of a tensor with elements; NaN if any is NaN.
 
     >>> largest_magnitude(torch.tensor([1.0, -3.0]))
     3.0

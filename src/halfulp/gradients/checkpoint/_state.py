@@ -47,7 +47,7 @@ def state_of(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ..
 
 
 def _remembered(site: Site) -> dict[str, Any]:
-    """What a site remembers of overflows, as plain data."""
+    """Return a site's record of overflows as plain data."""
     overflow = site.overflow
     if overflow is None:
         return {"overflowed": None, "memory": [False, site.until, 0, site.patience]}
@@ -55,7 +55,7 @@ def _remembered(site: Site) -> dict[str, Any]:
 
 
 def sites_by_name(state_dict: Any) -> Any:
-    """A state whose sites are a dict, where they are pairs, as `state_of` gives them; else the state as it is."""
+    """Convert a state's sites from the pairs that `state_of` returns to a dict; return any other state unchanged."""
     pairs = state_dict.get("sites") if isinstance(state_dict, Mapping) else None
     if not pairs or not isinstance(pairs, (tuple, list)):
         return state_dict

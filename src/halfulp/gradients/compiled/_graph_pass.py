@@ -18,7 +18,7 @@ from ._graph_roles import HALF, MATRIX, Role, carries, role_of
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a backward graph needs to know of its forward graph.
+    """What the pass over a backward graph reads of its forward graph.
 
     Attributes:
         keys: The site of each function of the forward graph, by its path there.
@@ -43,7 +43,7 @@ class Plan:
     watches: bool = False
 
     def words(self) -> tuple:
-        """All that a backward graph depends on, for caches."""
+        """The cache key: all that a backward graph depends on."""
         listed = (tuple(sorted(paths)) for paths in (self.products, self.opening, self.repeating, self.apart))
         return tuple(self.keys.items()), *listed, tuple(self.wholes.items()), self.parameters, self.rounds, self.watches
 
@@ -94,7 +94,7 @@ class Product:
 
     @property
     def passes(self) -> bool:
-        """Whether it passes a gradient on, to more than parameters."""
+        """Whether the product passes a gradient on to more than parameters."""
         return any(kind == "passed" for _, kind, _ in self.makes)
 
     def gradients(self) -> Iterator[tuple[Node, str, bool]]:
@@ -168,7 +168,7 @@ class Placement:
                     self.gradients[node] = None
 
     def _sums_for(self, add: Node) -> str | None:
-        """The one function, reading the tensor once, in whose derivative all terms of a sum are made; else None."""
+        """Return the one function in whose derivative all terms of a sum are computed; None if there are several."""
         made = list(add.all_input_nodes)
         for x in made:
             made += x.all_input_nodes if x in self._adds else ()
@@ -237,7 +237,7 @@ class Placement:
         return next((x for x in reversed(add.all_input_nodes) if x.target is mm and len(x.users) == 1), None)
 
     def _needed(self, reader: Node) -> str | None:
-        """The site at which a reader needs its gradients; None where any will do."""
+        """Return the site at which a reader needs its gradients; None if any will do."""
         if reader.op == "output":
             return None
         if reader in self._products:

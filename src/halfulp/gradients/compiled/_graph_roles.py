@@ -58,7 +58,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def role_of(node: Node, gradients: Mapping[Node, None]) -> Role:
-    """The role of a function for the gradients among its arguments."""
+    """Return how a function treats the gradients among its arguments."""
     if node.target is operator.getitem:
         return "part"
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims", "mkldnn"):
@@ -92,13 +92,13 @@ def role_of(node: Node, gradients: Mapping[Node, None]) -> Role:
 
 
 def carries(node: Node) -> bool:
-    """Whether a node has numbers in which a gradient can be."""
+    """Return whether a node's value is a floating tensor, which may hold a gradient."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)
 
 
 def _alone(node: Node, gradients: Mapping[Node, None]) -> bool:
-    """Whether the first tensor is a gradient and no other."""
+    """Return whether only the first tensor is a gradient."""
     nodes = [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, Node) and _is_tensor(x)]
     return nodes[0] in gradients and not any(x in gradients for x in nodes[1:])
 

@@ -49,7 +49,7 @@ def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
 
 
 def _telling(products: Iterable[Product]) -> Iterator[Product]:
-    """The products that pass gradients on, and where a site has none, the first that makes parameters'."""
+    """Yield the products that pass gradients on; for a site without one, the first that makes parameters' gradients."""
     by_key: dict[str, list[Product]] = {}
     for product in products:
         by_key.setdefault(product.key, []).append(product)
@@ -86,7 +86,7 @@ def _limiting(
     entering: Entering,
     rounds: bool,
 ) -> dict[str, list[tuple[Node, str, bool]]]:
-    """The gradients to measure at each site: all that may overflow there, each once and not again as a view.
+    """Return the gradients to measure at each site: all that may overflow there, without views of the same.
 
     That is what its products read and make and, in a narrow format, what comes to it, becomes narrow there or leaves
     it, between which and its products other functions may lie.

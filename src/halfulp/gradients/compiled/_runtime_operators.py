@@ -135,7 +135,7 @@ torch.library.register_autograd("halfulp::scaled_here", lambda _, gradient: (gra
 
 
 def marked(out: Tensor, scaler: str, wide: bool) -> Tensor:
-    """A model's output in a graph that is compiled, for the scaler's backend to know it by."""
+    """Mark a model's output in a compiled graph for the scaler's backend."""
     if not out.requires_grad:
         return out
     return scaled_here(out.float() if wide and out.dtype == torch.float16 else out, scaler)

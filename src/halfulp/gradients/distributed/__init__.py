@@ -1,1 +1,1 @@
-"""What processes that share gradients agree on: DistributedDataParallel, its join(), and FSDP2."""
+"""Agreement between processes that share gradients by DistributedDataParallel, its join(), or FSDP2."""

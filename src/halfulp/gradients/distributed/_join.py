@@ -27,7 +27,7 @@ class WatchedJoin:
 
     @property
     def active(self) -> bool:
-        """Whether processes may have run out of inputs, and others go on."""
+        """Whether a ``join()`` is active, in which processes may have run out of inputs."""
         wrapper = self.wrapper()
         if wrapper is None:
             return False
@@ -35,19 +35,19 @@ class WatchedJoin:
         return self._begun and config.enable and not config.throw_on_early_termination
 
     def __call__(self, **kwargs: Any) -> JoinHook:
-        """The wrapper's own hook, and what a scaler does at the end."""
+        """Return the hook of a ``join()``: the wrapper's own, then the scaler's."""
         wrapper = self.wrapper()
         assert wrapper is not None  # it calls this
         self._begun = True
         return _Hook(type(wrapper).join_hook(wrapper, **kwargs), self)
 
     def end(self) -> None:
-        """No process has inputs left."""
+        """End the ``join()``: no process has inputs left."""
         self._begun = False
         self._end()
 
     def restore(self) -> None:
-        """Give the wrapper its own hook back."""
+        """Restore the wrapper's own hook."""
         wrapper = self.wrapper()
         if wrapper is not None and wrapper.__dict__.get("join_hook") is self:
             del wrapper.__dict__["join_hook"]

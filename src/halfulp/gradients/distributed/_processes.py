@@ -1,4 +1,4 @@
-"""What processes that share gradients agree on: overflows, the global exponent, and the next measurement."""
+"""Processes that share gradients: they agree on overflows, the global exponent, and the next measurement."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Processes:
         return least[4 : 4 + len(values)]
 
     def furthest(self, numbers: list[int], device: torch.device) -> list[int]:
-        """The numbers of the process whose first one is the largest."""
+        """Return the numbers of the process whose first number is the largest."""
         mine = torch.tensor(numbers, device=device, dtype=torch.int64)
         for group in self._groups:
             every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -107,13 +107,13 @@ class Processes:
         return mine.tolist()
 
     def restore(self) -> None:
-        """Give the wrappers their own join hooks back."""
+        """Restore the wrappers' own join hooks."""
         for join in self._joins:
             join.restore()
         self._joins.clear()
 
     def after_join(self, catch_up: Callable[[], None]) -> None:
-        """What every process calls at the end of a ``join()``."""
+        """Synchronise the counters of all processes at the end of a ``join()``."""
         self.catch_up = catch_up
 
     def _wrapped(self, wrapper: nn.parallel.DistributedDataParallel, known: bool) -> None:

@@ -97,7 +97,7 @@ def under_float16() -> bool:
 
 
 class ParameterNames:
-    """The module of each parameter, by the parameter's id; looked up again when one is met that is not known.
+    """A cached map from parameters to the modules that hold them, looked up again for an unknown parameter.
 
     Attributes:
         lookups: how often that was.
@@ -157,7 +157,7 @@ def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
 
 
 def _calls_nothing(module: nn.Module) -> bool:
-    """Whether a module has no forward of its own, as `nn.ModuleList` has none."""
+    """Return whether a module has no forward of its own, such as `nn.ModuleList`."""
     return type(module).forward is nn.Module.forward
 
 

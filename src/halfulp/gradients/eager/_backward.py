@@ -1,4 +1,4 @@
-"""Backward: what happens to gradients between sites, while a scaled loss is differentiated."""
+"""Backward: the hooks that move, round and measure gradients while a scaled loss is differentiated."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Widening(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, parameter: Tensor) -> Tensor:
-        """The same numbers."""
+        """Return the values unchanged, in a new tensor."""
         return parameter.view_as(parameter)
 
     @staticmethod
@@ -126,7 +126,7 @@ class Backward:
 
     @untraced
     def end(self) -> None:
-        """Shut the edges."""
+        """Deactivate the edges."""
         self.active = False
 
     def end_unless_differentiating(self) -> None:
@@ -266,7 +266,7 @@ class Backward:
         return look
 
     def propose(self, site: Site, gradient: Tensor, factor: Factor, stored: Format | None) -> None:
-        """Ask the policy about a product of this gradient, which the format or ``stored`` holds; wide ones are not."""
+        """Ask the policy for bounds from a product of this gradient, if the format or ``stored`` is narrow."""
         stored = self.format or stored
         if stored is None:
             return
@@ -397,7 +397,7 @@ def differentiating() -> bool:
 
 
 def check_leaf(parameter: Tensor) -> None:
-    """A parameter's gradient must be able to leave its reader's site without rounding.
+    """Refuse a parameter whose gradient could not leave its reader's site without rounding.
 
     Raises:
         TypeError: it is float16, and its gradient too.

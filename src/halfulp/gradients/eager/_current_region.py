@@ -1,4 +1,4 @@
-"""The region that a thread is in, and what to do where torch.compile was given a part of its model by itself."""
+"""The region that is active on a thread, and the treatment of parts of its model that are compiled alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def current() -> Any:
 
 
 def put(region: Any) -> None:
-    """Set the region or replay that this thread is in; None for neither."""
+    """Set the active region or replay of this thread; None for neither."""
     _local.region = region
 
 

@@ -1,4 +1,4 @@
-"""Forward: what stands in the place of a module's ``forward`` while a scaler watches the module."""
+"""Forward: the replacement of a module's ``forward`` while a scaler is attached."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Forward(abc.ABC):
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        """What torch.jit.script reads first; it then compiles the source of what stands here, and not the plain one."""
+        """Raise: torch.jit.script reads this first, and would compile the source of this class."""
         raise NotScriptedError(
             "torch.jit.script cannot compile a model that has an AdaptiveGradScaler: give it a copy, which has none, "
             "torch.jit.script(copy.deepcopy(model)), or call scaler.detach() before"
@@ -53,7 +53,7 @@ class Forward(abc.ABC):
         return self._with_edges(args, kwargs)
 
     def _marked(self, out: Any) -> Any:
-        """Outputs in a graph that is compiled, for the scaler's backend to know them by."""
+        """Mark outputs in a compiled graph for the scaler's backend."""
         wide = self._widens()
         return map_tensors(out, lambda x: marked(x, self._backward.handle, wide))
 
@@ -66,13 +66,13 @@ class Forward(abc.ABC):
         """Whether float16 outputs become float32."""
 
     def put(self) -> None:
-        """Take the place of the module's forward."""
+        """Replace the module's forward."""
         module = self._module()
         assert module is not None  # who attaches a scaler holds it
         module.forward = self
 
     def restore(self) -> None:
-        """Give the module the forward back that it had."""
+        """Restore the module's previous forward."""
         module = self._module()
         if module is not None:
             module.__dict__.pop("forward", None)

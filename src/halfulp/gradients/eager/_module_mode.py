@@ -65,7 +65,7 @@ class ModuleForward(Forward):
 
     @contextlib.contextmanager
     def _parameters_apart(self) -> Iterator[list[Tensor]]:
-        """Let the module read views of its parameters, each with a node of its own; gives the views."""
+        """Replace the module's parameters by views with nodes of their own; return the views."""
         module: Any = self._module()  # its forward runs, so it is there
         holders = list(module.modules())
         parameters = {id(x): x for holder in holders for x in differentiable_in(holder._parameters)}
@@ -119,7 +119,7 @@ def modules_of(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def attach_modules(model: nn.Module, backward: Backward, prefix: str, names: Names) -> Callable[[], None]:
-    """Give every module that is a site edges at its boundaries; returns what takes them away."""
+    """Put edges at the boundaries of every module that is a site; return a function that removes them."""
     watched: dict[nn.Module, ModuleForward] = {}
     for key, module in modules_of(model, prefix):
         if module not in watched:

@@ -64,7 +64,7 @@ def _of_any(backward: Backward, moves: tuple[tuple[int, int, int], ...], otherwi
 
 
 def _of_three(backward: Backward, moves: tuple[tuple[int, int, int], ...], otherwise: Callable) -> Callable:
-    """The same for layers with input, weight and bias, without the loop, as many of them are small."""
+    """Return the hook of `_of_any` for three gradients, without the loop: many layers are small."""
     (_, *first), (_, *second), (_, *third) = sorted(moves)
     raised = backward.following.raised
 

@@ -1,4 +1,4 @@
-"""Which functions make a site of their own: products, whose gradients take another magnitude."""
+"""The functions that open a site: products, whose gradients have another magnitude than their inputs'."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _KINDS: tuple[tuple[OperatorKind, set[str]], ...] = (
 
 @functools.cache
 def kind_of(function: Callable[..., Any]) -> OperatorKind:
-    """What a torch function is to a region.
+    """Return how a region treats a torch function.
 
     >>> import torch
     >>> kind_of(torch.matmul), kind_of(torch.conv2d), kind_of(torch.Tensor.add_), kind_of(torch.relu)

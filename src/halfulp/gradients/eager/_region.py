@@ -197,7 +197,7 @@ class Region(TorchFunctionMode):
         self._outside(node)
 
     def _site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
-        """Where the gradients of a function's inputs and results are."""
+        """Return the site of the gradients of a function's inputs and results."""
         if kind == "product":
             return self._open(function, differentiable)
         if kind == "cell":
@@ -238,7 +238,7 @@ class Region(TorchFunctionMode):
     # edges ----------------------------------------------------------------------------------------------------
 
     def _moved(self, value: Any, site: Site, weight_edges: list[Tensor], function: Callable | None = None) -> Any:
-        """Arguments whose gradients all arrive at ``site``; parameters' views are added to ``weight_edges``.
+        """Return arguments whose gradients all leave ``site``; parameters' views are added to ``weight_edges``.
 
         A composite function may ask whether two arguments are one tensor, so that they must stay one.
         """
@@ -317,7 +317,7 @@ class Region(TorchFunctionMode):
         return out
 
     def _at_site(self, out: Any, site: Site, kind: str) -> Any:
-        """The results of a function, whose gradients are at ``site``."""
+        """Assign a function's results to ``site``; return them."""
         nodes: set = set()
         return map_tensors(out, lambda x: self._tensor_at_site(x, site, kind, nodes))
 

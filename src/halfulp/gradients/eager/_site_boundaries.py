@@ -40,7 +40,7 @@ def reached(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
 
 
 class Unmarked:
-    """Which nodes belong to forward passes without edges, by when they were made; of the latest of these.
+    """The latest forward passes without edges, as ranges of autograd's sequence numbers.
 
     Attributes:
         count: How many such forward passes there were.
@@ -72,14 +72,14 @@ class Unmarked:
         self._begins[first:last], self._ends[first:last] = [begin], [end]
 
     def has(self, node: Any) -> bool:
-        """Whether a node is one of these, as far as the numbers tell: each thread counts for itself."""
+        """Return whether a node's sequence number lies in one of the ranges; each thread counts for itself."""
         number = node._sequence_nr()
         place = bisect.bisect(self._begins, number) - 1
         return place >= 0 and number < self._ends[place]
 
 
 def check_exits(node: Any, global_site: Site, unmarked: Unmarked) -> bool:
-    """Follow what is read outside back to the forward passes it came from, which it must reach through their outputs.
+    """Check that a tensor read outside of models depends on their forward passes through their outputs only.
 
     From any other tensor of a model every path leads over an edge, as only edges lead out of a site, and all of them
     are marked. Models of other scalers, whose edges do nothing, are passed through.
@@ -107,7 +107,7 @@ def check_exits(node: Any, global_site: Site, unmarked: Unmarked) -> bool:
 
 
 def check_units(node: Any, global_site: Site) -> None:
-    """Follow a loss back to its leaves: both must be at the global exponent, and between boundaries nothing changes it.
+    """Check that a loss and its leaves are at the global exponent, and that exponents change at boundaries only.
 
     Raises:
         ValueError: a node is reached at two exponents, or a boundary or a leaf at one that is not its own.

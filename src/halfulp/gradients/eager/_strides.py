@@ -97,7 +97,7 @@ class CopyWithStrides(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx, gradient: Tensor) -> Tensor:
-        """The same gradient."""
+        """Return the gradient unchanged."""
         return gradient
 
 

@@ -1,1 +1,1 @@
-"""Policies: which exponent follows from what was measured."""
+"""Policies: the rules that set exponents from measurements."""

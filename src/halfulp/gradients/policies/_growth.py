@@ -17,7 +17,7 @@ class GrowthSettings(torch.amp.GradScaler):
     _options: dict[str, Any]
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Steps without overflow after which the scale doubles, for policies that count them.
+        """Set the number of steps without overflow after which the scale doubles, for policies that count them.
 
         Raises:
             NotImplementedError: another policy, which grows scales by what it measures.
@@ -35,7 +35,7 @@ class GrowthSettings(torch.amp.GradScaler):
         self._growth_interval = new_interval
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Scales grow by 2.
+        """Raise unless the factor is 2, by which scales grow.
 
         Raises:
             NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
@@ -47,7 +47,7 @@ class GrowthSettings(torch.amp.GradScaler):
             )
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """A scale for all falls by a half; those of sites as the policy says.
+        """Raise unless the factor is the policy's own.
 
         Raises:
             NotImplementedError: another factor, as scales are powers of two, which the policy chooses.

@@ -1,4 +1,4 @@
-"""Policies: which exponent follows from what was measured."""
+"""The base of policies, which set exponents from measurements, and the default policy."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Amax(Policy):
         check_count("measurements", self.measurements, 1, 64)
 
     def exponent(self, site: Site) -> int | None:
-        """See the class."""
+        """Return the exponent that the class describes."""
         if site.format is None:
             # What no narrow format stores has no limit, whatever it was before.
             return None
@@ -139,7 +139,7 @@ class Amax(Policy):
 
 
 def _above(sizes: list[float], room: int | None, format: Format) -> int:
-    """How many powers of two the top is to be above 1: headroom above the largest size, or by the sizes' spread.
+    """Return log2 of what the format's top has to hold: the largest size with headroom, or by the sizes' spread.
 
     3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest,
     and so does what leaves a format too few binades for small gradients (e5m2 has 32).

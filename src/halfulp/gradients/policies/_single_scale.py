@@ -21,11 +21,11 @@ class Constant(Policy):
     measures = False
 
     def exponent(self, site: Site) -> int | None:
-        """None: it stays."""
+        """Return None: the exponent stays."""
         return None
 
     def global_exponent(self, exponent: int, skipped: bool, since: int, step: int) -> int:
-        """As it is."""
+        """Return None: the global exponent stays."""
         return exponent
 
 
@@ -93,11 +93,11 @@ class Dynamic(Policy):
         check_count("growth_interval", self.growth_interval, 1, 10**9)
 
     def exponent(self, site: Site) -> int | None:
-        """None: only overflows decide."""
+        """Return None: only overflows decide."""
         return None
 
     def global_exponent(self, exponent: int, skipped: bool, since: int, step: int) -> int:
-        """Half, double, or as it is."""
+        """Return the exponent halved after an overflow, doubled after enough steps without, or unchanged."""
         if skipped:
             return exponent - 1
         return exponent + (since >= self.growth_interval)

@@ -1,1 +1,1 @@
-"""Forward passes whose autograd graph is known already: sites without a function mode."""
+"""Replays: forward passes with a known autograd graph get their edges without a function mode."""

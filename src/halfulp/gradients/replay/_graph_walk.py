@@ -1,4 +1,4 @@
-"""The autograd graph of a forward pass: what its nodes are and how they are linked, learned and recognised."""
+"""The structure of a forward pass's autograd graph: its nodes and links, recorded and matched."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_leaf(kind: type | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """What tells nodes of a forward pass from those made before it.
+    """The boundary between a forward pass's nodes and those made before it.
 
     Attributes:
         begun: Autograd's sequence number when the forward pass began, in its thread.

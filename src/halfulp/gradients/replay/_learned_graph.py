@@ -34,7 +34,7 @@ class Names(Protocol):
 
 
 class Recording:
-    """What a region notes of a forward pass: by which calls nodes were made, at which sites, and which are its edges.
+    """A record of a forward pass in a region: which call made each node, at which site, and which nodes are edges.
 
     Attributes:
         failed: Whether the forward pass had something that only a region can handle.
@@ -150,7 +150,7 @@ class LearnedGraph:
             self._backward.note_read(parameter, self._readers[place], listed=names.of(parameter) is not None)
 
     def attach(self, nodes: list[Any]) -> list[Site]:
-        """Let the nodes' gradients have the exponents of now; returns the sites at which the outputs' are wanted."""
+        """Hook the nodes for the present exponents; return the sites of the outputs' gradients."""
         exponents = [(site.exponent, site.follows_global) for site in self._all_sites]
         if exponents != self._exponents:
             self._exponents = exponents
@@ -174,7 +174,7 @@ class LearnedGraph:
                 yield place, made[key]
 
     def _move(self, source: Site, target: Site) -> tuple[int, int]:
-        """By which power a gradient leaves ``target`` for ``source``, and how often the lift counts."""
+        """Return the power of two from ``target`` to ``source``, and the sign of the lift."""
         return source.exponent - target.exponent, self._backward.following.sign(source, target)
 
 

@@ -25,7 +25,7 @@ _RECORDINGS, _SURPRISES = 64, 6
 
 
 class Replays:
-    """What is known of the graphs that a module's forward passes make, and whether the next one needs a region.
+    """The known graphs of a module's forward passes, which decide whether the next pass needs a region.
 
     It needs none once the forward passes before it had known shapes, and where only exponents are wanted of it: not in
     measured iterations, nor with a ``format``. Where its graph turns out to be another, its sites are `approximate`,
@@ -67,7 +67,7 @@ class Replays:
             self._recordings = 0
 
     def _keep(self, learned: LearnedGraph) -> bool:
-        """Add what was learned; False where too much is known already."""
+        """Store a learned graph; return False if there are too many already."""
         like = next((group for group in self._graphs if _first(group).is_like(learned)), None)
         known = like is not None and learned.parameters in like
         if not known and sum(map(len, self._graphs)) == _GRAPHS:
@@ -163,7 +163,7 @@ class Replay:
         )
 
     def _outside(self, node: Any) -> None:
-        """Note that a node of before is at the global exponent."""
+        """Note that a node made before the forward pass is at the global exponent."""
         if not is_exit(node, self._global_site):
             try:
                 self._backward.check_exits(node)

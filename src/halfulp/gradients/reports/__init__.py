@@ -1,1 +1,1 @@
-"""What a scaler tells of its sites and steps: tables, and files that are written as it trains."""
+"""Reports of a scaler's sites and steps: tables, and files written during training."""

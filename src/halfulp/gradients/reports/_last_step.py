@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class LastStep:
-    """What the last ``scaler.step(optimizer)`` did.
+    """The outcome of the last ``scaler.step(optimizer)``.
 
     Attributes:
         applied: Whether the optimizer stepped.

@@ -1,4 +1,4 @@
-"""Recorder: every iteration's exponents and measurements, written to a file as they are made."""
+"""Recorder: writes the exponents and measurements of measured iterations to a file."""
 
 from __future__ import annotations
 

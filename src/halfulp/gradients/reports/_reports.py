@@ -10,7 +10,7 @@ from ._site_table import SiteTable
 
 
 class SiteReports:
-    """The methods of a scaler that tell of its sites."""
+    """The methods of a scaler that report its sites."""
 
     _controller: Controller
     _recorders: list[Recorder]
@@ -33,7 +33,7 @@ class SiteReports:
         return SiteTable.of(self._controller.sites, pattern, kind=kind, sort=sort, limit=limit)
 
     def record(self, path: str | os.PathLike[str]) -> Recorder:
-        """From now on, write ``sites()`` and ``last_step`` to a ``.jsonl`` or ``.csv`` file at each measured iteration.
+        """Start writing ``sites()`` and ``last_step`` to a ``.jsonl`` or ``.csv`` file at each measured iteration.
 
         Returns:
             The recorder, whose ``close()`` ends it.

@@ -1,4 +1,4 @@
-"""From plain Python pieces to one machine-code kernel: names are bound, Numba compiles, the result is cached.
+"""Compilation of plain Python functions to one kernel: names are bound, Numba compiles, the result is cached.
 
 A kernel is written as an ordinary function that calls other ordinary functions (its pieces) and the scalar operations
 of `_scalar`. Compiling walks the names it uses: a scalar operation becomes its instruction, another function is
@@ -24,7 +24,7 @@ Bindings = Mapping[str, object]
 
 @dataclass(frozen=True)
 class OwnNames:
-    """A function in `bind` for which, and for what it calls, every name means what it means in its own module.
+    """A bound function whose names, and those of the functions it calls, are resolved in their own modules.
 
     So is a function of the user's: its module may have a constant that is called like something that the kernel binds.
     """
@@ -89,7 +89,7 @@ _device_functions: dict[tuple[Callable, str], object] = {}
 
 
 def _rebuild(function: Callable, bind: dict, done: dict) -> types.FunctionType:
-    """The function over a namespace of its own, in which every name is compiled or constant."""
+    """Rebuild a function over a namespace of its own, in which every name is compiled or constant."""
     namespace = {"__builtins__": __builtins__, "__name__": function.__module__}
     for name in _names(function.__code__):
         value = resolve(function, name, bind)
@@ -126,7 +126,7 @@ def _compiled(value: object, bind: dict, done: dict) -> object:
 
 
 def resolve(function: Callable, name: str, bind: dict) -> object:
-    """What a name in a kernel means; None for a builtin or an attribute."""
+    """Return what a name in a kernel is bound to; None for a builtin or an attribute."""
     value = bind.get(name, function.__globals__.get(name))
     if value is None or isinstance(value, _ALLOWED):
         return value

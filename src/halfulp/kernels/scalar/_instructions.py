@@ -70,7 +70,7 @@ def _store(width: ir.IntType) -> Callable:
 
 
 def _amax(width: ir.IntType) -> Callable:
-    """The largest magnitude of 16 neighbours, which LLVM does not vectorize from a loop of so few turns."""
+    """Return the largest magnitude of 16 neighbours; LLVM does not vectorize a loop of so few iterations."""
 
     def emit(builder, address, i):
         vector = ir.VectorType(width, 16)
@@ -110,7 +110,7 @@ def _splat(builder, value):
 
 
 def _cubes16(signed: bool) -> Callable:
-    """Sixteen codes at once: a loop of 32 small steps is unrolled by LLVM before it can be vectorized."""
+    """Decode sixteen codes at once: LLVM would unroll a loop of 32 small steps before it could vectorize it."""
     most = 127 if signed else 255
 
     def emit(builder, codes, i, scale, buffer, j):
@@ -150,7 +150,7 @@ def _largest16(builder, buffer, j, top):
 
 
 def _prefetch(builder, address):
-    """Into the second-level cache (locality 2), whose queue of lines under way is longer than the first one's."""
+    """Prefetch into the second-level cache (locality 2), whose queue of pending lines is longer than the first's."""
     pointer = ir.IntType(8).as_pointer()
     takes = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
     name = "llvm.prefetch.p0"

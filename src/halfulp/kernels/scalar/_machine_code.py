@@ -12,7 +12,7 @@ JIT_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_
 
 
 def machine_code(dispatcher: Any, name: str, key: str, signature: str, pieces: Iterable[Any] = ()) -> Callable:
-    """The dispatcher with machine code for one signature, and for no other.
+    """Return the dispatcher with machine code for one signature only.
 
     Args:
         dispatcher: what numba.njit made of a kernel.
@@ -36,7 +36,7 @@ def machine_code(dispatcher: Any, name: str, key: str, signature: str, pieces: I
 
 
 def _forget_compilation(dispatcher: Any) -> None:
-    """Of a compilation keep what calling and inlining it need: what a kernel that was loaded has, too."""
+    """Drop all of a compilation but what calling and inlining need, as a cached kernel has it."""
     for signature, result in dispatcher.overloads.items():
         dispatcher.overloads[signature] = result._replace(type_annotation="", call_helper=None, metadata=None)
 
@@ -49,7 +49,7 @@ def _free_copy_to_inline(library: Any) -> None:
 
 
 def _free_pass_managers() -> None:
-    """Let llvmlite free its pass managers; else each keeps .02 to .3 MB for ever, and a kernel needs a dozen.
+    """Free llvmlite's pass managers, which would keep .02 to .3 MB each, a dozen per kernel.
 
     They have a method for it, NewPassManager._dispose; the empty one of ObjectRef, their first base, hides it (0.44 to
     0.50). Where a version has mended that, or has no such classes, nothing is done.

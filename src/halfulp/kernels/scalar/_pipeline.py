@@ -21,17 +21,17 @@ from numba.core.untyped_passes import FixupArgs, IRProcessing, ReconstructSSA, T
 
 
 class _Kernel(JITCodeLibrary):
-    """Code that is optimized as a whole."""
+    """A code library that is optimized as a whole."""
 
     def _optimize_functions(self, ll_module) -> None:
         ll_module.data_layout = self._codegen._data_layout
 
 
 class _Piece(_Kernel):
-    """Code that is there to be linked into kernels."""
+    """A code library that is linked into kernels."""
 
     def finalize(self) -> None:
-        """What it calls is in it, and it may come into a kernel by several ways."""
+        """Link all callees in; a kernel may reach this library by several paths."""
         module = self._shared_module = self._final_module
         for library in dict.fromkeys(self._linking_libraries):
             module.link_in(library._get_module_for_linking(), preserve=True)
@@ -43,7 +43,7 @@ class _Piece(_Kernel):
 
 @register_pass(mutates_CFG=False, analysis_only=False)
 class _Known(LoweringPass):
-    """A piece may be called by what is compiled after it."""
+    """Declarations by which device functions compiled earlier may be called."""
 
     _name = "halfulp_known_piece"
 
@@ -60,7 +60,7 @@ class _Known(LoweringPass):
 
 
 class KernelCompiler(CompilerBase):
-    """For a kernel."""
+    """The compiler of kernels."""
 
     library: type[_Kernel] = _Kernel
     passes: tuple[type, ...] = (
@@ -76,7 +76,7 @@ class KernelCompiler(CompilerBase):
     )
 
     def define_pipelines(self) -> list[PassManager]:
-        """Numba asks this for the passes when the function is known."""
+        """Return the passes of the compilation (called by Numba)."""
         state = self.state
         state.library = self.library(state.targetctx.codegen(), state.func_id.func_qualname)
         state.library.enable_object_caching()
@@ -88,12 +88,12 @@ class KernelCompiler(CompilerBase):
 
 
 class PieceCompiler(KernelCompiler):
-    """For a piece: no machine code."""
+    """The compiler of device functions: no machine code is emitted."""
 
     library = _Piece
     passes = (*KernelCompiler.passes[:-1], _Known, NoPythonBackend)
 
     def define_pipelines(self) -> list[PassManager]:
-        """The same, and the flag by which lowering stops before machine code."""
+        """Return the passes, with the flag that stops lowering before machine code."""
         self.state.flags.no_compile = True
         return super().define_pipelines()

@@ -1,4 +1,4 @@
-"""From plain Python pieces to the source of a Triton module, in which they work on blocks of elements.
+"""Translation of plain Python device functions to the source of a Triton module that works on blocks of elements.
 
 The same pieces that Numba inlines are translated: a choice `a if c else b` becomes a select, `and` and `or` bit
 operations on masks, a scalar operation the block operation of `_triton_operations`, a bound name what it stands for,
@@ -95,7 +95,7 @@ class _Module:
         return name
 
     def piece(self, function: Callable, bind: dict) -> str:
-        """A piece's name in the module."""
+        """Return a device function's name in the module; translate it at its first use."""
         place = function, bool(bind)
         if place not in self._translated:
             tree = _definition(textwrap.dedent(inspect.getsource(function)))
@@ -103,7 +103,7 @@ class _Module:
         return self._translated[place]
 
     def operation(self, name: str) -> str:
-        """A block operation's name in the module."""
+        """Return a block operation's name in the module; add it at its first use."""
         function = getattr(operations, name, None)
         if function is None:
             raise TypeError(f"the scalar operation {name} has no form on Triton blocks")
@@ -113,7 +113,7 @@ class _Module:
         return name
 
     def takes_lanes(self, name: str) -> bool:
-        """Whether a function of the module needs the mask."""
+        """Return whether a function of the module takes the mask."""
         return self._takes[name]
 
 
@@ -187,7 +187,7 @@ class _Translation(ast.NodeTransformer):
 
 
 def _no_globals() -> None:
-    """Where a generated function stands: it has no globals of its own."""
+    """A stand-in for the globals of a generated function: it has none."""
 
 
 def _definition(text: str) -> ast.FunctionDef:

@@ -1,4 +1,4 @@
-"""What every generated loop is made of: lanes, types, memory of every dtype, counting loops."""
+"""The builder of LLVM loops: vector lanes, types, memory of every dtype, counting loops."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class VectorBuilder:
         return self.ir.Constant(self.i64, value)
 
     def undefined(self, kind):
-        """A value to fill lane by lane."""
+        """Return an undefined vector, to be filled lane by lane."""
         return self.ir.Constant(kind, self.ir.Undefined)
 
     def indices(self, numbers: list[int]):
-        """Places of lanes, for a shuffle."""
+        """Return a constant vector of lane numbers, for a shuffle."""
         return self.ir.Constant(self.ir.VectorType(self.i32, len(numbers)), numbers)
 
     def spread(self, value, lanes: int):
-        """A scalar in all lanes."""
+        """Return a vector with a scalar in all lanes."""
         if lanes == 1:
             return value
         nothing = self.undefined(self.shape(value.type, lanes))
@@ -102,7 +102,7 @@ class VectorBuilder:
         values[:] = phis
 
     def allocate(self, kind, count: int):
-        """Room for so many elements of a type for the whole call, wherever in a loop it is asked for."""
+        """Allocate stack memory in the function's entry block for the whole call."""
         with self.b.goto_entry_block():
             return self.b.alloca(kind, size=self.word(count))
 
@@ -133,7 +133,7 @@ class VectorBuilder:
         return self.reals(self.load_bits(address, i, dtype, lanes_of(kind)), dtype, scalar_of(kind))
 
     def reals(self, bits, dtype: torch.dtype, scalar):
-        """What integers of a dtype's size stand for, as float32 or float64."""
+        """Convert integers of a dtype's size to the float32 or float64 values that they encode."""
         b, own = self.b, self.f64 if dtype == torch.float64 else self.f32
         if dtype == torch.bfloat16:
             words = self.like(bits, self.i32)
@@ -182,7 +182,7 @@ class VectorBuilder:
 
 
 def lanes_of(kind) -> int:
-    """How many lanes a type has."""
+    """Return the number of lanes of a type."""
     return getattr(kind, "count", 1)
 
 
@@ -197,7 +197,7 @@ def size_of(dtype: torch.dtype) -> int:
 
 
 def numba_intrinsic(emit: Callable, arguments: int, result: str = "void") -> Callable:
-    """What a Numba function calls to have the instructions that emit(builder, *values) writes, on int64 arguments.
+    """Return a Numba intrinsic on int64 arguments whose instructions emit(builder, *values) writes.
 
     Args:
         emit: returns the LLVM value of the result; nothing where the result is "void".

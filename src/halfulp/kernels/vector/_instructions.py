@@ -33,7 +33,7 @@ class Instructions(VectorBuilder):
         self.bits = self.shape(self.i64 if self.wide else self.i32, lanes)
 
     def run(self, inputs: list) -> list:
-        """Every instruction's value."""
+        """Return the value of every instruction."""
         values: list = []
         for operation, operands, extra in self.trace.lines:
             if operation == "input":
@@ -45,7 +45,7 @@ class Instructions(VectorBuilder):
         return values
 
     def do_call(self, number, *values):
-        """A list of the results of a piece: from its function where there is one, else written out."""
+        """Return the results of a device function: called where it is compiled apart, else inlined."""
         piece = self.trace.functions[number]
         if not self.calls:
             computed = Instructions(self.b, piece.trace, self.lanes, self.one).run(list(values))
@@ -54,7 +54,7 @@ class Instructions(VectorBuilder):
         return [self.b.extract_value(returned, k) for k in range(len(piece.results))]
 
     def function(self, piece: Piece):
-        """A piece as a function of vectors, which travel in registers; one for all its uses in a module."""
+        """Return a device function as an LLVM function of vectors in registers; one per module."""
         ir, module = self.ir, self.b.module
         inputs = sum(line[0] == "input" for line in piece.trace.lines)
         told = repr((piece.trace.digest(), piece.results, self.lanes))

@@ -62,7 +62,7 @@ def native_lanes(dtype: torch.dtype) -> int:
 
 
 class _Loop(VectorBuilder):
-    """Rows, then vectors of neighbours, then what is left one by one."""
+    """The loop over rows, vectors of neighbours, and remaining elements."""
 
     def __init__(self, builder, trace: Trace, results: tuple, stored: tuple, written: tuple) -> None:
         super().__init__(builder)
@@ -92,7 +92,7 @@ class _Loop(VectorBuilder):
                 self.rest(bases, [near for _, _, near in operands], whole, count)
 
     def rest(self, bases: list, nears: list, whole, count) -> None:
-        """The last neighbours of a row, fewer than a vector: copied, the last of them repeated, and back."""
+        """Process a row's last elements, fewer than a vector, in a padded copy."""
         b, last, lanes = self.b, self.b.sub(count, self.word(1)), self.lanes
         kinds = [self.memory_type(dtype) for dtype in self.stored + self.written]
         copies = [self.allocate(kind, lanes) for kind in kinds]
@@ -109,7 +109,7 @@ class _Loop(VectorBuilder):
                 b.store(b.load(b.gep(copy, [b.sub(i, whole)])), self.pointer(base, i, kind))
 
     def element(self, places: list[tuple[Any, Any]]) -> None:
-        """All instructions for a vector of neighbours."""
+        """Write all instructions for a vector of neighbours."""
         inputs = [self.load(*place, dtype, self.real) for place, dtype in zip(places, self.stored)]
         values = Instructions(self.b, self.trace, self.lanes, self.one, self.calls).run(inputs)
         for number, place, dtype in zip(self.results, places[len(self.stored) :], self.written):

@@ -1,4 +1,4 @@
-"""Rows of matrices reduced column by column, as machine code: blocks of rows in registers, then what they came to."""
+"""Reductions of matrices along rows as machine code: blocks of rows in registers, then an accumulator."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _number(trace: Trace, value: Traced | float) -> int:
 
 
 class _Reduction(VectorBuilder):
-    """What all shapes of matrices share."""
+    """The base of the reduction loops."""
 
     def __init__(self, builder, pieces: tuple, start: float, stored: tuple, written: tuple) -> None:
         super().__init__(builder)
@@ -100,19 +100,19 @@ class _Reduction(VectorBuilder):
             self.segment(start, self.lesser(b.sub(self.rows, top), per_segment), b.mul(segment, self.columns))
 
     def prepare(self) -> None:
-        """What is made once."""
+        """Set up values that are used by all segments."""
 
     def segment(self, start, rows, out) -> None:
         """The rows from element `start` on into the row of results at element `out`."""
         raise NotImplementedError
 
     def run(self, piece: tuple, values: list) -> list:
-        """A piece's results."""
+        """Return the results of a device function."""
         computed = Instructions(self.b, piece[0], lanes_of(values[0].type)).run(values)
         return [computed[number] for number in piece[1]]
 
     def reduce(self, lanes: int, turns, load: Callable) -> list:
-        """What the vectors load(0) ... load(turns - 1) come to."""
+        """Reduce the vectors load(0) ... load(turns - 1)."""
         begin = [self.constant(self.shape(self.f64, lanes), value) for value in self.begin]
         held = list(begin)
         with self.loop(self.word(0), turns, BLOCK, held) as first:
@@ -131,7 +131,7 @@ class _Reduction(VectorBuilder):
 
 
 class _Wide(_Reduction):
-    """Columns in vectors, the last of which overlap the ones before."""
+    """The loop for wide matrices: vectors of columns, the last of which overlap the ones before."""
 
     def segment(self, start, rows, out) -> None:
         b = self.b
@@ -150,7 +150,7 @@ class _Wide(_Reduction):
 
 
 class _Narrow(_Reduction):
-    """Several rows in a vector, and in the end the lanes of a column joined by halves."""
+    """The loop for narrow matrices: several rows in a vector; at the end a column's lanes are merged by halves."""
 
     def prepare(self) -> None:
         b = self.b
@@ -169,7 +169,7 @@ class _Narrow(_Reduction):
         self.conclude(self.reduce(ACROSS, turns, lambda turn: self.vector(start, count, b.mul(turn, self.width))), out)
 
     def conclude(self, held: list, out) -> None:
-        """Join the lanes of each column, and write the results."""
+        """Merge the lanes of each column, and write the results."""
         b = self.b
         self.keep(self.merged(held))
         with self.loop(self.word(0), self.columns, 1) as column:
@@ -195,7 +195,7 @@ class _Narrow(_Reduction):
         return found
 
     def copy_vector(self, at, count) -> None:
-        """`count` elements of a whole vector, and in its other lanes what changes nothing."""
+        """Copy `count` elements of a vector; the other lanes get the neutral element."""
         b, wanted = self.b, self.lanes_below(count)
         for source, copy, neutral, dtype in zip(self.sources, self.copies, self.neutral(), self.stored):
             base = b.add(source, b.mul(at, self.word(size_of(dtype))))
@@ -204,7 +204,7 @@ class _Narrow(_Reduction):
             b.store(value, b.bitcast(copy, value.type.as_pointer()), align=size_of(dtype))
 
     def copy(self, at, count) -> None:
-        """The same where a vector would end beyond memory."""
+        """Copy elements one by one where a vector would end beyond memory."""
         b = self.b
         for source, copy, neutral in zip(self.sources, self.copies, self.neutral()):
             elements = self.pointer(source, at, neutral.type)
@@ -214,7 +214,7 @@ class _Narrow(_Reduction):
                 b.store(b.load(b.gep(elements, [k])), b.gep(copy, [k]))
 
     def neutral(self) -> list:
-        """Components that change nothing, as words in memory."""
+        """Return the neutral element's components, as words in memory."""
         found = []
         for k, dtype in enumerate(self.stored):
             value = torch.tensor(0.0 if k else self.begin[0], dtype=dtype, device="cpu")
@@ -223,7 +223,7 @@ class _Narrow(_Reduction):
         return found
 
     def lanes_below(self, count):
-        """Which lanes come before one."""
+        """Return a mask of the lanes below a number."""
         lanes = self.ir.Constant(self.ir.VectorType(self.i64, ACROSS), list(range(ACROSS)))
         return self.b.icmp_signed("<", lanes, self.spread(count, ACROSS))
 
@@ -248,7 +248,7 @@ class _Narrow(_Reduction):
 
 
 class _Line(_Narrow):
-    """One column: the halves lie in registers."""
+    """The loop for one column: the halves are merged in registers."""
 
     def conclude(self, held: list, out) -> None:
         half = ACROSS

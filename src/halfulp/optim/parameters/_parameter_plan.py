@@ -61,7 +61,7 @@ class PayloadVersion:
 
 @dataclass(eq=False, slots=True)
 class ParameterRecord:
-    """What the optimizer remembers of a parameter for as long as that lives, whichever plans it has.
+    """What the optimizer keeps of a parameter for the parameter's lifetime, across plans.
 
     Attributes:
         lost: the counts of lost updates, None before the first metered step.
@@ -108,7 +108,7 @@ def stored_choice(state_dtype: Any) -> Any:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ParameterPlan:
-    """What every step of one parameter needs, until `is_valid` says that something has changed.
+    """Everything that each step of one parameter needs; `is_valid` tells when it must be rebuilt.
 
     There may be 100,000 parameters: a plan is one object of few others.
 

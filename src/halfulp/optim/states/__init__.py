@@ -1,1 +1,1 @@
-"""How optimizer states are stored."""
+"""Codecs of optimizer states: how each is stored and loaded."""

@@ -22,11 +22,11 @@ class DoubleBF16:
     columns: ClassVar[int] = 2
 
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Both numbers."""
+        """Return the dtypes of both numbers."""
         return {name: (shape, torch.bfloat16), f"{name}_residual": (shape, torch.bfloat16)}
 
     def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """float32 values."""
+        """Return the float32 values."""
         return BF16.decode(tensors[0]) + BF16.decode(tensors[1])
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
@@ -42,21 +42,21 @@ class DoubleBF16:
         return {"pair_real": pair_real, "pair_save": pair_save}
 
     def load_text(self, k: int, at: int) -> str:
-        """The text of a value whose tensors stand in columns `at` and the next."""
+        """Return source text that loads a value from columns `at` and `at` + 1."""
         return f"pair_real(a{at}, a{at + 1}, i)"
 
     def store_text(self, k: int, at: int, value: str, bits: str) -> str:
-        """The text that stores one."""
+        """Return source text that stores a value."""
         return f"pair_save(a{at}, a{at + 1}, i, {value})"
 
 
 def pair_real(first, residual, i):
-    """Piece: the sum."""
+    """Device function: the sum."""
     return bf16_real(load16(first, i)) + bf16_real(load16(residual, i))
 
 
 def pair_save(first, residual, i, x):
-    """Piece: the number nearest to x, and the one nearest to the rest."""
+    """Device function: the number nearest to x, and the one nearest to the rest."""
     code = bf16_nearest(x, x)
     store16(first, i, code)
     rest = x - bf16_real(code)

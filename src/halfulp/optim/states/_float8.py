@@ -34,7 +34,7 @@ E5_MAGIC, E5_UNITS = np.float32(2.0**7), np.float32(2.0**16)
 
 
 def e4m3_real(code):
-    """Piece: the float32 of an e4m3fn code; the product places subnormals too, without rounding."""
+    """Device function: the float32 of an e4m3fn code; the product places subnormals too, without rounding."""
     magnitude = bit_and(code, ABS_8)
     scaled = word(real(shl(magnitude, S20)) * E4_RAISE)
     value = CANONICAL_NAN if magnitude == E4_NAN else scaled
@@ -42,7 +42,7 @@ def e4m3_real(code):
 
 
 def e4m3_nearest(x, random):
-    """Piece: the e4m3fn code nearest to x, ties to even; finite numbers saturate, infinities are NaN."""
+    """Device function: the e4m3fn code nearest to x, ties to even; finite numbers saturate, infinities are NaN."""
     magnitude = bit_and(word(x), ABS)
     tiny = sub(word(real(magnitude) + E4_MAGIC), E4_MAGIC_WORD)
     rounded = add(add(magnitude, E4_HALF), bit_and(shr(magnitude, S20), ONE))
@@ -50,7 +50,7 @@ def e4m3_nearest(x, random):
 
 
 def e4m3_stochastic(x, random):
-    """Piece: one of the two e4m3fn codes around x, the farther with the probability of its nearness."""
+    """Device function: one of the two e4m3fn codes around x, the farther with the probability of its nearness."""
     magnitude = bit_and(word(x), ABS)
     units = real(magnitude) * E4_UNITS
     below = to_word(units if magnitude < E4_TINY else E4_UNITS)
@@ -60,7 +60,7 @@ def e4m3_stochastic(x, random):
 
 
 def e4m3_signed(x, magnitude, tiny, normal):
-    """Piece: the code of a rounded magnitude, with its sign and within the range."""
+    """Device function: the code of a rounded magnitude, with its sign and within the range."""
     limited = normal if normal < E4_LARGEST else E4_LARGEST
     finite = tiny if magnitude < E4_TINY else limited
     code = E4_NAN if magnitude >= EXPONENT else finite
@@ -68,12 +68,12 @@ def e4m3_signed(x, magnitude, tiny, normal):
 
 
 def e5m2_real(code):
-    """Piece: the float32 of an e5m2 code, which is the upper half of a float16's."""
+    """Device function: the float32 of an e5m2 code, which is the upper half of a float16's."""
     return fp16_real(shl(code, S8))
 
 
 def e5m2_nearest(x, random):
-    """Piece: the e5m2 code nearest to x, ties to even; beyond the largest finite one infinity."""
+    """Device function: the e5m2 code nearest to x, ties to even; beyond the largest finite one infinity."""
     magnitude = bit_and(word(x), ABS)
     tiny = sub(word(real(magnitude) + E5_MAGIC), E5_MAGIC_WORD)
     rounded = add(add(magnitude, E5_HALF), bit_and(shr(magnitude, S21), ONE))
@@ -81,7 +81,7 @@ def e5m2_nearest(x, random):
 
 
 def e5m2_stochastic(x, random):
-    """Piece: one of the two e5m2 codes around x; beyond the largest finite one the upper is infinity."""
+    """Device function: one of the two e5m2 codes around x; beyond the largest finite one the upper is infinity."""
     magnitude = bit_and(word(x), ABS)
     units = real(magnitude) * E5_UNITS
     below = to_word(units if magnitude < E5_TINY else E5_UNITS)
@@ -91,7 +91,7 @@ def e5m2_stochastic(x, random):
 
 
 def e5m2_signed(x, magnitude, tiny, normal):
-    """Piece: the code of a rounded magnitude, with its sign and within the range."""
+    """Device function: the code of a rounded magnitude, with its sign and within the range."""
     limited = normal if normal < E5_INFINITY else E5_INFINITY
     finite = tiny if magnitude < E5_TINY else limited
     code = E5_NAN if magnitude > EXPONENT else finite

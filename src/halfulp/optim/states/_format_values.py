@@ -23,20 +23,20 @@ INVERSE_TOP = np.uint32(0)
 
 
 def grid_nearest(x, random):
-    """Piece: to nearest where every word loses the same bits (8 exponent bits)."""
+    """Device function: to nearest where every word loses the same bits (8 exponent bits)."""
     bits = word(x)
     rounded = bit_and(add(add(bits, HALF), bit_and(shr(bits, SHIFT), ONE)), KEEP)
     return bits if bit_and(bits, ABS) > EXPONENT else rounded
 
 
 def grid_stochastic(x, random):
-    """Piece: stochastic where every word loses the same bits."""
+    """Device function: stochastic where every word loses the same bits."""
     bits = word(x)
     return bits if bit_and(bits, ABS) > EXPONENT else bit_and(add(bits, bit_and(random, LOST)), KEEP)
 
 
 def spaced_nearest(x, random):
-    """Piece: to nearest by the float adder, whose spacing at 2^(e - m + 23) is the format's at 2^e."""
+    """Device function: to nearest by the float adder, whose spacing at 2^(e - m + 23) is the format's at 2^e."""
     bits = word(x)
     magnitude = bit_and(bits, ABS)
     large = real(add(binade_of(magnitude), RAISE))
@@ -45,7 +45,7 @@ def spaced_nearest(x, random):
 
 
 def spaced_stochastic(x, random):
-    """Piece: stochastic in units of the spacing."""
+    """Device function: stochastic in units of the spacing."""
     bits = word(x)
     magnitude = bit_and(bits, ABS)
     bounded = magnitude if magnitude < EXPONENT else binade_of(ONE)
@@ -59,13 +59,13 @@ def spaced_stochastic(x, random):
 
 
 def binade_of(magnitude):
-    """Piece: the power of two at or below a magnitude, at least the smallest normal one."""
+    """Device function: the power of two at or below a magnitude, at least the smallest normal one."""
     binade = bit_and(magnitude, EXPONENT)
     return binade if binade > LEAST_BINADE else LEAST_BINADE
 
 
 def limited(magnitude, rounded):
-    """Piece: what lies beyond the largest number, by the format's policy; NaN stays."""
+    """Device function: what lies beyond the largest number, by the format's policy; NaN stays."""
     inside = rounded if rounded <= LARGEST else BEYOND
     return magnitude if magnitude > EXPONENT else inside
 

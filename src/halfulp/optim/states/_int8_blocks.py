@@ -53,12 +53,12 @@ class Int8Blocks:
         }
 
     def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """float32 values."""
+        """Return the float32 values."""
         values = self.decode_roots(tensors)
         return values * values if self.squared else values
 
     def decode_roots(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """float32 values before squaring."""
+        """Return the float32 values before squaring."""
         codes, scale = tensors
         code = codes.reshape(-1).float()
         values = code * code * code * float(UNSIGNED_UNIT if self.squared else SIGNED_UNIT)

@@ -1,4 +1,4 @@
-"""The scalar pieces of 8-bit states: codes whose cubes are the values, a tile of whole blocks at a time.
+"""Device functions of 8-bit states: codes whose cubes are the values, a tile of whole blocks at a time.
 
 A magnitude is scale x (k / most)^3. The codes lie 1.2% (of 255) or 2.4% (of 127) apart at the block's largest value and
 reach down to 6e-8 or 5e-7 of it. All cubes are below 2^24, so that float32 compares them exactly.
@@ -49,7 +49,7 @@ HUGE, HUGE_SQUARED, SHRINK, GROW = (np.float32(x) for x in (2.0**60, 2.0**120, 2
 
 
 def cube_floor(x):
-    """Piece: the largest whole number whose cube is at most x < 2^24, as a float32."""
+    """Device function: the largest whole number whose cube is at most x < 2^24, as a float32."""
     safe = x if x > LEAST_ROOTED else LEAST_ROOTED
     y = real(sub(ROOT_MAGIC, to_word(to_real(word(safe)) * THIRD)))
     off = UNIT - safe * (y * y * y)
@@ -60,12 +60,12 @@ def cube_floor(x):
 
 
 def chance_of(random):
-    """Piece: a number in (0, 1)."""
+    """Device function: a number in (0, 1)."""
     return (to_real(bit_and(random, BELOW_ONE)) + HALF_CHANCE) * TWO_M16
 
 
 def signed_code(value, random):
-    """Piece: the signed code of a value in units of its block's scale; -128 for NaN."""
+    """Device function: the signed code of a value in units of its block's scale; -128 for NaN."""
     x = abs(value) * SIGNED_CUBES
     x = x if x < SIGNED_CUBES else SIGNED_CUBES
     k = cube_floor(x)
@@ -77,7 +77,7 @@ def signed_code(value, random):
 
 
 def squared_code(value, random):
-    """Piece: the unsigned code of a root in units of its block's scale; a positive one is never 0."""
+    """Device function: the unsigned code of a root in units of its block's scale; a positive one is never 0."""
     x = value * UNSIGNED_CUBES
     x = x if x < UNSIGNED_CUBES else UNSIGNED_CUBES
     k = cube_floor(x)
@@ -88,7 +88,7 @@ def squared_code(value, random):
 
 
 def scale_code(top):
-    """Piece: the bfloat16 code of the least scale not under a finite magnitude's word; 0 for 0."""
+    """Device function: the bfloat16 code of the least scale not under a finite magnitude's word; 0 for 0."""
     code = shl(shr(add(top, BELOW_STEP), S21), S5)
     code = code if code < MOST_SCALE else MOST_SCALE
     code = code if code > LEAST_SCALE else LEAST_SCALE
@@ -96,13 +96,13 @@ def scale_code(top):
 
 
 def inverse_of(code):
-    """Piece: one over a scale; 1 for a block of zeros."""
+    """Device function: one over a scale; 1 for a block of zeros."""
     scale = real(shl(code, S16))
     return divide(UNIT, scale) if scale > ZERO else UNIT
 
 
 def decode_signed(codes, scales, begin, end, buffer):
-    """Piece: the values of [begin, end) into a buffer."""
+    """Device function: the values of [begin, end) into a buffer."""
     for b in range(begin // BLOCK, end // BLOCK):
         scale, start = real(shl(load16(scales, b), S16)), b * BLOCK
         for j in range(0, BLOCK, LANES):
@@ -110,7 +110,7 @@ def decode_signed(codes, scales, begin, end, buffer):
 
 
 def decode_squared(codes, scales, begin, end, buffer):
-    """Piece: the roots of the values of [begin, end) into a buffer."""
+    """Device function: the roots of the values of [begin, end) into a buffer."""
     for b in range(begin // BLOCK, end // BLOCK):
         scale, start = real(shl(load16(scales, b), S16)), b * BLOCK
         for j in range(0, BLOCK, LANES):
@@ -118,7 +118,7 @@ def decode_squared(codes, scales, begin, end, buffer):
 
 
 def encode_signed(codes, scales, begin, end, buffer, counter, shift):
-    """Piece: values in a buffer into scales and codes; random halves from the word's counter at `begin`."""
+    """Device function: values in a buffer into scales and codes; random halves from the word's counter at `begin`."""
     into_units(scales, begin, end, buffer)
     at = counter
     for j in range(end - begin):
@@ -127,7 +127,7 @@ def encode_signed(codes, scales, begin, end, buffer, counter, shift):
 
 
 def encode_squared(codes, scales, begin, end, buffer, counter, shift):
-    """Piece: roots in a buffer into scales and codes; random halves from the word's counter at `begin`."""
+    """Device function: roots in a buffer into scales and codes; random halves from the word's counter at `begin`."""
     into_units(scales, begin, end, buffer)
     at = counter
     for j in range(end - begin):
@@ -136,7 +136,7 @@ def encode_squared(codes, scales, begin, end, buffer, counter, shift):
 
 
 def into_units(scales, begin, end, buffer):
-    """Piece: the scales of [begin, end), and the buffer's values in units of them, in place."""
+    """Device function: the scales of [begin, end), and the buffer's values in units of them, in place."""
     for b in range(begin // BLOCK, end // BLOCK):
         start = b * BLOCK - begin
         scale = scale_code(largest(buffer, start))
@@ -147,7 +147,7 @@ def into_units(scales, begin, end, buffer):
 
 
 def largest(buffer, start):
-    """Piece: the word of the largest finite magnitude of a block."""
+    """Device function: the word of the largest finite magnitude of a block."""
     top = ZERO_WORD
     for j in range(0, BLOCK, LANES):
         top = largest16(buffer, start + j, top)

@@ -37,7 +37,7 @@ class Scaled:
         return {name: (shape, self.store.dtype), f"{name}_scale": (torch.Size([]), torch.float32)}
 
     def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """float32 values."""
+        """Return the float32 values."""
         value = self.store.decode(tensors[0]) * tensors[1]
         return value * value if self.squared else value
 
@@ -72,7 +72,7 @@ class Scaled:
         return float(2.0 ** int(np.clip(exponent - (fraction == 0.5), -126, 126)))
 
     def bindings(self, k: int) -> dict[str, object]:
-        """The pieces of state k."""
+        """Return the device functions of state k, by name."""
         store = self.store
         rounded = store.stochastic if self.stochastic else store.nearest
         own = {f"load_{k}": store.load, f"save_{k}": store.save, f"real_{k}": store.real, f"round_{k}": rounded}
@@ -80,7 +80,7 @@ class Scaled:
         return {**own, f"nearest_{k}": store.nearest, **shared}
 
     def load_text(self, k: int, at: int) -> str:
-        """The text of a value whose payload stands in column `at`; its scale is the constant `scale_k`."""
+        """Return source text that loads a value from column `at`; its scale is the constant `scale_k`."""
         value = f"real_{k}(load_{k}(a{at}, i)) * scale_{k}"
         return f"squared({value})" if self.squared else value
 
@@ -99,28 +99,28 @@ class Scaled:
         return "; ".join(steps)
 
     def measured(self, k: int) -> str:
-        """The text of the value that must fit into the payload."""
+        """Return source text of the value that must fit into the payload."""
         return f"sqrt(n{k})" if self.squared else f"n{k}"
 
 
 def squared(x):
-    """Piece: the square."""
+    """Device function: the square."""
     return x * x
 
 
 def root_below(code, value, x):
-    """Piece: the code at or below a number that is not negative, from the nearest one."""
+    """Device function: the code at or below a number that is not negative, from the nearest one."""
     return sub(code, ONE) if value > x else code
 
 
 def root_code(code, low, high, x, random):
-    """Piece: one of the two codes around a root, such that its square is right on average."""
+    """Device function: one of the two codes around a root, such that its square is right on average."""
     chance = to_real(shr(random, S8)) * TWO_M24
     return add(code, ONE) if chance * ((high - low) * (high + low)) < (x - low) * (x + low) else code
 
 
 def higher(top, x):
-    """Piece: the larger of a word and that of |x|; infinities and NaN do not count."""
+    """Device function: the larger of a word and that of |x|; infinities and NaN do not count."""
     magnitude = bit_and(word(x), ABS)
     finite = magnitude if magnitude < EXPONENT else top
     return finite if finite > top else top

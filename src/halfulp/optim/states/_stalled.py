@@ -1,4 +1,4 @@
-"""How far from a steady mean a state that is rounded to nearest stops moving."""
+"""The distance from a steady mean at which a state rounded to nearest stops moving."""
 
 from __future__ import annotations
 

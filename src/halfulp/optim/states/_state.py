@@ -1,4 +1,4 @@
-"""How optimizer states are stored: float32, bfloat16, two bfloat16, 8-bit codes in blocks, or scaled payloads."""
+"""The choice of an optimizer state's storage: float32, bfloat16, two bfloat16, 8-bit blocks, or scaled payloads."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Plain:
         return {name: (shape, self.store.dtype)}
 
     def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """float32 values."""
+        """Return the float32 values."""
         return self.store.decode(tensors[0])
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
@@ -96,17 +96,17 @@ class Plain:
         tensors[0].copy_(self.store.encode(value, random if self.stochastic else None))
 
     def bindings(self, k: int) -> dict[str, object]:
-        """The pieces of state k."""
+        """Return the device functions of state k, by name."""
         store = self.store
         rounded = store.stochastic if self.stochastic else store.nearest
         return {f"load_{k}": store.load, f"save_{k}": store.save, f"real_{k}": store.real, f"round_{k}": rounded}
 
     def load_text(self, k: int, at: int) -> str:
-        """The text of a value whose tensor stands in column `at`."""
+        """Return source text that loads a value from column `at`."""
         return f"real_{k}(load_{k}(a{at}, i))"
 
     def store_text(self, k: int, at: int, value: str, bits: str) -> str:
-        """The text that stores one."""
+        """Return source text that stores a value."""
         return f"save_{k}(a{at}, i, round_{k}({value}, {bits}))"
 
 

@@ -76,33 +76,33 @@ class Store:
 
 
 def bf16_real(code):
-    """Piece: the float32 of a bfloat16 code."""
+    """Device function: the float32 of a bfloat16 code."""
     return real(shl(code, S16))
 
 
 def bf16_nearest(x, random):
-    """Piece: the bfloat16 code nearest to x, ties to even."""
+    """Device function: the bfloat16 code nearest to x, ties to even."""
     bits = word(x)
     return shr(add(add(bits, BF16_HALF), bit_and(shr(bits, S16), ONE)), S16)
 
 
 def bf16_stochastic(x, random):
-    """Piece: one of the two bfloat16 codes around x, the farther with the probability of its nearness."""
+    """Device function: one of the two bfloat16 codes around x, the farther with the probability of its nearness."""
     return shr(add(word(x), random), S16)
 
 
 def f32_real(code):
-    """Piece: the float32 with these bits, every NaN made canonical."""
+    """Device function: the float32 with these bits, every NaN made canonical."""
     return real(CANONICAL_NAN if bit_and(code, ABS) > EXPONENT else code)
 
 
 def f32_exact(x, random):
-    """Piece: a float32 kept whole."""
+    """Device function: a float32 kept whole."""
     return word(x)
 
 
 def fp16_real(code):
-    """Piece: the float32 of a float16 code; the product places subnormals too, without rounding."""
+    """Device function: the float32 of a float16 code; the product places subnormals too, without rounding."""
     magnitude = bit_and(code, FP16_ABS)
     scaled = word(real(shl(magnitude, S13)) * TWO_112)
     special = EXPONENT if magnitude == FP16_INFINITY else CANONICAL_NAN
@@ -111,7 +111,7 @@ def fp16_real(code):
 
 
 def fp16_nearest(x, random):
-    """Piece: the float16 code nearest to x, ties to even; the float32 adder rounds the subnormals."""
+    """Device function: the float16 code nearest to x, ties to even; the float32 adder rounds the subnormals."""
     bits = word(x)
     magnitude = bit_and(bits, ABS)
     tiny = sub(word(real(magnitude) + FP16_MAGIC), FP16_MAGIC_WORD)
@@ -124,7 +124,7 @@ def fp16_nearest(x, random):
 
 
 def fp16_stochastic(x, random):
-    """Piece: one of the two float16 codes around x; beyond the largest finite one the upper is infinity."""
+    """Device function: one of the two float16 codes around x; beyond the largest finite one the upper is infinity."""
     bits = word(x)
     magnitude = bit_and(bits, ABS)
     units = real(magnitude) * TWO_24

@@ -215,7 +215,7 @@ def _blocked_loop(spec: StepSpec) -> list[str]:
 
 
 def codec_name(codec: Int8Blocks) -> str:
-    """Which pieces decode and encode 8-bit states."""
+    """Return the suffix of the device functions that decode and encode an 8-bit state."""
     return "squared" if codec.squared else "signed"
 
 
@@ -229,7 +229,7 @@ def element_update(
     decode: Callable[[int], str] = _no_blocks,
     encode: Callable[[int, str], str] = _no_blocks,
 ) -> list[str]:
-    """What happens to one element i, given the counters of its random words.
+    """Return the source lines that update one element i, given the counters of its random words.
 
     Args:
         spec: of step.

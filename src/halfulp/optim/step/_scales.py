@@ -66,7 +66,7 @@ def keep_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants) -> No
 
 
 def weight_scale(dtype: torch.dtype, scale: float, largest: float) -> float:
-    """The present scale while a magnitude lies well inside the payload's range, else one that puts it there.
+    """Return the present scale if a magnitude lies well inside the payload's range, else one that puts it there.
 
     >>> weight_scale(torch.float16, 1.0, 100.0), weight_scale(torch.float16, 1.0, 40000.0)
     (1.0, 4096.0)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Table:
-    """What a batch's kernel is given, made anew only if one of the batch's plans is another.
+    """The tables of a batch's kernel, rebuilt only if one of the batch's plans changes.
 
     Attributes:
         plans: of the batch, in order.

@@ -20,7 +20,7 @@ from ..states._int8_device_functions import (
 
 
 def decode_signed(codes, scales, i, b):
-    """Piece: values; code -128 is NaN."""
+    """Device function: values; code -128 is NaN."""
     code = load8(codes, i)
     k = to_real(sub(bit_xor(code, SIGN_8), SIGN_8))
     value = k * k * k * SIGNED_UNIT * real(shl(load16(scales, b), S16))
@@ -28,26 +28,26 @@ def decode_signed(codes, scales, i, b):
 
 
 def decode_squared(codes, scales, i, b):
-    """Piece: the roots of values."""
+    """Device function: the roots of values."""
     k = to_real(load8(codes, i))
     return k * k * k * UNSIGNED_UNIT * real(shl(load16(scales, b), S16))
 
 
 def encode_signed(codes, scales, i, b, value, random):
-    """Piece: values into scales and codes."""
+    """Device function: values into scales and codes."""
     scale = scale_code(row_amax(value))
     store16(scales, b, scale)
     store8(codes, i, signed_code(in_units(value, inverse_of(scale)), random))
 
 
 def encode_squared(codes, scales, i, b, value, random):
-    """Piece: roots into scales and codes."""
+    """Device function: roots into scales and codes."""
     scale = scale_code(row_amax(value))
     store16(scales, b, scale)
     store8(codes, i, squared_code(in_units(value, inverse_of(scale)), random))
 
 
 def in_units(value, inverse):
-    """Piece: a value in units of its block's scale; a positive one never 0."""
+    """Device function: a value in units of its block's scale; a positive one never 0."""
     x = value * inverse
     return TINY if value > ZERO and x == ZERO else x

@@ -37,7 +37,7 @@ class Columns:
 
     @property
     def count(self) -> int:
-        """All of them."""
+        """The number of columns."""
         return self.pointers + self.constants + self.keys
 
 
@@ -81,7 +81,7 @@ def _arguments(spec: StepSpec) -> list[str]:
 
 
 def _kernel_text(spec: StepSpec) -> str:
-    """One program per tile of a chunk."""
+    """Return the source of the kernel: one program per tile of a chunk."""
     columns = Columns.of(spec)
     at = iter(range(columns.count))
     reads = [f"a{j} = tl.load(row + {next(at)})" for j in range(columns.pointers)]

@@ -143,14 +143,14 @@ ZERO = np.float32(0.0)
 
 
 def two_sum(a, b):
-    """Piece: a + b rounded, and the rounding's error exactly."""
+    """Device function: a + b rounded, and the rounding's error exactly."""
     total = a + b
     other = total - a
     return total, (a - (total - other)) + (b - other)
 
 
 def normalized(high, low):
-    """Piece: the same sum with the larger term first, which after a cancellation may be the errors.
+    """Device function: the same sum with the larger term first, which after a cancellation may be the errors.
 
     Behind an infinite sum stands a NaN, which counts as nothing.
     """
@@ -158,12 +158,12 @@ def normalized(high, low):
 
 
 def component(address, i):
-    """Piece: one component."""
+    """Device function: one component."""
     return weight_real(weight_load(address, i))
 
 
 def cut(address, i, high, low, lost):
-    """Piece: cut the leading component off high + low; behind an infinity or NaN follow zeros."""
+    """Device function: cut the leading component off high + low; behind an infinity or NaN follow zeros."""
     code = weight_nearest(high, high)
     code = code if lost == lost else sub(code, code)
     weight_save(address, i, code)
@@ -173,13 +173,13 @@ def cut(address, i, high, low, lost):
 
 
 def cut_last(address, i, high, lost, random):
-    """Piece: round what the other components leave, and store it as the last one."""
+    """Device function: round what the other components leave, and store it as the last one."""
     code = residual_round(high if lost == lost else lost, random)
     weight_save(address, i, code if lost == lost else sub(code, code))
 
 
 def read_three(a0, a1, a2, a3, i):
-    """Piece: the sum of three, smallest first, and the two behind the parameter, which count where they fit it."""
+    """Device function: the sum of three, smallest first, and the two behind the parameter, 0 if they do not fit."""
     p, first = component(a0, i), component(a1, i)
     c1 = fitting(p, first)
     c2 = component(a2, i) if c1 == first else ZERO
@@ -187,7 +187,7 @@ def read_three(a0, a1, a2, a3, i):
 
 
 def read_four(a0, a1, a2, a3, i):
-    """Piece: the sum of four, smallest first, and the three behind the parameter, which count where they fit it."""
+    """Device function: the sum of four, smallest first, and the three behind the parameter, 0 if they do not fit."""
     p, first = component(a0, i), component(a1, i)
     c1 = fitting(p, first)
     c2 = component(a2, i) if c1 == first else ZERO
@@ -196,7 +196,7 @@ def read_four(a0, a1, a2, a3, i):
 
 
 def write_three(a0, a1, a2, a3, i, w, c1, c2, h2, u, r0, r1):
-    """Piece: sweep up through three components, cut from the top."""
+    """Device function: sweep up through three components, cut from the top."""
     p = component(a0, i)
     high, e2 = two_sum(c2, u)
     high, e1 = two_sum(c1, high)
@@ -209,7 +209,7 @@ def write_three(a0, a1, a2, a3, i, w, c1, c2, h2, u, r0, r1):
 
 
 def write_four(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
-    """Piece: sweep up through four components, cut from the top."""
+    """Device function: sweep up through four components, cut from the top."""
     p = component(a0, i)
     high, e3 = two_sum(c3, u)
     high, e2 = two_sum(c2, high)

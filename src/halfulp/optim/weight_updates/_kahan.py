@@ -129,24 +129,24 @@ class Kahan(WeightUpdate):
 
 
 def read_kahan(a0, a1, a2, a3, i):
-    """Piece: p + c, and both."""
+    """Device function: p + c, and both."""
     p = weight_real(weight_load(a0, i))
     c = fitting(p, weight_real(weight_load(a1, i)))
     return p + c, p, c, c
 
 
 def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
-    """Piece: the equation of Kahan, with one stochastic rounding at most."""
+    """Device function: the equation of Kahan, with one stochastic rounding at most."""
     return write_compensated(a0, a1, i, p, c, held, u, r0, r0)
 
 
 def write_kahan_second(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
-    """Piece: the equation of Kahan, weight and residual both stochastic."""
+    """Device function: the equation of Kahan, weight and residual both stochastic."""
     return write_compensated(a0, a1, i, p, c, held, u, r0, r1)
 
 
 def write_compensated(a0, a1, i, p, c, held, u, random_weight, random_residual):
-    """Piece: both roundings; a weight that became infinite or NaN keeps no residual.
+    """Device function: both roundings; a weight that became infinite or NaN keeps no residual.
 
     A residual that is not as it was read is under another scale, in whose last places it may be too large for p; under
     a smaller one both may be far larger than their sum, beside which u would be lost.
@@ -167,14 +167,14 @@ def write_compensated(a0, a1, i, p, c, held, u, random_weight, random_residual):
 
 
 def read_literal(a0, a1, a2, a3, i):
-    """Piece: p + c, both, and p again, by which `write_literal` knows whether the scale changes."""
+    """Device function: p + c, both, and p again, by which `write_literal` knows whether the scale changes."""
     p = weight_real(weight_load(a0, i))
     c = fitting(p, weight_real(weight_load(a1, i)))
     return p + c, p, c, p
 
 
 def write_literal(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
-    """Piece: the paper's algorithm, every intermediate rounded; the equation of Kahan where the scale changes."""
+    """Device function: the paper's algorithm, each intermediate rounded; Kahan's equation where the scale changes."""
     y = weight_real(weight_nearest(weight_real(weight_nearest(u, r0)) + c, r0))
     same, whole = p == held, p + c
     y = y if same else u + (c - (whole - p))

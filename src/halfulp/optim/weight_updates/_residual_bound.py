@@ -17,24 +17,24 @@ LEAST_BINADE, RESIDUAL_SHARE, RESIDUAL_LEAST = np.uint32(0), np.float32(0.0), np
 
 
 def fitting(p, c):
-    """Piece: a residual, or 0 if it is larger than its weight update ever leaves beside p, or if p + c overflows."""
+    """Device function: a residual, or 0 if it is larger than its weight update leaves beside p, or p + c overflows."""
     raise AssertionError("bound when a kernel is built")
 
 
 def fitting_wide(p, c):
-    """Piece: `fitting` for stores of float32's exponents; half an ulp more than the largest number is finite."""
+    """Device function: `fitting` for stores with float32's exponents, where half an ulp above the largest is finite."""
     return c if abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE else NONE
 
 
 def fitting_any(p, c):
-    """Piece: `fitting` for any store and bound."""
+    """Device function: `fitting` for any store and bound."""
     w = p + c
     fits = abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + RESIDUAL_LEAST and w - w == NONE
     return c if fits else NONE
 
 
 def binade_of(p):
-    """Piece: the word of the power of two at or below |p|, at least the store's."""
+    """Device function: the word of the power of two at or below |p|, at least the store's."""
     binade = bit_and(word(p), EXPONENT)
     return binade if binade > LEAST_BINADE else LEAST_BINADE
 

@@ -104,7 +104,7 @@ class Master(WeightUpdate):
 
 
 def read_master(a0, a1, a2, a3, i):
-    """Piece: the float32 copy where the parameter is its nearest value, else the parameter."""
+    """Device function: the float32 copy where the parameter is its nearest value, else the parameter."""
     copy, code = load32(a1, i), weight_load(a0, i)
     same = code == weight_nearest(f32_real(copy), copy)
     w = f32_real(copy) if same else weight_real(code)
@@ -112,7 +112,7 @@ def read_master(a0, a1, a2, a3, i):
 
 
 def write_master(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
-    """Piece: the sum into the copy, its nearest narrow value into the parameter."""
+    """Device function: the sum into the copy, its nearest narrow value into the parameter."""
     new = w + u
     store32(a1, i, word(new))
     weight_save(a0, i, weight_nearest(new, r0))

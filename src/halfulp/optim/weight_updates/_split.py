@@ -209,14 +209,14 @@ def _fp16_unit(p: torch.Tensor) -> torch.Tensor:
 
 
 def read_split(a0, a1, a2, a3, i):
-    """Piece: (p << 16) + c as a float32."""
+    """Device function: (p << 16) + c as a float32."""
     shown = shl(weight_load(a0, i), S16)
     w = finite_or(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_16)), SIGN_16)), real(shown))
     return w, w, w, w
 
 
 def finite_or(w, shown):
-    """Piece: a weight; what the parameter shows where its low bits, which another writer left, make it infinite or NaN.
+    """Device function: a weight, or the parameter's value if stale low bits make it infinite or NaN.
 
     Beside a zero negative low bits would be a NaN's; beside an infinity positive ones; beside a NaN they may carry.
     """
@@ -224,7 +224,7 @@ def finite_or(w, shown):
 
 
 def write_split(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
-    """Piece: the word of the sum, cut after rounding its upper half."""
+    """Device function: the word of the sum, cut after rounding its upper half."""
     new = rounded_sum(w, u, r0)
     bits = word(new)
     weight_save(a0, i, shr(add(bits, HALF_16), S16))
@@ -233,17 +233,17 @@ def write_split(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
 
 
 def rounded_sum(w, u, random):
-    """Piece: w + u as a float32."""
+    """Device function: w + u as a float32."""
     raise AssertionError("bound when a kernel is built")
 
 
 def add_nearest(w, u, random):
-    """Piece: w + u to nearest."""
+    """Device function: w + u to nearest."""
     return w + u
 
 
 def round_sum(w, u, random):
-    """Piece: w + u exactly (Knuth), then one of the two float32 around it, the farther with the chance of its nearness.
+    """Device function: w + u exactly (Knuth), then rounded stochastically to one of the two float32 around it.
 
     The chance is a whole number of 2^-16, and no chance at all below half of that: updates down to 2^-41 |w|.
     """
@@ -258,7 +258,7 @@ def round_sum(w, u, random):
 
 
 def read_split8(a0, a1, a2, a3, i):
-    """Piece: (p << 16) + (c << 8) as a float32."""
+    """Device function: (p << 16) + (c << 8) as a float32."""
     low = sub(bit_xor(load8(a1, i), SIGN_8), SIGN_8)
     shown = shl(weight_load(a0, i), S16)
     w = finite_or(real(add(shown, shl(low, S8))), real(shown))
@@ -266,7 +266,7 @@ def read_split8(a0, a1, a2, a3, i):
 
 
 def write_split8(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
-    """Piece: the upper 24 bits of the sum, rounded stochastically."""
+    """Device function: the upper 24 bits of the sum, rounded stochastically."""
     bits = bit_and(add(word(w + u), bit_and(r0, LOW_8)), TOP_24)
     weight_save(a0, i, shr(add(bits, HALF_16), S16))
     store8(a1, i, shr(bits, S8))
@@ -274,7 +274,7 @@ def write_split8(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
 
 
 def fp16_unit(p):
-    """Piece: 2^-18 of the power of two at or below |p|."""
+    """Device function: 2^-18 of the power of two at or below |p|."""
     exponent = bit_and(word(p), FP16_EXPONENT)
     exponent = exponent if exponent > FP16_LEAST_EXPONENT else FP16_LEAST_EXPONENT
     exponent = exponent if exponent < FP16_TOP_EXPONENT else FP16_TOP_EXPONENT
@@ -282,7 +282,7 @@ def fp16_unit(p):
 
 
 def read_split8_fp16(a0, a1, a2, a3, i):
-    """Piece: p + c units."""
+    """Device function: p + c units."""
     p = weight_real(weight_load(a0, i))
     low = sub(bit_xor(load8(a1, i), SIGN_8), SIGN_8)
     w = p + to_real(low) * fp16_unit(p)
@@ -290,7 +290,7 @@ def read_split8_fp16(a0, a1, a2, a3, i):
 
 
 def write_split8_fp16(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
-    """Piece: the nearest float16, and what it misses in units, rounded stochastically."""
+    """Device function: the nearest float16, and what it misses in units, rounded stochastically."""
     new = w + u
     code = weight_nearest(new, r0)
     p = weight_real(code)

@@ -89,13 +89,13 @@ class WeightUpdate:
 
 
 def read_plain(a0, a1, a2, a3, i):
-    """Piece: a weight that is its parameter."""
+    """Device function: a weight that is its parameter."""
     w = weight_real(weight_load(a0, i))
     return w, w, w, w
 
 
 def write_plain(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
-    """Piece: the sum, rounded into the parameter."""
+    """Device function: the sum, rounded into the parameter."""
     code = weight_round(w + u, r0)
     weight_save(a0, i, code)
     return weight_real(code)

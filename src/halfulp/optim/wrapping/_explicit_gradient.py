@@ -21,7 +21,7 @@ from ..weight_updates._weight_update import WeightUpdate
 
 
 def assignment(w, g):
-    """The weight becomes g, which lies in the gradient's place."""
+    """Return u and no states; the new weight is g, passed in the gradient's place."""
     return (g - w,)
 
 

@@ -122,7 +122,7 @@ def wrap(
 
 
 class Wrapped(ExplicitGradientOptimizer):
-    """What `wrap` returns.
+    """The optimizer that `wrap` returns.
 
     Attributes:
         base: the wrapped optimizer, over float32 shadows that hold memory only during a step.
@@ -177,7 +177,7 @@ class Wrapped(ExplicitGradientOptimizer):
         self._pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
 
     def _follow_groups(self) -> None:
-        """Do the same for the wrapped optimizer, whose groups hold the shadows of these parameters."""
+        """Follow the groups, also in the wrapped optimizer, whose groups hold shadows of these parameters."""
         super()._follow_groups()
         if not self._complete:
             return

@@ -75,7 +75,7 @@ def reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Run:
 
 
 def in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Run, step: int = 1) -> Run | None:
-    """The same step in float64, the copy's first or a later one, which shows float32's own error.
+    """Run the step in float64, to estimate float32's own error.
 
     Where it does not run there, it is the step in float32 with `Jitter`; None where both are another computation.
     """
@@ -91,7 +91,7 @@ def _steps(model: nn.Module, batch: Any, loss_of: LossOf, count: int, watch: Cal
 
 
 def _like(plain: Run, steps: Callable[[], Run]) -> Run | None:
-    """A run, if it goes through and drew the same random numbers as the plain one."""
+    """Return a run's results if it finishes and draws the same random numbers as the plain run; else None."""
     try:
         other = steps()
     except Exception:  # whatever a model of somebody else's raises in another dtype

@@ -189,7 +189,7 @@ class Proof:
 
 
 class Exact:
-    """A step of a model in float64, which is run once, and only where something differs.
+    """A step of a model in float64, run once at first use.
 
     Args:
         model, batch, loss: as `Proof`'s.
@@ -202,7 +202,7 @@ class Exact:
         self._results: dict[str, tuple[Tensor | None, Tensor | None]] | None = None
 
     def __getitem__(self, name: str) -> Tensor | None:
-        """The result of that name; None where the model does not run in float64."""
+        """Return a result by name; None if the model does not run in float64."""
         if self._results is None:
             found = in_float64(*self._inputs)
             self._results = {} if found is None else pairs(found, found)

@@ -1,4 +1,4 @@
-"""Rounding in blocks, in pieces: the largest magnitude, the scale, the elements."""
+"""Device functions that round a block: its largest magnitude, its scale, its elements."""
 
 # ruff: noqa: F821  names that are free here (load, store, BLOCK, measured, ...) are bound when a kernel is compiled
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure_blocks(first, last, table, source, scales, constants):
 
 
 def block_amax(source, scales, begin, whole, rest, block, c):
-    """Piece: the largest magnitude of each block, as words, among which NaN is the largest."""
+    """Device function: the largest magnitude of each block, as words, among which NaN is the largest."""
     for k in range(whole):
         start = begin + k * BLOCK
         largest = minus(c[ONE], c[ONE])
@@ -85,36 +85,36 @@ def block_amax(source, scales, begin, whole, rest, block, c):
 
 
 def amax_of_one(source, i, c):
-    """Piece: a magnitude."""
+    """Device function: a magnitude."""
     return both(load(source, i), c[MAGNITUDE])
 
 
 def amax_of_float32(source, i, c):
-    """Piece: the largest magnitude of 16 float32."""
+    """Device function: the largest magnitude of 16 float32."""
     return amax16x32(source, i)
 
 
 def amax_of_bfloat16(source, i, c):
-    """Piece: the largest magnitude of 16 bfloat16, as a float32's word."""
+    """Device function: the largest magnitude of 16 bfloat16, as a float32's word."""
     return bfloat16_word(amax16x16(source, i))
 
 
 def amax_of_float16(source, i, c):
-    """Piece: the largest magnitude of 16 float16, as a float32's word."""
+    """Device function: the largest magnitude of 16 float16, as a float32's word."""
     return float16_word(amax16x16(source, i))
 
 
 def already(source, scales, begin, whole, rest, block, c):
-    """Piece: the magnitudes have been measured."""
+    """Device function: the magnitudes have been measured."""
 
 
 def block_words(k):
-    """Piece: the words about blocks as values, read once."""
+    """Device function: the words about blocks as values, read once."""
     return (k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7])
 
 
 def rounded_payload(w, u, inverse, factor, c):
-    """Piece: an element over its scale, rounded, times the scale."""
+    """Device function: an element over its scale, rounded, times the scale."""
     return as_word(as_real(rounded(payload(w, inverse, c), u, c)) * as_real(factor))
 
 
@@ -122,7 +122,7 @@ def rounded_payload(w, u, inverse, factor, c):
 
 
 def exponent_of_scale(a, c, d, b):
-    """Piece: e - FIRST + (f >= SECOND) for amax = 2^e (1 + f), within the scale's range; all ones for NaN."""
+    """Device function: e - FIRST + (f >= SECOND) for amax = 2^e (1 + f), within the scale's range; all ones for NaN."""
     e = right(a, c[FIELD])
     e = choose(both(a, c[SIGNIFICAND]) >= b[SECOND], plus(e, c[ONE]), e)
     lowest = plus(b[SMALLEST], b[FIRST])
@@ -132,23 +132,23 @@ def exponent_of_scale(a, c, d, b):
 
 
 def power(e, c, b):
-    """Piece: 2^e; 2^-127 is subnormal in float32."""
+    """Device function: 2^e; 2^-127 is subnormal in float32."""
     w = choose(e < c[ONE], b[BELOW_NORMAL], left(e, c[FIELD]))
     return choose(e == c[ONES], c[NAN], w)
 
 
 def inverse_power(e, c, b):
-    """Piece: 2^-e."""
+    """Device function: 2^-e."""
     return choose(e == c[ONES], c[NAN], left(minus(b[TWICE_BIAS], e), c[FIELD]))
 
 
 def multiplied(w, inverse, c):
-    """Piece: an element over a power of two; one that is far below its block becomes 0, which it rounds to."""
+    """Device function: an element over a power of two; one far below its block becomes 0, which it rounds to."""
     return as_word(as_real(w) * as_real(inverse))
 
 
 def multiplied_kept(w, inverse, c):
-    """Piece: the same for modes in which a small number is not 0."""
+    """Device function: the same for modes in which a small number is not 0."""
     y = as_word(as_real(w) * as_real(inverse))
     zero = minus(c[ONE], c[ONE])
     lost = (both(y, c[MAGNITUDE]) == zero) & (both(w, c[MAGNITUDE]) > zero)
@@ -159,7 +159,7 @@ def multiplied_kept(w, inverse, c):
 
 
 def product_of_scale(a, c, d, b):
-    """Piece: amax / (largest element x tensor scale), rounded and within the scale's range, x tensor scale."""
+    """Device function: amax / (largest element x tensor scale), rounded within the scale's range, x tensor scale."""
     q = word(divide(real(a), real(b[UNIT])))
     e = right(q, d[FIELD])
     e = choose(e < d[LOWEST], d[LOWEST], e)
@@ -172,28 +172,28 @@ def product_of_scale(a, c, d, b):
 
 
 def nearest_scale(q, s, lost, d):
-    """Piece: to nearest, ties to even."""
+    """Device function: to nearest, ties to even."""
     last = right(either(both(q, d[SIGNIFICAND]), d[IMPLICIT]), s)
     return plus(right(lost, d[ONE]), both(both(last, d[ONE]), lost))
 
 
 def raised_scale(q, s, lost, d):
-    """Piece: away from zero."""
+    """Device function: away from zero."""
     return lost
 
 
 def itself(scale, c, b):
-    """Piece: the scale's word is the scale."""
+    """Device function: the scale's word is the scale."""
     return scale
 
 
 def divided(w, inverse, c):
-    """Piece: an element over its scale."""
+    """Device function: an element over its scale."""
     return word(divide(real(w), real(inverse)))
 
 
 def divided_kept(w, inverse, c):
-    """Piece: the same for modes in which a small number is not 0."""
+    """Device function: the same for modes in which a small number is not 0."""
     y = word(divide(real(w), real(inverse)))
     zero = minus(c[ONE], c[ONE])
     lost = (both(y, c[MAGNITUDE]) == zero) & (both(w, c[MAGNITUDE]) > zero)

@@ -190,7 +190,7 @@ _checked: set = set()
 
 
 def _check(kernel, measure, dtype: torch.dtype, target: BlockTarget, layout: Layout) -> None:
-    """The canary, with and without a block that is cut short."""
+    """Run the canary, with and without an incomplete block."""
     if kernel in _checked:
         return
     x = fixed_elements(dtype)

@@ -1,4 +1,4 @@
-"""What one block format aims at, as integers that can travel through a torch operator."""
+"""The target of a block rounding, as integers that a torch operator takes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class BlockTarget(NamedTuple):
     tensor_scale: bool
 
     def flat(self) -> list[int]:
-        """As an operator's argument."""
+        """Return the target as an operator's argument."""
         return [*self.element, *self.scale, self.block, self.choice, int(self.tensor_scale)]
 
     @classmethod
     def of(cls, flat: list[int]) -> BlockTarget:
-        """From an operator's argument."""
+        """Return the target that an operator's argument encodes."""
         size = len(Target._fields)
         element, scale = Target(*flat[:size]), Target(*flat[size : 2 * size])
         return cls(element, scale, flat[-3], flat[-2], bool(flat[-1]))

@@ -1,1 +1,1 @@
-"""Where payloads stray from 1, and how they are brought back."""
+"""Rescaling: statistics of payloads, and where and how a model brings them back to a magnitude of about 1."""

@@ -271,7 +271,7 @@ def living_modules() -> list[nn.Module]:
 
 
 def _living(kind: type) -> list:
-    """All objects of a class that the garbage collector knows; by type, as some objects answer isinstance with work."""
+    """Return all objects of a class that the garbage collector tracks, found by type, as isinstance may run code."""
     return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
 

@@ -1,4 +1,4 @@
-"""GELU, whose constants need more digits than a Python number has: torch's own steps would round them."""
+"""Rules of GELU, whose constants need more digits than torch's own formula has."""
 
 from __future__ import annotations
 

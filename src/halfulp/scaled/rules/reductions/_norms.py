@@ -244,7 +244,7 @@ def batch_norm(
 
 @implements(aten._native_batch_norm_legit.no_stats, family="norm")
 def batch_norm_without_running(x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> tuple:
-    """Normalised over the batch."""
+    """Normalise over the batch."""
     return batch_norm(x, weight, bias, None, None, True, momentum, eps)
 
 
