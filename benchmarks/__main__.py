@@ -48,6 +48,7 @@ NAMES = (
     "processes",
     "audit",
     "tune",
+    "house",
 )
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 FUNCTIONS, CLASSES, VARIABLES = "function", "class", "variable"
 _EVERYWHERE = (FUNCTIONS, CLASSES, VARIABLES, "module")
 _WORDS = """
-door form_of made_over taken_over joined joining of_degree by_degree keeping bounded moves moving places companions chosen
-narrowed widened towards in_sight repay debt fold lifted lowered pieces bound peaks wanted_tensors still_true given saved
-borders nesting published anchor culprit arrival crossing every known told asked held
+door form_of made_over taken_over joined joining of_degree by_degree keeping bounded moves moving places companions
+chosen narrowed widened towards in_sight repay debt fold lifted lowered pieces bound peaks wanted_tensors still_true
+given saved borders nesting published anchor culprit arrival crossing every known told asked held
 """
 AVOIDED = {
     **dict.fromkeys(_WORDS.split(), _EVERYWHERE),
@@ -20,7 +20,7 @@ AVOIDED = {
     **dict.fromkeys(("made", "result", "unit", "root", "larger"), (FUNCTIONS,)),
 }
 # Entries of the records that `halfulp.observe` writes to files, beside the code dtype-not-asked.
-STORED = {("observation/record/_record.py", "known"), ("observation/record/_record.py", "asked")}
+STORED = ("known", "asked")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class SourceTree:
         """Definitions, but for stored entries, whose names without outer underscores are avoided words."""
         definitions = (one for path in self.files for one in self._definitions(path))
         found = [one for one in definitions if one.kind in AVOIDED.get(one.name.strip("_"), ())]
-        return [one for one in found if (one.file, one.name) not in STORED]
+        return [one for one in found if one.kind != VARIABLES or one.name not in STORED]
 
     def _definitions(self, path: Path) -> Iterator[Definition]:
         file = str(path.relative_to(self.root))
@@ -114,6 +114,12 @@ class SourceTree:
         yield Definition(file, 1, "module", name)
         for line, kind, name in _defined(self.trees[path], in_function=False):
             yield Definition(file, line, kind, name)
+
+    def words(self, path: Path) -> set[str]:
+        """All names in a file's code, and all strings."""
+        nodes = list(ast.walk(self.trees[path]))
+        found = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "name", "arg", "value")}
+        return {word for word in found if isinstance(word, str)}
 
     def casts(self) -> int:
         """Calls of typing.cast."""

@@ -40,6 +40,18 @@ def enter(kind: str, registry: dict[str, Any], name: str, entry: object, words: 
     _DESCRIBED.setdefault(kind, {})[name] = " ".join(words.partition("\n\n")[0].split())
 
 
+def words_of(cls: type) -> str | None:
+    """Return a class's own docstring; None for one that it inherits, and for the signature that dataclass writes.
+
+    >>> import dataclasses
+    >>> words_of(dataclasses.make_dataclass("Point", ["x", "y"])), words_of(dict)[:6]
+    (None, 'dict()')
+    """
+    text = vars(cls).get("__doc__")
+    signature = "__dataclass_fields__" in vars(cls) and str(text).startswith(f"{cls.__name__}(")
+    return None if signature else text
+
+
 def described(kind: str) -> dict[str, str]:
     """Return the registered names of one kind, each with the first paragraph of its description.
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._names import enter
+from .._names import enter, words_of
 from ..formats import Format
 from ._group_options import Parameters, refuse_torch_switches
 from ._optimizer import Optimizer
@@ -288,5 +288,5 @@ def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
         raise TypeError(f"an optimizer is a subclass of hu.optim.Optimizer, got {kind!r}")
     if kind.rule is Optimizer.rule:
         raise TypeError(f"{kind.__name__} has no rule: write rule(self, group), which gives an UpdateRule")
-    enter("optimizer", OPTIMIZERS, kind.__name__, kind, vars(kind).get("__doc__"))
+    enter("optimizer", OPTIMIZERS, kind.__name__, kind, words_of(kind))
     return kind

@@ -42,7 +42,7 @@ def register_family(family: Family) -> Family:
     """
     if family.name in FAMILIES:
         raise ValueError(f"a family is called {family.name!r} already: give another name")
-    if not (family.name and family.payload and family.scale):
+    if not (family.name.strip() and family.payload.strip() and family.scale.strip()):
         raise ValueError(f"{family}: say in words what the payload and the scale of a result are")
     if family.operands not in OPERANDS:
         raise ValueError(f"operands={family.operands!r}: allowed are {', '.join(map(repr, OPERANDS))}")

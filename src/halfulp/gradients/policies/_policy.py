@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..._messages import a_kind
-from ..._names import enter
+from ..._names import enter, words_of
 from ...formats import Format
 from .._site import Proposal, Site
 from ._operand_statistics import Operands
@@ -42,7 +42,7 @@ class Policy(abc.ABC):
 
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
-            enter("policy", _BY_NAME, cls.name, cls, vars(cls).get("__doc__"))
+            enter("policy", _BY_NAME, cls.name, cls, words_of(cls))
 
     @abc.abstractmethod
     def exponent(self, site: Site) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..._names import enter, unknown
+from ..._names import enter, unknown, words_of
 from .._finding import Finding, Severity, ranked
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def register_finding(kind: type[FindingKind]) -> type[FindingKind]:
     for attribute in ("code", "cure"):
         if not getattr(kind, attribute, ""):
             raise ValueError(f"finding {kind.__name__} has no {attribute}: give it one as a class attribute")
-    enter("finding", KINDS, kind.code, kind, kind.__doc__)
+    enter("finding", KINDS, kind.code, kind, words_of(kind))
     return kind
 
 

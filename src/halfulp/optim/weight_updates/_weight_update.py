@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..._names import enter
+from ..._names import enter, words_of
 from ..states._storage import Store
 from ..step._placeholders import weight_load, weight_real, weight_round, weight_save
 
@@ -139,10 +139,9 @@ def register_weight_update(weight_update: WeightUpdate) -> None:
     """
     if not isinstance(weight_update, WeightUpdate):
         raise TypeError(f"a weight update is an object of a subclass of hu.optim.WeightUpdate, got {weight_update!r}")
-    words = type(weight_update).__doc__
     if weight_update.name in REGISTRY:
         raise ValueError(f"weight update {weight_update.name!r} exists already: choose another name")
-    enter("weight update", REGISTRY, weight_update.name, weight_update, words)
+    enter("weight update", REGISTRY, weight_update.name, weight_update, words_of(type(weight_update)))
 
 
 def weight_update(given: WeightUpdate | str | dict[str, Any]) -> WeightUpdate:

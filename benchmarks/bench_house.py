@@ -1,0 +1,223 @@
+"""The library as a thing to read: `python -m benchmarks.bench_house [--before REVISION] [--pyright COMMAND]`."""
+
+import argparse
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from docs.fillers.library import lines_of_code
+
+from ._harness import ROOT
+from ._results import Result, Table, save
+from ._source_tree import SourceTree
+
+TEXT = """What whoever opens the source meets, at an earlier commit and now: sizes, who imports whom, names, types. A \
+circle is a group of files that reach each other by imports, those inside functions included. An avoided word is one \
+with a standard term for what it says here (benchmarks/_source_tree.py lists them); what is counted are definitions of \
+modules, classes, functions and attributes under such a name. The type checkers run with today's settings. An example \
+of extension is one file: no code of the library names what it registers."""
+MOST_LINES, MOST_FILES, MOST_IGNORES = 420, 15, 30
+EXAMPLES = ROOT / "examples" / "extending"
+# What each example registers, as the laws' cases are named; the spirals are trained by AdaBelief.
+ENTRIES = {
+    "adabelief": ("AdaBelief", "adabelief"),
+    "adan": ("Adan", "adan"),
+    "coarse_policy": ("coarse", "e5m2-coarse"),
+    "format_e4m3b11fnuz": ("e4m3b11fnuz",),
+    "spiral_task": ("spirals",),
+    "swiglu_rule": ("swiglu",),
+    "yogi": ("Yogi", "yogi"),
+}
+# Those that tests/laws does not import by itself.
+LOADED = ("adabelief", "coarse_policy", "format_e4m3b11fnuz", "spiral_task")
+
+
+def layers(tree: Path) -> list[set[str]]:
+    """The order of packages that a tree's own layer test holds."""
+    for node in ast.parse((tree / "tests" / "test_layers.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
+            return ast.literal_eval(node.value)
+    raise ValueError(f"{tree}/tests/test_layers.py has no LAYERS")
+
+
+def figures(tree: Path) -> dict[str, object]:
+    """What can be counted without running anything."""
+    source = SourceTree(tree / "src" / "halfulp")
+    lines = source.lines()
+    circles = source.circles()
+    longest = max(lines, key=lambda path: lines[path])
+    return {
+        "files": len(lines),
+        "lines of src": sum(lines.values()),
+        "longest file": f"{lines[longest]} ({longest.relative_to(source.root)})",
+        f"files over {MOST_LINES} lines": sum(count > MOST_LINES for count in lines.values()),
+        "folders over a dozen flat modules": _listed(source.crowded(12)),
+        f"folders over {MOST_FILES} flat modules": len(source.crowded(MOST_FILES)),
+        "circles of imports": f"{len(circles)} ({sum(map(len, circles))} files)" if circles else 0,
+        "upward imports": len(source.upward(layers(tree))),
+        "definitions under an avoided word": len(source.avoided()),
+        "ignores of type checkers": ignores(tree),
+        "casts": source.casts(),
+    }
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return f"{len(counts)} ({', '.join(f'{name} {count}' for name, count in counts.items())})" if counts else "0"
+
+
+def ignores(tree: Path) -> int:
+    """Comments that silence a type checker, in the sources, the typed tests and the examples."""
+    files = [path for top in ("src", "tests/typed", "examples") for path in (tree / top).rglob("*.py*")]
+    texts = (path.read_text(encoding="utf-8") for path in files if path.suffix in (".py", ".pyi"))
+    return sum(len(re.findall(r"# (?:type|pyright|mypy): *ignore", text)) for text in texts)
+
+
+def mypy(tree: Path) -> str:
+    """Complaints of mypy about the sources, under today's settings."""
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--no-warn-unused-configs"]
+    done = subprocess.run([*command, "src/halfulp"], cwd=tree, capture_output=True, text=True, check=False)
+    said = done.stdout.strip().splitlines()[-1]
+    found = re.search(r"Found (\d+) errors? in (\d+)", said)
+    return f"{found[1]} in {found[2]} files" if found else "0" if "no issues" in said else said
+
+
+def pyright(tree: Path, command: str) -> dict[str, object]:
+    """Complaints of pyright's strict mode about a person's code, and the completeness of the public types."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(tree / "src")}
+
+    def output_of(*options: str) -> dict:
+        words = [command, *options, "--outputjson"]
+        done = subprocess.run(words, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+        return json.loads(done.stdout)
+
+    complete = output_of("--verifytypes", "halfulp", "--ignoreexternal")["typeCompleteness"]
+    found: dict[str, object] = {"completeness of public types (pyright)": f"{complete['completenessScore']:.1%}"}
+    if (tree / "tests" / "typed" / "pyrightconfig.json").exists():
+        found["pyright strict on tests/typed"] = output_of("--project", "tests/typed")["summary"]["errorCount"]
+    return found
+
+
+def laws() -> dict[str, list[str]]:
+    """By example, the laws of tests/laws that its entries passed, each with its number of cases.
+
+    Raises:
+        RuntimeError: a law fails.
+    """
+    words = " or ".join(word for names in ENTRIES.values() for word in names)
+    # Of the fused step one weight update: each of its kernels is compiled for seconds.
+    choice = f"({words}) and (not test_compiled_equals_reference or split)"
+    plugins = [word for name in LOADED for word in ("-p", name)]
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-rA", "-k", choice]
+    path = os.pathsep.join([str(EXAMPLES), str(ROOT / "src")])
+    command = [sys.executable, "-m", "pytest", *plugins, *options, "tests/laws"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the laws fail: {done.stdout[-3000:]}{done.stderr[-1000:]}")
+    passed = re.findall(r"^PASSED \S*?laws/(\S+?)\.py::(\w+)\[(.*)\]", done.stdout, re.MULTILINE)
+    found: dict[str, dict[str, int]] = {name: {} for name in ENTRIES}
+    for file, law, case in passed:
+        for name, entries in ENTRIES.items():
+            if any(re.search(rf"(?<![a-z]){re.escape(entry)}(?![a-z])", case) for entry in entries):
+                law = f"{file.removeprefix('optim/').removeprefix('test_')}: {law.removeprefix('test_')}"
+                found[name][law] = found[name].get(law, 0) + 1
+    return {name: [f"{law} ({count})" for law, count in of.items()] for name, of in found.items()}
+
+
+def named_elsewhere(entries: tuple[str, ...]) -> list[str]:
+    """Files of the library whose code has what an example registers as a name or as a string."""
+    source = SourceTree(ROOT / "src" / "halfulp")
+    return [str(path.relative_to(ROOT)) for path in source.files if source.words(path) & set(entries)]
+
+
+def rule_law() -> str:
+    """The law of a scaled tensor's rule of one's own: the same values under random powers of two.
+
+    Raises:
+        RuntimeError: it does not hold.
+    """
+    code = """
+import torch, halfulp as hu, swiglu_rule
+hu.testing.check_rule(torch.ops.extending.swiglu, lambda: (torch.randn(5), torch.randn(5)), gradients=False)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(ROOT / "src")])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the rule fails: {done.stderr[-2000:]}")
+    return "testing: check_rule (1)"
+
+
+def examples() -> Table:
+    """What a stranger wrote, and what holds for it."""
+    table = Table(
+        "What a stranger adds: examples/extending",
+        {"file": "", "lines of code": "", "files touched": "", "laws": "", "cases": "", "which": "", "met": ""},
+    )
+    passed = laws()
+    passed["swiglu_rule"].append(rule_law())
+    for name, entries in ENTRIES.items():
+        touched = 1 + len(named_elsewhere(entries))
+        cases = sum(int(re.search(r"\((\d+)\)$", law)[1]) for law in passed[name])
+        table.add(
+            file=f"{name}.py",
+            **{"lines of code": lines_of_code((EXAMPLES / f"{name}.py").read_text()), "files touched": touched},
+            laws=len(passed[name]),
+            cases=cases,
+            which=", ".join(passed[name]),
+            met=touched == 1 and cases > 0,
+        )
+    return table
+
+
+def bars() -> dict[str, tuple[str, object]]:
+    """The bar of each quantity that has one: in words, and the value that meets it."""
+    return {
+        f"files over {MOST_LINES} lines": ("0", 0),
+        f"folders over {MOST_FILES} flat modules": ("0", 0),
+        "circles of imports": ("0", 0),
+        "upward imports": ("0", 0),
+        "definitions under an avoided word": ("0", 0),
+        "complaints of mypy": ("0", "0"),
+        "pyright strict on tests/typed": ("0", 0),
+        "completeness of public types (pyright)": ("100%", "100.0%"),
+    }
+
+
+def counted(tree: Path, command: str | None) -> dict[str, object]:
+    """All figures of a tree."""
+    return figures(tree) | {"complaints of mypy": mypy(tree)} | (pyright(tree, command) if command else {})
+
+
+def main() -> None:
+    """Print the tables and save them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--before", default="97f2711", help="the earlier commit")
+    parser.add_argument("--pyright", help="the command basedpyright, which the library's environment lacks")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "before"
+        subprocess.run(["git", "worktree", "add", "--detach", "-q", str(tree), given.before], cwd=ROOT, check=True)
+        try:
+            before = counted(tree, given.pyright)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
+    now, wanted = counted(ROOT, given.pyright), bars()
+    table = Table(f"The source at {given.before} and now", {"": "", "before": "", "now": "", "bar": "", "met": ""})
+    for name, value in now.items():
+        bar, meets = wanted.get(name, ("", None))
+        met = None if name not in wanted else value == meets
+        if name == "ignores of type checkers":
+            bar, met = f"under {MOST_IGNORES}", value < MOST_IGNORES
+        table.add(**{"": name}, before=before.get(name, ""), now=value, bar=bar, met=met)
+    command = "python -m benchmarks.bench_house --pyright basedpyright"
+    save(Result("house", "The source as a thing to read", TEXT, command, tables=[table, examples()]))
+
+
+if __name__ == "__main__":
+    main()
