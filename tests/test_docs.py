@@ -15,12 +15,14 @@ import warnings
 from pathlib import Path
 
 import pytest
+from docs.fillers.library import additions, lines_of_code
 
 import halfulp as hu
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/findings/*.md")])
 WRITTEN = [page for page in PAGES if page.name != "benchmarks.md"]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 FENCE = re.compile(r"^```([\w-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = (
@@ -71,7 +73,12 @@ def filler():
     return module
 
 
-@pytest.mark.parametrize("page", [page for page in WRITTEN if blocks(page.read_text())], ids=name_of)
+@pytest.mark.parametrize(
+    # What CONTRIBUTING adds to registries is run in a process of its own.
+    "page",
+    [page for page in WRITTEN if page != CONTRIBUTING and blocks(page.read_text())],
+    ids=name_of,
+)
 def test_the_code_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "page"}
@@ -83,6 +90,51 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path, m
             exec(compiled, namespace)
         if output is not None:
             assert SAME.check_output(output, said.getvalue(), RULES), f"{page.name}:{line} prints\n{said.getvalue()}"
+
+
+# What the additions of CONTRIBUTING are good for, once all of them have run.
+ADDED = """
+names = {word for entries in (
+    hu.formats.names(), hu.optim.OPTIMIZERS, hu.recipes.names(), hu.trials.tasks.names()) for word in entries}
+assert {"e3m8", "Signum", "coarse-e3m8", "sides"} <= names
+assert hu.quantize(torch.tensor([0.3]), "e3m8").item() == 0.2998046875
+
+task = hu.trials.tasks.get("sides")
+data = task.load()
+model = hu.convert(task.model(data, 0), "coarse-e3m8")
+optimizer = hu.recipes.optimizer(model, "Signum", lr=1e-2)
+scaler = hu.recipes.scaler(hu.recipes.get("coarse-e3m8"), model)
+assert scaler._controller.policy.name == "coarser"
+before = model.weight.detach().clone()
+with hu.observe(model, optimizer, interval=1) as seen:
+    for inputs, targets in task.batches(data, 0, 5):
+        scaler.scale(task.loss(model(inputs), targets)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+assert not torch.equal(before, model.weight) and "short-run" in [one.code for one in seen.findings]
+
+torch.manual_seed(0)
+start = torch.full((1 << 16,), 1.0, dtype=torch.bfloat16)
+make = lambda word: Signum([torch.nn.Parameter(start.clone())], lr=2.0**-12, weight_update=word)
+steps = [make("dithered"), make("nearest")]
+for one in steps:
+    weight = one.param_groups[0]["params"][0]
+    weight.grad = torch.ones_like(weight)
+    one.step()
+dithered, nearest = (one.param_groups[0]["params"][0].double().mean().item() for one in steps)
+assert nearest == 1.0 and abs(dithered - (1 - 2.0**-12)) < 1e-4, (nearest, dithered)
+
+make = lambda: (torch.randn(5), torch.randn(5))
+hu.testing.check_rule(torch.ops.mine.cube_times, make, gradients=False)
+"""
+
+
+def test_the_additions_of_contributing_are_short_and_known_by_name(in_process):
+    cells = additions()
+    assert set(re.findall(r"<!-- fill addition-([\w-]+) -->", CONTRIBUTING.read_text())) == set(cells)
+    assert {kind: lines for kind in cells if (lines := lines_of_code(cells[kind])) >= 15} == {}
+    in_process("\n".join([*cells.values(), ADDED]))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -2,7 +2,9 @@
 
 import ast
 import io
+import re
 import tokenize
+from collections.abc import Callable
 from pathlib import Path
 
 from ._places import place
@@ -67,6 +69,25 @@ def extensions() -> str:
         about = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
         lines.append([f"`{path.name}`", about, str(lines_of_code(path.read_text()))])
     return grid(["file", "what it adds", "lines of code"], lines)
+
+
+def additions() -> dict[str, str]:
+    """The cells of docs/additions.py by the kind of thing that they add."""
+    text = (Path(__file__).resolve().parents[1] / "additions.py").read_text(encoding="utf-8")
+    _, *cells = re.split(r"^# %% (.*)\n", text, flags=re.MULTILINE)
+    return {kind: code.strip("\n") for kind, code in zip(cells[::2], cells[1::2])}
+
+
+def _addition(kind: str) -> Callable[[], str]:
+    def addition() -> str:
+        return f"```python\n{additions()[kind]}\n```"
+
+    addition.__name__ = f"addition_{kind.replace('-', '_')}"
+    return addition
+
+
+for _kind in additions():
+    place(_addition(_kind))
 
 
 def lines_of_code(source: str) -> int:
