@@ -16,7 +16,6 @@ ROOT = Path(hu.__file__).parent
 # Of the operators that halfulp has rules for, those that a torch from the floor on lacks, with that torch. A name that
 # is spelt wrongly would be absent everywhere.
 LACKING = {
-    "_c10d_functional::_wrap_tensor_autograd.default": "2.12 to 2.15",
     "aten::cholesky": "2.14 and newer",
     "aten::cholesky.default": "2.14 and newer",
 }

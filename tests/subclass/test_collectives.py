@@ -1,5 +1,8 @@
 """Every operator in which processes meet, with both kinds of tensors: what plain ones give, or a refusal in words."""
 
+import subprocess
+import sys
+
 COLLECTIVES = """
 import os, sys, torch
 torch.set_num_threads(1)
@@ -131,3 +134,23 @@ os._exit(0)
 
 def test_every_collective_is_that_of_plain_tensors_or_refused(in_two_processes):
     in_two_processes(COLLECTIVES)
+
+
+LATE = """
+import sys
+import torch
+import halfulp as hu
+x = torch.randn(4)
+ours = [hu.ScaledTensor.encode(x), hu.MCTensor.encode(x, components=2, dtype=torch.float16)]
+assert "torch.distributed._functional_collectives" not in sys.modules
+import torch.distributed._functional_collectives
+for one in ours:
+    y = torch.ops._c10d_functional._wrap_tensor_autograd(one)
+    assert type(y) is type(one) and torch.equal(y.decode(), one.decode())
+"""
+
+
+def test_an_operator_that_torch_defines_after_the_rules_has_one():
+    """Functional collectives with gradients are torch's own Python, which defines an operator as it is imported."""
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -20,6 +20,9 @@ from ._rule_table import Rule
 # torch.distributed._functional_collectives make use.
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
 PLAIN_FORMS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast")
+# The identity on a result that is waited for; torch defines it as it imports torch.distributed._functional_collectives,
+# which may be after the rules are registered.
+_MARKS_WAITED = "_c10d_functional::_wrap_tensor_autograd"
 
 # What is said too where tensor parallel begins, before any parameter is a DTensor.
 _SCATTERED = (
@@ -59,6 +62,8 @@ def collective_rule(
 
     if operator.namespace == "c10d_functional" and operator._can_decompose():
         return operator.decompose  # older names, which give way to the operators of _c10d_functional
+    if operator._schema.name == _MARKS_WAITED:
+        return rules[torch.ops._c10d_functional.wait_tensor.default]
     if operator.namespace == "_dtensor" and operator._schema.name.endswith("::shard_dim_alltoall"):
         return _shard_dim_alltoall
     plain = _plain_form(operator)

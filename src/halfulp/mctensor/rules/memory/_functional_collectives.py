@@ -54,4 +54,4 @@ if dist.is_available():
     implements(_functional.all_gather_into_tensor.default)(all_gather)
     implements(_functional.all_to_all_single.default)(all_to_all)
     implements(_functional.broadcast.default)(broadcast)
-    implements(_functional.wait_tensor.default, _functional._wrap_tensor_autograd.default)(wait_tensor)
+    implements(_functional.wait_tensor.default)(wait_tensor)

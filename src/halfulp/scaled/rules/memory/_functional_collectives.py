@@ -83,4 +83,3 @@ if dist.is_available():
     implements(_functional.all_to_all_single.default, family="collectives")(all_to_all)
     implements(_functional.broadcast.default, family="collectives")(broadcast)
     implements(_functional.wait_tensor.default, family="collectives")(wait_tensor)
-    implements(_functional._wrap_tensor_autograd.default, family="collectives")(wait_tensor)
