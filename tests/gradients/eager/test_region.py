@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -344,6 +345,50 @@ def test_forward_input_and_loss_in_three_threads(seed):
     scaler = hu.AdaptiveGradScaler(model)
     found = scrambled(seed, scaler, lambda: scaler.scale(run(in_thread)).backward(), model)
     assert_same(found, wanted)
+
+
+class Meeting(nn.Module):
+    """Waits inside its forward pass until another thread is inside of one, too."""
+
+    def __init__(self, barrier, function):
+        super().__init__()
+        self.first, self.last, self.barrier, self.function = mlp(1), mlp(1), barrier, function
+
+    def forward(self, x):
+        h = self.first(x)
+        self.barrier.wait(60)
+        h = h * 1 if self.function is None else self.function(h)
+        self.barrier.wait(60)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("functions", [(True, True), (True, False)], ids=["both apply one", "one applies one"])
+def test_two_scalers_in_two_threads_watch_custom_functions_apart(functions, seed):
+    """While one thread's Function goes through its region, the other thread's go through theirs, or through none."""
+    barrier = threading.Barrier(2)
+
+    def trained(number):
+        generator = torch.Generator().manual_seed(seed + number)
+        model = Meeting(barrier, LATE["a result"] if functions[number] else None)
+        for p in model.parameters():
+            nn.init.normal_(p, generator=generator)
+        x = torch.randn(5, model.first[0].in_features, generator=generator)
+        mean_square(model(x)).backward()
+        wanted = gradients(model)
+        scaler = hu.AdaptiveGradScaler(model)
+        for _ in range(3):
+            clear(model)
+            scaler.scale(mean_square(model(x))).backward()
+            found = {key: g / scaler.get_scale() for key, g in gradients(model).items()}
+            assert_same(found, wanted)
+            scramble(scaler)
+            scaler._controller.backward.end_iteration()
+        assert scaler._controller.backward.custom_functions is functions[number]
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(trained, number) for number in range(2)]:
+            done.result()
+    assert_nothing_is_left()
 
 
 def test_what_another_thread_kept_from_inside_is_refused(seed):

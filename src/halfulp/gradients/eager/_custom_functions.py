@@ -1,4 +1,11 @@
-"""torch.autograd.Function inside a region: function modes do not see it, so its ``apply`` is watched."""
+"""torch.autograd.Function inside a region: function modes do not see it, so its ``apply`` is watched.
+
+torch offers no other place where the arguments of a custom Function can be replaced before it runs, and they must be:
+its backward has to see gradients at the global exponent, and what reentrant checkpointing runs again needs edges of its
+own. So ``apply`` of the common base class is replaced, for the whole process, but only during forward passes of a
+scaler whose iterations have met a custom Function, or in its first iteration, which may; other threads, and whatever
+runs outside of a region, go straight through.
+"""
 
 from __future__ import annotations
 
