@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from .._messages import a_kind
 from ..subclass._in_backward import COMPONENTS, FIRST, check_gradients
-from ..subclass.models import _model_fallbacks, _outer_modules
-from ..subclass.models import _state_dict as _shared_state_dict
+from ..subclass.models._conversion import converted, put_converted, put_plain
 from ..subclass.models._data_parallel import Wrappers
 from ..subclass.models._module_parameters import (
     ParameterRef,
@@ -85,20 +84,10 @@ def multicomponent(
     for ref in found:
         _check(ref)
     wrappers = _check_holders(found, "multicomponent")
-    made: dict[int, Tensor] = {}
-    for ref in found:
-        if id(ref.value) not in made:
-            made[id(ref.value)] = _to_multicomponent(ref, components, dtype, gradients)
+    values = converted(found, lambda ref: _to_multicomponent(ref, components, dtype, gradients))
     for ref in found:
         ref.module.__dict__.setdefault(_BEFORE, {}).setdefault(ref.key, ref.value.dtype)
-        ref.put(made[id(ref.value)])
-        _shared_state_dict.install(ref.module)
-    _shared_state_dict.install_check(model)
-    _model_fallbacks.install(model)
-    _outer_modules.watch()
-    wrappers.follow()
-    for wrapper in wrappers.data_parallel:
-        _outer_modules.install(wrapper)
+    put_converted(model, found, values, wrappers)
     return model
 
 
@@ -127,18 +116,14 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
         check_dtype(dtype)
     found = [ref for ref in module_parameters(model, constants=True) if isinstance(ref.value, MCTensor)]
     wrappers = _check_holders(found, "single_component")
-    made: dict[int, Tensor] = {}
-    for ref in found:
-        if id(ref.value) not in made:
-            before = ref.module.__dict__.get(_BEFORE, {}).get(ref.key, ref.value.dtype)
-            made[id(ref.value)] = _to_single_component(ref, dtype if dtype and ref.is_parameter else before)
-    for ref in found:
-        ref.put(made[id(ref.value)])
+
+    def plain(ref: ParameterRef) -> Tensor:
+        before = ref.module.__dict__.get(_BEFORE, {}).get(ref.key, ref.value.dtype)
+        return _to_single_component(ref, dtype if dtype and ref.is_parameter else before)
+
+    put_plain(model, found, converted(found, plain), wrappers)
     for module in model.modules():
         module.__dict__.pop(_BEFORE, None)
-        _shared_state_dict.remove(module)
-        _model_fallbacks.remove(module)
-    wrappers.follow()
     return model
 
 

@@ -40,11 +40,7 @@ class GrowthSettings(torch.amp.GradScaler):
         Raises:
             NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
         """
-        if new_factor != self._growth_factor:
-            raise NotImplementedError(
-                f"scales are powers of two, which the policy chooses, got a growth factor of {new_factor}: keep "
-                f"{self._growth_factor}, or give policy= to the scaler"
-            )
+        _check_kept("growth", new_factor, self._growth_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Raise unless the factor is the policy's own.
@@ -52,8 +48,12 @@ class GrowthSettings(torch.amp.GradScaler):
         Raises:
             NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
         """
-        if new_factor != self._backoff_factor:
-            raise NotImplementedError(
-                f"scales are powers of two, which the policy chooses, got a backoff factor of {new_factor}: keep "
-                f"{self._backoff_factor}, or give policy= to the scaler"
-            )
+        _check_kept("backoff", new_factor, self._backoff_factor)
+
+
+def _check_kept(name: str, new_factor: float, factor: float) -> None:
+    if new_factor != factor:
+        raise NotImplementedError(
+            f"scales are powers of two, which the policy chooses, got a {name} factor of {new_factor}: keep {factor}, "
+            "or give policy= to the scaler"
+        )

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..._messages import a_kind
-from ...subclass.models import _model_fallbacks, _outer_modules
-from ...subclass.models import _state_dict as _state_dict_hooks
 from ...subclass.models._averaged_models import warn_of_narrow_averages
+from ...subclass.models._conversion import converted, put_converted, put_plain
 from ...subclass.models._module_parameters import (
     ParameterRef,
     Where,
@@ -116,26 +115,15 @@ def scalify(
     sides = _placement.sides_of(model, rescale)
     found = [place for place in matching_parameters(module_parameters(model), where) if _takes_scale(place)]
     wrappers = check_holders([(place.name, place.value) for place in found], "scalify", replaced=True, known=2)
-    made: dict[int, Tensor] = {}
-    for place in found:
-        if id(place.value) not in made:
-            made[id(place.value)] = _scaled(place, dtype, home_for(dtype, wide))
-    for place in found:
-        place.put(made[id(place.value)])
-        _state_dict_hooks.install(place.module)
+    values = converted(found, lambda place: _scaled(place, dtype, home_for(dtype, wide)))
     _input_boundary.install(model)
-    _state_dict_hooks.install_check(model)
-    _model_fallbacks.install(model)
-    _outer_modules.watch()
+    put_converted(model, found, values, wrappers)
     warn_of_narrow_averages()
     _placement.remove(model)
     _placement.install(sides)
     _product_layers.remove(model)
     _product_layers.install(model)
     _set_products(model, matmul)
-    wrappers.follow()
-    for wrapper in wrappers.data_parallel:
-        _outer_modules.install(wrapper)
     return model
 
 
@@ -163,20 +151,11 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICALS))}, and None")
     found = [place for place in module_parameters(model) if isinstance(place.value, ScaledTensor)]
     wrappers = check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True, known=2)
-    made: dict[int, Tensor] = {}
-    for place in found:
-        if id(place.value) not in made:
-            made[id(place.value)] = _plain(place, dtype)
-    for place in found:
-        place.put(made[id(place.value)])
+    put_plain(model, found, converted(found, lambda place: _plain(place, dtype)), wrappers)
     _input_boundary.remove(model)
     _placement.remove(model)
     _product_layers.remove(model)
     _set_products(model, None)
-    for module in model.modules():
-        _state_dict_hooks.remove(module)
-        _model_fallbacks.remove(module)
-    wrappers.follow()
     return model
 
 
