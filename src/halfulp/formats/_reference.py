@@ -17,7 +17,7 @@ def round_exact(
     u: Fraction | None = None,
     overflow: Overflow | None = None,
 ) -> float:
-    """The number of ``format`` that ``x`` rounds to: slow, exact, and what every fast kernel is tested against.
+    """Round ``x`` to a number of ``format``: slow, exact, and the reference of every fast kernel.
 
     The numbers of a format are thought to go on beyond ``max`` with the spacing of their binade. ``x`` lies
     between two neighbours of that endless grid, ``lo <= |x| < hi``, with ``fraction = (|x| - lo) / (hi - lo)``:

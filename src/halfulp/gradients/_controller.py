@@ -120,7 +120,7 @@ class Controller:
         return LastStep(False, f"gradients overflowed at {words}", blamed)
 
     def _found(self, untouched: bool) -> tuple[list[OverflowSource] | None, dict[Site, bool]]:
-        """The sites known to have overflowed; and by site, whether its parameters' gradients are finite, if asked."""
+        """Return the sites that overflowed, and by site whether its parameters' gradients are finite, if checked."""
         backward = self.backward
         found = measured_overflow_sources(self._measured)
         if found or not untouched or backward.processes:
@@ -200,7 +200,7 @@ class Controller:
         ]
 
     def adopt(self, exponent: int, since: int) -> None:
-        """Start from another scaler's scale, and its count of steps without an overflow."""
+        """Adopt another scaler's scale and its count of steps without an overflow."""
         self.sites.set_reference(None)
         for site in self.sites:
             self._set(site, exponent)
@@ -284,7 +284,7 @@ class Controller:
         return fallen
 
     def _fall_together(self) -> dict[Site, None]:
-        """Lower all sites to one exponent, also those seldom used, as lowering single ones did not stop the overflows.
+        """Lower all sites to one exponent, after lowering single ones did not stop the overflows.
 
         It does not follow losses where one pass reaches several outputs, of which the first one may mislead.
         """
@@ -350,7 +350,7 @@ class Controller:
         return True
 
     def _allowed(self, site: Site, exponent: int) -> int:
-        """The wanted exponent, held below the last overflow for as long as that is remembered."""
+        """Return the wanted exponent, limited below the last overflow while that is remembered."""
         forget_if_old(site, self.iteration)
         if site.overflow is None or site.may_be_free:
             return exponent

@@ -73,7 +73,7 @@ class Overflow:
 
 
 class Proposal(NamedTuple):
-    """The least exponent that keeps from underflow, and the most that cannot overflow, which wins."""
+    """Bounds of an exponent: the least without underflow, and the largest without overflow, which has priority."""
 
     least: int
     most: int
@@ -192,7 +192,7 @@ class Site:
 
 
 class Sites:
-    """Every site of a scaler's models by key, in the order of their first use; the global one is always there.
+    """All sites of a scaler's models by key, in order of first use; the global one comes first.
 
     Args:
         exponent: Where all start.

@@ -50,7 +50,7 @@ class PoincareBall(Manifold):
         return self.project(point + m * (t * (direction + t * place) / n))
 
     def _course(self, place: torch.Tensor, gap: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The unit vector v of a step, t, |p|, 1 - t |p| and |v + p / |p||^2: what nothing cancels in."""
+        """Return the unit vector v of a step, t, |p|, 1 - t |p| and |v + p / |p||^2, computed without cancellation."""
         direction, length = direction_and_length(step)
         t, rest = travel(2 * (length / gap))
         along, radius = direction_and_length(place)

@@ -14,7 +14,7 @@ _ROWS = 128
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Two measures that are 1 where every source is closer to its targets than to all other nodes.
+    """Mean average precision and mean rank; both are 1 if every source is closest to its targets.
 
     Attributes:
         mean_average_precision: over the sources, of their targets among all nodes ranked by distance.

@@ -41,7 +41,7 @@ def class_function(function: Given) -> Given:
 
 
 class ComplexOperand(Exception):
-    """A complex number met a scaled tensor: the operator runs on plain values, and the result is plain."""
+    """Raised for a complex operand: the operator runs on plain values, and the result is plain."""
 
 
 def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given], Given]:

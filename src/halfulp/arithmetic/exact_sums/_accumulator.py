@@ -59,5 +59,5 @@ LAYOUTS = {
 
 
 def block_size(dtype: torch.dtype, product: bool) -> int:
-    """Elements of a block; a product of two float64 has 106 bits, and leaves fewer for a block's carries."""
+    """Return the number of elements of a block; products of float64 have 106 bits and leave fewer for carries."""
     return BLOCK // 4 if product and dtype == torch.float64 else BLOCK

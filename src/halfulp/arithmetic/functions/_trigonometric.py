@@ -25,7 +25,7 @@ def _reduced(x: Terms, n: int) -> tuple[Value, Terms]:
 
 
 def _parts(x: Terms, n: int) -> tuple[Value, Terms, Terms]:
-    """The table's index, sin r and cos r - 1 for the reduced argument r, |r| <= pi / 64."""
+    """Return the table's index, sin r and cos r - 1 for the reduced argument r, |r| <= pi / 64."""
     k, r = _reduced(x, n)
     index = k - nearest_integer(k * (1.0 / 64.0) - 0.5 + 1.0 / 128.0) * 64.0
     square = multiplied(r, r, n)

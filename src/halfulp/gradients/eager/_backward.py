@@ -130,7 +130,7 @@ class Backward:
         self.active = False
 
     def end_unless_differentiating(self) -> None:
-        """Shut the edges where no backward pass runs: none is open then, even if the last one raised."""
+        """Deactivate the edges unless a backward pass runs, also after one that raised."""
         if not differentiating():
             self.end()
 
@@ -241,7 +241,7 @@ class Backward:
         return tuple(None if gradient is None else self.rounded(gradient) for gradient in gradients)
 
     def rounded(self, gradient: Tensor) -> Tensor:
-        """What the format makes of a gradient; an overflow shows, as infinity or, where there is none, NaN."""
+        """Round a gradient to the format; an overflow becomes infinity, or NaN in a format without infinities."""
         if self.format is None:
             return gradient
         if gradient.is_complex():
@@ -275,7 +275,7 @@ class Backward:
             site.proposals.append(proposal)
 
     def propose_at_loss(self, site: Site, gradient: Tensor, stored: Format | None) -> None:
-        """Ask how far a wide gradient at the global exponent should be scaled before the format rounds it."""
+        """Ask the policy for bounds from a wide gradient at the global exponent, before the format rounds it."""
         stored = self.format or stored
         proposal = None if stored is None else self.policy.at_the_loss(site, gradient, stored, self.sites.global_site)
         if proposal is not None:
@@ -284,7 +284,7 @@ class Backward:
     def note_read(
         self, parameter: Tensor, site: Site, sharded: Callable[[], bool] = lambda: False, listed: bool = True
     ) -> None:
-        """Note that a parameter is read at a site, from where its gradient leaves for the global exponent.
+        """Note that a parameter is read at a site, which its gradient leaves for the global exponent.
 
         ``sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their
         gradients become float32 before they leave, and are reduced so. ``listed``: whether a model lists it.
@@ -300,7 +300,7 @@ class Backward:
             self._unlisted[id(parameter)] = parameter
 
     def _forget_gone(self) -> None:
-        """Forget parameters that are gone, if models had others since."""
+        """Forget parameters that the models do not have any more."""
         lookups = sum(names.lookups for names in self.names)
         # A new parameter may have the identity of one that is gone, which needs no lookup.
         if lookups != self._lookups or len(self._readers) - len(self._unlisted) >= self._listed:
@@ -357,7 +357,7 @@ class Backward:
         return gradient
 
     def _storage(self, site: Site) -> Format | None:
-        """The narrow format of a site's gradients; outside of products, at the global exponent, there is none."""
+        """Return the narrow format of a site's gradients; None at the global exponent, outside of products."""
         return None if site is self.sites.global_site else self.format or site.stored
 
     def _received(self, gradient: Tensor, source: Site) -> Tensor:
@@ -371,7 +371,7 @@ class Backward:
         return gradient
 
     def is_shut(self) -> bool:
-        """Whether edges do nothing; what is differentiated once more shuts them for the whole iteration."""
+        """Return whether edges are inactive, as they are for a whole iteration with a second derivative."""
         if not self.active:
             if torch.is_grad_enabled() and not self.second_order:
                 self._switch_off()

@@ -107,7 +107,7 @@ class Region(TorchFunctionMode):
             self.recording.failed = True
 
     def _property(self, function: Callable, args: tuple, differentiable: list[Tensor]) -> Any:
-        """A property; some, such as ``x.mT``, carry their tensor's gradient."""
+        """Read a property of a tensor; some, such as ``x.mT``, carry the tensor's gradient."""
         out = function(*args)
         if not isinstance(out, Tensor) or not out.requires_grad or out.is_leaf:
             return out
@@ -222,7 +222,7 @@ class Region(TorchFunctionMode):
         return site
 
     def _common(self, function: Callable, differentiable: list[Tensor]) -> Site:
-        """The latest site of a function's inputs; a site of its own where parameters are all it reads."""
+        """Return the latest site of a function's inputs; a new site if it reads only parameters."""
         sites = [self.site_of(x) for x in differentiable if not is_parameter(x)]
         if not sites:
             return self._open(function, differentiable)
@@ -275,7 +275,7 @@ class Region(TorchFunctionMode):
             mark(view.grad_fn, site, self._global_site, self._global_site)
 
     def edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
-        """The tensor as a reader at ``target`` may take it; ``leaving``: one that may then write into it.
+        """Return a view or copy for a reader at ``target``; ``leaving``: a reader that may write into it.
 
         A write into a view would go round the hook.
         """
@@ -294,7 +294,7 @@ class Region(TorchFunctionMode):
     # results --------------------------------------------------------------------------------------------------
 
     def _write(self, function: Callable, args: tuple, kwargs: dict, differentiable: list[Tensor]) -> Any:
-        """A function that changes its first argument, whose site stays as it is.
+        """Run a function that writes into its first argument, whose site does not change.
 
         Raises:
             NotImplementedError: it changes several.
@@ -348,7 +348,7 @@ class Region(TorchFunctionMode):
                 node.register_prehook(self._backward.watch_operands(site, factor))
 
     def _tagged(self, out: Tensor, site: Site) -> Tensor:
-        """The tensor with its site; what is at the global exponent may leave by any way."""
+        """Set a tensor's site; at the global exponent, mark its node as an exit."""
         setattr(out, _TAG, site)
         if site is self._global_site:
             mark(out.grad_fn, site, site, site)
@@ -397,7 +397,7 @@ class Region(TorchFunctionMode):
 
 
 def view_of(parameter: Tensor, sparse: bool) -> Tensor:
-    """A parameter with a node of its own; ``sparse``: its gradient may be, which an alias takes and a view does not."""
+    """Return a view of a parameter, with a node of its own; ``sparse``: an alias, which takes sparse gradients."""
     if parameter.dtype == torch.float16:
         return Widening.apply(parameter)
     return torch.ops.aten.alias.default(parameter) if sparse else parameter.view_as(parameter)
@@ -413,7 +413,7 @@ def hook_weight_edge(view: Tensor, hook: Callable) -> None:
 
 
 def untagged(tensor: Tensor) -> Tensor:
-    """The tensor without a site, at the global exponent."""
+    """Remove a tensor's site: it is at the global exponent."""
     if hasattr(tensor, _TAG):
         delattr(tensor, _TAG)
     return tensor

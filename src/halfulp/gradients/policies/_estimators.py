@@ -34,7 +34,7 @@ _ROUNDING_OF_LOGS = 2.0**-36  # a sum of a few logarithms below 2^11 is nearer t
 
 
 class LogScale(float):
-    """log2(alpha) of a rule, min(max(lower, 0), upper), with the two bounds that it is made of.
+    """log2(alpha) of a rule, which is min(max(lower, 0), upper), with these two bounds.
 
     Attributes:
         lower: what keeps from underflow; -infinity where nothing asks for it.
@@ -270,7 +270,7 @@ def _log2(value: float) -> float:
 
 
 def _between(log_alpha: float, log_largest: float, u_max: float) -> LogScale:
-    """At least 1, and then at most what sends the largest number to u_max, in logarithms."""
+    """Return log2 alpha with an upper bound, which scales the largest number to u_max."""
     return LogScale(log_alpha, math.log2(u_max) - log_largest)
 
 

@@ -79,7 +79,7 @@ class Replays:
         return True
 
     def find(self, roots: list[tuple[Any, int]], around: Surroundings) -> tuple[LearnedGraph | None, list[Any]]:
-        """The sites of a graph, and its nodes; no sites where all its gradients are to be at the global exponent."""
+        """Return a known graph and its nodes; None in place of the graph if one scale is to hold for all."""
         for number, group in enumerate(self._graphs):
             nodes = _first(group).match(roots, around)
             learned = None if nodes is None else group.get(_first(group).parameters_of(nodes))

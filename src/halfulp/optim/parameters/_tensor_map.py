@@ -63,11 +63,11 @@ class TensorMap(Generic[Value]):
     def get(self, tensor: torch.Tensor, default: Value) -> Value: ...
 
     def get(self, tensor: torch.Tensor, default: Value | None = None) -> Value | None:
-        """A tensor's value, or the default."""
+        """Return a tensor's value, or the default."""
         return self.by_id.get(id(tensor), default)
 
     def pop(self, tensor: torch.Tensor, default: Value | None = None) -> Value | None:
-        """Take a tensor's value out."""
+        """Remove and return a tensor's value."""
         self._references.pop(id(tensor), None)
         return self.by_id.pop(id(tensor), default)
 
@@ -92,7 +92,7 @@ class _Reference(weakref.ref):
 
 
 class _ThroughToken(_Reference):
-    """The same for a tensor that must have no weak references, by way of its token."""
+    """A reference to a tensor that must have no weak references, by its token."""
 
     __slots__ = ()
 
@@ -103,7 +103,7 @@ class _ThroughToken(_Reference):
 
 
 class _Token:
-    """Lives as long as its tensor, and is referenced weakly in its place."""
+    """An object with its tensor's lifetime, referenced weakly in its place."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -124,7 +124,7 @@ class _Keeper:
         self.token = token
 
     def __del__(self) -> None:
-        """Go back to the tensor, if it lives and has no keeper of its own."""
+        """Attach to the tensor again, if it lives and has no keeper."""
         attributes = self.token.tensor.__dict__
         if _KEEPER not in attributes:
             attributes[_KEEPER] = _Keeper(self.token)

@@ -15,7 +15,7 @@ from ._weight_update import Draws, Parts, WeightUpdate, read_plain, register_wei
 
 @dataclass(frozen=True)
 class Rounded(WeightUpdate):
-    """p = Q(w + u): what every framework does when parameters are narrow. Small updates are cancelled."""
+    """p = Q(w + u), as frameworks do for narrow parameters; small updates are cancelled."""
 
     name: ClassVar[str] = "nearest"
     scales: ClassVar[bool] = True

@@ -76,7 +76,7 @@ def _layer_backward(
 
 
 def _weights(w_x: Any, w_h: Any, b_x: Any, b_h: Any, has_biases: bool) -> tuple[Any, ...]:
-    """Without biases, matrices stand in their places."""
+    """Return the layer's weights, without the matrices that stand in for absent biases."""
     return (w_x, w_h, b_x, b_h) if has_biases else (w_x, w_h)
 
 
