@@ -14,7 +14,7 @@ LAYERS = [
     {"_torch_floor"},
     {"_needs_torch"},
     {"_torch_import"},
-    {"pages"},
+    {"pages", "sinks"},
     {"kernels"},
     {"formats"},
     {"rounding"},

@@ -27,14 +27,15 @@ def observe(
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as after python -m.")] = False,
     interval: Annotated[int, typer.Option(help="One step in so many is looked at.", min=1)] = 50,
-    out: Annotated[str, typer.Option(help="Folder for observe.html and observe.json.")] = "halfulp-observe",
+    out: Annotated[str, typer.Option(help="Folder for observe.html, .json and .jsonl.")] = "halfulp-observe",
     json: Json = False,
 ) -> int:
     """Run a training script as it is, and say what is wrong with its numbers, and what to do about it.
 
     Options of this command stand before the script's name, the script's own behind it. Models and optimizers are found
     while it runs, each training of a script for itself. The exit code is the script's own, or 2 where nothing was
-    observed. With --json what the script prints goes to stderr. Under torchrun the first process alone writes.
+    observed. While the script runs, each sampled step becomes a line of observe.jsonl, which a killed run leaves. With
+    --json what the script prints goes to stderr. Under torchrun the first process alone writes.
     """
     from ..observation.scripts import Watch, run_script
 
@@ -46,7 +47,7 @@ def observe(
         prepare(out, "observe")
     # Where the script changes to another folder, this one stays.
     folder, own = str(Path(out).absolute()), os.getpid()
-    watch = Watch(interval)
+    watch = Watch(interval, Path(folder, "observe.jsonl") if first else None)
     with contextlib.ExitStack() as elsewhere:
         if json:
             elsewhere.enter_context(prints_elsewhere())

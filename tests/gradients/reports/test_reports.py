@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,8 +154,25 @@ def test_a_record_that_cannot_be_written(seed, tmp_path):
     scaler = hu.AdaptiveGradScaler(mlp())
     with pytest.raises(ValueError, match=r"a \.jsonl or a \.csv file, got .*run\.txt"):
         scaler.record(tmp_path / "run.txt")
-    with pytest.raises(ValueError, match=r"cannot write the record .*give another path"):
+    with pytest.raises(ValueError, match=r"cannot write .*run\.csv.*give another path"):
         scaler.record(tmp_path / "missing" / "run.csv")
+
+
+def test_a_csv_of_other_columns_is_not_continued(seed, tmp_path):
+    (tmp_path / "run.csv").write_text("iteration,loss\n1,0.5\n")
+    with pytest.raises(ValueError, match=r"holds a CSV of other columns: give another path"):
+        hu.AdaptiveGradScaler(mlp()).record(tmp_path / "run.csv")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_ends_the_record_and_not_the_training(seed, tmp_path):
+    (tmp_path / "run.jsonl").symlink_to("/dev/full")
+    model = mlp()
+    scaler = hu.AdaptiveGradScaler(model, interval=1)
+    scaler.record(tmp_path / "run.jsonl")
+    with pytest.warns(RuntimeWarning, match=r"no more rows: .*No space left on device\).*goes on") as said:
+        trained(scaler, model, 3)
+    assert len(said) == 1
 
 
 def test_closing_a_record_ends_it(seed, tmp_path):

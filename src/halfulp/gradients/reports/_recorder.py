@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from ...sinks import Outlet, RowFile
 from ._last_step import LastStep
 from ._site_table import SiteTable
 
@@ -21,43 +20,36 @@ _COLUMNS = (
 class Recorder:
     """Appends one JSON line per measured iteration, or one CSV line per site and measured iteration.
 
+    A disk that is full ends the record with a warning, and the training goes on.
+
     Args:
         path: ``.jsonl`` or ``.csv``; an existing file is continued.
 
     Raises:
-        ValueError: another ending, or a file that cannot be written.
+        ValueError: another ending, a file that cannot be written, or a CSV of other columns.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = RowFile(path, _COLUMNS)
+        self._file.check()
         self.path: Path = Path(path)
-        if self.path.suffix not in (".jsonl", ".csv"):
-            raise ValueError(f"a record is written to a .jsonl or a .csv file, got {str(path)!r}")
-        try:
-            self._file = self.path.open("a", newline="")
-        except OSError as error:
-            raise ValueError(f"cannot write the record {str(path)!r}: {error.strerror}; give another path") from None
-        if self.path.suffix == ".csv" and not self._file.tell():
-            self._write(_COLUMNS)
+        self._outlet = Outlet("the record of gradient exponents", self._write)
 
     def add(self, iteration: int, step: LastStep | None, table: SiteTable) -> None:
         """Write one iteration, at once, so that a killed run keeps what it had; nothing once closed."""
-        if self._file.closed:
+        if self._outlet.closed:
             return
         applied, reason = (step.applied, step.reason) if step else (None, "")
-        if self.path.suffix == ".jsonl":
-            line: dict[str, Any] = {"iteration": iteration, "applied": applied, "reason": reason, **table.to_dict()}
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        else:
-            for row in table.rows:
-                data = dataclasses.asdict(row)
-                amax = data.pop("amax")
-                values = {"iteration": iteration, "applied": applied, "reason": reason, **data, **amax}
-                self._write([values[column] for column in _COLUMNS])
-        self._file.flush()
+        self._outlet.put({"iteration": iteration, "applied": applied, "reason": reason, "sites": table})
 
-    def _write(self, values: Any) -> None:
-        csv.writer(self._file).writerow(values)
+    def _write(self, row: Any) -> None:
+        table, common = row["sites"], {key: value for key, value in row.items() if key != "sites"}
+        if not self._file.is_csv:
+            self._file.write([{**common, **table.to_dict()}])
+            return
+        sites = [dataclasses.asdict(one) for one in table.rows]
+        self._file.write([{**common, **site, **site["amax"]} for site in sites])
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """End the record."""
+        self._outlet.close()

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...optim import EMA
 from ...optim.parameters._local_tensors import memory
+from ...sinks import Sink
 from .._finding import Finding
 from ..findings import findings_of
 from ..page import write_page
@@ -29,6 +30,7 @@ from ._optimizers import Optimizers
 from ._parameters import Parameters
 from ._quantized import Formats, Quantized
 from ._schedule import History, loss_gap
+from ._sinks import Sinks
 from ._summary import summary
 from .modules._module_hooks import ModuleHooks
 from .processes._processes import Processes
@@ -63,6 +65,7 @@ class Observation:
         check: bool,
         quantized: Formats | None,
         formats: Sequence[AnyFormat],
+        sinks: Sequence[Sink] = (),
     ) -> None:
         self._steps = Optimizers(optimizers)
         self.model: nn.Module = model
@@ -81,6 +84,7 @@ class Observation:
             id(one): Updates(self.book, one, self._steps.followed(one, self._parameters.names))
             for one in self.optimizers
         }
+        self._sinks = Sinks(self.book, sinks) if sinks else None
         self._handles: list[RemovableHandle] = []
         self._logged: float | None = None
         self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)
@@ -278,6 +282,8 @@ class Observation:
             self._history.add(step)
             following = book.step + 1
             self._begin_step(following, following % self.interval == 0)
+        if step.sampled and self._sinks is not None:
+            self._sinks.put(step)
 
     def _begin_step(self, step: int, sampling: bool) -> None:
         self._modules.end_step()

@@ -11,12 +11,14 @@ from torch import nn
 from ..._messages import a_kind
 from ...optim import EMA
 from ...optim._inner_optimizer import inner_optimizer, is_wrapper
+from ...sinks import Sink
 from ..sampling._candidates import DEFAULT_FORMATS, AnyFormat
 from ._expectations import Asked
 from ._observation import Observation
 from ._quantized import Formats
 from ._resumed import ResumedRun, as_contract
 from ._schedulers import scheduler_of
+from ._sinks import checked_sinks
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -33,6 +35,7 @@ def observe(
     check: bool = False,
     quantized: Formats | None = None,
     formats: Sequence[AnyFormat] = DEFAULT_FORMATS,
+    sinks: Iterable[Sink] = (),
 ) -> Observation:
     """Watch a run of any model and any torch optimizer, unmodified, and say what is wrong with its numbers.
 
@@ -62,14 +65,20 @@ def observe(
         quantized: formats that outputs of modules and their gradients are rounded to after they were made, by patterns
             over the names of modules: ``{"layers.*": "mxfp8_e4m3"}``.
         formats: that samples are counted in: formats, names or dtypes, block formats of up to 128 elements.
+        sinks: what gets a row of numbers of each sampled step while the run goes on, from rank 0 alone: a path that
+            ends in .jsonl or .csv, whose rows go behind those that are there; TensorBoard's SummaryWriter, or what else
+            has `add_scalar`; a wandb run, or what else has `log` or `log_metrics` and takes a dict; a csv.DictWriter,
+            whose `fieldnames` choose; a function of a dict. Loggers get names after "halfulp/". One that raises gets
+            no more, with a warning, and `record.unseen` says so.
 
     Returns:
         An Observation: a context manager, with `start` and `stop` for other programs.
 
     Raises:
         TypeError: no module, or an optimizer that is not torch's; another kind of scaler, average, expectation,
-            or formats that tensors are quantized to.
-        ValueError: an interval below 1, a model without parameters, an unknown format, another model's average.
+            or formats that tensors are quantized to; a sink that can take no rows.
+        ValueError: an interval below 1, a model without parameters, an unknown format, another model's average, a
+            sink's path that cannot be written or has another ending.
 
     >>> import torch, halfulp as hu
     >>> model = torch.nn.Linear(4, 2).bfloat16()
@@ -103,7 +112,9 @@ def observe(
         expect = ResumedRun(held, model, optimizers)
     if scheduler is None:
         scheduler = scheduler_of(optimizers)
-    return Observation(model, optimizers, interval, scaler, scheduler, average, expect, check, quantized, formats)
+    return Observation(
+        model, optimizers, interval, scaler, scheduler, average, expect, check, quantized, formats, checked_sinks(sinks)
+    )
 
 
 def checked_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

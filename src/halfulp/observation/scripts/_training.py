@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...sinks import Outlet, Row
 from .._finding import Finding
 from ..findings import findings_of
 from ..observing._observation import Observation
@@ -29,8 +31,10 @@ class Training:
         found: the model, scaler and scheduler.
         optimizers: its optimizers.
         interval: one step in so many is sampled.
+        rows: what takes a row of each sampled step.
 
     Attributes:
+        number: in the order of their first rows, where rows are taken; None before one.
         model: name of the model's class.
         compiled: whether some of the model runs compiled.
         optimizers: weak references.
@@ -39,7 +43,14 @@ class Training:
         record: what was counted, once it has ended.
     """
 
-    def __init__(self, found: Found, optimizers: Sequence[torch.optim.Optimizer], interval: int) -> None:
+    def __init__(
+        self,
+        found: Found,
+        optimizers: Sequence[torch.optim.Optimizer],
+        interval: int,
+        rows: Callable[[Training, Row], None] | None = None,
+    ) -> None:
+        self.number: int | None = None
         self.model: str = found.name
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = [weakref.ref(one) for one in optimizers]
         self.compiled: bool = found.compiled
@@ -49,8 +60,9 @@ class Training:
         self.record: Record | None = None
         self._steps: int = 0
         self._overhead: float | None = None
+        sinks = [] if rows is None else [Outlet("the file of JSON lines", functools.partial(rows, self))]
         observation = observe(
-            found.model, optimizers, interval=interval, scaler=found.scaler, scheduler=found.scheduler
+            found.model, optimizers, interval=interval, scaler=found.scaler, scheduler=found.scheduler, sinks=sinks
         )
         observation.start()
         # Found by the garbage collector together with the observation, whose record it saves.

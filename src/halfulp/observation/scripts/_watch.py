@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
+import math
+import os
 import warnings
 import weakref
 from types import TracebackType
@@ -19,6 +22,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from ...sinks import Row, RowFile
 from ._find import Found, find
 from ._losses import BackwardLosses
 from ._report import Report
@@ -42,14 +46,21 @@ class Watch:
 
     Args:
         interval: one step in so many is sampled.
+        lines: a file that gets a line of JSON of each sampled step, with the number of its training, while the script
+            runs; a file that is there is begun anew by the first one.
 
     Attributes:
         trainings: in order; those without a step are left out at the end.
         unseen: sentences that say what could not be observed.
     """
 
-    def __init__(self, interval: int = 50) -> None:
+    def __init__(self, interval: int = 50, lines: str | os.PathLike[str] | None = None) -> None:
         self.interval = interval
+        self._lines = None if lines is None else RowFile(lines, (), anew=True)
+        if self._lines is not None:
+            self._lines.check()
+        self._own: int = os.getpid()
+        self._numbers = itertools.count(1)
         self.trainings: list[Training] = []
         self.unseen: list[str] = []
         self._waiting: list[weakref.ref[Optimizer]] = []
@@ -84,7 +95,8 @@ class Watch:
             handle.remove()
         for training in self.trainings:
             training.end()
-        self.trainings = [training for training in self.trainings if len(training)]
+        trainings = [training for training in self.trainings if len(training)]
+        self.trainings = sorted(trainings, key=lambda one: math.inf if one.number is None else one.number)
         if self._left_out:
             self.unseen.append(
                 f"the first {MOST_TRAININGS} trainings are kept: optimizers that began others later, "
@@ -234,7 +246,7 @@ class Watch:
         if earlier:
             optimizers = [*earlier, *optimizers]
             found = _quietly_found(optimizers, self._used) or found
-        training = Training(found, optimizers, self.interval)
+        training = Training(found, optimizers, self.interval, None if self._lines is None else self._write)
         if found.scaler is not None:
             self._used.add(found.scaler)
         self._training_of.update(dict.fromkeys(optimizers, training))
@@ -250,6 +262,14 @@ class Watch:
             gc.collect()
         self.trainings = [one for one in self.trainings if one not in ended or len(one)]
         return [optimizer for training in ended for optimizer in self._alive_of(training)]
+
+    def _write(self, training: Training, row: Row) -> None:
+        """Write a line; not in a process that the script has forked, which would write as if it were this one."""
+        if self._lines is None or os.getpid() != self._own:
+            return
+        if training.number is None:
+            training.number = next(self._numbers)
+        self._lines.write([{"training": training.number, **row}])
 
     def _alive(self) -> list[Optimizer]:
         """Optimizers that wait."""

@@ -1,0 +1,189 @@
+"""Sinks: files whole to the line whatever ends a run, loggers by what they can do, and none that ends a training."""
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfulp.sinks import Outlet, RowFile, outlet
+
+COLUMNS = ["step", "loss", "updates_lost/layers.*.norm.weight"]
+ROW = {"step": 3, "loss": 0.5, "updates_lost/layers.*.norm.weight": None}
+needs_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+
+
+def test_lines_of_json_and_csv_hold_what_was_given_and_are_continued(tmp_path):
+    rows = [{**ROW, "step": step} for step in range(4)]
+    for name in ("seen.jsonl", "seen.csv"):
+        for start in (0, 2):
+            file = RowFile(tmp_path / name, COLUMNS)
+            file.check()
+            file.write(rows[start : start + 1])
+            file.write(rows[start + 1 : start + 2])
+    assert [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()] == rows
+    with open(tmp_path / "seen.csv", newline="") as file:
+        header, *lines = csv.reader(file)
+    assert header == COLUMNS
+    assert lines == [[str(step), "0.5", ""] for step in range(4)]
+
+
+def test_a_row_of_csv_keeps_the_columns_and_their_order(tmp_path):
+    RowFile(tmp_path / "seen.csv", COLUMNS).write([{"loss": 1.0, "more": 2.0, "step": 7}])
+    assert (tmp_path / "seen.csv").read_text().splitlines()[1] == "7,1.0,"
+
+
+def test_what_json_has_no_word_for_is_a_word(tmp_path):
+    RowFile(tmp_path / "seen.jsonl", ()).write([{"a": math.nan, "b": [-math.inf], "c": {"d": math.inf}}])
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    found = json.loads((tmp_path / "seen.jsonl").read_text(), parse_constant=refuse)
+    assert found == {"a": "nan", "b": ["-inf"], "c": {"d": "inf"}}
+
+
+def test_a_line_that_a_killed_run_left_open_stays_alone(tmp_path):
+    path = tmp_path / "seen.jsonl"
+    path.write_text('{"step": 0}\n{"step": 5, "lo')
+    RowFile(path, ()).write([{"step": 0}])
+    assert path.read_text().splitlines() == ['{"step": 0}', '{"step": 5, "lo', '{"step": 0}']
+
+
+def test_anew_replaces_at_the_first_row_and_not_before(tmp_path):
+    path = tmp_path / "seen.jsonl"
+    path.write_text("old\n")
+    file = RowFile(path, (), anew=True)
+    file.check()
+    assert path.read_text() == "old\n"
+    file.write([{"step": 0}])
+    file.write([{"step": 1}])
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+
+
+def test_files_that_cannot_be_written_are_refused_before_any_work(tmp_path):
+    with pytest.raises(ValueError, match=r"a \.jsonl or a \.csv file, got .*seen\.txt"):
+        RowFile(tmp_path / "seen.txt", ())
+    with pytest.raises(ValueError, match=r"cannot write .*missing.*No such file or directory; give another path"):
+        RowFile(tmp_path / "missing" / "seen.csv", ()).check()
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"cannot write .*folder\.jsonl.*Is a directory"):
+        RowFile(tmp_path / "folder.jsonl", ()).check()
+    (tmp_path / "other.csv").write_text("step,accuracy\n")
+    with pytest.raises(ValueError, match="a CSV of other columns: give another path"):
+        RowFile(tmp_path / "other.csv", COLUMNS).check()
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="a CSV of other columns"):
+        RowFile(tmp_path / "binary.csv", COLUMNS).check()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["binary.csv", "folder.jsonl", "other.csv"]
+
+
+def test_a_killed_process_leaves_whole_lines(tmp_path):
+    script = (
+        "import os, signal\n"
+        "from halfulp.sinks import RowFile\n"
+        "file = RowFile('seen.jsonl', ())\n"
+        "os.mkdir('elsewhere'); os.chdir('elsewhere')\n"
+        "for step in range(5):\n"
+        "    file.write([{'step': step}])\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=60, env={**os.environ})
+    assert done.returncode == -signal.SIGKILL
+    lines = (tmp_path / "seen.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(5))
+
+
+@needs_full_device
+def test_a_full_disk_closes_the_outlet_with_one_warning_and_nothing_later(tmp_path):
+    (tmp_path / "secret.jsonl").symlink_to("/dev/full")
+    one = outlet(tmp_path / "secret.jsonl", COLUMNS)
+    with pytest.warns(RuntimeWarning, match=r"No space left on device\) at step 3; the training goes on"):
+        one.put(ROW)
+    one.put(ROW)
+    assert one.said == "the file of JSON lines gets no more rows: it raised OSError (No space left on device) at step 3"
+    assert "secret" not in one.said
+
+
+def test_an_error_is_told_where_warnings_are_errors_and_raises_nothing():
+    one = Outlet("the run", lambda row: 1 / 0)
+    one.put(ROW)  # the suite makes warnings errors
+    assert one.closed
+    assert "ZeroDivisionError" in one.said
+
+
+def test_keyboard_interrupts_pass():
+    def interrupt(row):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Outlet("the function", interrupt).put(ROW)
+
+
+class Writer:
+    def __init__(self):
+        self.told = []
+
+    def add_scalar(self, tag, scalar_value, global_step=None):
+        self.told.append((tag, scalar_value, global_step))
+
+
+class Run:
+    def __init__(self):
+        self.told = []
+
+    def log(self, data, step=None):
+        self.told.append((data, step))
+
+
+class OwnSteps(Run):
+    def log(self, data):
+        self.told.append(data)
+
+
+class Metrics(Run):
+    def log_metrics(self, metrics, **options):
+        self.told.append((metrics, options))
+
+    log = None
+
+
+def test_loggers_get_what_is_known_under_a_name_of_its_own():
+    writer, run, own, metrics, rows = Writer(), Run(), OwnSteps(), Metrics(), []
+    for sink in (writer, run, own, metrics, rows.append):
+        outlet(sink, COLUMNS).put(ROW)
+    assert writer.told == [("halfulp/loss", 0.5, 3)]
+    assert run.told == [({"halfulp/step": 3, "halfulp/loss": 0.5}, 3)]
+    assert own.told == [{"halfulp/step": 3, "halfulp/loss": 0.5}]
+    assert metrics.told == [({"halfulp/step": 3, "halfulp/loss": 0.5}, {"step": 3})]
+    assert rows == [ROW]
+    assert rows[0] is not ROW, "a function may change what it gets"
+
+
+def test_a_dict_writer_chooses_its_columns(tmp_path):
+    with open(tmp_path / "chosen.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["loss", "step"])
+        writer.writeheader()
+        outlet(writer, COLUMNS).put(ROW)
+    assert (tmp_path / "chosen.csv").read_text().splitlines() == ["loss,step", "0.5,3"]
+
+
+def test_a_summary_writer_takes_rows(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not installed")
+    writer = tensorboard.SummaryWriter(str(tmp_path))
+    one = outlet(writer, COLUMNS)
+    one.put({**ROW, "loss": math.nan})
+    one.put(ROW)
+    writer.close()
+    assert one.said is None
+    assert list(tmp_path.iterdir())
+
+
+def test_what_takes_no_rows_is_refused():
+    with pytest.raises(TypeError, match=r"a sink is a path .* or a function of a dict; got an int"):
+        outlet(3, COLUMNS)
