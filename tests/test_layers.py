@@ -10,7 +10,7 @@ import halfulp
 
 ROOT = Path(halfulp.__file__).parent
 LAYERS = [
-    {"_messages", "_names", "_extensions"},
+    {"_messages", "_names", "_qualified_names", "_extensions"},
     {"_torch_floor"},
     {"_needs_torch"},
     {"_torch_import"},

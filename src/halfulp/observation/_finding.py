@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from .._qualified_names import pattern_of
 from .record._plain import plain
 
 Severity = Literal["note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True)
@@ -71,15 +70,6 @@ class Finding:
             "cure": self.cure,
             "summary": self.summary,
         }
-
-
-def pattern_of(name: str) -> str:
-    """Return a qualified name with * for each number between its dots.
-
-    >>> pattern_of("layers.11.norm.weight"), pattern_of("conv1.weight")
-    ('layers.*.norm.weight', 'conv1.weight')
-    """
-    return _NUMBER.sub("*", name)
 
 
 def in_words(names: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def remove(model: nn.Module) -> None:
                 options.pop(key, None)
 
 
-def inside(name: str, islands: set[str]) -> bool:
+def inside(name: str, islands: Container[str]) -> bool:
     """Return whether a module is one of some modules, or lies in one."""
     parts = name.split(".") if name else []
     return any(".".join(parts[:k]) in islands for k in range(len(parts) + 1))

@@ -1,103 +1,17 @@
-"""What a recipe does to each module of a model, before anything is done."""
+"""Which modules and parameters of a model a recipe changes, and which weight update each gets."""
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .._messages import a_kind
-from . import _catalog
 from ._casts import inside
 from ._recipe import NORMS, Recipe
-
-
-@dataclasses.dataclass(frozen=True)
-class ModulePlan:
-    """What becomes of one module's own parameters.
-
-    Attributes:
-        name: the module's qualified name, "" for the model itself.
-        kind: name of its class.
-        parameters: how many elements its own parameters have; tied ones count where they come first.
-        held_as: what they will be: "bfloat16", "float16 payload x scale", "2 x float16".
-        weight_update: of the recipe's optimizer; None where float32 parameters need none.
-    """
-
-    name: str
-    kind: str
-    parameters: int
-    held_as: str
-    weight_update: str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What `explain` returns; ``print`` shows a table.
-
-    Attributes:
-        recipe: the recipe.
-        modules: one `ModulePlan` per module that has parameters of its own or is kept in float32.
-        bytes_before, bytes_after: of all parameters, without what an optimizer keeps.
-    """
-
-    recipe: Recipe
-    modules: tuple[ModulePlan, ...]
-    bytes_before: int
-    bytes_after: int
-
-    def __str__(self) -> str:
-        rows = [
-            (plan.name or "(the model)", plan.kind, plan.held_as, plan.weight_update or "") for plan in self.modules
-        ]
-        rows = [("module", "class", "parameters", "weight update"), *rows]
-        widths = [max(len(row[k]) for row in rows) for k in range(4)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        size = f"{self.bytes_before:,} bytes of parameters become {self.bytes_after:,}."
-        return "\n".join([self.recipe.explain(), *table, size])
-
-
-def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
-    """What `convert` would do to a model, module by module; nothing is changed.
-
-    Args:
-        model: with float32 parameters.
-        recipe: a Recipe or the name of one.
-
-    Raises:
-        ValueError: what `convert` would refuse: an unknown recipe, a glob that matches nothing.
-        TypeError: parameters that are not float32, or no module.
-
-    >>> print(explain(nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4)), "bf16-kahan"))
-    bf16-kahan: Weights are bfloat16, float32 in modules that match '*Norm*'. Each is updated with a second 16-bit
-    number per weight that keeps what rounding dropped. Forward and backward run in bfloat16.
-    module  class      parameters  weight update
-    0       Linear     bfloat16    kahan
-    1       LayerNorm  float32
-    96 bytes of parameters become 64.
-    """
-    recipe = _catalog.get(recipe)
-    check(model, recipe)
-    kept, updates = islands(model, recipe), assign(recipe, model)
-    tied, plans, before, after = set(), [], 0, 0
-    keeps = kept_parameters(model, kept)
-    for name, module in model.named_modules():
-        own = [(key, p) for key, p in module._parameters.items() if p is not None]
-        if not own and name not in kept:
-            continue
-        new = [(key, p) for key, p in own if id(p) not in tied]
-        tied |= {id(p) for _, p in own}
-        count = sum(p.numel() for _, p in new)
-        stays = inside(name, kept) or any(id(p) in keeps for _, p in own)
-        update = {None if stays else updates.get(f"{name}.{key}" if name else key) for key, _ in new}
-        held = "float32" if stays else _held_as(recipe)
-        words = ", ".join(sorted(filter(None, update))) or None
-        plans.append(ModulePlan(name, type(module).__name__, count, held, words))
-        before, after = before + 4 * count, after + count * (4 if stays else _bytes(recipe))
-    return Explanation(recipe, tuple(plans), before, after)
 
 
 def check(model: nn.Module, recipe: Recipe) -> None:
@@ -105,11 +19,12 @@ def check(model: nn.Module, recipe: Recipe) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run one batch through the model first")
         if parameter.dtype != torch.float32:
-            raise TypeError(
-                f"a recipe starts from float32 parameters, but {name!r} is {parameter.dtype}; "
-                "call model.float() or build the model in float32"
-            )
+            floating = parameter.dtype.is_floating_point
+            cure = "call model.float() or build the model in float32" if floating else "make it a buffer"
+            raise TypeError(f"a recipe starts from float32 parameters, but {name!r} is {parameter.dtype}; {cure}")
 
 
 def islands(model: nn.Module, recipe: Recipe) -> set[str]:
@@ -118,15 +33,28 @@ def islands(model: nn.Module, recipe: Recipe) -> set[str]:
     Raises:
         ValueError: a glob of the recipe's own that matches no module.
     """
+    return set(island_globs(model, recipe))
+
+
+def island_globs(model: nn.Module, recipe: Recipe) -> dict[str, str]:
+    """The same, each with the glob that it matches.
+
+    Raises:
+        ValueError: a glob of the recipe's own that matches no module.
+
+    >>> from halfulp import recipes
+    >>> island_globs(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
+    {'1': '*Norm*'}
+    """
     if not recipe.narrow:
-        return set()
-    found: set[str] = set()
+        return {}
+    found: dict[str, str] = {}
     matched: set[str] = set()
     for name, module in model.named_modules():
         globs = [glob for glob in recipe.float32 if _matches(glob, name, module)]
         matched.update(globs)
         if globs and not inside(name, found):
-            found.add(name)
+            found[name] = globs[0]
     for glob in recipe.float32:
         if glob not in matched and glob not in NORMS:
             raise ValueError(
@@ -191,17 +119,3 @@ def _matches(glob: str, name: str, module: nn.Module) -> bool:
         return True
     classes = () if any(True for _ in module.children()) else type(module).__mro__
     return any(fnmatch.fnmatchcase(kind.__name__, glob) for kind in classes)
-
-
-def _held_as(recipe: Recipe) -> str:
-    if recipe.components:
-        return f"{recipe.components} x {recipe.param_dtype}"
-    if recipe.payload:
-        return f"{recipe.payload} payload x scale"
-    return f"float32 with values of {recipe.format}" if recipe.format else recipe.param_dtype or "float32"
-
-
-def _bytes(recipe: Recipe) -> int:
-    name = recipe.payload or recipe.param_dtype or "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype.itemsize * (recipe.components or 1)

@@ -16,7 +16,7 @@ from ._operands import make_scaled, to_float32, to_storage
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
-_SIDE = 16  # torch._scaled_mm takes multiples of this
+SIDE = 16  # torch._scaled_mm takes multiples of this
 
 
 def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype | None = None) -> Tensor:
@@ -109,7 +109,7 @@ def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
         return False
     if eight_bit_engine(a.device) == "emulated":
         return False
-    return all(side % _SIDE == 0 for side in (*a.shape, b.shape[1])) and a.numel() > 0 and b.numel() > 0
+    return all(side % SIDE == 0 for side in (*a.shape, b.shape[1])) and a.numel() > 0 and b.numel() > 0
 
 
 def eight_bit_product(a: Tensor, b: Tensor, factor: float) -> Tensor:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from .._finding import Finding, Severity, in_words, pattern_of, worst_severity
+from ..._qualified_names import pattern_of
+from .._finding import Finding, Severity, in_words, worst_severity
 from .._listing import listing
 from ..page import write_page
 

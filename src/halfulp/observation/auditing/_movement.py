@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..._qualified_names import pattern_of
 from .._dtypes import cannot_decay, dtype_name, is_narrow, precision
-from .._finding import Severity, pattern_of
+from .._finding import Severity
 from .._lost_movement import FEWEST, HALF_LOST, LITTLE_LOST, severity_of_loss
 from .._words import at_lr, percent
 from ._audit import Audit, Lost, StateAudit, TensorAudit

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..._qualified_names import pattern_of
 from ...kernels import address, plain
 from ...optim.parameters._random_identity import plain_names
-from .._finding import pattern_of
 from ._model_order import Decays, decay_rules, order_by_config
 from ._stored import Checkpoint, OptimizerStates, Stored
 

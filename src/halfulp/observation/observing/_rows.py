@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ... import formats
-from .._finding import pattern_of
+from ..._qualified_names import pattern_of
 from ..record._record import ParameterRecord, Record, StepRecord
 from ..sampling._totals import NARROW, STEP_NONFINITE, Totals
 

@@ -210,12 +210,12 @@ def _set_products(model: nn.Module, matmul: str | None) -> None:
         given = module.__dict__.get("forward")
         if isinstance(given, functools.partial) and given.func in (_linear, _transposed_linear):
             del module.__dict__["forward"]
-        forward = _eight_bit_forward(module) if matmul == "fp8" else None
+        forward = eight_bit_forward(module) if matmul == "fp8" else None
         if forward is not None and isinstance(module.weight, ScaledTensor):
             module.forward = functools.partial(forward, module)
 
 
-def _eight_bit_forward(module: nn.Module) -> Callable[..., Any] | None:
+def eight_bit_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the eight-bit forward of a linear layer; None for subclasses with a forward of their own."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return _linear
