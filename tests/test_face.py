@@ -41,7 +41,7 @@ FACE = {
 }
 
 
-LAZY = ("halfulp", "halfulp.recipes", "halfulp.trials", "halfulp.trials.tasks")
+LAZY = ("halfulp", "halfulp.recipes", "halfulp.testing", "halfulp.trials", "halfulp.trials.tasks")
 
 
 def _exported(package: str) -> set[str]:

@@ -33,7 +33,7 @@ def public_names() -> dict[str, object]:
                 # Public are the modules that a package names, and not the folders that it imports from.
                 if value not in seen and is_named(module, name):
                     modules.append(value)
-            elif module is not hu.testing or getattr(value, "__module__", "") == "halfulp.testing":
+            else:
                 found[f"{module.__name__}.{name}"] = value
     return found
 

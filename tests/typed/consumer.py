@@ -321,7 +321,12 @@ def verification() -> None:
     assert_type(found.wrong, list[str])
     hu.testing.check_rule(torch.ops.aten.neg.default, lambda: (torch.randn(3),), trials=1, exact=1e-6)
     refused: type[Exception] = hu.testing.RuleError
+    check = hu.testing.assert_precision_ok(nn.Linear(4, 2), torch.ones(3, 4), "bf16-kahan", steps=2, tolerance=0.5)
+    assert_type(check, hu.testing.PrecisionCheck)
+    assert_type(check.findings, tuple[hu.Finding, ...])
+    failed: type[AssertionError] = hu.testing.PrecisionError
     assert refused
+    assert failed
 
 
 def observation() -> None:

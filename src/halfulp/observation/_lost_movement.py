@@ -6,6 +6,7 @@ import torch
 
 from ._dtypes import is_narrow, is_wide
 from ._finding import Severity
+from .record._record import ParameterRecord, Realised
 
 # Fewer elements say nothing of a share of 10%.
 FEWEST = 32
@@ -33,3 +34,22 @@ def severity_of_loss(dtype: torch.dtype, realised: float | None, cancelled: floa
             return "note"
         return "error" if realised < HALF_LOST else "warning"
     return "warning" if is_narrow(dtype) and cancelled >= MOST_CANCELLED else None
+
+
+def may_be_chance(change: Realised, realised: float) -> bool:
+    """Return whether stochastic rounding, which is right on average, may have made a share of movement by chance.
+
+    The mean of n changes that are each kept with probability p is off by about sqrt((1/p - 1) / n) of itself: within
+    four times that it may be chance.
+
+    >>> few, many = Realised(seen=250, cancelled=225), Realised(seen=25000, cancelled=22500)
+    >>> may_be_chance(few, 0.3), may_be_chance(many, 0.3)
+    (True, False)
+    """
+    kept = 1 - change.lost_share
+    return kept > 0 and (1 - realised) ** 2 < 16 * (1 / kept - 1) / change.seen
+
+
+def keeps_the_rest(parameter: ParameterRecord) -> bool:
+    """Return whether a weight update of halfulp's keeps what rounding drops, beside the weight or on average."""
+    return parameter.weight_update not in ("nearest", "none")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.observation.record._record import Realised, RoundingRecord
+from halfulp.observation.record._record import Realised, RoundingRecord, StepRecord
 
 from .records import BRAIN, SINGLE, found, parameter, realised, severity, tensor
 
@@ -86,6 +86,30 @@ def test_weight_frozen(fields, expected):
     assert severity("weight-frozen", record) == expected
     record.sampled_steps = [0]
     assert severity("weight-frozen", record) is None
+
+
+@pytest.mark.parametrize("kind", ["kahan", "stochastic", "split"])
+@pytest.mark.parametrize(("step", "expected"), [(99, None), (199, "error")])
+def test_what_is_kept_beside_a_weight_is_frozen_only_where_it_should_have_shown(kind, step, expected):
+    """100 updates of 5e-5 are less than the 2^-7 between a bfloat16 1 and the next number, 200 are more."""
+    record = parameter("layer", moved=0.0, update=realised(1.0), weight_update=kind)
+    record.tensors |= tensor("weight gradient", zeros=0).tensors
+    record.tensors |= tensor("weight", amax=1.0).tensors | tensor("update", amax=5e-5).tensors
+    record.history = [StepRecord(step, True, 1e-5)]
+    assert severity("weight-frozen", record) == expected
+
+
+def test_unknown_updates_are_not_taken_for_lost_where_they_are_kept():
+    for kind, expected in (("nearest", "warning"), ("kahan", None), ("stochastic", None)):
+        record = parameter(update=realised(0.0, lost=0.9, known=False), weight_update=kind)
+        assert severity("updates-lost", record) == expected
+
+
+@pytest.mark.parametrize(("variance", "expected"), [(3.0, None), (40.0, "error")])
+def test_a_few_stochastic_updates_may_all_be_lost_by_chance(variance, expected):
+    rounding = RoundingRecord(seen=64, variance=variance)
+    record = parameter(update=realised(0.0, lost=1.0, seen=64), weight_update="stochastic", rounding=rounding)
+    assert severity("updates-lost", record) == expected
 
 
 @pytest.mark.parametrize(("zeros", "expected"), [(0, "error"), (16383, "error"), (16384, None), (32768, None)])

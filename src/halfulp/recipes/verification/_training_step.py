@@ -118,7 +118,7 @@ def one_step(
     """Run a model on a batch, and backward from what ``scaled`` makes of the loss, under ``watch``."""
     model.zero_grad()
     with same_randomness(), watch or contextlib.nullcontext():
-        output = _called(model, batch)
+        output = called(model, batch)
         loss = loss_of(output)
         if not isinstance(loss, Tensor):
             raise TypeError(f"the loss gave {a_kind(loss)}: give a scalar tensor, loss=lambda output: ...")
@@ -160,7 +160,7 @@ def _double(x: Any) -> Any:
     return x.double() if _floating(x) else x
 
 
-def _called(model: nn.Module, batch: Any) -> Any:
+def called(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

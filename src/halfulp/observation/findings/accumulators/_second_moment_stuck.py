@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..._dtypes import cannot_decay, dtype_name, is_wide
 from ..._finding import Finding
+from ..._lost_movement import may_be_chance
 from ..._words import confidence_of, percent
 from ...auditing._audit import Audit
 from ...auditing._movement import SECOND_MOMENTS, stuck_second_moments
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 FEWEST = 32
 # With half of its changes missing the average follows a different, slower horizon than beta2 says.
 HALF = 0.5
+# Squares of gradients spread over decades, and a few of the largest decide how much movement took place: 400 decreases
+# that were rounded stochastically have shown 15% of it by chance.
+FEWEST_STOCHASTIC = 4000
 
 
 @register_finding
@@ -73,4 +77,5 @@ def _stuck(parameter: ParameterRecord, change: Realised) -> bool:
     if parameter.optimizer_module.startswith("torch.optim."):
         return change.known and change.lost_share >= HALF
     realised = change.realised_share
-    return realised is not None and realised < HALF
+    enough = change.seen >= FEWEST_STOCHASTIC and realised is not None
+    return enough and realised < HALF and not may_be_chance(change, realised)

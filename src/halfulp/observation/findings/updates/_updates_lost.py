@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ..._dtypes import dtype_name, is_wide
 from ..._finding import Finding, Severity
-from ..._lost_movement import FEWEST, LITTLE_LOST, severity_of_loss
+from ..._lost_movement import FEWEST, LITTLE_LOST, keeps_the_rest, may_be_chance, severity_of_loss
 from ..._words import at_lr, confidence_of, percent
 from ...auditing._audit import Audit
 from ...auditing._movement import lost_updates
@@ -57,6 +57,8 @@ def _severity(parameter: ParameterRecord) -> Severity | None:
     """Return how bad it is; None where stochastic rounding cancels updates and is right on average, or few are lost."""
     update = parameter.update
     if not update.known:
+        if keeps_the_rest(parameter):
+            return None
         lr = parameter.options.get("lr", 1.0)
         severity: Severity = "note" if is_wide(parameter.dtype) else "warning"
         return severity if lr != 0 and update.lost_share >= UNKNOWN else None
@@ -65,7 +67,6 @@ def _severity(parameter: ParameterRecord) -> Severity | None:
     found = severity_of_loss(parameter.dtype, realised, update.lost_share if to_nearest else 0.0)
     if realised is None or parameter.rounding is None:
         return found
-    # The mean of n updates that are kept with probability p, as stochastic rounding keeps them, is off by about
-    # sqrt((1/p - 1) / n) of itself: within four times that it may be chance.
-    kept = 1 - update.lost_share
-    return None if kept and (1 - realised) ** 2 < 16 * (1 / kept - 1) / update.seen else found
+    # Of so many that are kept by chance, as variance tells for small probabilities, none is left in e^-16 of the cases.
+    none_kept = update.cancelled == update.seen and parameter.rounding.variance < 16
+    return None if none_kept or may_be_chance(update, realised) else found

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from ..._dtypes import dtype_name, is_wide
+from ..._dtypes import dtype_name, is_wide, precision
 from ..._finding import Finding
+from ..._lost_movement import keeps_the_rest
 from ..._words import at_lr, confidence_of, number
 from ...auditing._audit import Audit
 from ...auditing._movement import frozen_weights
@@ -41,6 +42,8 @@ class WeightFrozen(FindingKind):
             rounded = update.cancelled == update.seen
             if not rounded and not _dense(record, parameter):
                 continue
+            if keeps_the_rest(parameter) and not _due(record, parameter):
+                continue
             yield self.found(
                 name,
                 "note" if rounded and is_wide(parameter.dtype) else "error",
@@ -57,6 +60,16 @@ class WeightFrozen(FindingKind):
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         yield from as_findings(self, frozen_weights(audit))
+
+
+def _due(record: Record, parameter: ParameterRecord) -> bool:
+    """Return whether updates that are kept until they show add up to more than the largest weight's spacing."""
+    update, weight = (record.tensors.get((role, parameter.name)) for role in ("update", "weight"))
+    digits = precision(parameter.dtype)
+    if not parameter.update.known or update is None or weight is None or digits is None or is_wide(parameter.dtype):
+        return False
+    steps = record.history[-1].step + 1 if record.history else 0
+    return steps * update.amax > 2.0 ** (1 - digits) * weight.amax
 
 
 def _dense(record: Record, parameter: ParameterRecord) -> bool:

@@ -1,4 +1,4 @@
-"""Tests of a user's own rules: the same values under other scales must give the same results."""
+"""check_rule, a test of one's own rules: the same values under other scales must give the same results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .scaled import ScaledTensor
+from ..scaled import ScaledTensor
 
 _LARGEST_EXPONENT = 16
 
@@ -60,7 +60,7 @@ def check_rule(
     >>> check_rule(torch.ops.halfulp_check.next, lambda: (torch.ones(2),), gradients=False)
     Traceback (most recent call last):
     ...
-    halfulp.testing.RuleError: halfulp_check.next: result 0 depends on the scales...
+    halfulp.testing._rules.RuleError: halfulp_check.next: result 0 depends on the scales...
     """
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     tolerance = 0.0 if exact is True else float(exact)

@@ -1,0 +1,259 @@
+"""assert_precision_ok: a test that a model trains under a recipe as it does in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import formats, recipes
+from .._messages import a_kind
+from ..observation import Finding
+from ..observation._listing import listing
+from ..observation.findings import get_kind
+from ..recipes import Recipe
+from ..recipes._plan import check
+from ..recipes.verification._copies import copy_of, same_randomness, untouched
+from ..recipes.verification._training_step import LossOf, default_loss, reference
+from ._short_training import ShortTraining, short_training
+
+# Measured on eight kinds of models under ten recipes: the worst gradient of one that trains well is off by at most 11
+# eps of the format that it computes in (behind two batch norms of 16 images, in bfloat16).
+ROUNDINGS = 32
+# float32's own runs differ by so much, or a little more.
+LEAST = 1e-4
+MOST = 0.5
+# How much farther than its twin, a float32 run from a start that differs by 1e-7, a run may be for that reason alone.
+TWINS = 4
+# A gradient that is 0 but for rounding is measured beside the others: by this share of their root mean square.
+FLOOR = 0.1
+_SHOWN = 8
+
+
+class PrecisionError(AssertionError):
+    """A model does not train under a recipe as in float32; the message says where, and what to do.
+
+    Attributes:
+        check: what was found.
+    """
+
+    def __init__(self, check: PrecisionCheck) -> None:
+        super().__init__(str(check))
+        self.check = check
+
+
+@dataclasses.dataclass(frozen=True)
+class DifferenceFromFloat32:
+    """How far a result of a recipe's run is from float32's.
+
+    Attributes:
+        name: "gradient 'head.weight'", "output 0", "losses of 8 steps".
+        relative: norm of the difference over that of float32's; infinite where it is not finite.
+        allowed: the tolerance, and four times the difference of float32's own twin.
+    """
+
+    name: str
+    relative: float
+    allowed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionCheck:
+    """What `assert_precision_ok` found.
+
+    Attributes:
+        recipe: name of the recipe.
+        setting: the model's class, the optimizer and the steps, in words.
+        findings: above a note, the worst first, without those that are accepted.
+        notes: the others.
+        differences: of losses, outputs and gradients, the worst first.
+        tolerance: that differences were held to.
+        unseen: sentences that say what could not be observed.
+    """
+
+    recipe: str
+    setting: str
+    findings: tuple[Finding, ...]
+    notes: tuple[Finding, ...]
+    differences: tuple[DifferenceFromFloat32, ...]
+    tolerance: float
+    unseen: tuple[str, ...]
+
+    @property
+    def too_far(self) -> tuple[DifferenceFromFloat32, ...]:
+        """The differences beyond what is allowed."""
+        return tuple(one for one in self.differences if not one.relative <= one.allowed)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing above a note was found and no difference is too large."""
+        return not self.findings and not self.too_far
+
+    def __str__(self) -> str:
+        head = f"{self.recipe} {'passes' if self.passed else 'FAILS'}: {self.setting}"
+        lines = [head, *(listing(self.findings) if self.findings else ())]
+        far = self.too_far
+        if far:
+            lines.append(f"farther from float32 than {self.tolerance:.2g} of its norm:")
+            lines += [f"         {one.name}: {one.relative:.2g}" for one in far[:_SHOWN]]
+            lines += [f"         and {len(far) - _SHOWN} more"] if len(far) > _SHOWN else []
+            lines.append(
+                f"{'':<9}cure: keep the modules named first in float32 (recipe.replace(float32=...)), take a recipe "
+                "with more digits, or give tolerance= if that much is meant"
+            )
+        elif self.differences:
+            lines.append(f"farthest from float32: {self.differences[0].name}, by {self.differences[0].relative:.2g}")
+        return "\n".join([*lines, *(f"not observed: {said}" for said in self.unseen)])
+
+
+def assert_precision_ok(
+    model: nn.Module,
+    batch: Any,
+    recipe: Recipe | str,
+    *,
+    loss: LossOf | None = None,
+    rule: str = "AdamW",
+    lr: float = 1e-3,
+    steps: int = 8,
+    tolerance: float | None = None,
+    accept: Collection[str] = (),
+    seed: int = 0,
+    **hyper: Any,
+) -> PrecisionCheck:
+    """Raise unless a model trains under a recipe as it does in float32, with what is wrong, where, and the cure.
+
+    Copies of the model take a few steps on one batch: in float32, in float32 from a start that differs by 1e-7 (the
+    twin), and under the recipe, with its weight updates, states and scaler, observed in every step (`hu.observe`).
+    The check fails on a finding above a note, and where the losses, the first step's outputs or a gradient differ from
+    float32's by more than the tolerance and four times the twin's difference. The model, its gradients and buffers and
+    all random states stay as they are.
+
+    Args:
+        model: with float32 parameters, in the mode (train or eval) that is to be tested.
+        batch: what the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+        recipe: a Recipe or the name of one.
+        loss: from the model's output to a scalar; by default the output's own ``loss``, or the sum of all floating
+            outputs, each element times a fixed random weight.
+        rule: the optimizer: "SGD", "Adam", "AdamW", "Lion" or one of your own.
+        lr: the learning rate. Give the smallest that your run trains with: it decides which updates rounding loses.
+        steps: how many are taken, at least 2.
+        tolerance: the largest difference, as a share of the norm of float32's result; by default 32 times the relative
+            spacing of the numbers that the recipe computes with, from 0.0001 to 0.5.
+        accept: codes of findings that are known and meant, such as "updates-lost".
+        seed: of the recipe's stochastic rounding.
+        **hyper: the optimizer's other hyper-parameters.
+
+    Returns:
+        What was found, for tests of its numbers.
+
+    Raises:
+        PrecisionError: an AssertionError, which prints the findings and differences.
+        ValueError: an unknown recipe, rule or code, fewer than 2 steps, a tolerance that is not above 0, a model that
+            is not float32 or cannot be copied, or whose loss or gradients are not finite in float32.
+        TypeError: no module, a loss that is no function or gives no tensor.
+
+    >>> from collections import OrderedDict
+    >>> _ = torch.manual_seed(0)
+    >>> layers = OrderedDict(up=nn.Linear(16, 64), norm=nn.LayerNorm(64), head=nn.Linear(64, 4))
+    >>> model, batch = nn.Sequential(layers), torch.randn(32, 16)
+    >>> check = assert_precision_ok(model, batch, "bf16-kahan", lr=1e-4)
+    >>> try:
+    ...     assert_precision_ok(model, batch, recipes.get("bf16").replace(float32=()), lr=1e-4)
+    ... except AssertionError as error:
+    ...     print(*str(error).splitlines()[:3], sep="\\n")
+    bf16 FAILS: Sequential, 8 steps of AdamW at lr 0.0001
+    7 findings:
+    error    updates-lost: up.weight, head.weight, up.bias, norm.weight and 1 more
+    """
+    recipe = recipes.get(recipe)
+    _check(model, loss, steps, tolerance)
+    check(model, recipe)
+    accepted = {accept} if isinstance(accept, str) else set(accept)
+    for code in accepted:
+        get_kind(code)
+    tolerance = default_tolerance(recipe) if tolerance is None else float(tolerance)
+    loss_of = loss or default_loss(seed)
+    hyper = {"lr": lr, **hyper}
+    with torch.inference_mode(False), torch.enable_grad(), same_randomness(), untouched(model):
+        reference(model, batch, loss_of)
+        plain, twin, narrow = (
+            short_training(copy_of(model), batch, one, loss_of, rule, hyper, steps, seed)
+            for one in (recipes.get("fp32"), recipes.get("fp32-twin"), recipe)
+        )
+    bad = tuple(one for one in narrow.findings if one.severity != "note" and one.code not in accepted)
+    skipped = f", {narrow.skipped} skipped" if narrow.skipped else ""
+    found = PrecisionCheck(
+        recipe.name,
+        f"{type(model).__name__}, {steps} steps of {rule} at lr {lr:g}{skipped}",
+        bad,
+        tuple(one for one in narrow.findings if one not in bad),
+        tuple(_differences(plain, twin, narrow, tolerance)),
+        tolerance,
+        tuple(narrow.unseen),
+    )
+    if not found.passed:
+        raise PrecisionError(found)
+    return found
+
+
+def default_tolerance(recipe: Recipe) -> float:
+    """Return 32 times the relative spacing of the numbers that a recipe computes with, from 0.0001 to 0.5.
+
+    >>> default_tolerance(recipes.get("bf16")), default_tolerance(recipes.get("fp16-master"))
+    (0.25, 0.03125)
+    """
+    names = [recipe.emulate, recipe.gradient_format, recipe.payload, recipe.param_dtype]
+    if recipe.matmul == "fp8":
+        names.append("e5m2")
+    spacing = max((_spacing(name) for name in names if name), default=0.0)
+    if recipe.components:
+        spacing = spacing**recipe.components
+    return min(MOST, max(LEAST, ROUNDINGS * spacing))
+
+
+def _spacing(name: str) -> float:
+    native = getattr(torch, name, None)
+    return formats.get(native if isinstance(native, torch.dtype) else name).eps
+
+
+def _differences(
+    plain: ShortTraining, twin: ShortTraining, narrow: ShortTraining, tolerance: float
+) -> list[DifferenceFromFloat32]:
+    """The differences of a run from float32's, the one that is farthest beyond its allowance first."""
+    found = []
+    rows = [(f"losses of {len(plain.losses)} steps", *(torch.tensor(one.losses) for one in (plain, twin, narrow)), 0.0)]
+    for k, output in enumerate(plain.outputs):
+        mine = narrow.outputs[k] if k < len(narrow.outputs) else None
+        rows.append((f"output {k}", output, twin.outputs[k], mine, 0.0))
+    elements = sum(x.numel() for x in plain.gradients.values())
+    typical = math.sqrt(sum(float(x.square().sum()) for x in plain.gradients.values()) / max(1, elements))
+    for name, gradient in plain.gradients.items():
+        floor = FLOOR * typical * math.sqrt(gradient.numel())
+        rows.append((f"gradient {name!r}", gradient, twin.gradients[name], narrow.gradients.get(name), floor))
+    for name, wanted, other, mine, floor in rows:
+        allowed = tolerance + TWINS * _relative(wanted, other, floor)
+        found.append(DifferenceFromFloat32(name, _relative(wanted, mine, floor), allowed))
+    return sorted(found, key=lambda one: -one.relative / one.allowed)
+
+
+def _relative(wanted: Tensor, got: Tensor | None, floor: float) -> float:
+    if got is None or got.shape != wanted.shape or not bool(got.isfinite().all()):
+        return math.inf
+    scale = max(float(wanted.norm()), floor)
+    off = float((got - wanted).norm())
+    return off / scale if scale else (math.inf if off else 0.0)
+
+
+def _check(model: nn.Module, loss: LossOf | None, steps: int, tolerance: float | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"the loss is {a_kind(loss)}: give a function, loss=lambda output: ...")
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 2:
+        raise ValueError(f"steps={steps!r}: give a number of steps, 2 or more")
+    if tolerance is not None and not tolerance > 0:
+        raise ValueError(f"tolerance={tolerance!r}: give a share of float32's norm, above 0")

@@ -1,0 +1,193 @@
+"""assert_precision_ok: what passes, what fails and why it says so, and that nothing is left behind."""
+
+import copy
+import random
+import types
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import halfulp as hu
+from halfulp import recipes
+from halfulp.testing import PrecisionError, assert_precision_ok
+
+
+def model() -> nn.Module:
+    layers = {"up": nn.Linear(16, 64), "norm": nn.LayerNorm(64), "act": nn.Tanh(), "head": nn.Linear(64, 4)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+def state(x: nn.Module) -> dict[str, object]:
+    """All that a test of a model could change."""
+    found = {name: value.clone() for name, value in x.state_dict().items()}
+    found |= {f"{name}.grad": None if p.grad is None else p.grad.clone() for name, p in x.named_parameters()}
+    for name, module in x.named_modules():
+        found[f"{name} hooks"] = (len(module._forward_hooks), len(module._forward_pre_hooks), module.training)
+        found[f"{name} own"] = sorted(vars(module))
+    found["random"] = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    return found
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16-kahan", "fp16-adaptive", "scaled-fp16-kahan", "fp16-mc2", "e8m5-kahan"])
+def test_a_recipe_that_suits_passes_and_touches_nothing(name, seed):
+    ours, x = model(), torch.randn(32, 16)
+    ours(x).sum().backward()
+    ours.head.eval()
+    before = state(ours)
+    with torch.no_grad():
+        check = assert_precision_ok(ours, x, name, steps=3)
+    after = state(ours)
+    assert before.keys() == after.keys()
+    random_before, random_after = before.pop("random"), after.pop("random")
+    assert torch.equal(random_before[0], random_after[0])
+    assert random_before[1:] == random_after[1:]
+    for key, value in before.items():
+        assert torch.equal(value, after[key]) if isinstance(value, torch.Tensor) else value == after[key], key
+    assert check.passed
+    assert check.findings == check.too_far == ()
+    assert str(check).startswith(f"{name} passes: Sequential, 3 steps of AdamW at lr 0.001")
+
+
+def test_lost_updates_are_named_with_their_cure_and_can_be_accepted(seed):
+    ours, x = model(), torch.randn(32, 16)
+    everywhere = recipes.get("bf16").replace(float32=())
+    with pytest.raises(AssertionError) as caught:
+        assert_precision_ok(ours, x, everywhere, lr=1e-5)
+    said = str(caught.value)
+    assert isinstance(caught.value, PrecisionError)
+    found = caught.value.check.findings
+    assert found[0].code == "updates-lost"
+    assert any("norm.weight" in one.where for one in found if one.code == "updates-lost")
+    assert "updates lost in bf16 at lr 1e-05" in said
+    assert "cure: weight_update='kahan' of hu.optim, or keep these in float32" in said
+    codes = {one.code for one in found}
+    check = assert_precision_ok(ours, x, everywhere, lr=1e-5, accept=codes)
+    assert check.findings == ()
+    assert codes <= {one.code for one in check.notes}
+    assert assert_precision_ok(ours, x, "bf16-kahan", lr=1e-5).passed
+
+
+@pytest.mark.parametrize("update", ["kahan", "split", "master", "components", "stochastic", "kahan-stochastic"])
+def test_what_keeps_the_rest_of_updates_is_not_taken_for_frozen(update, seed):
+    recipe = recipes.get("bf16").replace(float32=(), weight_update=update)
+    assert assert_precision_ok(model(), torch.randn(32, 16), recipe, lr=1e-5).passed
+
+
+class Cancels(nn.Module):
+    """Loses its digits between two large numbers, which no finding of a sampled tensor shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.early(x)
+        return self.late((h + 512.0) - 512.0)
+
+
+def test_digits_that_cancel_are_a_difference(seed):
+    ours, x = Cancels(), torch.randn(32, 16)
+    with pytest.raises(PrecisionError) as caught:
+        assert_precision_ok(ours, x, "bf16-kahan", accept=("updates-lost",), loss=lambda out: out.square().mean())
+    far = caught.value.check.too_far
+    assert {one.name for one in far} & {"gradient 'late.weight'", "output 0"}
+    assert [one.relative / one.allowed for one in far] == sorted(one.relative / one.allowed for one in far)[::-1]
+    assert "farther from float32 than 0.25 of its norm" in str(caught.value)
+    assert "recipe.replace(float32=...)" in str(caught.value)
+    assert assert_precision_ok(ours, x, "fp32", loss=lambda out: out.square().mean()).passed
+
+
+def test_an_overflow_is_found(seed):
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x * 300.0) * 300.0
+
+    with pytest.raises(PrecisionError, match="first-nonfinite") as caught:
+        assert_precision_ok(Large(), torch.randn(32, 16), "fp16-kahan", loss=lambda out: out.abs().mean() * 1e-4)
+    assert any(one.relative == float("inf") for one in caught.value.check.too_far)
+
+
+def test_differences_are_those_of_a_step_by_hand(seed):
+    ours, x, y = model(), torch.randn(32, 16), torch.randint(0, 4, (32,))
+
+    def loss(out):
+        return functional.cross_entropy(out, y)
+
+    check = assert_precision_ok(ours, x, "bf16-master", loss=loss, steps=2)
+    by_hand = copy.deepcopy(ours)
+    loss(by_hand(x)).backward()
+    narrow = hu.convert(copy.deepcopy(ours), "bf16-master")
+    loss(narrow(x)).backward()
+    found = {one.name: one.relative for one in check.differences}
+    for name, p in by_hand.named_parameters():
+        wanted, got = p.grad.double(), narrow.get_parameter(name).grad.double()
+        assert found[f"gradient {name!r}"] == pytest.approx(float((got - wanted).norm() / wanted.norm()), rel=1e-6)
+    assert 0 < found["output 0"] < 0.02
+    assert set(found) == {
+        "losses of 2 steps",
+        "output 0",
+        *(f"gradient {name!r}" for name, _ in ours.named_parameters()),
+    }
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_measured_beside_the_others(seed):
+    layers = nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.Tanh(), nn.Flatten(), nn.Linear(80, 3)
+    ours, x, y = nn.Sequential(*layers), torch.randn(16, 4, 12), torch.randint(0, 3, (16,))
+    check = assert_precision_ok(ours, x, "bf16-kahan", loss=lambda out: functional.cross_entropy(out, y))
+    bias = next(one for one in check.differences if one.name == "gradient '0.bias'")
+    assert bias.relative < 0.1
+
+
+def test_masks_of_dropout_are_the_same_in_all_runs(seed):
+    ours = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 4))
+    assert assert_precision_ok(ours, torch.randn(32, 16), "bf16-kahan").passed
+
+
+def test_batches_of_keywords_and_losses_of_the_models_own(seed):
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 4)
+
+        def forward(self, x, y=None):
+            out = self.layer(x)
+            return types.SimpleNamespace(loss=functional.mse_loss(out.float(), y), logits=out)
+
+    x, y = torch.randn(8, 16), torch.randn(8, 4)
+    for batch in ({"x": x, "y": y}, (x, y)):
+        assert assert_precision_ok(Own(), batch, "bf16-kahan", steps=2, rule="SGD", lr=0.1, momentum=0.9).passed
+
+
+def test_skipped_iterations_are_no_steps(seed):
+    check = assert_precision_ok(
+        model(), torch.randn(32, 16), "fp16-dynamic", loss=lambda out: 1e3 * out.square().mean(), steps=3
+    )
+    assert "3 steps" in check.setting
+    assert " skipped" in check.setting
+
+
+def test_requests_that_make_no_sense_are_refused(seed):
+    ours, x = model(), torch.randn(8, 16)
+    for change, error, message in (
+        ({"model": ours.parameters()}, TypeError, "give a torch.nn.Module"),
+        ({"model": model().half()}, TypeError, "starts from float32"),
+        ({"recipe": "bf16-khan"}, ValueError, "bf16-kahan"),
+        ({"loss": 3}, TypeError, "the loss is an int"),
+        ({"loss": lambda out: out}, ValueError, r"the loss has shape \[8, 4\]"),
+        ({"loss": lambda out: out.sum() * float("nan")}, ValueError, "in plain float32 the loss is nan"),
+        ({"steps": 1}, ValueError, "2 or more"),
+        ({"tolerance": 0.0}, ValueError, "above 0"),
+        ({"accept": ("updates-lots",)}, ValueError, "updates-lost"),
+        ({"rule": "AdamV"}, ValueError, "AdamW"),
+    ):
+        given = {"model": ours, "batch": x, "recipe": "bf16-kahan", **change}
+        with pytest.raises(error, match=message):
+            assert_precision_ok(**given)
