@@ -42,6 +42,8 @@ class SharedNorm(nn.Module):
         self.norm = nn.GroupNorm(2, 4)
         self.linear = nn.Linear(4, 4)
         self.linear.bias = self.norm.bias
+        self.twice = nn.Bilinear(4, 4, 4)
+        self.twice.again = self.twice.bias
         self.empty = nn.LayerNorm(4, elementwise_affine=False)
 
 

@@ -146,6 +146,61 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_measured_beside_the_others(
     assert bias.relative < 0.1
 
 
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True, dropout=0.1)
+        self.embedding, self.head = nn.Embedding(17, 32), nn.Linear(32, 4)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embedding(x))).mean(1)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)) for _ in range(6)]
+        self.parts, self.head = nn.ModuleList(parts), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = x + part(x)
+        return self.head(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(8, 16, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.gru(x)[0][:, -1])
+
+
+def image() -> nn.Module:
+    first = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()
+    second = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+    return nn.Sequential(*first, *second, nn.Linear(32, 4))
+
+
+HEALTHY = {
+    "perceptron": (model, lambda: torch.randn(32, 16)),
+    "image": (image, lambda: torch.randn(16, 1, 8, 8)),
+    "tokens": (Tokens, lambda: torch.randint(0, 17, (8, 12))),
+    "residual": (Residual, lambda: torch.randn(32, 32)),
+    "recurrent": (Recurrent, lambda: torch.randn(16, 10, 8)),
+}
+
+
+@pytest.mark.parametrize("name", ["bf16-kahan", "fp16-adaptive"])
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_models_that_train_well_stay_within_half_of_the_tolerance(kind, name, seed):
+    make, batch = HEALTHY[kind]
+    check = assert_precision_ok(make(), batch(), name, steps=4)
+    assert max(one.relative for one in check.differences) < check.tolerance / 2
+
+
 def test_masks_of_dropout_are_the_same_in_all_runs(seed):
     ours = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 4))
     assert assert_precision_ok(ours, torch.randn(32, 16), "bf16-kahan").passed

@@ -333,7 +333,9 @@ def observation() -> None:
     """What a run, or a plan of one, shows: findings, each with its cure."""
     model = nn.Linear(4, 2)
     optimizer = hu.optim.SGD(model.parameters(), lr=0.1)
-    with hu.observe(model, optimizer, interval=1, formats=("bf16", hu.formats.fp16, torch.float16)) as run:
+    rows: list[dict[str, Any]] = []
+    formats = ("bf16", hu.formats.fp16, torch.float16)
+    with hu.observe(model, optimizer, interval=1, formats=formats, sinks=[rows.append]) as run:
         assert_type(run, hu.observation.Observation)
         torch.autograd.backward(model(torch.ones(3, 4)).sum())
         optimizer.step()

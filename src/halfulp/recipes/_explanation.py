@@ -13,7 +13,7 @@ from .._messages import listed
 from .._qualified_names import pattern_of
 from . import _catalog
 from ._casts import inside
-from ._plan import assign, check, island_globs, kept_parameters, update_of
+from ._plan import assign, check, island_globs, kept_parameters
 from ._products import eight_bit_products, rounded_gradients
 from ._recipe import Recipe
 
@@ -123,17 +123,18 @@ class _Walk:
             why = self._kept(name)
             return ModulePlan(name, type(module).__name__, 0, "", "float32" if why else "", None, None, why)
         full = {key: f"{name}.{key}" if name else key for key in own}
-        tied = {key: self._first[id(p)] for key, p in own.items() if id(p) in self._first}
+        tied = {
+            key: first for key, p in own.items() if (first := self._first.setdefault(id(p), full[key])) != full[key]
+        }
         new = {key: p for key, p in own.items() if key not in tied}
-        self._first |= {id(p): full[key] for key, p in new.items()}
         stays = {key for key, p in own.items() if id(p) in self._keeps}
         for key, p in new.items():
             self.before += 4 * p.numel()
             self.after += p.numel() * (4 if key in stays else _bytes(self._recipe))
-        wanted = {update_of(self._recipe, full[key], module) for key in own} - {None}
+        wanted = {self._updates[tied.get(key, full[key])] for key in own} - {None}
         got = {self._updates[full[key]] for key, p in new.items() if key not in stays and p.requires_grad} - {None}
         products, why_no_product = self._products(module)
-        why = [self._why_kept(name, own, stays), *_why_not_updated(own, stays, tied, bool(wanted)), why_no_product]
+        reasons = [self._why_kept(name, own, stays), *_why_not_updated(own, stays, tied, bool(wanted)), why_no_product]
         return ModulePlan(
             name,
             type(module).__name__,
@@ -142,7 +143,7 @@ class _Walk:
             _held(own, stays, _held_as(self._recipe)),
             ", ".join(sorted(map(str, got))) or None,
             products,
-            "; ".join(filter(None, why)),
+            "; ".join(filter(None, reasons)),
         )
 
     def _kept(self, name: str) -> str:
@@ -223,7 +224,7 @@ def _rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:
         if plan.held_as:
             why = _QUOTED.sub(lambda found: pattern_of(found[0]), plan.why)
             grouped.setdefault((pattern_of(plan.name), plan.kind, plan.asked, plan.gets, why), []).append(plan)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for (pattern, kind, asked, gets, why), group in grouped.items():
         one = group[0]
         if len(group) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from ..scaled._float8 import SIDE
@@ -27,7 +28,9 @@ def eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
         if isinstance(module, nn.Linear):
             return None, "a forward of its own"
         return None, "fp8 is for products of linear layers" if isinstance(module, _LAYERS) else _no_product(module)
-    sides = [module.in_features, module.out_features] if isinstance(module, nn.Linear) else list(module.weight.shape)
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    sides = [module.in_features, module.out_features] if isinstance(module, nn.Linear) else list(weight.shape)
     if all(side % SIDE == 0 for side in sides):
         return "fp8 products", ""
     return "fp8 products", f"{sides[0]} x {sides[1]}: units take multiples of {SIDE}, else fp8 is emulated"

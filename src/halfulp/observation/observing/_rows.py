@@ -117,7 +117,7 @@ def groups_of(parameters: Iterable[ParameterRecord]) -> dict[str, str]:
     for one in parameters:
         members.setdefault((pattern_of(one.name), one.kind), []).append(one.name)
     patterns = Counter(pattern for pattern, _ in members)
-    found = {}
+    found: dict[str, str] = {}
     for (pattern, kind), names in members.items():
         shared = pattern if patterns[pattern] == 1 else f"{pattern} ({kind})"
         found |= dict.fromkeys(names, shared if len(names) > 1 else names[0])

@@ -77,5 +77,6 @@ def _stuck(parameter: ParameterRecord, change: Realised) -> bool:
     if parameter.optimizer_module.startswith("torch.optim."):
         return change.known and change.lost_share >= HALF
     realised = change.realised_share
-    enough = change.seen >= FEWEST_STOCHASTIC and realised is not None
-    return enough and realised < HALF and not may_be_chance(change, realised)
+    if realised is None or realised >= HALF or change.seen < FEWEST_STOCHASTIC:
+        return False
+    return not may_be_chance(change, realised)

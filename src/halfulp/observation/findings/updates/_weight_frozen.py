@@ -64,7 +64,7 @@ class WeightFrozen(FindingKind):
 
 def _due(record: Record, parameter: ParameterRecord) -> bool:
     """Return whether updates that are kept until they show add up to more than the largest weight's spacing."""
-    update, weight = (record.tensors.get((role, parameter.name)) for role in ("update", "weight"))
+    update, weight = record.tensors.get(("update", parameter.name)), record.tensors.get(("weight", parameter.name))
     digits = precision(parameter.dtype)
     if not parameter.update.known or update is None or weight is None or digits is None or is_wide(parameter.dtype):
         return False
