@@ -87,7 +87,7 @@ def test_what_is_said_is_what_is_done(name: str, kind: str, seed: int) -> None:
     for plan in said.modules:
         module = model.get_submodule(plan.name)
         own = {key: p for key, p in module._parameters.items() if p is not None}
-        new = {key: p for key, p in own.items() if id(p) not in met}
+        new = {id(p): p for p in own.values() if id(p) not in met}
         met |= {id(p) for p in own.values()}
         assert plan.parameters == sum(p.numel() for p in new.values())
         kinds = {held(p) for p in own.values()}

@@ -123,9 +123,8 @@ class _Walk:
             why = self._kept(name)
             return ModulePlan(name, type(module).__name__, 0, "", "float32" if why else "", None, None, why)
         full = {key: f"{name}.{key}" if name else key for key in own}
-        tied = {
-            key: first for key, p in own.items() if (first := self._first.setdefault(id(p), full[key])) != full[key]
-        }
+        first = {key: self._first.setdefault(id(p), full[key]) for key, p in own.items()}
+        tied = {key: other for key, other in first.items() if other != full[key]}
         new = {key: p for key, p in own.items() if key not in tied}
         stays = {key for key, p in own.items() if id(p) in self._keeps}
         for key, p in new.items():
