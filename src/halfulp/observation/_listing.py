@@ -20,6 +20,9 @@ def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
     error    updates-lost: a, b
              97% lost
              cure: keep it in float32
+    >>> lost += [Finding("updates-lost", ("c",), "error", 1.0, {}, "keep it in float32", "99% lost")]
+    >>> print(listing(lost)[2].strip())
+    a: 97% lost (2 more, with other numbers)
     >>> listing([])
     ['no findings']
     """
@@ -32,9 +35,10 @@ def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
     for (severity, code, cure), group in list(groups.items())[:most]:
         names = in_words(name for finding in group for name in finding.where)
         lines.append(f"{severity:<8} {code}" + (f": {names}" if names else ""))
-        others = len({finding.summary for finding in group}) - 1
-        alike = f" (the first of {len(group)}, which differ in their numbers)" if others else ""
-        lines.append(f"{'':<9}{group[0].summary}{alike}")
+        differ = len({finding.summary for finding in group}) > 1
+        where = f"{in_words(group[0].where)}: " if differ else ""
+        others = f" ({len(group) - 1} more, with other numbers)" if differ else ""
+        lines.append(f"{'':<9}{where}{group[0].summary}{others}")
         if cure:
             lines.append(f"{'':<9}cure: {cure}")
     left = sum(len(group) for group in list(groups.values())[most:])

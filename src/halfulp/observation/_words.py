@@ -21,6 +21,24 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
+def times(share: float) -> str:
+    """Return a share of something as words before it, from the whole on as a multiple.
+
+    >>> f"{times(0.021)} the run's time", f"{times(5.216)} the run's time"
+    ("2.1% of the run's time", "5.2 times the run's time")
+    """
+    return f"{percent(share)} of" if share < 1 else f"{share:.1f} times"
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a count with its noun.
+
+    >>> plural(1, "step"), plural(2000, "step")
+    ('1 step', '2,000 steps')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def at_lr(options: Mapping[str, Any]) -> str:
     """Return " at lr ..." for the options of a param group, nothing where it has no learning rate.
 

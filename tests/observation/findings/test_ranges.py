@@ -108,6 +108,26 @@ def test_first_nonfinite_is_the_earliest():
     assert finding.evidence["tensors"] == 3
 
 
+def test_weights_that_are_broken_as_a_step_begins_are_the_cause_of_what_their_module_makes():
+    record = tensors(
+        ("activation", "head", nonfinite(4, 1)),
+        ("weight", "body.weight", nonfinite(4, 2)),
+        ("weight", "head.weight", nonfinite(4, 3)),
+        ("weight", "late.weight", nonfinite(5, 0)),
+    )
+    (finding,) = found("first-nonfinite", record)
+    assert finding.where == ("head.weight",)
+    assert finding.severity == "error"
+    assert finding.evidence["weights"] == 2
+    assert "before step 4 began, as 1 other weight did; at step 3" in finding.summary
+    assert finding.cure.endswith("observe from there with interval=1 to see where the first one comes from")
+    del record.tensors["activation", "head"]
+    record.sampled_steps = [4]
+    (finding,) = found("first-nonfinite", record)
+    assert finding.where == ("body.weight",)
+    assert finding.cure == "load the last clean checkpoint, which `halfulp audit` finds"
+
+
 def test_an_infinite_mask_alone_is_a_note():
     assert severity("first-nonfinite", tensor(**nonfinite(0, 0))) == "note"
     assert severity("first-nonfinite", tensor("weight gradient", **nonfinite(0, 0))) == "error"

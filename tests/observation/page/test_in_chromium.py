@@ -1,6 +1,7 @@
 """Pages in a browser: they sort, filter, count again for another format, follow the reader's colours, and are quiet."""
 
 import itertools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -190,6 +191,34 @@ def test_a_saved_map_stands_alone(show: Callable, data: dict) -> None:
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
 
 
+def test_nan_and_infinity_have_a_column_of_the_map_and_crosses_over_the_steps(show: Callable, data: dict) -> None:
+    broken = json.loads(json.dumps(data))
+    for one in broken["record"]["tensors"]:
+        if one["role"] == "activation":
+            one["nonfinite"] = one["elements"] // 2
+    for one in broken["record"]["history"]:
+        one["loss"] = "nan" if one["sampled"] else None
+    tab = show(observation_html(broken)).tab
+    shares = tab.eval_on_selector_all("#map svg text.broken", "texts => texts.map(text => text.textContent)")
+    assert shares[:3] == ["50%"] * 3
+    assert "of the tensors' elements are NaN or infinite" in tab.locator("#map .said").text_content()
+    assert tab.locator("#history svg", has_text="2 steps with NaN or infinity").count() == 1
+    tab.locator(".segments input[value='weight gradient']").check()
+    assert tab.locator("#map svg text.broken").count() == 0
+
+
+def test_a_loss_known_at_some_steps_is_one_line_through_dots(show: Callable, data: dict) -> None:
+    sparse = json.loads(json.dumps(data))
+    for one in sparse["record"]["history"]:
+        one["loss"] = 3.0 / (one["step"] + 1) if one["step"] % 25 == 0 else None
+    tab = show(observation_html(sparse)).tab
+    assert tab.locator("#history svg circle").count() == 4
+    lines = tab.eval_on_selector_all(
+        "#history svg path[stroke='var(--c0)']", "all => all.map(one => one.getAttribute('d'))"
+    )
+    assert [line.count("L") for line in lines] == [3]
+
+
 def test_an_audit_says_what_moved_and_sorts(show: Callable, pages: dict) -> None:
     tab = show(pages["audit"]).tab
     assert tab.locator("h1").text_content() == "1 error in 4 tensors"
@@ -222,5 +251,5 @@ def test_a_forecast_marks_where_layers_freeze(show: Callable, pages: dict) -> No
 
 def test_a_page_of_an_empty_observation(show: Callable) -> None:
     tab = show(observation_html({"findings": [], "steps": 0})).tab
-    assert tab.locator("h1").text_content() == "Nothing to mend in 0 steps"
+    assert tab.locator("h1").text_content() == "Nothing was observed: no optimizer stepped"
     assert not visible(tab, "#map")

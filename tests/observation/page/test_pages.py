@@ -12,6 +12,7 @@ import torch
 import halfulp as hu
 from halfulp.observation.page import forecast_html, observation_html
 from halfulp.observation.page._findings import finding_cards
+from halfulp.observation.page._history import history_data, history_words
 from halfulp.observation.page._magnitudes import format_limits
 
 
@@ -127,3 +128,37 @@ def test_limits_of_formats_are_those_of_quantize(name: str) -> None:
             hu.quantize(edge * factor, format, overflow="nan").isfinite().item() for factor in (0.999, 1.001)
         )
         assert (below, above) == (True, False)
+
+
+def test_losses_of_sampled_steps_make_one_line_that_nan_alone_interrupts() -> None:
+    plain = {"skipped": 0, "exponents": None, "loss_scale": None, "lr": None}
+    losses = [3.0, None, None, 2.0, None, "nan", None, 1.0]
+    history = [{"step": step, "loss": loss, **plain} for step, loss in enumerate(losses)]
+    found = history_data(history)
+    assert found is not None
+    (panel,) = found["panels"]
+    assert panel["lines"][0]["points"] == [(0, 3.0), (3, 2.0), (5, None), (7, 1.0)]
+    assert panel["crosses"] == [5]
+    assert history_words(history) == "8 steps on record; loss from 3 to 1; loss NaN or infinite in 1 of 4 steps."
+    broken = history_data([{"step": step, "loss": "inf", **plain} for step in range(3)])
+    assert broken is not None
+    assert broken["panels"][0]["note"] == "× 3 steps with NaN or infinity"
+
+
+def test_without_a_step_the_headline_does_not_say_that_all_is_well() -> None:
+    assert "Nothing was observed" in observation_html({"findings": [], "steps": 0})
+    twice = [
+        {"number": k, "model": "M", "optimizers": [], "steps": 60, "overlaps": [], "shown": k == 1} for k in (1, 2)
+    ]
+    for one in twice:
+        one["findings"] = []
+    assert "Nothing to mend in 120 steps of 2 trainings" in observation_html(
+        {"findings": [], "steps": 60, "trainings": twice}
+    )
+
+
+def test_a_card_says_what_its_code_means_and_links_nowhere() -> None:
+    finding = hu.observation.Finding("updates-lost", ("a",), "error", 1.0).to_dict()
+    text = observation_html({"findings": [finding], "steps": 1})
+    assert 'class="meaning">Updates are smaller than half the spacing' in text
+    assert "href=" not in text.partition("<main")[2]

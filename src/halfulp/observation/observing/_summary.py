@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from .._finding import Finding
 from .._listing import listing
+from .._words import times
 from ..record._record import Record
 
 ROLES = ("activation", "weight", "activation gradient", "weight gradient", "update", "first moment", "second moment")
@@ -42,4 +43,4 @@ def _unseen(record: Record) -> list[str]:
 
 
 def _cost(overhead: float | None) -> list[str]:
-    return [] if overhead is None else [f"time spent observing: {overhead:.1%} of the run's own"]
+    return [] if overhead is None else [f"time spent observing: {times(overhead)} the run's own"]

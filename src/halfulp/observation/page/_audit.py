@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...pages import Cell, Column, Table, count, number, render, share
+from .._words import plural
 from ._findings import finding_cards, headline
-from ._words import dtype_word, plural, versions
+from ._words import dtype_word, versions
 
 Plain = Mapping[str, Any]
 _TONES = {"error": "bad", "warning": "open", "note": "quiet"}

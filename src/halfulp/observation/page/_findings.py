@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..._names import described
 from ...pages import count, number
 from .._finding import SEVERITIES, in_words
 
@@ -21,9 +22,11 @@ def finding_cards(findings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     cards: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for one in findings:
         cards.setdefault((one["code"], one["severity"], one["cure"]), []).append(one)
+    meanings = described("finding")
     return [
         {
             "code": code,
+            "meaning": meanings.get(code, ""),
             "severity": severity,
             "cure": cure,
             "sure": _sure([one["confidence"] for one in same]),

@@ -38,6 +38,7 @@ def _tensor(one: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": dtype_word(one["dtype"]),
         "order": one["order"],
         "sampled": one["sampled"],
+        "elements": one["elements"],
         "nonfinite": one["nonfinite"],
         "amax": one["amax"],
         "amin": smallest if isinstance(smallest, int | float) and math.isfinite(smallest) else 0,

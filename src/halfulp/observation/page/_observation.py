@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...pages import render, share
+from ...pages import render
+from .._words import plural, times
 from ._findings import finding_cards, headline
 from ._history import history_data, history_words
 from ._magnitudes import map_data
 from ._storage import extra_tables, storage_table, updates_table
 from ._trainings import shown_words, trainings_table
-from ._words import plural, versions
+from ._words import versions
 
 _STORAGE = (
     "Parameters, and outputs of the modules that were seen: the dtype asked for, where one was, and the one there."
@@ -35,7 +36,7 @@ def observation_html(data: Mapping[str, Any]) -> str:
     return render(
         __package__,
         "observation.html.j2",
-        headline=headline(cards, _extent(data)),
+        headline=_headline(cards, data),
         lead=_lead(record),
         findings=cards,
         trainings=trainings_table(data.get("trainings", ())),
@@ -54,18 +55,23 @@ def observation_html(data: Mapping[str, Any]) -> str:
     )
 
 
+def _headline(cards: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> str:
+    """How many findings of how many steps; of none, that nothing was observed."""
+    return headline(cards, _extent(data)) if cards or data["steps"] else "Nothing was observed: no optimizer stepped"
+
+
 def _extent(data: Mapping[str, Any]) -> str:
     """How much was observed: steps, of how many trainings."""
     steps = [one["steps"] for one in data.get("trainings", ())] or [data["steps"]]
-    of = "" if len(steps) == 1 else f"{plural(len(steps), 'training')} of "
-    return f"{of}{plural(sum(steps), 'step')}"
+    of = "" if len(steps) == 1 else f" of {len(steps)} trainings"
+    return f"{plural(sum(steps), 'step')}{of}"
 
 
 def _cost(data: Mapping[str, Any]) -> str:
     """What observing cost, where that is known."""
     overhead = data.get("overhead")
     every = f"Tensors of one step in {data['interval']:,} were looked at. " if data.get("interval") else ""
-    return f"{every}Observing took {share(overhead)} of the run's own time." if overhead is not None else ""
+    return f"{every}Observing took {times(overhead)} the run's own time." if overhead is not None else ""
 
 
 def _lead(record: Mapping[str, Any]) -> str:

@@ -22,12 +22,3 @@ def dtype_word(dtype: str | None) -> str:
 def versions() -> str:
     """Return what made the page."""
     return f"halfulp {__version__}"
-
-
-def plural(number: int, noun: str) -> str:
-    """Return a count with its noun.
-
-    >>> plural(1, "step"), plural(2000, "step")
-    ('1 step', '2,000 steps')
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

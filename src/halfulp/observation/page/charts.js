@@ -3,7 +3,7 @@
   "use strict";
   const data = JSON.parse(document.getElementById("data").textContent);
   const NS = "http://www.w3.org/2000/svg";
-  const FEW = 36, MARGIN = 14;
+  const FEW = 36, MARGIN = 14, MOST_DOTS = 120;
 
   function make(name, attributes = {}, text) {
     const element = document.createElementNS(NS, name);
@@ -127,7 +127,7 @@
 
     const inRole = () => tensors.filter((row) => row.role === state.role);
     function fill() {
-      const options = [html("option", { value: "", textContent: "no one tensor" })];
+      const options = [html("option", { value: "", textContent: "no tensor" })];
       for (const row of inRole()) options.push(html("option", { value: row.name, textContent: row.name || "(model)" }));
       field("centre").replaceChildren(...options);
     }
@@ -162,6 +162,7 @@
       const letters = narrow ? 17 : 34;
       const longest = Math.max(...shown.map((row) => Math.min(letters, (row.name || "(model)").length)), 6);
       const label = longest * (narrow ? 5.6 : 6.5) + 12, columns = narrow ? [["zero", "zero"], ["over", "over"]] : [["zero", "zero"], ["subnormal", "subnormal"], ["over", "overflow"]];
+      if (inRole().some((row) => row.nonfinite)) columns.push(["broken", narrow ? "NaN" : "NaN, inf"]);
       const each = narrow ? 42 : 66, right = columns.length * each + 4;
       const plot = width - label - right, height = top + shown.length * tall + bottom;
       const [low, high] = range(found), power = powerOf(), one = format();
@@ -215,8 +216,8 @@
         }
         const at = counted(row, one, power);
         columns.forEach(([key], column) => {
-          const part = at && at.elements ? at[key] / at.elements : 0;
-          const text = write(group, width - right + (column + 1) * each, y + tall / 2 + 4, at ? percent(part) : "–", { "text-anchor": "end", "font-size": narrow ? 10 : 11.5, fill: part >= 0.0005 ? (key === "subnormal" ? "var(--open)" : "var(--lost)") : "var(--soft)", "font-weight": part >= 0.01 ? 650 : 400 });
+          const own = key === "broken", part = own ? row.nonfinite / (row.elements || 1) : at && at.elements ? at[key] / at.elements : 0;
+          const text = write(group, width - right + (column + 1) * each, y + tall / 2 + 4, at || own ? percent(part) : "–", { "text-anchor": "end", "font-size": narrow ? 10 : 11.5, fill: part >= 0.0005 ? (key === "subnormal" ? "var(--open)" : "var(--lost)") : "var(--soft)", "font-weight": part >= 0.01 ? 650 : 400 });
           text.setAttribute("class", key);
         });
         const words = [`${row.name || "(model)"} · ${row.kind} · ${row.dtype}`];
@@ -239,6 +240,8 @@
       const scale = one.block ? "with the scales of its blocks" : power ? `times 2${superscript(power)}` : "as they are";
       const how = one.block || !power ? "Counted exactly." : "Counted by powers of two.";
       said.replaceChildren(`${one.name}, ${scale}: `, bold(part("zero")), " become zero, ", bold(part("subnormal")), " subnormal, ", bold(part("over")), ` overflow. ${how}`);
+      const total = (key) => inRole().reduce((many, row) => many + row[key], 0);
+      if (total("nonfinite")) said.append(" ", bold(percent(total("nonfinite") / total("elements"))), " of the tensors' elements are NaN or infinite, and in no column of the map.");
       field("scale").value = state.power;
       field("scale").disabled = one.block;
       field("scale").setAttribute("aria-valuetext", `2 to the ${state.power}`);
@@ -310,31 +313,34 @@
       const x = (step) => left + ((step - first) / (last - first)) * plot;
       panels.forEach((panel, index) => {
         const top = index * (each + gap) + 26;
-        const numbers = panel.lines.flatMap((line) => line.values).filter((value) => value !== null);
-        let low = Math.min(...numbers), high = Math.max(...numbers);
+        const numbers = panel.lines.flatMap((line) => line.points).map((point) => point[1]).filter((value) => value !== null);
+        let low = 0, high = 0;
+        if (numbers.length) { low = numbers.reduce((a, b) => Math.min(a, b)); high = numbers.reduce((a, b) => Math.max(a, b)); }
         if (panel.zero) low = Math.min(low, 0);
         if (!(high > low)) { const room = panel.log ? 1 : Math.abs(high) * 0.1 || 1; low -= room; high += room; } else if (!panel.zero) { const room = (high - low) * 0.06; low -= room; high += room; }
         const y = (value) => top + each - ((value - low) / (high - low)) * each;
         write(svg, left, top - 9, panel.title, { fill: "var(--ink)", "font-weight": 650, "font-size": 12.5 });
-        let marks = ticks(low, high, 3);
+        let marks = numbers.length ? ticks(low, high, 3) : [];
         if (panel.log) marks = [...new Set(marks.map(Math.round))];
         for (const mark of marks) {
           svg.append(make("line", { x1: left, y1: round(y(mark)), x2: left + plot, y2: round(y(mark)), stroke: "var(--faint)" }));
           write(svg, left - 8, y(mark) + 4, words(mark, panel), { "text-anchor": "end" });
         }
+        for (const at of panel.crosses ?? []) svg.append(make("path", { d: `M${round(x(at) - 3)} ${top + 1}l6 6m0 -6l-6 6`, stroke: "var(--lost)", "stroke-width": 1.4, fill: "none" }));
         for (const at of panel.marks ?? []) svg.append(make("path", { d: `M${round(x(at))} ${top + each - 1}l-3.4 7h6.8z`, fill: "var(--lost)" }));
         for (const line of panel.lines) {
           let path = "", down = false;
-          line.values.forEach((value, place) => {
+          const dots = line.points.length <= MOST_DOTS && line.points.length < steps.length;
+          line.points.forEach(([step, value]) => {
             if (value === null) { down = false; return; }
-            const from = [round(x(steps[place])), round(y(value))];
+            const from = [round(x(step)), round(y(value))];
+            if (dots) svg.append(make("circle", { cx: from[0], cy: from[1], r: 2.2, fill: `var(${line.colour})` }));
             path += down ? (panel.log ? `H${from[0]}V${from[1]}` : `L${from[0]} ${from[1]}`) : `M${from[0]} ${from[1]}h.01`;
             down = true;
           });
           svg.append(make("path", { d: path, fill: "none", stroke: `var(${line.colour})`, "stroke-width": 1.6, "stroke-linejoin": "round", "stroke-linecap": "round", ...(line.dash ? { "stroke-dasharray": "5 3" } : {}) }));
           if (line.name) {
-            const values = line.values.filter((value) => value !== null);
-            write(svg, left + plot, y(values[values.length - 1]) - 6, line.name, { "text-anchor": "end", fill: `var(${line.colour})` });
+            write(svg, left + plot, y(line.points[line.points.length - 1][1]) - 6, line.name, { "text-anchor": "end", fill: `var(${line.colour})` });
           }
         }
         if (panel.note) write(svg, left + plot, top - 9, panel.note, { "text-anchor": "end" });

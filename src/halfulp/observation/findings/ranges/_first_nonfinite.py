@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from ..._finding import Finding
+from ..._words import plural
 from ...auditing._audit import Audit
 from ...auditing._damage import nonfinite_tensors
 from ...auditing._symptom import as_findings
@@ -16,6 +17,7 @@ STEPS = 3
 FORWARD = "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates"
 BACKWARD = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
 STORED = "load the last clean checkpoint, which `halfulp audit` finds"
+BETWEEN = STORED + ", and observe from there with interval=1 to see where the first one comes from"
 
 
 @register_finding
@@ -36,6 +38,10 @@ class FirstNonfinite(FindingKind):
             return
         first = min(found, key=_when)
         step, others = _when(first)[0], len(found) - 1
+        broken = [one for one in found if one.role == "weight" and _when(one)[0] == step]
+        if broken:
+            yield self._stored(record, broken, first, len(found))
+            return
         # Attention masks of -inf are infinite, and neither the loss nor a gradient that they lead to is.
         finite = all(one.loss is None or math.isfinite(one.loss) for one in record.history)
         alone = outputs_alone and finite and (not others or _have_gradients(record))
@@ -51,6 +57,28 @@ class FirstNonfinite(FindingKind):
             nonfinite=first.nonfinite,
             elements=first.elements,
             tensors=len(found),
+        )
+
+    def _stored(self, record: Record, broken: list[TensorRecord], first: TensorRecord, tensors: int) -> Finding:
+        """Weights are looked at as a step finds them: one that is broken in the first such step was so before it."""
+        own = [one for one in broken if one.name.rpartition(".")[0] == first.name]
+        weight = min(own or broken, key=_when)
+        step, others = _when(first)[0], len(broken) - 1
+        before = max((one for one in record.sampled_steps if one < step), default=None)
+        also = f", as {plural(others, 'other weight')} did" if others else ""
+        clean = "" if before is None else f"; at step {before}, the sampled one before, none did"
+        return self.found(
+            weight.name,
+            "error",
+            1 - 0.5**tensors,
+            f"held NaN or infinity before step {step} began{also}{clean}",
+            cure=STORED if before is None else BETWEEN,
+            step=step,
+            role=weight.role,
+            nonfinite=weight.nonfinite,
+            elements=weight.elements,
+            weights=len(broken),
+            tensors=tensors,
         )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:

@@ -16,6 +16,9 @@ from .._kind import FindingKind, register_finding
 FEWEST = 8
 # Rows of an embedding that no batch has stand still in health.
 DENSE = 0.5
+# An element at a power of two may go down and come back: so rare, movement is no sign of somebody who writes.
+MOSTLY_LOST = 0.9
+FEWEST_MOVES = 16
 ROUNDED = "keep it in float32, or step it with weight_update='kahan' of hu.optim"
 WRITTEN_BACK = (
     "find what writes its old value back after each step (copy_, load_state_dict, a weight made anew in forward); "
@@ -39,8 +42,8 @@ class WeightFrozen(FindingKind):
                 continue
             if number(parameter.options, "lr") == 0 or not parameter.nonzero_gradients or update.seen < FEWEST:
                 continue
-            rounded = update.cancelled == update.seen
-            if not rounded and not _dense(record, parameter):
+            rounded, moves = update.lost_share >= MOSTLY_LOST, update.seen - update.cancelled
+            if not rounded and (moves < FEWEST_MOVES or not _dense(record, parameter)):
                 continue
             if keeps_the_rest(parameter) and not _due(record, parameter):
                 continue
