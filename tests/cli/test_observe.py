@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +151,34 @@ def test_an_interrupt_leaves_a_report(observe):
     assert written()["ended"] == "interrupted"
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize("during", ["training", "report"])
+def test_a_termination_leaves_a_report_and_then_ends_as_without_one(tmp_path, during):
+    ending = """
+        child = os.fork()
+        if not child:
+            os._exit(signal.getsignal(signal.SIGTERM) != signal.SIG_DFL)
+        assert os.waitpid(child, 0)[1] == 0, "a forked child is ended by the signal itself"
+        """
+    kill = "os.kill(os.getpid(), signal.SIGTERM)"
+    late = f"""
+from halfulp.observation.scripts import Report
+text = Report.__str__
+Report.__str__ = lambda report: [text(report), {kill}][0]
+"""
+    text = "import os, signal" + LOOP.format(ending=ending + (kill if during == "training" else "pass"))
+    (tmp_path / "train.py").write_text(text + (late if during == "report" else ""))
+    command = [sys.executable, "-c", "from halfulp.cli import main; main()", "observe", "--interval", "3", "train.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    assert "updates-lost" in ended.stdout
+    content = json.loads((tmp_path / "halfulp-observe" / "observe.json").read_text())
+    assert (tmp_path / "halfulp-observe" / "observe.html").exists()
+    assert content["steps"] == (6 if during == "training" else 12)
+    assert content["ended"] == ("terminated" if during == "training" else "finished")
+    assert ("was terminated after 6 steps" in ended.stderr) == (during == "training")
+
+
 def test_a_missing_script_and_a_folder_that_cannot_be_written(observe, tmp_path, capsys):
     from halfulp.cli import main
 
@@ -227,7 +256,7 @@ def test_each_fold_is_a_training_on_the_page_and_in_json(observe):
     frozen = [one for one in content["findings"] if one["code"] == "weight-frozen" and "1.weight" in one["where"]]
     assert {number for one in frozen for number in one["trainings"]} == {1, 2, 3}
     page = Path("halfulp-observe", "observe.html").read_text()
-    assert "in 3 trainings of 21 steps" in page
+    assert "in 21 steps of 3 trainings" in page
     assert "of training 3, the longest" in page
     assert "(training" in page
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Options behind the script's name are the script's.
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-_CUT_SHORT = {"crashed": "crashed", "interrupted": "was interrupted"}
+_CUT_SHORT = {"crashed": "crashed", "interrupted": "was interrupted", "terminated": "was terminated"}
 
 
 def observe(
@@ -37,7 +37,7 @@ def observe(
     observed. While the script runs, each sampled step becomes a line of observe.jsonl, which a killed run leaves. With
     --json what the script prints goes to stderr. Under torchrun the first process alone writes.
     """
-    from ..observation.scripts import Watch, run_script
+    from ..observation.scripts import TERMINATED, Ending, Termination, Watch, run_script
 
     first = _rank() == 0
     if not module and not Path(script).is_file():
@@ -59,11 +59,14 @@ def observe(
                 exits.code = _report(watch, ending, out, folder, json) if _is_first(first, watch) else ending.code
             return exits.code
 
-        with watch:
-            ending = run_script(script, arguments or [], module=module, leave=leave)
-    if os.getpid() != own or not _is_first(first, watch):
-        return ending.code
-    return _report(watch, ending, out, folder, json)
+        with Termination(lambda: leave(Ending(TERMINATED, "terminated"))) as termination:
+            with watch:
+                ending = run_script(script, arguments or [], module=module, leave=leave)
+            termination.wait()
+            elsewhere.close()
+            if os.getpid() != own or not _is_first(first, watch):
+                return ending.code
+            return _report(watch, ending, out, folder, json)
 
 
 def _report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> int:

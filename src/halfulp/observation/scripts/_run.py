@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 INTERRUPTED = 130
+TERMINATED = 143
 _RUNPY = ("<frozen runpy>", runpy.__file__)
 # What the script's names hold lives to the end of the process, as in Python: handlers at exit find it, and a process
 # group whose threads are still ending is not taken apart under their feet, which can wait for ever.
@@ -26,7 +27,7 @@ class Ending:
 
     Attributes:
         code: the exit code that Python would have ended with.
-        reason: "finished", "exited", "crashed" or "interrupted".
+        reason: "finished", "exited", "crashed", "interrupted" or "terminated".
     """
 
     code: int
