@@ -19,7 +19,9 @@ def forecast(
     decay: Annotated[int | None, typer.Option(help="Steps of wsd's fall; default: a fifth.")] = None,
     final_lr: Annotated[float, typer.Option(help="Learning rate at the end.")] = 0.0,
     start: Annotated[int | None, typer.Option(help="Steps made so far; default: as saved, else 0.")] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or lion.")] = "adamw",
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw, adam, sgd or lion; default: as saved, else adamw.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="What weights are trained in, as bf16; default: as saved.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Default: as saved, else the optimizer's.")] = None,
     beta1: Annotated[float | None, typer.Option(help="Default: as saved, else the optimizer's.")] = None,

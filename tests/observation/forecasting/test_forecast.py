@@ -265,3 +265,39 @@ def test_an_optimizer_of_something_else_or_of_unknown_updates_is_refused():
         hu.forecast(model, torch.optim.Rprop(model.parameters()))
     with pytest.raises(ValueError, match="betas: the optimizer has its own"):
         hu.forecast(model, torch.optim.AdamW(model.parameters()), betas=(0.9, 0.9))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda groups: torch.optim.SGD(groups, 0.1, momentum=0.9),
+        lambda groups: torch.optim.Adam(groups, 1e-4),
+        lambda groups: torch.optim.AdamW(groups, 1e-4, betas=(0.9, 0.99)),
+        lambda groups: hu.optim.AdamW(groups, 1e-4, weight_update="kahan"),
+        lambda groups: hu.optim.Lion(groups, 1e-4, weight_update="stochastic"),
+    ],
+)
+def test_a_checkpoint_says_by_which_optimizer_and_at_which_rates_it_is_stepped(make, tmp_path):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)).bfloat16()
+    named = list(model.named_parameters())
+    optimizer = make([{"params": named[:2]}, {"params": named[2:], "lr": 3e-3}])
+    model(torch.randn(4, 16).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    saved = hu.forecast(tmp_path / "last.pt", None, "cosine", steps=200)
+    live = hu.forecast(model, optimizer, "cosine", steps=200)
+    assert saved.rule == live.rule == type(optimizer).__name__
+    assert [layer.to_dict() for layer in saved.layers] == [layer.to_dict() for layer in live.layers]
+    assert [finding.to_dict() for finding in saved.findings] == [finding.to_dict() for finding in live.findings]
+
+
+def test_a_checkpoint_of_an_optimizer_that_is_not_known_says_so(tmp_path):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.Adagrad(model.named_parameters(), 1e-3)
+    model(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    assert "is not known: AdamW's updates are taken" in hu.forecast(tmp_path / "last.pt", steps=10).notes[0]
+    assert hu.forecast(tmp_path / "last.pt", steps=10, optimizer="adam").notes == ()

@@ -36,7 +36,7 @@ def _stepped(row: TensorAudit, state: StateAudit) -> Symptom | None:
     steps, lr = state.advanced, state.options.get("lr")
     if state.compensation_moved or steps == 0 or lr == 0:
         return None
-    during = f"in {steps} steps" if steps is not None else "between the checkpoints"
+    during = f"in {steps} steps" if steps is not None and steps > 0 else "between the checkpoints"
     said = f"has not moved {during} in {dtype_name(row.a.dtype)}{at_lr(state.options)}"
     evidence = {"moved": 0.0, "steps": steps, "elements": row.numel, "lr": lr}
     if state.all_zero:

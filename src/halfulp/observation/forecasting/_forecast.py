@@ -111,8 +111,8 @@ def forecast(
         warmup, decay, final_lr: of named schedules: steps of a linear rise; steps of the fall at the end of "wsd" (a
             fifth of all); the rate at the end.
         start: steps made so far; default: as the optimizer's states say, else 0.
-        optimizer: "adamw", "adam", "sgd" or "lion": whose updates, where a learning rate is given (AdamW by default) or
-            the optimizer is another.
+        optimizer: "adamw", "adam", "sgd" or "lion": whose updates, where a learning rate is given or the optimizer is
+            another; default: the one that a checkpoint holds, else AdamW.
         states: a saved optimizer.state_dict() that belongs to the state dict.
         dtype: what the weights will be trained in; default: what they are in.
         betas, eps, momentum, weight_decay: options where a learning rate is given; torch's defaults.
@@ -156,10 +156,10 @@ def _of_checkpoint(
     if states is not None:
         raise ValueError("states= goes with a state dict; a checkpoint has its own: leave it out")
     saved = read_checkpoint(path)
-    lr = saved.lr if lr is None else lr
-    if lr is None:
+    if lr is None and not saved.has_rates:
         raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
-    return from_rate(saved.weights, saved.states, _rate(lr), rule, options, dtype, saved.options, saved.unseen)
+    rate = None if lr is None else _rate(lr)
+    return from_rate(saved.weights, saved.states, rate, rule, options, dtype, saved.options, saved.unseen)
 
 
 def _inputs(
@@ -185,6 +185,8 @@ def _inputs(
 def _rate(given: object) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise TypeError(f"forecast takes a torch.optim.Optimizer or a learning rate; got {a_kind(given)}")
+    if not 0 <= given < float("inf"):
+        raise ValueError(f"a learning rate of {given}: give a finite number from 0")
     return float(given)
 
 

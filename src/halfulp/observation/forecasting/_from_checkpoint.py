@@ -31,12 +31,9 @@ class Saved:
     unseen: tuple[str, ...]
 
     @property
-    def lr(self) -> float | None:
-        """The learning rate that the first group began with, None without an optimizer."""
-        for options in self.options.values():
-            rate = options.get("initial_lr", options.get("lr"))
-            return None if rate is None else float(rate)
-        return None
+    def has_rates(self) -> bool:
+        """Whether an optimizer with learning rates is saved beside the weights."""
+        return bool(self.options) and all("lr" in options for options in self.options.values())
 
 
 def read_checkpoint(path: str | Path) -> Saved:

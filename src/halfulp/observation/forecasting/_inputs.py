@@ -104,24 +104,37 @@ def from_optimizer(
 def from_rate(
     weights: Sequence[tuple[str, Tensor]],
     states: Mapping[str, Mapping[str, Any]],
-    lr: float,
+    lr: float | None,
     rule: str | None,
     options: Mapping[str, Any],
     dtype: torch.dtype | None,
     saved: Mapping[str, Mapping[str, Any]] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Inputs:
-    """Return all floating-point weights as one group of a named optimizer, with states where a checkpoint has them.
+    """Return all floating-point weights as those of a named optimizer, with states where a checkpoint has them.
 
-    Options are those given, else what a checkpoint saved for a parameter, else the optimizer's own defaults.
+    The optimizer and its options are those given, else what a checkpoint saved for a parameter, else AdamW and an
+    optimizer's own defaults. Without a learning rate each parameter has the one that it was saved with.
     """
-    rule = _known_rule(rule or "AdamW")
+    saved = saved or {}
+    own = None if rule else next((_rule_of_saved(saved[n], states.get(n, {})) for n, _ in weights if n in saved), None)
+    if own is None and rule is None and saved:
+        keys = ", ".join(next(iter(saved.values())))
+        notes = (*notes, f"whose options {keys} are is not known: AdamW's updates are taken; optimizer= names others")
+    rule = _known_rule(rule or own or "AdamW")
+    ours = any("weight_update" in one for one in saved.values())
+    groups = list(dict.fromkeys(map(_saved_rate, saved.values()))) if lr is None else [lr]
 
-    def merged(name: str) -> dict[str, Any]:
-        return {**DEFAULTS[rule], **(saved or {}).get(name, {}), **options, "lr": lr}
+    def trained(name: str, tensor: Tensor) -> Trained:
+        before = saved.get(name, {})
+        rate = groups[0] if lr is not None or not before else _saved_rate(before)
+        merged = {**DEFAULTS[rule], **before, **options, "lr": rate}
+        gradient = tensor.grad if tensor.is_leaf else None
+        update = _weight_update(before, dtype or tensor.dtype) if "weight_update" in before else "nearest"
+        return _trained(name, tensor, states.get(name, {}), merged, groups.index(rate), dtype, gradient, update)
 
     found = [
-        _trained(name, tensor, states.get(name, {}), merged(name), 0, dtype, tensor.grad if tensor.is_leaf else None)
+        trained(name, tensor)
         for name, tensor in weights
         if holds_numbers(tensor.dtype) and name.rpartition(".")[2] not in _BUFFERS
     ]
@@ -130,7 +143,25 @@ def from_rate(
         notes = (*notes, f"{listed(others)} are complex, or codes of quantized weights: left out")
     if not found:
         raise ValueError("nothing to forecast: there is no floating-point tensor among the weights")
-    return Inputs(tuple(found), rule, (lr,), _start(found), notes=notes)
+    return Inputs(tuple(found), rule, tuple(groups), _start(found), ours, notes)
+
+
+def _saved_rate(options: Mapping[str, Any]) -> float:
+    """The learning rate that a parameter's group began with."""
+    return number(options.get("initial_lr", options.get("lr", 0.0)))
+
+
+def _rule_of_saved(options: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+    """Which optimizer saved a parameter's options and states, None where they tell none of those that are known."""
+    if "momentum_buffer" in state or {"momentum", "nesterov"} <= options.keys():
+        return "SGD"
+    if "betas" not in options:
+        return None
+    if "eps" not in options:
+        return "Lion"
+    if "amsgrad" not in options and not {"exp_avg", "exp_avg_sq"} <= state.keys():
+        return None
+    return "Adam" if options.get("decoupled_weight_decay") is False else "AdamW"
 
 
 def _may_be_weight(tensor: Tensor) -> bool:
@@ -228,6 +259,8 @@ def _weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
     chosen = group.get("weight_update")
     if chosen is None:
         return "split8"
+    if isinstance(chosen, Mapping):  # as state_dict() has it
+        return str(chosen.get("name"))
     return chosen if isinstance(chosen, str) else str(chosen.name)
 
 
