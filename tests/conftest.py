@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import select
@@ -126,21 +127,36 @@ def _server(number: int, servers: list[subprocess.Popen]) -> subprocess.Popen:
     return servers[number]
 
 
-def _codes(servers: list[subprocess.Popen], requests: list[dict]) -> list[int]:
-    """How the scripts ended, each of which a server runs, all at once."""
-    for server, request in zip(servers, requests, strict=True):
+class _Forked:
+    """A script that runs in the child of a server: its id, what it writes, and how it ends."""
+
+    def __init__(self, server: subprocess.Popen, output: Path, errors: Path, request: dict) -> None:
+        self.output, self.errors, self._server, self._code = output, errors, server, None
+        for path in (output, errors):
+            path.unlink(missing_ok=True)
         environment = {**os.environ, **request["environment"]}
         request = {**request, "environment": environment, "directory": os.getcwd()}
-        print(json.dumps(request), file=server.stdin, flush=True)
-    children, codes = [int(server.stdout.readline()) for server in servers], []
-    until = time.monotonic() + 240
-    for child, server in zip(children, servers, strict=True):
-        # The one that waits for another that is gone would wait on.
-        if not select.select([server.stdout], [], [], max(0, until - time.monotonic()))[0]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        codes.append(int(server.stdout.readline()))
-    return codes
+        print(json.dumps({**request, "output": str(output), "errors": str(errors)}), file=server.stdin, flush=True)
+        self.pid = int(server.stdout.readline())
+
+    def says(self, line: str, patience: float = 120) -> None:
+        """Waits for the first line of its output, which must be this."""
+        until, said = time.monotonic() + patience, ""
+        while "\n" not in said and time.monotonic() < until and not self._ended(0.02):
+            said = self.output.read_text() if self.output.exists() else ""
+        assert said.startswith(f"{line}\n"), (said, self.errors.read_text())
+
+    def code(self, patience: float = 240) -> int:
+        """How it ended; one that waits for another that is gone would wait on, and is killed."""
+        if self._code is None:
+            if not self._ended(patience):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+            self._code = int(self._server.stdout.readline())
+        return self._code
+
+    def _ended(self, patience: float) -> bool:
+        return self._code is not None or bool(select.select([self._server.stdout], [], [], max(0, patience))[0])
 
 
 @pytest.fixture
@@ -148,14 +164,14 @@ def in_processes(seed: int, tmp_path: Path, _fork_servers: list[subprocess.Popen
     """Runs a script in some processes that must all succeed; its arguments are rank, path of a store, and seed."""
 
     def run(script: str, count: int, **given: str) -> None:
-        outputs = [tmp_path / f"output{rank}" for rank in range(count)]
-        requests = []
-        for rank, output in enumerate(outputs):
-            arguments = [str(rank), str(tmp_path / "store"), str(seed)]
-            request = {"script": script, "arguments": arguments, "environment": given, "output": str(output)}
-            requests.append({**request, "ranks": count})
-        codes = _codes([_server(rank, _fork_servers) for rank in range(count)], requests)
-        assert codes == [0] * count, "\n".join(output.read_text() for output in outputs)
+        request = {"script": script, "environment": given, "ranks": count}
+        servers, started = [_server(rank, _fork_servers) for rank in range(count)], []
+        for rank, server in enumerate(servers):
+            output, arguments = tmp_path / f"output{rank}", [str(rank), str(tmp_path / "store"), str(seed)]
+            started.append(_Forked(server, output, output, {**request, "arguments": arguments}))
+        until = time.monotonic() + 240
+        codes = [forked.code(until - time.monotonic()) for forked in started]
+        assert codes == [0] * count, "\n".join(forked.output.read_text() for forked in started)
 
     return run
 
@@ -165,13 +181,27 @@ def forked(tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Callable[..
     """Runs a script with arguments in the child of the server of a number: how it ended, and what it printed."""
 
     def run(script: str, *arguments: str, number: int = 0, **given: str) -> tuple[int, str]:
-        output = tmp_path / "output"
-        output.unlink(missing_ok=True)
-        request = {"script": script, "arguments": arguments, "environment": given, "output": str(output)}
-        (code,) = _codes([_server(number, _fork_servers)], [request])
+        output, request = tmp_path / "output", {"script": script, "arguments": arguments, "environment": given}
+        code = _Forked(_server(number, _fork_servers), output, output, request).code()
         return code, output.read_text()
 
     return run
+
+
+@pytest.fixture
+def forking(tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Iterator[Callable[..., _Forked]]:
+    """Starts a script in a session of its own, of a process that has imported torch, and goes on; one at a time."""
+    started: list[_Forked] = []
+
+    def start(script: str, *arguments: str) -> _Forked:
+        files = tmp_path / "output", tmp_path / "errors"
+        request = {"script": script, "arguments": arguments, "environment": {}, "session": True}
+        started.append(_Forked(_server(0, _fork_servers), *files, request))
+        return started[-1]
+
+    yield start
+    for forked in started:
+        forked.code(patience=0)
 
 
 @pytest.fixture
@@ -184,6 +214,18 @@ def in_process(forked: Callable[..., tuple[int, str]]) -> Callable[..., str]:
         return printed
 
     return run
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of trials that need not import torch: they fork from a process that has, where the system can."""
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        from halfulp.trials.running import _pool
+
+        context = multiprocessing.get_context("forkserver")
+        modules = ["torch._dynamo", "numba", "halfulp.trials.running._trial", "halfulp.trials.tasks", "halfulp.optim"]
+        context.set_forkserver_preload(modules)
+        monkeypatch.setattr(_pool, "multiprocessing", types.SimpleNamespace(get_context=lambda method: context))
 
 
 @pytest.fixture

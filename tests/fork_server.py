@@ -1,8 +1,9 @@
 """Runs scripts in processes of their own that need not import torch again: `python -W error fork_server.py`.
 
-Each line of standard input is a JSON object: script, arguments, environment, directory, and a file for its output. The
-process forks itself; the child runs the script as `python -c` would. Standard output has the child's id, then its exit
-code. A test of several ranks takes a server each, so that no two of them hash alike.
+Each line of standard input is a JSON object: script, arguments, environment, directory, a file for its output, and one
+for its errors, which may be the same. The process forks itself; the child runs the script as `python -c` would, where
+asked in a session of its own. Standard output has the child's id, then its exit code. A test of several ranks takes a
+server each, so that no two of them hash alike.
 """
 
 import fcntl
@@ -94,12 +95,15 @@ def wait_for_script() -> dict | None:
 
 
 def run(request: dict) -> None:
-    """The script as the main module, its output in a file, nothing to read."""
-    for path, flags, stream in ((os.devnull, os.O_RDONLY, 0), (request["output"], os.O_WRONLY | os.O_CREAT, 1)):
+    """The script as the main module, its output and errors in files, nothing to read."""
+    if request.get("session"):
+        os.setsid()
+    written = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    files = ((os.devnull, os.O_RDONLY), (request["output"], written), (request["errors"], written))
+    for stream, (path, flags) in enumerate(files):
         opened = os.open(path, flags, 0o600)
         os.dup2(opened, stream)
         os.close(opened)
-    os.dup2(1, 2)
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.modules["numba"].config.reload_config()  # which reads the environment

@@ -10,8 +10,26 @@ from pathlib import Path
 import pytest
 
 COMPARE = ["compare", "--task", "digits", "--steps", "4", "--recipe", "fp32,bf16", "--seeds", "1", "--workers", "1"]
-# Whoever runs the tests in the background has SIGINT ignored, and children inherit that.
-HEARD = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+# Whoever runs the tests in the background has SIGINT ignored, and children inherit that; warnings are errors in tests.
+HEARD = """
+import signal, warnings
+signal.signal(signal.SIGINT, signal.default_int_handler)
+warnings.resetwarnings()
+for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+    warnings.simplefilter("ignore", kind)
+"""
+# A worker that need not import torch, whose id is in a file before the first progress is told.
+TELLING = """
+import multiprocessing, pathlib, types
+from halfulp.trials.running import _pool, _progress
+forks = multiprocessing.get_context("fork")
+_pool.multiprocessing = types.SimpleNamespace(get_context=lambda method: forks)
+def tell(*_):
+    pathlib.Path("worker").write_text(str(multiprocessing.active_children()[0].pid))
+    print("trains", flush=True)
+_progress.Progress._progress = tell
+"""
+MAIN = "from halfulp.cli import main\nmain()\n"
 
 
 def halfulp(*arguments: str, cwd: Path, **options) -> subprocess.CompletedProcess[str]:
@@ -114,37 +132,23 @@ def test_compare_writes_everything_and_resumes(tmp_path: Path, run, monkeypatch:
     assert_one_line_error(subprocess.CompletedProcess(COMPARE, *other), "steps = 4, this run has 5")
 
 
-def test_interruption_and_a_killed_worker(tmp_path: Path) -> None:
+def test_interruption_and_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forking) -> None:
+    """Ctrl-C reaches the worker too, which leaves it to its parent."""
     long = ["compare", "--task", "digits", "--recipe", "fp32", "--seeds", "1", "--steps", "100000", "--workers", "1"]
-    told = "import halfulp.trials.running._progress as p; p.Progress._progress = lambda *_: print('trains', flush=True)"
-    command = [sys.executable, "-c", f"{HEARD}; {told}; from halfulp.cli import main; main()", *long]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    monkeypatch.chdir(tmp_path)
     for kill_worker, words in ((False, "interrupted; 0 of 1 trials are kept"), (True, "was killed by SIGKILL")):
-        process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes)
-        assert process.stdout.readline() == "trains\n"
-        worker = _worker_of(process.pid)
+        process = forking(HEARD + TELLING + MAIN, *long)
+        process.says("trains")
+        worker = int((tmp_path / "worker").read_text())
         if kill_worker:
             os.kill(worker, signal.SIGKILL)
         else:
             os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-        assert_one_line_error(subprocess.CompletedProcess(command, process.returncode, "", errors), words)
-        assert len(errors.strip().splitlines()) == 1
+        errors = process.errors.read_text
+        assert_one_line_error(subprocess.CompletedProcess(long, process.code(), "", errors()), words)
+        assert len(errors().strip().splitlines()) == 1
         assert not list((tmp_path / "halfulp-compare" / "trials").iterdir())
         assert not _alive(worker)
-
-
-def _worker_of(parent: int) -> int:
-    """The process id of the training child."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            line = (folder / "cmdline").read_text()
-        except OSError:
-            continue
-        if int(fields[1]) == parent and "spawn_main" in line:
-            return int(folder.name)
-    raise AssertionError("there is no worker")
 
 
 def _alive(pid: int) -> bool:
@@ -245,7 +249,7 @@ def test_verify_checks_the_output_file_before_the_work(run, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("moment", ["import", "call", "forward"])
-def test_verify_interrupted(tmp_path: Path, moment: str) -> None:
+def test_verify_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forking, moment: str) -> None:
     wait = "print('waiting', flush=True); time.sleep(300)"
     bodies = {"import": ("", "", wait), "call": ("", wait, ""), "forward": (wait, "", "")}
     forward, call, top = bodies[moment]
@@ -254,13 +258,11 @@ def test_verify_interrupted(tmp_path: Path, moment: str) -> None:
         f"        {forward}\n        return super().forward(x)\n"
         f"def made():\n    {call}\n    return Slow(3, 2), torch.ones(4, 3)\n"
     )
-    command = [sys.executable, "-c", f"{HEARD}; from halfulp.cli import main; main()", "verify"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*command, "waiting_to_verify:made"], cwd=tmp_path, start_new_session=True, **pipes)
-    assert process.stdout.readline() == "waiting\n"
+    monkeypatch.chdir(tmp_path)
+    process = forking(HEARD + MAIN, "verify", "waiting_to_verify:made")
+    process.says("waiting")
     os.kill(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (2, "halfulp: interrupted\n")
+    assert (process.code(), process.errors.read_text()) == (2, "halfulp: interrupted\n")
 
 
 def test_interrupted_while_packages_are_imported(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def test_recipes_in_json_make_the_recipes_again(capsys: pytest.CaptureFixture[st
         assert recipes.Recipe.from_dict(entry) == recipes.get(entry["name"])
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_compare_prints_its_evidence_as_json(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--task", "digits", "--recipe", "fp32", "--steps", "2", "--seeds", "1", "--workers", "1", "--json"]
     with pytest.raises(SystemExit) as caught:

@@ -1,15 +1,12 @@
 """A task of a hundred parameters, in a module that worker processes can import, and records without training."""
 
 import importlib
-import multiprocessing
 import textwrap
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
-
-from halfulp.trials.running import _pool
 
 TINY = '''
 """Tasks for tests: four points, a linear model, and ways to go wrong."""
@@ -78,16 +75,6 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     importlib.invalidate_caches()
     monkeypatch.delitem(__import__("sys").modules, "halfulp_tiny_task", raising=False)
     return importlib.import_module("halfulp_tiny_task")
-
-
-@pytest.fixture
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that need not import torch: they fork from a process that has, where the system can."""
-    if "forkserver" in multiprocessing.get_all_start_methods():
-        context = multiprocessing.get_context("forkserver")
-        modules = ["torch._dynamo", "numba", "halfulp.trials.running._trial", "halfulp.trials.tasks", "halfulp.optim"]
-        context.set_forkserver_preload(modules)
-        monkeypatch.setattr(_pool, "multiprocessing", SimpleNamespace(get_context=lambda method: context))
 
 
 def record(recipe: str, seed: int, loss: float | None, task: str = "tiny", **result: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from halfulp import recipes
 from halfulp.trials import TrialError, compare
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_every_trial_gives_evidence(tiny, tmp_path: Path) -> None:
     events: list[str] = []
     names = ["fp32", "fp32-twin", "bf16", "bf16-kahan"]
@@ -85,6 +86,7 @@ def test_nothing_is_trained_for_an_unwritable_folder(tiny, tmp_path: Path) -> No
     assert started == []
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_listener_that_stops_ends_the_workers(tiny, tmp_path: Path) -> None:
     import multiprocessing
 
