@@ -164,7 +164,7 @@ def in_processes(seed: int, tmp_path: Path, _fork_servers: list[subprocess.Popen
     """Runs a script in some processes that must all succeed; its arguments are rank, path of a store, and seed."""
 
     def run(script: str, count: int, **given: str) -> None:
-        request = {"script": script, "environment": given, "ranks": count}
+        request = {"script": script, "environment": given}
         servers, started = [_server(rank, _fork_servers) for rank in range(count)], []
         for rank, server in enumerate(servers):
             output, arguments = tmp_path / f"output{rank}", [str(rank), str(tmp_path / "store"), str(seed)]
@@ -180,9 +180,9 @@ def in_processes(seed: int, tmp_path: Path, _fork_servers: list[subprocess.Popen
 def forked(tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Callable[..., tuple[int, str]]:
     """Runs a script with arguments in the child of the server of a number: how it ended, and what it printed."""
 
-    def run(script: str, *arguments: str, number: int = 0, **given: str) -> tuple[int, str]:
+    def run(script: str, *arguments: str, number: int = 0, patience: float = 240, **given: str) -> tuple[int, str]:
         output, request = tmp_path / "output", {"script": script, "arguments": arguments, "environment": given}
-        code = _Forked(_server(number, _fork_servers), output, output, request).code()
+        code = _Forked(_server(number, _fork_servers), output, output, request).code(patience)
         return code, output.read_text()
 
     return run

@@ -6,12 +6,10 @@ asked in a session of its own. Standard output has the child's id, then its exit
 server each, so that no two of them hash alike.
 """
 
-import fcntl
 import gc
 import json
 import os
 import sys
-import time
 import types
 import warnings
 
@@ -49,39 +47,6 @@ def doubled(values, count):
             values[i] = values[i] * 2
 
 
-def compile_by_turns(folder: str) -> None:
-    """Of processes that need the same kernel one compiles it; the others wait, and find it in the cache."""
-    from halfulp.kernels._cache import MachineCodeCache
-
-    load, save, lock = MachineCodeCache.load_overload, MachineCodeCache.save_overload, os.open(folder, os.O_RDONLY)
-
-    def loaded(self, signature, target):
-        found = load(self, signature, target)
-        if found is None and taken(lock):
-            found = load(self, signature, target)
-            if found is not None:
-                fcntl.flock(lock, fcntl.LOCK_UN)
-        return found
-
-    def saved(self, signature, result):
-        save(self, signature, result)
-        fcntl.flock(lock, fcntl.LOCK_UN)
-
-    MachineCodeCache.load_overload, MachineCodeCache.save_overload = loaded, saved
-
-
-def taken(lock: int, patience: float = 20) -> bool:
-    """Whether a lock became this process's; one that another keeps is not waited for without end."""
-    until = time.monotonic() + patience
-    while time.monotonic() < until:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.01)
-    return False
-
-
 def wait_for_script() -> dict | None:
     """In a child what it is to run, in the server itself None when there is nothing more to do."""
     for line in sys.stdin:
@@ -108,8 +73,6 @@ def run(request: dict) -> None:
     os.environ.update(request["environment"])
     sys.modules["numba"].config.reload_config()  # which reads the environment
     os.chdir(request["directory"])
-    if request.get("ranks", 1) > 1:
-        compile_by_turns(os.path.dirname(request["output"]))
     sys.argv = ["-c", *request["arguments"]]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(request["script"], "<string>", "exec"), main.__dict__)

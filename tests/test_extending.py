@@ -182,7 +182,7 @@ def test_the_command_line_and_its_workers_know_extensions(tmp_path):
     assert [trial["settings"]["task"]["rule"] for trial in trials] == ["AdaBelief", "AdaBelief"]
 
 
-def test_what_is_registered_passes_the_laws_of_the_library():
+def test_what_is_registered_passes_the_laws_of_the_library(forked, monkeypatch):
     """tests/laws with the examples imported first: their entries are walked by the same functions as the library's."""
     files = ("adabelief", "coarse_policy", "format_e4m3b11fnuz", "spiral_task")
     loaded = [word for name in files for word in ("-p", name)]
@@ -190,14 +190,12 @@ def test_what_is_registered_passes_the_laws_of_the_library():
     # Of the fused step only the weight updates that split: each kernel is compiled for seconds.
     chosen = f"({entries}) and (not test_compiled_equals_reference or split)"
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-rA", "-k", chosen]
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "pytest", *loaded, *options, "tests/laws"]
-    done = subprocess.run(
-        command, cwd=HERE.parents[1], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    monkeypatch.chdir(HERE.parents[1])
+    script = f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport pytest\nsys.exit(pytest.main(sys.argv[1:]))\n"
+    code, printed = forked(script, *loaded, *options, "tests/laws", patience=900)
+    assert code == 0, printed[-4000:]
     for law, entry in LAWS.items():
-        assert re.search(rf"PASSED \S*{law}\.py::\w+\[.*{entry}", done.stdout), (law, entry)
+        assert re.search(rf"PASSED \S*{law}\.py::\w+\[.*{entry}", printed), (law, entry)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import pickle
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ._engine import note
 from .scalar._processor import processor
 
+if TYPE_CHECKING:
+    import filelock
+
+# Seconds for which a process waits for another that compiles what it needs; the longest kernels take some.
+PATIENCE = 60.0
 _TAG = b"halfulp-kernel-1"
 _GENERATORS = tuple(Path(__file__).parent / name for name in ("scalar", "vector"))
 
@@ -32,16 +39,53 @@ class MachineCodeCache:
     """One kernel's entry, with the interface that a Numba dispatcher expects of its cache.
 
     An entry that cannot be written (a read-only home, a full disk) or read (cut short, damaged) costs a compilation
-    in memory and nothing else; `halfulp.kernels.report()` says so.
+    in memory and nothing else; `halfulp.kernels.report()` says so. Of processes that need an entry at the same time,
+    such as the ranks of a training, one compiles it and the others wait for it.
     """
 
     def __init__(self, name: str, key: str) -> None:
         self._name, self._key = name, key
+        self._lock: filelock.BaseFileLock | None = None
 
     def load_overload(self, signature, target):
-        """The compiled kernel for a signature, or None."""
+        """The compiled kernel for a signature; None where it is this process's turn to compile it, until `end_turn`."""
         path = self._path(target)
-        if path is None or not path.is_file():
+        if path is None:
+            return None
+        seen = _identity(path)
+        found = self._load(path, target)
+        if found is None:
+            self._take_turn(path)
+            if _identity(path) != seen:
+                found = self._load(path, target)
+        return found
+
+    def end_turn(self) -> None:
+        """Let the next process look: the entry was written, or will not be."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            # Whoever waits for a lock whose file is gone begins anew with another file.
+            with contextlib.suppress(OSError):
+                os.unlink(lock.lock_file)
+            lock.release()
+
+    def _take_turn(self, path: Path) -> None:
+        """Wait until no other process compiles the entry, but not without end."""
+        import filelock
+
+        lock = filelock.FileLock(path.with_suffix(".lock"))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=PATIENCE)
+            self._lock = lock
+        except filelock.Timeout:
+            note("cache", f"another process did not end compiling a kernel in {PATIENCE:g} s: compiled here too")
+        except (OSError, NotImplementedError):
+            # Where no file can be written no entry can either, and saving says so; without locks both compile.
+            return
+
+    def _load(self, path: Path, target):
+        if not path.is_file():
             return None
         from numba.core.compiler import CompileResult
 
@@ -85,6 +129,15 @@ class MachineCodeCache:
         machine = (numba.__version__, llvmlite.__version__, processor(), source_digest(*_GENERATORS))
         key = hashlib.sha256(repr((self._key, machine)).encode()).hexdigest()[:32]
         return None if folder is None else folder / f"{self._name}-{key}.kernel"
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file lies at a path; None where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 @functools.cache

@@ -94,6 +94,7 @@ def dtype_of(store: str) -> torch.dtype:
     return DTYPES.get(store, torch.float32)
 
 
+@functools.cache
 def rule_of(name: str) -> hu.optim.UpdateRule:
     """The update rule that an optimizer takes with the options of RULES."""
     kind, given = RULES[name]

@@ -25,8 +25,11 @@ def machine_code(dispatcher: Any, name: str, key: str, signature: str, pieces: I
 
     with global_compiler_lock:
         _free_pass_managers()
-        dispatcher._cache = MachineCodeCache(name, key)
-        dispatcher.compile(signature)
+        cache = dispatcher._cache = MachineCodeCache(name, key)
+        try:
+            dispatcher.compile(signature)
+        finally:
+            cache.end_turn()
         dispatcher.disable_compile()
         for result in dispatcher.overloads.values():
             _free_copy_to_inline(result.library)
