@@ -73,6 +73,8 @@ DRAWING = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multi
 def drawn_from_elsewhere(text: str) -> list[str]:
     """Random numbers in a function that is given a generator, and draws them from another one."""
     found = []
+    if "generator" not in text:
+        return found
     tree = ast.parse(text)
     kinds = written_out(tree)
     for function in ast.walk(tree):

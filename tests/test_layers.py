@@ -1,6 +1,7 @@
 """The house: imports go one way, importing does no work, every file is one idea with a name and a docstring."""
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -36,6 +37,7 @@ MOST_LINES = 420
 MOST_FILES = 15
 
 
+@functools.cache
 def _imported(path: Path) -> set[str]:
     """What a file imports of halfulp, anywhere in it, as "optim._optimizer.Optimizer"."""
     package = ["halfulp", *path.relative_to(ROOT).parent.parts]

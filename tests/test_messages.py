@@ -1,6 +1,7 @@
 """What users are told: refusals of the public face over wrong inputs, and the words of every raise in the source."""
 
 import ast
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -76,11 +77,14 @@ def _text(node: ast.expr) -> str:
     return ""
 
 
+@functools.cache
 def _raises():
-    for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                yield f"{path.relative_to(ROOT)}:{node.lineno}", _text(node.exc.args[0])
+    return tuple(
+        (f"{path.relative_to(ROOT)}:{node.lineno}", _text(node.exc.args[0]))
+        for path in sorted(ROOT.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
+    )
 
 
 def test_articles_go_with_the_name_that_follows():

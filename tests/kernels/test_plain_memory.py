@@ -187,6 +187,7 @@ def test_every_kind_is_converted_or_refused_everywhere(place, kind):
     assert result.detach().float().tolist() == values
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_memory_holds_the_values_or_is_refused(kind):
     make, values = KINDS[kind]
@@ -247,7 +248,7 @@ LOOKED_AT = {
 
 
 def test_pointers_are_taken_in_few_places():
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in (path for path in sorted(SOURCE.rglob("*.py")) if "data_ptr" in path.read_text()):
         allowed = LOOKED_AT.get(str(path.relative_to(SOURCE)), set())
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef) or function.name in allowed:

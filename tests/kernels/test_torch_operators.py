@@ -80,7 +80,7 @@ def _looked_up_on_import(tree: ast.AST) -> list[str]:
 
 
 def test_nothing_is_looked_up_in_torch_ops_when_it_is_imported():
-    for path in ROOT.rglob("*.py"):
+    for path in (path for path in ROOT.rglob("*.py") if "torch.ops" in path.read_text()):
         assert not _looked_up_on_import(ast.parse(path.read_text())), path
     seen = "@implements(torch.ops.aten.add.Tensor)\ndef f(x):\n    return torch.ops.aten.neg(x)\n"
     assert _looked_up_on_import(ast.parse(seen))
