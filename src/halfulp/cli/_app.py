@@ -46,15 +46,15 @@ def application() -> Any:
     """
     import typer
 
-    from ._audit import audit
-    from ._compare import compare
-    from ._forecast import forecast
-    from ._formats import formats
-    from ._observe import SETTINGS, observe
-    from ._recipes import recipes
-    from ._tasks import tasks
-    from ._tune import tune
-    from ._verify import verify
+    from .commands._audit import audit
+    from .commands._compare import compare
+    from .commands._forecast import forecast
+    from .commands._formats import formats
+    from .commands._observe import SETTINGS, observe
+    from .commands._recipes import recipes
+    from .commands._tasks import tasks
+    from .commands._tune import tune
+    from .commands._verify import verify
 
     app = typer.Typer(
         help="Train in 16, 8 and fewer bits with 32-bit accuracy, and see why it works.",

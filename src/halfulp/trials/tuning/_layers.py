@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ...observation._finding import pattern_of
+from ..._qualified_names import pattern_of
 from ...recipes import Recipe
 from ...recipes._plan import assign
 

@@ -1,6 +1,6 @@
 """halfulp formats: the number formats."""
 
-from ._output import Json, cell, console, plain_table, print_json
+from .._output import Json, cell, console, plain_table, print_json
 
 _COLUMNS = {
     "name": "name",
@@ -23,7 +23,7 @@ _ONLY_WHERE_WIDE = ("nan", "overflow", "torch_dtype", "infinities")
 
 def formats(json: Json = False) -> None:
     """Print the number formats as a table."""
-    from ..formats import block_rows, rows
+    from ...formats import block_rows, rows
 
     if json:
         print_json({"formats": rows(), "block_formats": block_rows()})

@@ -1,11 +1,11 @@
 """halfulp recipes: the named recipes."""
 
-from ._output import Json, console, plain_table, print_json
+from .._output import Json, console, plain_table, print_json
 
 
 def recipes(json: Json = False) -> None:
     """Print the recipes: what is kept in which format, and how weights are updated."""
-    from ..recipes import get, names
+    from ...recipes import get, names
 
     found = [get(name) for name in names()]
     if json:

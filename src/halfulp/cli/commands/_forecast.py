@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from ._out import Out, prepare, write_out
-from ._output import Json, print_json
+from .._out import Out, prepare, write_out
+from .._output import Json, print_json
 
 
 def forecast(
@@ -33,8 +33,8 @@ def forecast(
 
     The exit code is 0 with nothing above a note, 1 with a finding, 2 on bad input.
     """
-    from ..observation import forecast
-    from ..observation._finding import worst_severity
+    from ...observation import forecast
+    from ...observation._finding import worst_severity
 
     prepare(out, "forecast")
     if (beta1 is None) != (beta2 is None):

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ._names import complete, recipe_names, split, task_names
-from ._output import Json, console, plain_table, print_json
-from ._trials import run_trials
+from .._names import complete, recipe_names, split, task_names
+from .._output import Json, console, plain_table, print_json
+from .._trials import run_trials
 
 
 def tune(
@@ -39,8 +39,8 @@ def tune(
     json: Json = False,
 ) -> None:
     """Find the recipe of fewest bytes per parameter that stays with float32, per layer where that pays."""
-    from ..pages import write_whole
-    from ..trials import tune as search
+    from ...pages import write_whole
+    from ...trials import tune as search
 
     found = run_trials(
         partial(search, task, tolerance),

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ._errors import ends_as_exit_code, fail
-from ._out import prepare, write_out
-from ._output import Json, print_json, prints_elsewhere
+from .._errors import ends_as_exit_code, fail
+from .._out import prepare, write_out
+from .._output import Json, print_json, prints_elsewhere
 
 if TYPE_CHECKING:
-    from ..observation.scripts import Ending, Watch
+    from ...observation.scripts import Ending, Watch
 
 # Options behind the script's name are the script's.
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -37,7 +37,7 @@ def observe(
     observed. While the script runs, each sampled step becomes a line of observe.jsonl, which a killed run leaves. With
     --json what the script prints goes to stderr. Under torchrun the first process alone writes.
     """
-    from ..observation.scripts import TERMINATED, Ending, Termination, Watch, run_script
+    from ...observation.scripts import TERMINATED, Ending, Termination, Watch, run_script
 
     first = _rank() == 0
     if not module and not Path(script).is_file():

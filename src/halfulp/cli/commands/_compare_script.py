@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..pages import check_writable, require, write_whole
-from ._errors import fail, writing
-from ._output import cell, console, plain_table, print_json
+from ...pages import check_writable, require, write_whole
+from .._errors import fail, writing
+from .._output import cell, console, plain_table, print_json
 
 _FILE, _PAGE, _LOG = "compare-script.json", "compare-script.html", "error.log"
 _STYLES = {
@@ -35,8 +35,8 @@ def compare_script(
     as_json: bool,
 ) -> None:
     """Run it, print a table or JSON, and write the page and the JSON."""
-    from ..trials.script import ScriptError
-    from ..trials.script import compare_script as compare
+    from ...trials.script import ScriptError
+    from ...trials.script import compare_script as compare
 
     _check(script, module, unused)
     require("matplotlib")

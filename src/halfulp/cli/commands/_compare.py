@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
+from ...trials import DEFAULT_RECIPES, DEFAULT_TASKS
+from .._errors import fail
+from .._names import complete, recipe_names, several, split, task_names
+from .._output import Json, console, plain_table, print_json
+from .._trials import run_trials
 from ._compare_script import compare_script
-from ._errors import fail
-from ._names import complete, recipe_names, several, split, task_names
-from ._output import Json, console, plain_table, print_json
-from ._trials import run_trials
 
 
 def compare(
@@ -56,7 +56,7 @@ def compare(
         compare_script(script, arguments or [], split(recipe, DEFAULT_RECIPES), module, unused, out, json)
         return
     tasks, recipes = split(task, DEFAULT_TASKS), split(recipe, DEFAULT_RECIPES)
-    from ..trials import compare as train
+    from ...trials import compare as train
 
     evidence = run_trials(
         partial(train, tasks, recipes),
@@ -78,7 +78,7 @@ def compare(
 def _print_tables(evidence: Any) -> None:
     from rich.text import Text
 
-    from ..trials.evidence._table import cells, notes
+    from ...trials.evidence._table import cells, notes
 
     shown = console()
     for task in evidence.tasks():

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from .._messages import a_kind
-from ._errors import fail, or_fail, writing
-from ._names import complete, recipe_names, task_names
-from ._output import Json, console, plain_table, print_json
+from ..._messages import a_kind
+from .._errors import fail, or_fail, writing
+from .._names import complete, recipe_names, task_names
+from .._output import Json, console, plain_table, print_json
 
 
 def verify(
@@ -35,7 +35,7 @@ def verify(
 
     The exit code is 0 if all gradients agree and nothing fell back, else 1.
     """
-    from ..recipes import verify
+    from ...recipes import verify
 
     if (target is None) == (task is None):
         fail("give either a target, package.module:function, or --task with a task's name")
@@ -75,7 +75,7 @@ def _check_writable(out: str) -> None:
 
 
 def _of_task(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:
-    from ..trials.tasks import get
+    from ...trials.tasks import get
 
     task = get(name, data)
     if hasattr(task, "trial"):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._output import Json, console, plain_table, print_json
+from .._output import Json, console, plain_table, print_json
 
 if TYPE_CHECKING:
-    from ..trials.tasks import Task
+    from ...trials.tasks import Task
 
 
 def tasks(json: Json = False) -> None:
     """Print the tasks that recipes can be compared on."""
-    from ..trials.tasks import kind_of, names
+    from ...trials.tasks import kind_of, names
 
     rows = [_row(kind_of(name)) for name in names()]
     if json:

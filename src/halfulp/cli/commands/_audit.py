@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ._out import Out, prepare, write_out
-from ._output import Json, console, plain_table, print_json
+from .._out import Out, prepare, write_out
+from .._output import Json, console, plain_table, print_json
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", "no": "green", None: ""}
 
@@ -27,7 +27,7 @@ def audit(
     torch.distributed.checkpoint, by memory map; nothing in them is executed. The exit code is 0 if nothing above a
     note was found, 1 if something was, 2 if a checkpoint cannot be read.
     """
-    from ..observation import audit as compare_checkpoints
+    from ...observation import audit as compare_checkpoints
 
     prepare(out, "audit")
     found = compare_checkpoints(a, b, share=share, lr=lr)
@@ -42,7 +42,7 @@ def audit(
 def _print(found: Any) -> None:
     from rich.text import Text
 
-    from ..observation._listing import listing
+    from ...observation._listing import listing
 
     shown = console()
     for line in listing(found.findings):
