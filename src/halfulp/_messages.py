@@ -1,4 +1,4 @@
-"""What messages share: a class with its article, names that are missing or unknown."""
+"""Words of error messages: a class with its article, lists of names, missing and unknown names."""
 
 from __future__ import annotations
 

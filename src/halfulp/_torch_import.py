@@ -1,4 +1,4 @@
-"""What torch is told about halfulp as soon as both are imported, in either order."""
+"""Registration of halfulp's classes and operators with torch, once both are imported, in either order."""
 
 import contextlib
 import importlib

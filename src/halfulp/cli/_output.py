@@ -1,4 +1,4 @@
-"""What a command prints: a table for a person, or with --json one JSON document on standard output."""
+"""Output of commands: a table for a person, or with --json one JSON document on standard output."""
 
 import contextlib
 import json

@@ -53,7 +53,7 @@ class Emulation:
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        """What torch.jit.script reads first; it then compiles the source of what stands here, and not the plain one."""
+        """Raise: torch.jit.script reads this first, and would compile the source of this class."""
         raise NotScriptedError(untraceable("torch.jit.script"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

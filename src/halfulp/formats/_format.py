@@ -225,7 +225,7 @@ class Format:
 
 
 def _defaults(format: Format) -> dict[str, object]:
-    """What ``None`` stands for, given the other fields."""
+    """Return the values that ``None`` stands for, by the other fields."""
     at_zero = format.nan == "negative_zero"
     return {
         "bias": 2 ** (format.exponent_bits - 1) - 1 + at_zero,

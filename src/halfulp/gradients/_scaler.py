@@ -328,7 +328,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         self._controller.sites.merge(keys, reason)
 
     def backend(self, name: str = "inductor") -> Callable[..., Any]:
-        """What compiles a model of this scaler: ``torch.compile(model, backend=scaler.backend("inductor"))``.
+        """Return the backend of ``torch.compile(model, backend=scaler.backend("inductor"))`` for this scaler's models.
 
         Raises:
             ValueError: a backend without a backward graph to put exponents in.

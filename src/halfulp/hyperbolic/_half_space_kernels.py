@@ -78,7 +78,7 @@ def _coordinates(values: tuple, width: int, components: int, dtype: torch.dtype)
 
 
 def _move(y, step: tuple) -> tuple[list, object, object]:
-    """What `HalfSpace._move` does."""
+    """Compute `HalfSpace._move` on components."""
     framed = [s / y for s in step]
     size = functools.reduce(lambda a, b: select(a > b, a, b), [abs(e) for e in framed])
     size = select(size > 0.0, size, 1.0)

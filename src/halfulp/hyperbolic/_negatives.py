@@ -99,7 +99,7 @@ class RankingSets:
         return torch.searchsorted(ends, marks, right=True).clamp_(max=self.nodes - 1)
 
     def _first_of_each(self, candidates: torch.Tensor) -> torch.Tensor:
-        """Where a candidate stands for the first time in its row."""
+        """Return where each candidate occurs for the first time in its row."""
         columns = torch.arange(candidates.shape[1], dtype=torch.int16, device="cpu").expand(candidates.shape)
         seen = torch.full((len(candidates), self.nodes), 32_767, dtype=torch.int16, device="cpu")
         return seen.scatter_reduce_(1, candidates, columns, "amin").gather(1, candidates) == columns

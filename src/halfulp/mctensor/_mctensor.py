@@ -165,7 +165,7 @@ class MCTensor(torch.Tensor):
 
     @property
     def scale(self) -> Tensor | None:
-        """What the sum of the components is multiplied by: a float32 power of two without dimensions, or None."""
+        """The scale of the components' sum: a float32 power of two without dimensions, or None."""
         return self._scale
 
     # torch's distributed checkpoints look up every entry of a state_dict as an attribute.

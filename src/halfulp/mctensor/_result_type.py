@@ -20,7 +20,7 @@ _FACTORS = ("mul", "div", "addcmul")
 
 
 class ResultType(NamedTuple):
-    """What an operator's result is made of.
+    """The type of an operator's result: components, dtype, scale and kind of gradients.
 
     dtype, components, device: of the result's components, and their number.
     gradients: "first" or "components", see MCTensor.

@@ -67,7 +67,7 @@ class ContractDifference:
 
 @dataclass(frozen=True)
 class Contract:
-    """What `contract` returns: the terms of every parameter and floating-point buffer, by name.
+    """A precision contract: the terms of every parameter and floating-point buffer, by name.
 
     Attributes:
         tensors: in the order of the model.

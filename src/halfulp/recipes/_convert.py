@@ -25,7 +25,7 @@ _RECORD = "_halfulp_conversion"
 
 
 class _Record(NamedTuple):
-    """What `convert` did to a model: the recipe, and the buffers whose dtype it changed."""
+    """A record of a conversion: the recipe, and the buffers whose dtype was changed."""
 
     recipe: Recipe
     buffers: tuple[str, ...]

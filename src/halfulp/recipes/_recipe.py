@@ -284,7 +284,7 @@ class Recipe:
         return cls.from_dict(data)
 
     def explain(self) -> str:
-        """What the recipe does, in sentences.
+        """Return sentences that say what the recipe does.
 
         >>> import halfulp.recipes
         >>> print(halfulp.recipes.get("bf16-kahan").explain())

@@ -45,7 +45,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _Transformed(_StraightThrough):
-    """The same for the transforms of torch.func and forward mode, of which torch.compile refuses the derivative."""
+    """As `_StraightThrough`, for transforms of torch.func and forward mode, which torch.compile refuses."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""What the tensor subclasses here share: rules, fallbacks, state dicts, and the modules that hold parameters."""
+"""The common base of the tensor subclasses: rule tables, fallbacks, pickling, and conversion of models."""
 
 from ._collectives import collective_rule as collective_rule
 from ._collectives import group_size as group_size

@@ -56,7 +56,7 @@ def round_words(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def carried(limbs: torch.Tensor) -> torch.Tensor:
-    """The same value with every limb but the last in [0, 2^32); limbs stand along the last dimension."""
+    """Pass carries on until every limb but the last is in [0, 2^32); limbs are the last dimension."""
     for _ in range(2):
         limbs = _low(limbs) + _passed(limbs >> LIMB)
     # Now every limb but the last lies in [-1, 2^32]: what is left are carries of 1, and then of -1, that run through.
@@ -73,12 +73,12 @@ def _low(limbs: torch.Tensor) -> torch.Tensor:
 
 
 def _passed(carries: torch.Tensor) -> torch.Tensor:
-    """What each limb gets from the one below it."""
+    """Return the carry into each limb."""
     return torch.cat([torch.zeros_like(carries[..., :1]), carries[..., :-1]], -1)
 
 
 def _running(starts: torch.Tensor, passes: torch.Tensor) -> torch.Tensor:
-    """Where a carry comes in: from a limb that starts one, through all limbs that pass it on."""
+    """Return which limbs a carry reaches, from a limb that starts one through all that propagate it."""
     index = torch.arange(starts.shape[-1], device=starts.device, dtype=torch.int64).expand(starts.shape)
     stop = torch.where(passes, -1, index).cummax(-1).values
     goes_out = (stop >= 0) & starts.gather(-1, stop.clamp(min=0))

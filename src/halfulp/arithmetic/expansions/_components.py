@@ -42,7 +42,7 @@ def _beyond_a_tie(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor
 
 
 def renormalize(parts: Parts, components: int, dtype: torch.dtype | None = None) -> Parts:
-    """The same sum as canonical components: any order and overlap in, |next| <= ulp(previous) / 2 out."""
+    """Return canonical components of the same sum, |next| <= ulp(previous) / 2, from terms of any order and overlap."""
     return pointwise("renormalize", parts, components=components, dtype=dtype or parts[0].dtype)
 
 

@@ -16,7 +16,7 @@ _BITS = 1700  # the largest float64 has 1024 binades above 1; as many digits aga
 
 
 def beyond_reach(head: torch.Tensor) -> torch.Tensor | None:
-    """Where finite angles are beyond the kernels' reduction; None where none is."""
+    """Return which finite angles are beyond the kernels' reduction; None if none is."""
     far = (head.abs() > LARGEST_ANGLE) & torch.isfinite(head)
     return far if bool(far.any()) else None
 

@@ -1,4 +1,4 @@
-"""What refinement of linear algebra is made of: expansions with room to spare, exact scaling, watching convergence."""
+"""Tools of iterative refinement: working precision, exact scaling, convergence tests."""
 
 from __future__ import annotations
 

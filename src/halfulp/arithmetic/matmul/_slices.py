@@ -43,7 +43,7 @@ def least_sum(slices: int, inner: int, bits: int) -> float:
 
 
 def tails_error(slices: int, inner: int) -> float:
-    """What the tails' rounding adds at most, in scaled units, whatever the order of additions."""
+    """Return a bound of the tails' rounding error in any order of additions, in scaled units."""
     return 1.01 * ((slices + 1) * inner + 8) * inner * (slices + 1) * 2.0 ** (-covered(slices) - 1 - 53)
 
 

@@ -255,7 +255,7 @@ class Placement:
                 return self._preferred[reader]
 
     def _works_at(self, product: Node) -> str:
-        """Where a product's gradients are: at the global exponent where it makes parameters' alone and all are wide.
+        """Return the site of a product's gradients; the global one if it makes only parameters' and all are wide.
 
         Its input is moved then, together with whatever makes it, and not its result, which would be read once more.
         """

@@ -91,7 +91,7 @@ class CopyWithStrides(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor: Tensor) -> Tensor:
-        """The same numbers."""
+        """Return a copy of the values with their strides."""
         return with_strides_of(tensor.clone(), tensor)
 
     @staticmethod

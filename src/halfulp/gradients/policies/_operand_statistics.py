@@ -25,7 +25,7 @@ _GROUPS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What a product multiplies in backward, as sums over k of gradient[..., k] weight[k, ...].
+    """The operands of a product in backward, as sums over k of gradient[..., k] weight[k, ...].
 
     Attributes:
         gradient: Of the product's result, as stored; shape (..., K).
@@ -40,7 +40,7 @@ class Operands:
 
 @dataclasses.dataclass(frozen=True)
 class Factor:
-    """What a gradient is multiplied by to be passed on.
+    """The second operand of a product in backward, by which a gradient is multiplied.
 
     Attributes:
         tensor: The matrix, batched or not, or the convolution's weight as torch stores it.

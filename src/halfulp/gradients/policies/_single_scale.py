@@ -50,7 +50,7 @@ class Measured(Policy):
         check_count("headroom", self.headroom, 0, 30)
 
     def exponent(self, site: Site) -> int | None:
-        """What this site alone would allow; the scaler takes the least of all."""
+        """Return the exponent that this site alone would allow; the scaler takes the least of all sites."""
         return Amax(self.headroom, self.headroom).exponent(site)
 
 

@@ -33,7 +33,7 @@ class VectorBuilder:
         return self.shape(scalar, lanes_of(value.type))
 
     def constant(self, kind, value):
-        """The same constant in all lanes of a type."""
+        """Return a constant in all lanes of a type."""
         return self.ir.Constant(kind, [value] * kind.count if isinstance(kind, self.ir.VectorType) else value)
 
     def word(self, value: int):

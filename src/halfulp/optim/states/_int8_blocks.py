@@ -110,7 +110,7 @@ def scale_shape(shape: torch.Size, block: int) -> torch.Size:
 
 
 def _cube_codes(x: torch.Tensor, random: torch.Tensor, by_code: bool) -> torch.Tensor:
-    """One of the two whole numbers whose cubes lie around x, such that it, or else its cube, is right on average."""
+    """Round to one of the two integers whose cubes lie around x, without bias of the integer or of the cube."""
     safe = x.clamp(min=float(LEAST_ROOTED))
     third = float(THIRD)
     y = (int(ROOT_MAGIC) - (safe.view(torch.int32).float() * third).to(torch.int32)).to(torch.int32).view(torch.float32)

@@ -63,7 +63,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where the gradients lie, and the parameters."""
+        """The device of the gradients and the parameters."""
         return self.gradients[0].device
 
     def parts(self, row: int) -> list[torch.Tensor]:

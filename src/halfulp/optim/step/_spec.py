@@ -23,7 +23,7 @@ WEIGHT_SCALES = ("weight_scale", "weight_inverse", "gradient_scale", "weight_rat
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What the parameters of one fused call have in common: rule, weight update, storage of weight and states.
+    """The specification of a fused call: rule, weight update, storage of the weight and the states.
 
     Attributes:
         rule: the update rule.
@@ -121,7 +121,7 @@ class StepSpec:
 
     @property
     def advice(self) -> str:
-        """What to look at where a compiled step differs from its reference."""
+        """Return what to check if a compiled step differs from its reference, for the error."""
         return (
             f"If update rule {self.rule.name!r} is your own: it may use + - * and sqrt, divide, maximum and sign_of "
             "of halfulp.kernels, and takes every number as a constant."

@@ -18,7 +18,7 @@ _DEEPEST = 5
 
 
 def outside_state(optimizer: torch.optim.Optimizer, marks: Mapping[str, object]) -> dict[str, Any]:
-    """What `load_state_dict` must restore beside states and groups: attributes, and what the class itself saves.
+    """Return the state beside parameter states and groups: attributes, and entries that the class itself saves.
 
     Args:
         optimizer: the wrapped one.
@@ -46,7 +46,7 @@ def outside_state(optimizer: torch.optim.Optimizer, marks: Mapping[str, object])
 
 
 def checked_outside_state(optimizer: torch.optim.Optimizer, saved: Any) -> dict[str, Any]:
-    """What `outside_state` has saved, if this optimizer can take it; raises ValueError else."""
+    """Return the state saved by `outside_state` if this optimizer can take it; raise ValueError if not."""
     if not isinstance(saved, Mapping) or not all(isinstance(entry, Mapping) for entry in saved.values()):
         raise ValueError("'base' of the state_dict must hold what the wrapped optimizer keeps beside its states")
     kept = {name for name, value in _attributes(optimizer) if not _is_plain(value)}
@@ -77,7 +77,7 @@ def marks_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
-    """What a class adds to torch's attributes; lists of the parameters themselves are derived."""
+    """Return the attributes that a class adds to torch's, without lists of the parameters themselves."""
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = []
     for name, value in vars(optimizer).items():

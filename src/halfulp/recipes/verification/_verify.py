@@ -30,7 +30,7 @@ _SHOWN = 5
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         technique: What was verified: "scaled" or "gradients".

@@ -75,7 +75,7 @@ class Row:
 
 @dataclass
 class Drift:
-    """What `drift` measured: rows in the order of their first call, and the fallbacks of the block."""
+    """The result of `drift`: rows in the order of their first call, and the fallbacks of the block."""
 
     rows: list[Row] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""Where a model rescales: at the inputs of normalisations, at named modules, or where one measured step proposes."""
+"""Placement of rescales: at the inputs of normalisations, at named modules, or as one measured step proposes."""
 
 from __future__ import annotations
 

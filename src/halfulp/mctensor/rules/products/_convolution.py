@@ -49,7 +49,7 @@ def _output_sizes(sizes: Sequence[int], setup: dict) -> list[int]:
 
 
 def _to_input(gradient: Any, weight: Any, sizes: Sequence[int], setup: dict) -> Any:
-    """What a forward's output sends back to its input of these sizes: also the transposed convolution."""
+    """Return the gradient of the input, of these sizes; this is the transposed convolution, too."""
     groups, padding = setup["groups"], setup["padding"]
     batch, channels, places = gradient.shape[0], weight.shape[1] * groups, gradient.shape[2:]
     matrix = weight.reshape(groups, weight.shape[0] // groups, -1).transpose(1, 2)
@@ -60,7 +60,7 @@ def _to_input(gradient: Any, weight: Any, sizes: Sequence[int], setup: dict) -> 
 
 
 def _to_weight(gradient: Any, x: Any, shape: Sequence[int], setup: dict) -> Any:
-    """What a forward's output sends back to its weight: one product over places and batch together."""
+    """Return the gradient of the weight: one product over positions and batch together."""
     groups = setup["groups"]
     columns = _columns(_padded(x, setup["padding"]), setup["kernel"], setup["stride"], setup["dilation"], groups)
     rows = gradient.reshape(x.shape[0], groups, shape[0] // groups, -1)

@@ -42,7 +42,7 @@ def sort(x: MCTensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
 
 @implements(aten.argsort.stable)
 def argsort(x: MCTensor, *, stable: bool = True, dim: int = -1, descending: bool = False) -> Tensor:
-    """Where the values in order were."""
+    """Return the indices that sort the values."""
     return sort(x, dim=dim, descending=descending)[1]
 
 
@@ -158,13 +158,13 @@ def _nonempty(x: MCTensor) -> Any:
 
 @implements(aten.argmax.default)
 def argmax(x: MCTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Where the largest value is."""
+    """Return the index of the largest value."""
     return _index_of_extreme(x, dim, keepdim, 1)
 
 
 @implements(aten.argmin.default)
 def argmin(x: MCTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Where the smallest value is."""
+    """Return the index of the smallest value."""
     return _index_of_extreme(x, dim, keepdim, -1)
 
 

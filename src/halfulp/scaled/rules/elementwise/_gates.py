@@ -96,5 +96,5 @@ def rrelu_with_noise(x: ScaledTensor, noise: Any, *arguments: Any, **options: An
 
 @implements(aten.rrelu_with_noise_.default, family="gated")
 def rrelu_with_noise_(x: ScaledTensor, noise: Any, *arguments: Any, **options: Any) -> Tensor:
-    """The same in place."""
+    """As `rrelu_with_noise`, in place."""
     return write(x, rrelu_with_noise(x, noise, *arguments, **options))

@@ -40,7 +40,7 @@ def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Te
 
 @implements(aten._index_put_impl_.default, family="indexing")
 def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Tensor:
-    """The same in place."""
+    """As `index_put`, in place."""
     result = index_put(x, indices, values, accumulate)
     given = {"indices": indices, "values": values, "accumulate": accumulate}
     check_written_at("_index_put_impl_", given, x, result)
@@ -67,7 +67,7 @@ def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *,
 
 @implements(aten.index_reduce.default, family="indexing")
 def index_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
-    """The same along a dimension."""
+    """As `scatter_reduce`, along a dimension."""
     return _reduced(aten.index_reduce.default, x, dim, index, source, reduce, include_self)
 
 
