@@ -62,7 +62,7 @@ class Results(NamedTuple):
 
 @cache
 def results_of(operator: torch._ops.OpOverload) -> Results:
-    """Read an operator's schema, with what is known beyond it.
+    """Return an operator's results by its schema, with exceptions that schemas do not tell.
 
     >>> results_of(torch.ops.aten.addmm.default)
     Results(name='aten.addmm', fresh=(0,), written=(), kept=0, aliases_caller=False)

@@ -6,7 +6,7 @@ from ._rounder import Rounder
 
 
 def describe(rounder: Rounder, off_format: dict[str, int]) -> str:
-    """Every operator seen, most roundings first, and what is not in the format.
+    """Return the table of all operators seen, most roundings first, and of values outside the format.
 
     Args:
         rounder: whose tally it is.

@@ -64,7 +64,7 @@ class Rounder:
         self._draws = itertools.count(*state["draws"])
 
     def round_in_place(self, x: Tensor, source: str) -> int:
-        """Round x where it lies; how many tensors that were, 0 where x holds no floating numbers.
+        """Round x in place; return the number of tensors rounded, 0 if x has no floating numbers.
 
         Raises:
             NotImplementedError: If x cannot be rounded; the message names `source`.

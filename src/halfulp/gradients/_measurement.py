@@ -41,7 +41,7 @@ class Measurements:
             self._rows.append((site, kind, stored, gradient.numel(), _statistics(gradient, stored)))
 
     def read(self, flags: list[Tensor]) -> tuple[list[float], list[Measurement]]:
-        """The values of ``flags``, numbers on any device, and what was measured, in order, by one copy per device."""
+        """Return the values of ``flags`` and all measurements, in order, by one copy per device."""
         rows, self._rows = self._rows, []
         lines = [torch.stack([flag.float()] * 3) for flag in flags]
         values = to_host([*lines, *(row[-1] for row in rows)])

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class KernelMismatchError(RuntimeError):
-    """A compiled kernel gave other bits than its reference: a compiler with unsafe floating-point options, say."""
+    """Raised when a compiled kernel gives other bits than its reference, as under unsafe compiler options."""
 
 
 def check_bits(

@@ -169,7 +169,7 @@ def _table() -> dict[float, Fraction]:
 
 @functools.cache
 def _selu() -> frozenset[float]:
-    """SELU's scale, and that times its alpha: torch gives them to elu, and nobody else has them."""
+    """Return SELU's scale, and scale * alpha, which torch passes to elu."""
     return frozenset(value for text in _SELU for value in _neighbours(float(text)))
 
 

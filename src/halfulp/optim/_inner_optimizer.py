@@ -13,7 +13,7 @@ def is_wrapper(given: Any) -> bool:
 
 
 def inner_optimizer(given: Any) -> Any:
-    """Return what wrappers hold as `optimizer`, the innermost; what is no wrapper, or holds nothing, as it is."""
+    """Return the innermost optimizer of nested wrappers; any other object unchanged."""
     while is_wrapper(given):
         inner = getattr(given, "optimizer", None)
         if inner is None or inner is given:

@@ -35,7 +35,7 @@ def merge(parts: Parts, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def _beyond_a_tie(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor) -> torch.Tensor:
-    """Canonical components rounded to one: the first, or, where a third lies beyond the tie of two, its neighbour."""
+    """Round canonical components to one: the first, or its neighbour if a third component decides a tie."""
     other = first + 2 * second
     tie = (other - first == 2 * second) & (torch.nextafter(first, other) == other) & (second != 0)
     return torch.where(tie & (third.sign() == second.sign()), other, first)

@@ -281,7 +281,7 @@ class _Reduction(NamedTuple):
 
 
 def _gathered(row: Terms) -> Terms:
-    """Up to two float32 lie in a float64, three and more in two."""
+    """Combine float32 components in float64: up to two in one, three and more in two."""
     if len(row) <= 2:
         return [row[0] + row[1]] if len(row) == 2 else row
     high, low = two_sum(row[0], row[1])

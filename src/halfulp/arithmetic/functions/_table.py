@@ -43,7 +43,7 @@ def _mul(x: list[Terms], n: int) -> Terms:
 
 
 def _addcmul(x: list[Terms], n: int) -> Terms:
-    """The product's own error stays: relative to |a| + |b c|, not to what is left after cancellation."""
+    """a + b c, with an error relative to |a| + |b c|, not to the result of a cancellation."""
     plain = x[0][0] + x[1][0] * x[2][0]
     if n == 2 and len(x[0]) == 2 and len(x[1]) == 1:
         return nets.settled(plain, nets.updated(x[0], x[1][0], x[2]))

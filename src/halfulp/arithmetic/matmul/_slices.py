@@ -20,7 +20,7 @@ FLUSHED = 2.0**-60  # magnitudes below it do not count in the sums that judge th
 
 
 def covered(slices: int) -> int:
-    """How many bits below a row's largest magnitude lie in slices."""
+    """Return how many bits below a row's largest magnitude the slices cover."""
     return BITS + (slices - 1) * (BITS + 1)
 
 

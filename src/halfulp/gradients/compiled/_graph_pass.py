@@ -373,7 +373,7 @@ class Placement:
         return [self._product(node, moved) for node in self._calls if not self._is_a_step(node)]
 
     def _is_a_step(self, node: Node) -> bool:
-        """Whether a node is on the way to the gradient of what was read without a product."""
+        """Return whether a node leads to the gradient of a parameter that was read without a product."""
         return self.roles[node] == "opening" and any(self.roles.get(x) == "opening" for x in node.users)
 
     def _product(self, node: Node, moved: Collection[Node]) -> Product:

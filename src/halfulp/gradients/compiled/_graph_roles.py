@@ -104,7 +104,7 @@ def _alone(node: Node, gradients: Mapping[Node, None]) -> bool:
 
 
 def _one_of(node: Node, gradients: Mapping[Node, None], a: int, b: int) -> bool:
-    """Whether one of two factors is a gradient, and whatever is added to their product is a gradient, too, or zero."""
+    """Return whether one of two factors is a gradient, and all addends of their product are gradients or zero."""
     if (node.args[a] in gradients) == (node.args[b] in gradients):
         return False
     added = [x for i, x in enumerate(node.args) if i not in (a, b) and isinstance(x, Node)]
@@ -137,7 +137,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _is_zero(node: object) -> bool:
-    """Whether a tensor is made of zeros, whatever reads it in between."""
+    """Return whether a tensor is made of zeros, possibly through views and copies."""
     if not isinstance(node, Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = node.target._opname
@@ -153,7 +153,7 @@ def _is_zero(node: object) -> bool:
 
 
 def narrows(node: Node) -> bool:
-    """Whether a node makes float16 of what is wider."""
+    """Return whether a node casts a wider tensor to float16."""
     if getattr(node.target, "_opname", None) not in _CASTS or node.meta["val"].dtype != torch.float16:
         return False
     return node.all_input_nodes[0].meta["val"].dtype != torch.float16

@@ -64,7 +64,7 @@ Entering = dict[Node, list[tuple[Node, list[Node]]]]
 def _round(
     writer: Writer, moved: dict[Node, Edge], entering: Entering, watching: dict[Node, Node | None]
 ) -> dict[Node, Node]:
-    """Round whatever comes to a site, for all its readers, and what enters a product, for those there alone.
+    """Round gradients that arrive at a site for all readers, and those that enter a product for its readers alone.
 
     What shows the policy a product's factors reads what the product does.
     """

@@ -135,7 +135,7 @@ class Backward:
             self.end()
 
     def check_exits(self, node: Any) -> None:
-        """Check that what is read outside of models is an output of them; it is not known of those without regions.
+        """Check that a tensor read outside of models is an output of them; without regions one scale is used.
 
         Raises:
             ValueError: it is none.

@@ -154,7 +154,7 @@ class Region(TorchFunctionMode):
     # sites ----------------------------------------------------------------------------------------------------
 
     def site_of(self, tensor: Tensor) -> Site:
-        """The site of a tensor's gradient; what was there before the region is at the global one."""
+        """Return the site of a tensor's gradient; tensors made before the region are at the global one."""
         if not self._backward.custom_functions and self._may_be_custom(tensor):
             self._fail_recording()
             self._backward.note_custom_function()

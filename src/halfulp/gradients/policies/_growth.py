@@ -11,7 +11,7 @@ from .._controller import Controller
 
 
 class GrowthSettings(torch.amp.GradScaler):
-    """A GradScaler whose policy says how scales grow."""
+    """GradScaler's setters of growth and backoff, for scalers whose policy sets scales."""
 
     _controller: Controller
     _options: dict[str, Any]

@@ -59,7 +59,7 @@ class Surroundings:
 
 
 def walk(roots: Iterable[tuple[Any, int]], around: Surroundings, skipped: Collection = ()) -> tuple[Shape, list[Any]]:
-    """The shape of a graph, and its nodes, from outputs to leaves and to what was there before the forward pass.
+    """Return a graph's shape and nodes, from outputs to leaves and to nodes made before the forward pass.
 
     ``skipped`` nodes have one link each and are passed by, as if they were not there.
     """

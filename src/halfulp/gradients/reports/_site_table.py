@@ -152,7 +152,7 @@ def _matches(key: str, pattern: str) -> bool:
 
 
 def _worst_first(value: Callable[[SiteRow], float | None], largest: bool) -> Callable[[SiteRow], tuple]:
-    """A key by which the worst row comes first, and those last of which nothing is known."""
+    """A sort key by which the worst rows come first, and rows without measurements last."""
 
     def key(row: SiteRow) -> tuple:
         found = value(row)

@@ -157,7 +157,7 @@ class VectorBuilder:
         self.b.store(value, self.pointer(address, i, value.type), align=size_of(dtype))
 
     def _to_float32(self, value, to_odd: bool):
-        """float64 as float32: to nearest, or to odd where another rounding follows, which then sees what was lost."""
+        """Convert float64 to float32, to nearest, or to odd if another rounding follows."""
         b = self.b
         near = b.fptrunc(value, self.like(value, self.f32))
         if not to_odd:

@@ -19,7 +19,7 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 def check_holders(named: Named, what: str, *, replaced: bool, known: int = 0) -> Wrappers:
-    """Refuse to change parameters that somebody else holds, before anything is changed.
+    """Refuse to change parameters that other objects hold, before anything is changed.
 
     What follows a change of dtype in place: modules, tied modules, optimizers, hooks on the tensor, parametrizations,
     compiled graphs (they are traced again). What does not: a second Parameter or a flat buffer over the same memory,
@@ -109,7 +109,7 @@ def _tied(one: str, other: str, first: Tensor, second: Tensor, what: str) -> str
 
 
 def plain_memory(tensor: Tensor) -> Tensor | None:
-    """The plain strided tensor in which a parameter lies (of a DTensor its shard); None where there is no memory."""
+    """Return the plain strided tensor that stores a parameter (a DTensor's shard); None without memory."""
     part = getattr(tensor, "_local_tensor", tensor)
     if type(part).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         return None

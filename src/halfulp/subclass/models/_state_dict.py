@@ -91,7 +91,7 @@ def remove(module: nn.Module) -> None:
 
 
 def check_state_dict(given: object, what: str) -> None:
-    """Raise TypeError where a model, or whatever else, was given for its state_dict."""
+    """Raise TypeError for a model, or another object, in place of a state_dict."""
     if isinstance(given, Mapping):
         return
     wanted = "model.state_dict()" if isinstance(given, nn.Module) else "a mapping from names to tensors"

@@ -104,7 +104,7 @@ for _operator in (aten.maximum.default, aten.minimum.default, aten.fmax.default,
 
 @implements(aten.where.self, family="alignment")
 def where(condition: Tensor, a: Any, b: Any) -> Tensor:
-    """a or b under the larger scale, in which a constant has no say."""
+    """a or b under the larger scale, which constants do not decide."""
     condition = plain(condition)
     if not any(isinstance(x, ScaledTensor) for x in (a, b)):
         return torch.where(condition, a, b)
