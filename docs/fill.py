@@ -1,4 +1,4 @@
-"""Fills the measured tables of README.md and docs/*.md from the files that hold the numbers: `python docs/fill.py`.
+"""Fills tables of README.md, CONTRIBUTING.md and docs/*.md from the files that hold the numbers: `python docs/fill.py`.
 
 A place to fill is what stands between `<!-- fill NAME -->` and `<!-- end -->`, where NAME is a function in
 docs/fillers. What has not been measured yet stays empty. The rows of comparisons in docs/results are computed again
@@ -51,7 +51,8 @@ def comparisons() -> list[Path]:
 
 def pages() -> list[Path]:
     """The pages that people write."""
-    return [ROOT / "README.md", *sorted(path for path in HERE.glob("*.md") if path.name != "benchmarks.md")]
+    written = sorted(path for path in HERE.glob("*.md") if path.name != "benchmarks.md")
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *written]
 
 
 def main() -> None:
