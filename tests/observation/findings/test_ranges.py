@@ -44,6 +44,30 @@ def test_gradient_underflow(role, histogram, dtype, expected):
     assert severity("gradient-underflow", tensor("weight", histogram=histogram, dtype=dtype)) is None
 
 
+@pytest.mark.parametrize(
+    ("dtype", "zeros", "steps", "expected"),
+    [
+        (HALF, 32768, 8, "error"),
+        (torch.float8_e5m2, 32768, 3, "error"),
+        (HALF, 32767, 8, None),
+        (HALF, 32768, 2, None),
+        (SINGLE, 32768, 8, None),
+        (BRAIN, 32768, 8, None),
+    ],
+)
+def test_gradients_that_are_all_zero_in_a_narrow_format_underflowed_at_the_loss(dtype, zeros, steps, expected):
+    fields = {"elements": 32768, "zeros": zeros, "steps": steps, "histogram": {}, "amax": 0.0}
+    record = tensors(
+        ("activation gradient", "head", {"dtype": dtype, **fields}),
+        ("activation gradient", "body", {"dtype": dtype, **fields}),
+        ("weight gradient", "body.weight", {"dtype": SINGLE, **fields}),
+    )
+    assert severity("gradient-underflow", record) == expected
+    if expected:
+        (finding,) = found("gradient-underflow", record)
+        assert finding.where == ("head",)
+
+
 def test_the_cure_of_an_underflow_depends_on_whether_the_loss_is_scaled():
     record = tensor("weight gradient", histogram={-24: 1000})
     assert "GradScaler, or hu.AdaptiveGradScaler" in found("gradient-underflow", record)[0].cure

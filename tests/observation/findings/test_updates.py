@@ -178,7 +178,12 @@ def test_random_bits_repeat(rounding, expected):
 
 
 def test_never_stepped():
-    assert severity("never-stepped", parameter(optimizer=None)) == "error"
+    left_out = parameter(optimizer=None)
+    assert severity("never-stepped", left_out) == "note", "as of an EMA or a target network"
+    left_out.tensors |= tensor("weight gradient", "layer.weight", zeros=32768).tensors
+    assert severity("never-stepped", left_out) == "note"
+    left_out.tensors |= tensor("weight gradient", "layer.weight", zeros=32767).tensors
+    assert severity("never-stepped", left_out) == "error"
     assert severity("never-stepped", parameter(optimizer=None, requires_grad=False)) is None
     assert severity("never-stepped", parameter(gradients=0)) == "warning"
     assert severity("never-stepped", parameter(gradients=0, numel=0, shape=(0,))) is None

@@ -1,4 +1,4 @@
-"""The model, scaler and scheduler that belong to optimizers, looked for among all living objects."""
+"""The model, scaler, scheduler and average that belong to optimizers, looked for among all living objects."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
+from ...optim import EMA
 from ..observing._schedulers import scheduler_of
+from ..observing.updates._weight_averages import averaged
 from ._losses import SCALERS
 
 
@@ -40,12 +43,14 @@ class Found:
             compile it; a `Together` where optimizers step several models.
         scaler: the GradScaler, None without one, or where it is not known which of several it is.
         scheduler: the learning-rate scheduler, None without one.
+        average: an average of just this model's parameters; None without one, or where there are several.
         compiled: whether some of the model runs compiled.
     """
 
     model: nn.Module
     scaler: torch.amp.GradScaler | None
     scheduler: LRScheduler | None
+    average: AveragedModel | EMA | None
     compiled: bool
 
     @property
@@ -64,7 +69,7 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     """
     order = [id(p) for one in optimizers for group in one.param_groups for p in group["params"]]
     wanted = {key: place for place, key in reversed(list(enumerate(order)))}
-    modules, scalers = _alive()
+    modules, scalers, averages = _alive()
     children = {id(child) for module in modules for child in module.children()}
     roots = [(module, _parameter_ids(module) & wanted.keys()) for module in modules if id(module) not in children]
     roots = [(module, held) for module, held in roots if held]
@@ -76,20 +81,27 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     chosen = list({id(model): model for model in map(_unwrapped, covering)}.values())
     model = chosen[0] if len(chosen) == 1 else Together(chosen)
     free = [scaler for scaler in scalers if scaler not in used] or scalers
-    return Found(model, free[0] if len(free) == 1 else None, scheduler_of(optimizers), any(map(_is_compiled, covering)))
+    return Found(
+        model,
+        free[0] if len(free) == 1 else None,
+        scheduler_of(optimizers),
+        _average_of(model, averages),
+        any(map(_is_compiled, covering)),
+    )
 
 
 def model_of(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
     """Return the outermost module that holds all of some parameters, None where none does."""
     wanted = {id(parameter) for parameter in parameters}
-    modules, _ = _alive()
+    modules, _, _ = _alive()
     holding = [module for module in modules if wanted <= _parameter_ids(module)]
     return _unwrapped(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
 
 
-def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler]]:
+def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler], list[AveragedModel | EMA]]:
     modules: list[nn.Module] = []
     scalers: list[torch.amp.GradScaler] = []
+    averages: list[AveragedModel | EMA] = []
     for thing in gc.get_objects():
         # Proxies answer isinstance for what they stand for, and may raise when they are asked.
         kind = type(thing)
@@ -97,8 +109,18 @@ def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler]]:
             modules.append(thing)
         elif issubclass(kind, SCALERS):
             scalers.append(thing)
+        elif issubclass(kind, EMA):
+            averages.append(thing)
     ready = [module for module in modules if "_parameters" in vars(module) and "_modules" in vars(module)]
-    return [module for module in ready if not isinstance(module, Together)], scalers
+    averages += [module for module in ready if isinstance(module, AveragedModel)]
+    return [module for module in ready if not isinstance(module, Together)], scalers, averages
+
+
+def _average_of(model: nn.Module, averages: list[AveragedModel | EMA]) -> AveragedModel | EMA | None:
+    """The one average of all parameters of a model and no others."""
+    live = {name: parameter.shape for name, parameter in model.named_parameters()}
+    found = [one for one in averages if {name: x.shape for name, x in averaged(one).items()} == live]
+    return found[0] if len(found) == 1 else None
 
 
 def _parameter_ids(module: nn.Module) -> set[int]:

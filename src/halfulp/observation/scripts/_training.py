@@ -28,7 +28,7 @@ class Training:
     optimizers, the three go together, and what was counted until then stays here.
 
     Args:
-        found: the model, scaler and scheduler.
+        found: the model, scaler, scheduler and average.
         optimizers: its optimizers.
         interval: one step in so many is sampled.
         rows: what takes a row of each sampled step.
@@ -62,7 +62,13 @@ class Training:
         self._overhead: float | None = None
         sinks = [] if rows is None else [Outlet("the file of JSON lines", functools.partial(rows, self))]
         observation = observe(
-            found.model, optimizers, interval=interval, scaler=found.scaler, scheduler=found.scheduler, sinks=sinks
+            found.model,
+            optimizers,
+            interval=interval,
+            scaler=found.scaler,
+            scheduler=found.scheduler,
+            average=found.average,
+            sinks=sinks,
         )
         observation.start()
         # Found by the garbage collector together with the observation, whose record it saves.

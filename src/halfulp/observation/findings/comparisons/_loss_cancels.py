@@ -1,5 +1,6 @@
 """loss-cancels: a loss whose changes are smaller than the spacing of its dtype."""
 
+import math
 from collections.abc import Iterator
 
 from ..._dtypes import dtype_name
@@ -29,5 +30,8 @@ class LossCancels(FindingKind):
         if gap is None or losses < FEWEST or not gap >= GAP:
             return
         dtype = dtype_name(record.loss_dtype)
-        said = f"neighbouring losses in {dtype} are {gap:.3g} times as far apart as the loss changes from step to step"
+        often = f"are {gap:.3g} times as far apart as the loss changes from step to step"
+        said = f"neighbouring losses in {dtype} " + (
+            often if math.isfinite(gap) else "are so far apart that the loss stands still"
+        )
         yield self.found((), "warning", confidence_of(losses, FEWEST), said, gap=gap, dtype=dtype, losses=losses)

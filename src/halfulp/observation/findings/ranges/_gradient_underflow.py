@@ -14,6 +14,9 @@ FEWEST = 32
 SUBNORMAL = 0.5
 VANISHED_WARNING = 0.05
 VANISHED_ERROR = 0.2
+# float32's and bfloat16's numbers begin below this power of two: gradients that are all 0 in these are no underflow.
+NARROW = -100
+STEPS = 3
 UNSCALED = "scale the loss: torch.amp.GradScaler, or hu.AdaptiveGradScaler, which gives each layer its own scale"
 SCALED = "hu.AdaptiveGradScaler, which gives each layer its own scale, or gradients in bfloat16"
 
@@ -28,6 +31,7 @@ class GradientUnderflow(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         cure = SCALED if loss_is_scaled(record) else UNSCALED
+        yield from self._all_gone(record, cure)
         for tensor in tensors(record, *GRADIENTS):
             held_in, count = storage_format(tensor), nonzero(tensor)
             if held_in is None or count < FEWEST:
@@ -48,6 +52,29 @@ class GradientUnderflow(FindingKind):
                     amax=tensor.amax,
                     seen=count,
                 )
+
+    def _all_gone(self, record: Record, cure: str) -> Iterator[Finding]:
+        """Where a loss is so small that its first gradient is zero, no later one tells of it."""
+        found = tensors(record, *GRADIENTS)
+        steps = min((one.steps for one in found), default=0)
+        if steps < STEPS or any(one.zeros < one.elements for one in found):
+            return
+        for tensor in found:
+            held_in = storage_format(tensor)
+            if tensor.role == "activation gradient" and held_in is not None and held_in.emin > NARROW:
+                yield self.found(
+                    tensor.name,
+                    "error",
+                    1 - 0.5**steps,
+                    f"all gradients are 0 in all {steps} sampled steps, from here in {held_in.name} on",
+                    cure=cure,
+                    role=tensor.role,
+                    subnormal=0.0,
+                    vanished=1.0,
+                    amax=0.0,
+                    seen=0,
+                )
+                return
 
 
 def _severity(subnormal: float, vanished: float) -> Severity | None:

@@ -32,11 +32,12 @@ class ScaleCollapsed(FindingKind):
             return
         lowest, steps = min(scales), len(record.history)
         share = record.skipped / max(1, steps + record.skipped)
+        start = f"from {max(scales):.4g} " if max(scales) > lowest else ""
         yield self.found(
             (),
             "error" if lowest < GONE or scales[-1] < SCALE else "warning",
             max(0.5, confidence_of(record.skipped, 4)),
-            f"the loss scale fell from {max(scales):.4g} to {lowest:.4g}, with {percent(share)} of steps skipped",
+            f"the loss scale fell {start}to {lowest:.4g}, with {percent(share)} of steps skipped",
             lowest=lowest,
             last=scales[-1],
             highest=max(scales),

@@ -59,7 +59,7 @@ class WeightAverages:
                 f"parameters, got {a_kind(average)}"
             )
         live = dict(model.named_parameters())
-        for name, tensor in _averaged(average).items():
+        for name, tensor in averaged(average).items():
             if name in live and tensor.shape == live[name].shape and tensor.dtype.is_floating_point:
                 self._pairs.append((name, tensor, live[name]))
         if not self._pairs:
@@ -101,7 +101,8 @@ class WeightAverages:
         return None if found is None else sampled(found.flat, key).mul_(found.scale)
 
 
-def _averaged(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
+def averaged(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
+    """Return the averaged parameters by name."""
     if isinstance(average, EMA):
         return dict(average._averages)
     return dict((average.module if isinstance(average, AveragedModel) else average).named_parameters())
