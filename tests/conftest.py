@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -109,21 +110,24 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str]
         del sys.modules[name]
 
 
+Servers = dict[int | str, subprocess.Popen]
+
+
 @pytest.fixture(scope="session")
-def _fork_servers() -> Iterator[list[subprocess.Popen]]:
-    """Processes that have imported torch; as many as were needed at once."""
-    started: list[subprocess.Popen] = []
+def _fork_servers() -> Iterator[Servers]:
+    """Processes that have imported torch; those that were needed, by number, and a bare one."""
+    started: Servers = {}
     yield started
-    for server in started:
+    for server in started.values():
         server.communicate(timeout=60)
 
 
-def _server(number: int, servers: list[subprocess.Popen]) -> subprocess.Popen:
-    """One of the processes that have imported torch, which is started where there are not as many."""
-    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("fork_server.py"))]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    while len(servers) <= number:
-        servers.append(subprocess.Popen(command, **pipes))
+def _server(number: int | str, servers: Servers) -> subprocess.Popen:
+    """One of the processes that have imported torch, which is started where it is not there."""
+    if number not in servers:
+        command = [sys.executable, "-W", "error", str(Path(__file__).with_name("fork_server.py"))]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        servers[number] = subprocess.Popen([*command, *(["bare"] if number == "bare" else [])], **pipes)
     return servers[number]
 
 
@@ -160,7 +164,7 @@ class _Forked:
 
 
 @pytest.fixture
-def in_processes(seed: int, tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Callable[..., None]:
+def in_processes(seed: int, tmp_path: Path, _fork_servers: Servers) -> Callable[..., None]:
     """Runs a script in some processes that must all succeed; its arguments are rank, path of a store, and seed."""
 
     def run(script: str, count: int, **given: str) -> None:
@@ -177,10 +181,12 @@ def in_processes(seed: int, tmp_path: Path, _fork_servers: list[subprocess.Popen
 
 
 @pytest.fixture
-def forked(tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Callable[..., tuple[int, str]]:
-    """Runs a script with arguments in the child of the server of a number: how it ended, and what it printed."""
+def forked(tmp_path: Path, _fork_servers: Servers) -> Callable[..., tuple[int, str]]:
+    """Runs a script with arguments in the child of a server, by number or bare: how it ended, and what it printed."""
 
-    def run(script: str, *arguments: str, number: int = 0, patience: float = 240, **given: str) -> tuple[int, str]:
+    def run(
+        script: str, *arguments: str, number: int | str = 0, patience: float = 240, **given: str
+    ) -> tuple[int, str]:
         output, request = tmp_path / "output", {"script": script, "arguments": arguments, "environment": given}
         code = _Forked(_server(number, _fork_servers), output, output, request).code(patience)
         return code, output.read_text()
@@ -189,7 +195,7 @@ def forked(tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Callable[..
 
 
 @pytest.fixture
-def forking(tmp_path: Path, _fork_servers: list[subprocess.Popen]) -> Iterator[Callable[..., _Forked]]:
+def forking(tmp_path: Path, _fork_servers: Servers) -> Iterator[Callable[..., _Forked]]:
     """Starts a script in a session of its own, of a process that has imported torch, and goes on; one at a time."""
     started: list[_Forked] = []
 
@@ -210,6 +216,18 @@ def in_process(forked: Callable[..., tuple[int, str]]) -> Callable[..., str]:
 
     def run(script: str, number: int = 0, **given: str) -> str:
         code, printed = forked(script, number=number, **given)
+        assert code == 0, printed
+        return printed
+
+    return run
+
+
+@pytest.fixture
+def in_bare_process(forked: Callable[..., tuple[int, str]]) -> Callable[..., str]:
+    """Runs a script with arguments in a process that has imported torch alone, and must succeed; what it printed."""
+
+    def run(script: str, *arguments: str, **given: str) -> str:
+        code, printed = forked(textwrap.dedent(script), *arguments, number="bare", **given)
         assert code == 0, printed
         return printed
 

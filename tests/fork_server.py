@@ -1,9 +1,9 @@
-"""Runs scripts in processes of their own that need not import torch again: `python -W error fork_server.py`.
+"""Runs scripts in processes of their own that need not import torch again: `python -W error fork_server.py [bare]`.
 
 Each line of standard input is a JSON object: script, arguments, environment, directory, a file for its output, and one
 for its errors, which may be the same. The process forks itself; the child runs the script as `python -c` would, where
 asked in a session of its own. Standard output has the child's id, then its exit code. A test of several ranks takes a
-server each, so that no two of them hash alike.
+server each, so that no two of them hash alike. A bare one has imported torch and nothing of this library.
 """
 
 import gc
@@ -14,6 +14,16 @@ import types
 import warnings
 
 sys.path[0] = ""
+
+
+def prepare_bare() -> None:
+    """Import torch, as a user does first."""
+    gc.disable()
+    import torch
+
+    assert torch.get_num_threads() == 1, "threads do not live on in a forked process"
+    gc.freeze()
+    gc.enable()
 
 
 def prepare() -> None:
@@ -71,7 +81,8 @@ def run(request: dict) -> None:
         os.close(opened)
     os.environ.clear()
     os.environ.update(request["environment"])
-    sys.modules["numba"].config.reload_config()  # which reads the environment
+    if "numba" in sys.modules:
+        sys.modules["numba"].config.reload_config()  # which reads the environment
     os.chdir(request["directory"])
     sys.argv = ["-c", *request["arguments"]]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -79,7 +90,7 @@ def run(request: dict) -> None:
 
 
 if __name__ == "__main__":
-    prepare()
+    prepare_bare() if sys.argv[1:] == ["bare"] else prepare()
     found = wait_for_script()
     if found is None:
         os._exit(0)

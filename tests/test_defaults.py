@@ -1,6 +1,7 @@
 """torch's global defaults (dtype and device) change nothing: no tensor is made without naming both."""
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,18 @@ def test_the_search_lets_named_ones_pass():
     assert not made_by_default("kind = {'dtype': 1, 'device': 'cpu'}\ntorch.rand(2, **kind)\ntorch.where(x, 1, 2)")
 
 
-def test_a_fresh_process_under_other_defaults_has_the_same_bits(benchmark_module):
+def test_a_fresh_process_under_other_defaults_has_the_same_bits(benchmark_module, in_bare_process):
     bench_defaults = benchmark_module("bench_defaults")
     expected = bench_defaults.run("float32 cpu", few=True)
     assert expected.keys() == set(bench_defaults.FEW)
     assert not [line for line in expected.values() if ":" in line], expected
-    assert bench_defaults.process("float16 meta", few=True) == expected
+    command = ["bench_defaults", "--default", "float16 meta", "--few"]
+    said = in_bare_process(
+        f"""
+        import runpy, sys, warnings
+        warnings.simplefilter("ignore")
+        sys.argv = {command}
+        runpy.run_path({bench_defaults.__file__!r}, run_name="__main__")
+        """
+    )
+    assert json.loads(said.splitlines()[-1]) == expected

@@ -145,8 +145,8 @@ def test_names_without_tensors_need_no_torch():
     """)
 
 
-def test_emulate_is_the_function_and_its_package_has_another_name():
-    in_a_fresh_process("""
+def test_emulate_is_the_function_and_its_package_has_another_name(in_bare_process):
+    in_bare_process("""
         import halfulp.emulation as package
         from halfulp.emulation import Emulation, region
         import halfulp as hu
@@ -157,8 +157,8 @@ def test_emulate_is_the_function_and_its_package_has_another_name():
     """)
 
 
-def test_the_face_may_be_first_used_in_a_compiled_function():
-    in_a_fresh_process("""
+def test_the_face_may_be_first_used_in_a_compiled_function(in_bare_process):
+    in_bare_process("""
         import torch
         import halfulp as hu
         compiled = torch.compile(lambda x: hu.quantize(x, hu.formats.e4m3fn), backend="eager", fullgraph=True)

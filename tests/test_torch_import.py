@@ -86,8 +86,8 @@ def test_an_import_of_torch_that_fails_is_tried_again(tmp_path):
     )
 
 
-def test_a_torch_below_the_floor_is_one_sentence():
-    said = in_a_fresh_process(
+def test_a_torch_below_the_floor_is_one_sentence(in_bare_process):
+    said = in_bare_process(
         """
         import torch
         torch.__version__ = "2.5.1+cu124"

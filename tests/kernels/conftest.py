@@ -1,9 +1,6 @@
 """A kernel folder of each test's own, and a way to run Python in a process of its own."""
 
 import itertools
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -20,21 +17,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def python(tmp_path: Path) -> Callable[..., str]:
-    """Run programs, one after the other, in a new process and return what it prints; a failure shows its errors."""
+def python(tmp_path: Path, in_bare_process: Callable[..., str]) -> Callable[..., str]:
+    """Run programs, one after the other, in a process that has imported torch alone, and return what it prints."""
 
     def run(*programs: str, **environment: str) -> str:
-        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-        result = subprocess.run(
-            [sys.executable, "-c", "".join(map(textwrap.dedent, programs))],
-            env={**os.environ, "PYTHONPATH": path, **environment},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
+        start = f"import sys, warnings\nwarnings.resetwarnings()\nsys.path.insert(0, {str(tmp_path)!r})\n"
+        return in_bare_process(start + "".join(map(textwrap.dedent, programs)), **environment)
 
     return run
 

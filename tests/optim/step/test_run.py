@@ -1,7 +1,5 @@
 """One call for all parameters: on threads, in forked workers, under either of Numba's layers, the same bits."""
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -129,7 +127,7 @@ def test_two_threads_give_the_bits_of_one(seed, update, codec):
         assert one == two
 
 
-def test_a_process_without_numba_runs_the_reference_and_says_so():
+def test_a_process_without_numba_runs_the_reference_and_says_so(in_bare_process):
     """Its bits are those of the kernels: test_kernel."""
     body = """
         import importlib.util
@@ -145,9 +143,7 @@ def test_a_process_without_numba_runs_the_reference_and_says_so():
         print("right")
         """
     code = HEAD + textwrap.dedent(body)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "right" in done.stdout
+    assert "right" in in_bare_process(code)
 
 
 def test_parameters_of_many_kinds_step_together_as_apart(seed):
