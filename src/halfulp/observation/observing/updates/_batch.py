@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from ....kernels import address, plain_address
-from ...record._record import ParameterRecord, Role
+from ...record._record import ParameterRecord, Realised, Role
 from ...sampling._kernel import KERNEL_DTYPES
 from ...sampling._plain import PLAIN_TYPES, Stored, stored
 from ...sampling._sample_places import sample_size
 from ...sampling._sampler import sampled_all
 from ...sampling._table import Rows
 from .._notebook import Notebook
+from ._realised import add_changes
 
 
 @dataclass(slots=True)
@@ -92,16 +93,29 @@ class Layout:
         dtype = tensors[0].dtype
         return self._take(self._table(f"{role}.{state}", dtype, role, [dtype] * len(tensors)), data, role)
 
-    def look_at_changes(self, change: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
-        """Count changes of the samples under the role of updates.
+    def look_at_changes(
+        self,
+        records: Sequence[Realised],
+        before: torch.Tensor,
+        after: torch.Tensor,
+        wanted: torch.Tensor,
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
+        """Count what became of wanted values, and the changes to them under the role of updates.
 
         Args:
-            change: float64, in this layout.
+            records: one per parameter.
+            before, after, wanted: float64, in this layout.
             dtypes: of the parameters that are changed.
         """
         wide = any(dtype == torch.float64 for dtype in dtypes)
-        values = change.contiguous() if wide else change.float().contiguous()
-        if wide or not self.book.by_kernel or len(set(dtypes)) > 1 or values.device.type != "cpu":
+        if wide:
+            values = wanted - before
+            add_changes(records, before, after, values, self.ends)
+        else:
+            values = torch.empty(len(wanted), dtype=torch.float32, device="cpu")
+            add_changes(records, before, after, wanted, self.ends, as_values=True, rounded=values)
+        if wide or not self.book.by_kernel or len(set(dtypes)) > 1:
             parts = self.parts(values)
             named = [(*named, Stored(part, dtype)) for named, part, dtype in zip(self.named, parts, dtypes)]
             self.book.look_all("update", named)

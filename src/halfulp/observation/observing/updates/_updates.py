@@ -206,9 +206,8 @@ class Updates:
         moved, wanted_states = shadow.step(weight, batch.gradient, states, options)
         for one, wanted, there in self._drawn(batch, moved, now):
             self._follow_directions(one, wanted, there)
-        change = moved.sub_(weight)
-        add_changes([one.record.update for one in stepped], weight, now, change, layout.ends)
-        layout.look_at_changes(change, [_stored_dtype(one.record.dtype) for one in stepped])
+        dtypes = [_stored_dtype(one.record.dtype) for one in stepped]
+        layout.look_at_changes([one.record.update for one in stepped], weight, now, moved, dtypes)
         for key, value in wanted_states.items():
             if key not in WHOLE and isinstance(value, torch.Tensor) and value.shape == weight.shape:
                 self._compare_state(key, batch, value, states_now.get(key))
@@ -230,7 +229,8 @@ class Updates:
         before = batch.states.get(key)
         before = torch.zeros_like(wanted) if before is None else before
         records = [one.record.states.setdefault(key, Realised()) for one in batch.stepped]
-        add_changes(records, before, now, wanted.sub_(before), batch.layout.ends, decreases=key in AVERAGED_SQUARES)
+        squares = key in AVERAGED_SQUARES
+        add_changes(records, before, now, wanted, batch.layout.ends, decreases=squares, as_values=True)
 
     def _compare_decay(self, batch: Batch) -> None:
         """Decay that is decoupled from the gradient, rounded by itself as torch's loop does."""
@@ -253,7 +253,7 @@ class Updates:
             after, known = self._shown(one, plain), one.change is not None
             self._compare_own_states(one)
             wanted = one.gradient if one.change is None else one.change
-            add_changes([one.record.update], one.weight, after, wanted, [0, len(one.weight)], known)
+            add_changes([one.record.update], one.weight, after, wanted, [0, len(one.weight)], known=known)
             if one.change is not None:
                 self._follow_directions(one, one.weight.double() + one.change.double(), after.double())
             self._look_at_update(one, one.change if one.change is not None else after.double() - one.weight.double())

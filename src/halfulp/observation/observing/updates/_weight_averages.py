@@ -89,7 +89,7 @@ class WeightAverages:
             gap = one.live.double() - one.before.double()
             wanted = gap if self._retention is None else gap * (1 - self._retention)
             known = self._retention is not None
-            add_changes([record.change], one.before, after, wanted, [0, len(after)], known)
+            add_changes([record.change], one.before, after, wanted, [0, len(after)], known=known)
 
     def _sample(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         key = self.book.key(name)
