@@ -39,8 +39,8 @@ class _Changes(VectorBuilder):
     def __init__(self, builder, writes: bool) -> None:
         super().__init__(builder)
         self.writes = writes
-        # Four vectors side by side, so that no addition waits for the one before.
-        self.lanes = 4 * vector_bits() // 64
+        # Two vectors side by side: their sums and all values of a turn fit the registers.
+        self.lanes = 2 * vector_bits() // 64
 
     def build(self, first, last, table) -> None:
         b, word = self.b, self.word
@@ -57,15 +57,16 @@ class _Changes(VectorBuilder):
             whole = b.add(start, b.sub(length, b.srem(length, word(self.lanes))))
             many = self.over(start, whole, self.lanes)
             few = self.over(whole, end, 1)
-            merges = (b.add, b.add, b.fadd, b.fadd)
-            found = [merge(self.folded(merge, x), y) for merge, x, y in zip(merges, many, few)]
+            merges = (b.add, b.fadd, b.fadd)
+            both, *found = [merge(self.folded(merge, x), y) for merge, x, y in zip(merges, many, few)]
+            found[:0] = b.and_(both, word(2**32 - 1)), b.lshr(both, word(32))
             for k, value in enumerate(found):
                 place = b.add(b.mul(tensor, word(2)), word(k % 2))
                 b.store(value, self.pointer(counts if k < 2 else sums, place, value.type), align=8)
 
     def over(self, low, high, lanes: int) -> list:
-        """Counts and sums of elements [low, high), a value for each lane."""
-        values = [self.constant(self.shape(kind, lanes), 0) for kind in (self.i64, self.i64, self.f64, self.f64)]
+        """Both counts in one word, and sums of elements [low, high), for each lane."""
+        values = [self.constant(self.shape(kind, lanes), 0) for kind in (self.i64, self.f64, self.f64)]
         with self.loop(low, high, lanes, values) as i:
             values[:] = self.element(i, lanes, values)
         return values
@@ -89,11 +90,12 @@ class _Changes(VectorBuilder):
         words = self.shape(self.i64, lanes)
         same = b.icmp_signed("==", b.bitcast(before, words), b.bitcast(after, words))
         asked, took = b.select(counted, wanted, zero), b.select(counted, change, zero)
+        one, both, none = (self.constant(words, value) for value in (1, 2**32 + 1, 0))
+        counts = b.select(counted, b.select(same, both, one), none)
         return [
-            b.add(sums[0], b.zext(counted, words)),
-            b.add(sums[1], b.zext(b.and_(counted, same), words)),
-            b.fadd(sums[2], b.fmul(asked, asked)),
-            b.fadd(sums[3], b.fmul(asked, took)),
+            b.add(sums[0], counts),
+            b.fadd(sums[1], b.fmul(asked, asked)),
+            b.fadd(sums[2], b.fmul(asked, took)),
         ]
 
     def folded(self, merge: Callable, vector):

@@ -36,25 +36,30 @@ def add_changes(
         as_values: whether `wanted` holds the values that were wanted, and not the changes.
         rounded: float32, to which the wanted changes are written.
     """
-    ends = np.asarray(ends, np.int64)
-    work = np.zeros(WORDS + 4 * len(records), np.int64)  # the table, then what is counted
-    found = work[WORDS:].reshape(2, -1, 2)
-    counts, sums = found[0], found[1].view(np.float64)
-    before, after, wanted = map(_as_float64, (before, after, wanted))
+    count = len(records)
+    work = np.empty(WORDS + 4 * count + len(ends), np.int64)  # the table, what is counted, and the ends
+    counts, sums = work[WORDS : WORDS + 2 * count], work[WORDS + 2 * count : WORDS + 4 * count].view(np.float64)
+    work[WORDS + 4 * count :] = ends
+    parts = [_as_float64(one) for one in (before, after, wanted)]
     if select_engine("cpu") == "numba":
+        at = work.ctypes.data
+        here = at + 8 * WORDS
         written = 0 if rounded is None else address(rounded)
-        at, counted = work.ctypes.data, 16 * len(records)
-        results = at + 8 * WORDS, at + 8 * WORDS + counted
-        places = *map(address, (before, after, wanted)), written, as_values, decreases, ends.ctypes.data
-        work[:WORDS] = (*places, *results)
-        change_kernel(rounded is not None)(0, len(records), at)
+        places = here + 32 * count, here, here + 16 * count
+        work[:WORDS] = (*map(address, parts), written, as_values, decreases, *places)
+        change_kernel(rounded is not None)(0, count, at)
     else:
-        wanted = wanted - before if as_values else wanted
+        if as_values:
+            parts[2] = parts[2] - parts[0]
         if rounded is not None:
-            rounded.copy_(wanted)
-        wanted = wanted.clamp(max=0) if decreases else wanted
-        _by_numpy(before.numpy(), after.numpy(), wanted.numpy(), ends, counts, sums)
-    for record, (seen, cancelled), (square, kept) in zip(records, counts.tolist(), sums.tolist()):
+            rounded.copy_(parts[2])
+        if decreases:
+            parts[2] = parts[2].clamp(max=0)
+        _by_numpy(*(part.numpy() for part in parts), work[-len(ends) :], counts.reshape(-1, 2), sums.reshape(-1, 2))
+    numbers, amounts = counts.tolist(), sums.tolist()
+    for record, seen, cancelled, square, kept in zip(
+        records, numbers[::2], numbers[1::2], amounts[::2], amounts[1::2], strict=True
+    ):
         record.seen += seen
         record.cancelled += cancelled
         if not known:
