@@ -15,6 +15,7 @@ from halfulp.kernels.scalar._operations import (
     real64,
     store32,
     store64,
+    widen,
     word,
     word64,
 )
@@ -93,10 +94,11 @@ KERNELS = {
 MEMORY = ["load8", "load16", "load32", "load64", "store8", "store16", "store32", "store64", "amax16x16", "amax16x32"]
 INDEX = ["low_word", "high_word"]
 SIXTEEN = ["signed_cubes16", "unsigned_cubes16", "scaled16", "largest16"]
+COUNTED = ["under16", "under_quotients16", "squares16"]
 
 
 def test_every_operation_is_tested_and_has_an_instruction():
-    assert set(SCALARS) == set(INTRINSICS) == {*KERNELS, *MEMORY, *INDEX, *SIXTEEN, "prefetch"}
+    assert set(SCALARS) == set(INTRINSICS) == {*KERNELS, *MEMORY, *INDEX, *SIXTEEN, *COUNTED, "prefetch"}
 
 
 def asks_ahead(n, a, b, out):
@@ -239,6 +241,43 @@ def test_largest_of_sixteen(cache, seed):
     wanted = [max([0x00800000, *(s for s in sizes[i : i + 16] if s < 0x7F800000)]) for i in range(33)]
     assert out.tolist() == wanted
     assert [int(SCALARS["largest16"](x.ctypes.data, i, top)) for i in range(33)] == wanted
+
+
+def counted(n, a, nonzero, normal, scale, out):
+    for i in range(n):
+        store64(out, 3 * i, widen(under16(a, i, nonzero, normal)))  # noqa: F821
+        quotients = under_quotients16(a, i, real(scale), real(nonzero), real(normal))  # noqa: F821
+        store64(out, 3 * i + 1, widen(quotients))
+        store64(out, 3 * i + 2, word64(squares16(a, i)))  # noqa: F821
+
+
+@pytest.mark.parametrize("scale", [0.75, 1e-3, 1e-30, 0.0])
+def test_counts_of_sixteen(cache, seed, scale):
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal(400) * 10.0 ** rng.integers(-3, 3, 400)).astype(np.float32)
+    x[::31], x[5], x[90], x[200:216] = 0, np.inf, np.nan, np.repeat(np.float32(0.25), 16)
+    low, high = np.float32(0.25), np.float32(3)
+    n, out = 384, np.zeros((384, 3), np.uint64)
+    bind = {name: SCALARS[name] for name in COUNTED}
+    kernel = compile_kernel(counted, "void(int64, int64, uint32, uint32, uint32, int64)", bind)
+    words_of = (value.view(np.uint32) for value in (low, high, np.float32(scale)))
+    kernel(n, x.ctypes.data, *words_of, out.ctypes.data)
+    with np.errstate(all="ignore"):
+        quotients = np.abs(x) / np.float32(scale)
+        for k, size in enumerate((np.abs(x), quotients)):
+            under = [((x != 0) & (size < low))[i : i + 16].sum() for i in range(n)]
+            small = [((size >= low) & (size < high))[i : i + 16].sum() for i in range(n)]
+            assert out[:, k].tolist() == [int(a) + (int(b) << 16) for a, b in zip(under, small)]
+    squares = np.where(np.isfinite(x), x.astype(np.float64), 0) ** 2
+    sums = np.array([squares[i : i + 16].sum() for i in range(n)])
+    assert np.allclose(out[:, 2].view(np.float64), sums, rtol=1e-14, atol=0)
+    for i in range(0, n, 7):
+        plain = (
+            SCALARS["under16"](x.ctypes.data, i, low.view(np.uint32), high.view(np.uint32)),
+            SCALARS["under_quotients16"](x.ctypes.data, i, np.float32(scale), low, high),
+            SCALARS["squares16"](x.ctypes.data, i).view(np.uint64),
+        )
+        assert [int(one) for one in plain] == out[i].tolist()
 
 
 def index_words(n, a, b, out):

@@ -149,6 +149,55 @@ def _largest16(builder, buffer, j, top):
     return builder.select(builder.icmp_unsigned(">", most, top), most, top)
 
 
+def _sizes16(builder, address, i):
+    """Sixteen float32 as words, their signs left out."""
+    words = ir.VectorType(_I32, _LANES)
+    given = builder.load(_at(builder, address, i, _I32, words), align=4)
+    return builder.and_(given, ir.Constant(words, [0x7FFFFFFF] * _LANES))
+
+
+def _tally(builder, under, small):
+    """How many of sixteen conditions hold, and of sixteen others, none of which holds where the first does."""
+    words = ir.VectorType(_I32, _LANES)
+    low, high, none = (ir.Constant(words, [value] * _LANES) for value in (1, 1 << 16, 0))
+    name = f"llvm.vector.reduce.add.v{_LANES}i32"
+    reduce = builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(_I32, [words]), name)
+    return builder.call(reduce, [builder.select(under, low, builder.select(small, high, none))])
+
+
+def _under16(builder, address, i, nonzero, normal):
+    sizes = _sizes16(builder, address, i)
+    above = builder.icmp_signed(">", sizes, ir.Constant(sizes.type, [0] * _LANES))
+    low, high = (builder.icmp_signed("<", sizes, _splat(builder, word)) for word in (nonzero, normal))
+    return _tally(builder, builder.and_(above, low), builder.and_(builder.not_(low), high))
+
+
+def _under_quotients16(builder, address, i, scale, nonzero, normal):
+    sizes = _sizes16(builder, address, i)
+    above = builder.icmp_signed(">", sizes, ir.Constant(sizes.type, [0] * _LANES))
+    quotient = builder.fdiv(builder.bitcast(sizes, ir.VectorType(_F32, _LANES)), _splat(builder, scale))
+    first, second = _splat(builder, nonzero), _splat(builder, normal)
+    under = builder.and_(above, builder.fcmp_ordered("<", quotient, first))
+    beyond = builder.fcmp_ordered(">=", quotient, first)
+    return _tally(builder, under, builder.and_(beyond, builder.fcmp_ordered("<", quotient, second)))
+
+
+def _squares16(builder, address, i):
+    sizes = _sizes16(builder, address, i)
+    finite = builder.icmp_signed("<", sizes, ir.Constant(sizes.type, [0x7F800000] * _LANES))
+    sizes = builder.select(finite, sizes, ir.Constant(sizes.type, [0] * _LANES))
+    values = builder.fpext(builder.bitcast(sizes, ir.VectorType(_F32, _LANES)), ir.VectorType(_F64, _LANES))
+    sums, lanes = builder.fmul(values, values), _LANES
+    while lanes > 1:
+        lanes //= 2
+        halves = [list(range(first, first + lanes)) for first in (0, lanes)]
+        parts = [
+            builder.shuffle_vector(sums, sums, ir.Constant(ir.VectorType(_I32, lanes), places)) for places in halves
+        ]
+        sums = builder.fadd(*parts)
+    return builder.extract_element(sums, ir.Constant(_I32, 0))
+
+
 def _prefetch(builder, address):
     """Prefetch into the second-level cache (locality 2), whose queue of pending lines is longer than the first's."""
     pointer = ir.IntType(8).as_pointer()
@@ -165,7 +214,8 @@ def _high(builder, index):
 
 _LANES = 16
 _SIXTEEN = (types.void, (types.int64, types.int64, types.float32, types.int64, types.int64))
-_LOAD = (types.uint32, (types.int64, types.int64))
+_AT = (types.int64, types.int64)
+_LOAD = (types.uint32, _AT)
 _STORE = (types.void, (types.int64, types.int64, types.uint32))
 INTRINSICS: dict[str, Callable] = {
     "add": _binary("add", "add"),
@@ -198,6 +248,9 @@ INTRINSICS: dict[str, Callable] = {
     "store32": operation("store32", *_STORE, _store(_I32)),
     "amax16x16": operation("amax16x16", *_LOAD, _amax(_I16)),
     "amax16x32": operation("amax16x32", *_LOAD, _amax(_I32)),
+    "under16": operation("under16", types.uint32, (*_AT, types.uint32, types.uint32), _under16),
+    "under_quotients16": operation("under_quotients16", types.uint32, (*_AT, *[types.float32] * 3), _under_quotients16),
+    "squares16": operation("squares16", types.float64, _AT, _squares16),
     "prefetch": operation("prefetch", types.void, (types.int64,), _prefetch),
     "add64": _binary64("add64", "add"),
     "sub64": _binary64("sub64", "sub"),

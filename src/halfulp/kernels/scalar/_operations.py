@@ -304,6 +304,34 @@ def amax16x32(address: Word, i: Word) -> np.uint32:
     return max(bit_and(_read(32, address, int(i) + k), 0x7FFFFFFF) for k in range(16))
 
 
+@_scalar
+def under16(address: Word, i: Word, nonzero: Word, normal: Word) -> np.uint32:
+    """Of 16 float32 from element i those whose size as a word is > 0 and < nonzero; times 2^16 those then < normal."""
+    sizes = [int(_read(32, address, int(i) + k)) & 0x7FFFFFFF for k in range(16)]
+    under, small = (sum(low <= w < high for w in sizes) for low, high in ((1, nonzero), (nonzero, normal)))
+    return np.uint32(under + (small << 16))
+
+
+@_scalar
+def under_quotients16(address: Word, i: Word, scale: Real, nonzero: Real, normal: Real) -> np.uint32:
+    """Of 16 float32 from element i those not 0 with |value| / scale < nonzero; times 2^16 those then < normal."""
+    sizes = [real(int(_read(32, address, int(i) + k)) & 0x7FFFFFFF) for k in range(16)]
+    quotients = [divide(size, np.float32(scale)) for size in sizes]
+    under = sum(bool(size > 0 and q < nonzero) for size, q in zip(sizes, quotients))
+    return np.uint32(under + (sum(bool(nonzero <= q < normal) for q in quotients) << 16))
+
+
+@_scalar
+def squares16(address: Word, i: Word) -> np.float64:
+    """The squares in float64 of those of 16 float32 from element i that are finite, added up half to half."""
+    values = [np.float64(real(_read(32, address, int(i) + k))) for k in range(16)]
+    squares = [value * value if np.isfinite(value) else np.float64(0) for value in values]
+    while len(squares) > 1:
+        half = len(squares) // 2
+        squares = [a + b for a, b in zip(squares[:half], squares[half:])]
+    return squares[0]
+
+
 def _read(bits: int, address: Word, i: Word) -> np.uint32:
     return np.uint32(_CTYPES[bits].from_address(int(address) + int(i) * bits // 8).value)
 

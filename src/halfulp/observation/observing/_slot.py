@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from ...kernels import plain_address
 from ..record._record import Role
 from ..sampling._kernel import (
+    BINS,
     COLUMNS,
     COUNT,
     DATA,
@@ -23,6 +24,7 @@ from ..sampling._kernel import (
     REALS_AT,
     SAMPLE,
 )
+from ..sampling._places import MOST
 from ..sampling._sampler import checked_kernel, constants
 from ..sampling._totals import Totals
 from ._notebook import Notebook
@@ -39,15 +41,15 @@ class TensorSlot:
         totals: its counts; None before the first look.
     """
 
-    __slots__ = ("_arrays", "_dtype", "_kernel", "_row", "_table", "book", "kind", "name", "role", "totals")
+    __slots__ = ("_arguments", "_dtype", "_kernel", "_row", "_words", "book", "kind", "name", "role", "totals")
 
     def __init__(self, book: Notebook, role: Role, name: str, kind: str) -> None:
         self.book, self.role, self.name, self.kind = book, role, name, kind
         self.totals: Totals | None = None
         self._dtype: torch.dtype | None = None
         self._row: int = book.row_of(name)
-        self._table: np.ndarray = np.zeros((1, COLUMNS), np.int64)
-        self._arrays: tuple[np.ndarray, np.ndarray] = book.candidates.thresholds, book.candidates.block_numbers
+        self._words: array[int] = array("q", bytes(8 * COLUMNS))  # the kernel's table of one row
+        self._arguments: tuple[int, ...] = (self._words.buffer_info()[0], *book.candidates.arguments)
         self._kernel: Callable[..., int] | None = None
 
     def look_quickly(self, tensor: torch.Tensor, scale: float = 1.0) -> bool:
@@ -63,13 +65,13 @@ class TensorSlot:
         totals, kernel = self.totals, self._kernel
         if not at or totals is None or kernel is None:
             return False
-        row = self._table[0]
+        row = self._words
         if totals.opens(book.step):
-            row[FRESH], row[KEY] = 1, book.keys[self._row]
+            row[FRESH], row[KEY] = 1, int(book.keys[self._row])
         row[DATA], row[COUNT] = at, tensor.numel()
         totals.record.scale = scale
         book.inside = True  # the kernel runs without the interpreter's lock, and samples share their room
-        broken = kernel(0, 1, self._table, *self._arrays)
+        broken = kernel(0, 1, *self._arguments)
         book.inside = False
         if broken:
             book.note_nonfinite(totals)
@@ -86,9 +88,11 @@ class TensorSlot:
         if totals is None or asked or not book.by_kernel or tensor.dtype not in KERNEL_DTYPES:
             return totals
         if plain_address(tensor):
-            integers_and_more = [INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD]
-            self._table[0, integers_and_more] = constants(totals, tensor.dtype, tensor.dtype)
-            self._table[0, SAMPLE], self._table[0, KEY] = book.sampler.scratch, book.keys[self._row]
+            row, places = self._words, (INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD)
+            for place, word in zip(places, constants(totals, tensor.dtype, tensor.dtype)):
+                row[place] = word
+            row[SAMPLE], row[BINS] = book.sampler.scratch, book.sampler.scratch + 4 * MOST
+            row[KEY] = int(book.keys[self._row])
             self._kernel, self._dtype = checked_kernel(tensor.dtype), tensor.dtype
         return totals
 

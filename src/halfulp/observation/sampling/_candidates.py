@@ -20,6 +20,7 @@ INFINITY = 0x7F800000
 # Columns of a block format's row of numbers.
 BLOCK, POWERS, FIRST, SECOND, SMALLEST, GREATEST, NONZERO, NORMAL = range(8)
 LARGEST, SCALE_BITS, SCALE_EMIN, SCALE_TINY, SCALE_MAX, HAS_TENSOR_SCALE, RAISES = range(8, 15)
+BLOCK_NUMBERS = 15
 
 
 class Candidates:
@@ -31,6 +32,7 @@ class Candidates:
         thresholds: int64 of shape (single, 3): the first float32 words of magnitudes that become nonzero, normal, and
             larger than the largest number.
         block_numbers: float64 of shape (blocks, 15).
+        arguments: what the kernel takes of them: addresses, each with the number of formats.
     """
 
     def __init__(self, formats: Sequence[AnyFormat]) -> None:
@@ -40,7 +42,15 @@ class Candidates:
         self.names: list[str] = [*(format.name for format in self.single), *(block.name for block in self.blocks)]
         rows = [_thresholds(format) for format in self.single]
         self.thresholds: np.ndarray = np.array(rows, np.int64).reshape(-1, 3)
-        self.block_numbers: np.ndarray = np.array([_block_row(b) for b in self.blocks], np.float64).reshape(-1, 15)
+        self.block_numbers: np.ndarray = np.array([_block_row(b) for b in self.blocks], np.float64).reshape(
+            -1, BLOCK_NUMBERS
+        )
+        self.arguments: tuple[int, int, int, int] = (
+            self.thresholds.ctypes.data,
+            len(self.single),
+            self.block_numbers.ctypes.data,
+            len(self.blocks),
+        )
 
 
 def candidate(format: AnyFormat) -> Format | BlockFormat:

@@ -20,6 +20,7 @@ from ...kernels.scalar._operations import (
     real,
     real64,
     shr,
+    squares16,
     store32,
     store64,
     sub,
@@ -33,53 +34,64 @@ from ._sample_places import MOST, RUN, RUNS
 from ._totals import AMAX, AMIN, FIXED, LAST_AMAX, LAST_FINITE, SQUARES, STEP_NONFINITE
 
 # Columns of the table.
-DATA, COUNT, KEY, SAMPLE, INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD, TAKEN, WIDE, FRESH, BROKEN = range(12)
-COLUMNS = 12
+DATA, COUNT, KEY, SAMPLE, BINS, INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD, TAKEN, WIDE, FRESH, BROKEN = range(13)
+COLUMNS = 13
+# Of the room for a sample: its elements, then counts of exponents, each in four places in turn.
+EXPONENTS = 256
+ROOM = MOST + 4 * EXPONENTS
 ONES, HALF_MAGNITUDE = np.uint32(0xFFFFFFFF), np.uint32(0x7FFF)
 CHUNK = 2048
 # Bytes of a cache line, and elements of tensors that no longer lie in the caches, whose lines are asked for ahead.
 LINE, LARGE = 64, 1 << 17
-SIGNATURE = "int64(int64, int64, int64[:,::1], int64[:,::1], float64[:,::1])"
+SIGNATURE = "int64(int64, int64, int64, int64, int64, int64, int64)"
 
 
-def look(first, last, table, thresholds, blocks):
-    """Kernel: count the tensors of the rows [first, last), and write their samples.
+def look(first, last, table, thresholds, singles, blocks, block_formats):
+    """Kernel: count the tensors of the rows [first, last) of a table of int64, and write their samples.
 
     Returns how many elements are not finite in the last row's tensors of this step.
     """
     broken = 0
-    for row in range(first, last):
-        data, count = table[row, DATA], table[row, COUNT]
-        sample, integers, reals = table[row, SAMPLE], table[row, INTEGERS], table[row, REALS_AT]
-        if table[row, FRESH] != 0:
+    blocks_at = FIXED + 3 * singles
+    for number_of_row in range(first, last):
+        row = table + 8 * COLUMNS * number_of_row
+        data, count, sample, bins = column(row, DATA), column(row, COUNT), column(row, SAMPLE), column(row, BINS)
+        integers, reals = column(row, INTEGERS), column(row, REALS_AT)
+        if column(row, FRESH) != 0:
             begin_step(integers, reals)
-            table[row, FRESH] = 0
-        extremes(data, count, low_of(table[row, LARGEST_WORD]), low_of(table[row, INFINITE_WORD]), integers, reals)
-        taken = gather(data, count, low_of(table[row, KEY]), high_of(table[row, KEY]), sample)
-        table[row, TAKEN] = taken
-        if table[row, WIDE] != 0:
-            widen_sample(sample, taken, min(count, MOST), table[row, WIDE])
+            store64(row, FRESH, widen64(0))
+        extremes(data, count, low_of(column(row, LARGEST_WORD)), low_of(column(row, INFINITE_WORD)), integers, reals)
+        taken = take(row)
         broken = signed64(load64(integers, STEP_NONFINITE))
-        table[row, BROKEN] = broken
+        store64(row, BROKEN, widen64(broken))
         bump(integers, 4, taken)
-        at = FIXED + 3 * thresholds.shape[0] + 4 * blocks.shape[0]
-        zeros, finite = histogram(sample, taken, integers, at, reals)
-        for k in range(thresholds.shape[0]):
-            nonzero, normal, over = thresholds[k, 0], thresholds[k, 1], thresholds[k, 2]
-            singles(sample, taken, nonzero, normal, over, zeros, finite, integers, FIXED + 3 * k)
-        for k in range(blocks.shape[0]):
-            in_blocks(sample, taken, blocks, k, integers, FIXED + 3 * thresholds.shape[0] + 4 * k)
+        zeros, finite = exponents(sample, taken, bins, integers, blocks_at + 4 * block_formats, reals)
+        for k in range(singles):
+            in_format(sample, taken, thresholds, k, zeros, finite, bins, integers)
+        for k in range(block_formats):
+            in_blocks(sample, taken, blocks, k, integers, blocks_at + 4 * k)
     return broken
 
 
 def copy_samples(first, last, table):
     """Kernel: write the samples of the rows [first, last) alone."""
-    for row in range(first, last):
-        count, sample = table[row, COUNT], table[row, SAMPLE]
-        taken = gather(table[row, DATA], count, low_of(table[row, KEY]), high_of(table[row, KEY]), sample)
-        table[row, TAKEN] = taken
-        if table[row, WIDE] != 0:
-            widen_sample(sample, taken, min(count, MOST), table[row, WIDE])
+    for number_of_row in range(first, last):
+        take(table + 8 * COLUMNS * number_of_row)
+
+
+def take(row):
+    """Piece: write a row's sample, and return how many elements it has."""
+    count, sample, key = column(row, COUNT), column(row, SAMPLE), column(row, KEY)
+    taken = gather(column(row, DATA), count, low_of(key), high_of(key), sample)
+    store64(row, TAKEN, widen64(taken))
+    if column(row, WIDE) != 0:
+        widen_sample(sample, taken, min(count, MOST), column(row, WIDE))
+    return taken
+
+
+def column(row, k):
+    """Piece: an integer of a row."""
+    return signed64(load64(row, k))
 
 
 def low_of(value):
@@ -184,48 +196,105 @@ def gather(data, count, key_low, key_high, sample):
     return taken
 
 
-def histogram(sample, taken, integers, at, reals):
-    """Piece: count sampled nonzero finite elements by exponent, add their squares, and return zeros and finite ones."""
-    squares, finite, zeros = 0.0, 0, 0
-    for i in range(taken):
-        w = load32(sample, i)
-        a = bit_and(w, MAGNITUDE)
-        if a < INFINITE:
-            x = float64(real(a))
-            squares += x * x
-            finite += 1
-            if a >= NORMALS:
-                bump(integers, at + int(shr(a, FIELD)) + 22, 1)
-            elif a > ZERO:
-                k = 0
-                while shr(a, ONE) > ZERO:
-                    a = shr(a, ONE)
-                    k += 1
-                bump(integers, at + k, 1)
-            else:
-                zeros += 1
-    store64(reals, SQUARES, word64(real64(load64(reals, SQUARES)) + squares))
+def exponents(sample, taken, bins, integers, at, reals):
+    """Piece: count sampled nonzero finite elements by exponent, add their squares, and return zeros and finite ones.
+
+    Leaves in the bins how many elements have each exponent field, and behind them how many have a smaller one.
+    """
+    sort_by_field(sample, taken, bins)
+    some = int(load32(bins, 0))
+    zeros = int(below(sample, taken, ONE)) if some > 0 else 0
+    if some > zeros:
+        count_subnormals(sample, taken, integers, at)
+    before = ZERO
+    for field in range(EXPONENTS):
+        here = load32(bins, field)
+        store32(bins, EXPONENTS + field, before)
+        before = add(before, here)
+        if (here > ZERO) & (field > 0) & (field < EXPONENTS - 1):
+            bump(integers, at + field + 22, int(here))
+    finite = taken - int(load32(bins, EXPONENTS - 1))
+    store64(reals, SQUARES, word64(real64(load64(reals, SQUARES)) + squares_of(sample, taken)))
     store64(reals, LAST_FINITE, word64(real64(load64(reals, LAST_FINITE)) + finite))
     return zeros, finite
 
 
-def singles(sample, taken, nonzero, normal, over, zeros, finite, integers, at):
-    """Piece: underflow, subnormal results and overflow of one format."""
-    gone, small, large = below(sample, taken, np_uint32(nonzero), np_uint32(normal), np_uint32(over))
-    bump(integers, at, int(gone) - zeros)
-    bump(integers, at + 1, int(small) - int(gone))
-    bump(integers, at + 2, int(large) - (taken - finite))
+def sort_by_field(sample, taken, bins):
+    """Piece: count elements by exponent field, four in turn in places of their own: no count waits for the last one."""
+    for k in range(4 * EXPONENTS):
+        store32(bins, k, ZERO)
+    whole = taken // 4 * 4
+    for i in range(0, whole, 4):
+        raise_count(bins, field_of(load32(sample, i)))
+        raise_count(bins, EXPONENTS + field_of(load32(sample, i + 1)))
+        raise_count(bins, 2 * EXPONENTS + field_of(load32(sample, i + 2)))
+        raise_count(bins, 3 * EXPONENTS + field_of(load32(sample, i + 3)))
+    for i in range(whole, taken):
+        raise_count(bins, field_of(load32(sample, i)))
+    for k in range(EXPONENTS):
+        first = add(load32(bins, k), load32(bins, EXPONENTS + k))
+        store32(bins, k, add(first, add(load32(bins, 2 * EXPONENTS + k), load32(bins, 3 * EXPONENTS + k))))
 
 
-def below(sample, taken, nonzero, normal, over):
-    """Piece: how many magnitudes lie below two thresholds, and from a third one on, zeros and infinities included."""
-    gone, small, large = ZERO, ZERO, ZERO
+def field_of(w):
+    """Piece: the exponent field of a float32's word."""
+    return int(shr(bit_and(w, MAGNITUDE), FIELD))
+
+
+def raise_count(bins, k):
+    """Piece: add one to a word in memory."""
+    store32(bins, k, add(load32(bins, k), ONE))
+
+
+def count_subnormals(sample, taken, integers, at):
+    """Piece: count subnormal numbers of float32 by exponent."""
     for i in range(taken):
         a = bit_and(load32(sample, i), MAGNITUDE)
-        gone = add(gone, choose(a < nonzero, ONE, ZERO))
-        small = add(small, choose(a < normal, ONE, ZERO))
-        large = add(large, choose(a >= over, ONE, ZERO))
-    return gone, small, large
+        if (a > ZERO) & (a < NORMALS):
+            k = 0
+            while shr(a, ONE) > ZERO:
+                a = shr(a, ONE)
+                k += 1
+            bump(integers, at + k, 1)
+
+
+def squares_of(sample, taken):
+    """Piece: the sum of the squares of finite elements."""
+    squares = 0.0
+    whole = taken // 16 * 16
+    for i in range(0, whole, 16):
+        squares += squares16(sample, i)
+    for i in range(whole, taken):
+        a = bit_and(load32(sample, i), MAGNITUDE)
+        if a < INFINITE:
+            squares += float64(real(a)) * float64(real(a))
+    return squares
+
+
+def in_format(sample, taken, thresholds, k, zeros, finite, bins, integers):
+    """Piece: underflow, subnormal results and overflow of one format."""
+    gone = below_word(sample, taken, low_of(column(thresholds, 3 * k)), bins)
+    small = below_word(sample, taken, low_of(column(thresholds, 3 * k + 1)), bins)
+    fit = below_word(sample, taken, low_of(column(thresholds, 3 * k + 2)), bins)
+    bump(integers, FIXED + 3 * k, gone - zeros)
+    bump(integers, FIXED + 3 * k + 1, small - gone)
+    bump(integers, FIXED + 3 * k + 2, finite - fit)
+
+
+def below_word(sample, taken, threshold, bins):
+    """Piece: how many magnitudes lie below a word; only where some have its exponent are they looked at again."""
+    field = int(shr(threshold, FIELD))
+    if (bit_and(threshold, sub(NORMALS, ONE)) > ZERO) & (load32(bins, field) > ZERO):
+        return int(below(sample, taken, threshold))
+    return int(load32(bins, EXPONENTS + field))
+
+
+def below(sample, taken, threshold):
+    """Piece: the same by looking at all."""
+    found = ZERO
+    for i in range(taken):
+        found = add(found, choose(bit_and(load32(sample, i), MAGNITUDE) < threshold, ONE, ZERO))
+    return found
 
 
 def word_of_float32(data, i):
@@ -290,4 +359,4 @@ def look_kernel(dtype: torch.dtype) -> Callable:
 @functools.cache
 def copy_kernel(dtype: torch.dtype) -> Callable:
     """Return the kernel that only copies samples of tensors of a dtype."""
-    return compile_kernel(copy_samples, "void(int64, int64, int64[:,::1])", {"load_word": _PIECES[dtype][0], **_TYPES})
+    return compile_kernel(copy_samples, "void(int64, int64, int64)", {"load_word": _PIECES[dtype][0], **_TYPES})

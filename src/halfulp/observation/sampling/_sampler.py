@@ -12,7 +12,8 @@ import torch
 from ...kernels import address, check_bits, run_chunks, select_engine, undisturbed
 from ..record._record import TensorRecord
 from ._candidates import DEFAULT_FORMATS, Candidates
-from ._kernel import COLUMNS, INFINITE_WORDS, KERNEL_DTYPES, TAKEN, copy_kernel, look_kernel
+from ._kernel import BINS, COLUMNS, COUNT, INFINITE_WORDS, KERNEL_DTYPES, ROOM, TAKEN, copy_kernel, look_kernel
+from ._places import MOST, sample_size
 from ._reference import count_sample, count_whole, sample_of
 from ._sample_places import MOST, sample_size
 from ._totals import Totals
@@ -42,12 +43,12 @@ class Sampler:
         candidates: the formats.
 
     Attributes:
-        scratch: address of room for one sample in float32.
+        scratch: address of room for one sample in float32, and for the counts of its exponents behind.
     """
 
     def __init__(self, candidates: Candidates) -> None:
         self.candidates = candidates
-        self._scratch: np.ndarray = np.empty(MOST, np.float32)
+        self._scratch: np.ndarray = np.empty(ROOM, np.float32)
         self.scratch: int = self._scratch.ctypes.data
         self._row: np.ndarray = np.zeros((1, COLUMNS), np.int64)
 
@@ -58,7 +59,7 @@ class Sampler:
             self.look_by_reference(one)
             return
         self._row[0] = _row(tensor, one, self.scratch)
-        checked_kernel(tensor.dtype)(0, 1, self._row, self.candidates.thresholds, self.candidates.block_numbers)
+        checked_kernel(tensor.dtype)(0, 1, self._row.ctypes.data, *self.candidates.arguments)
 
     def look_all(self, looks: Sequence[Look]) -> list[torch.Tensor]:
         """Add many tensors' counts to their totals, and return their samples.
@@ -78,8 +79,11 @@ class Sampler:
         for dtype, positions in by_dtype.items():
             parts = _buffers([wide[k].numel() for k in positions])
             rows = [_row(wide[k], looks[k], address(part)) for k, part in zip(positions, parts)]
-            table, counts = np.array(rows, np.int64), self.candidates
-            run_chunks(checked_kernel(dtype), table[:, 1], table, counts.thresholds, counts.block_numbers)
+            table = np.array(rows, np.int64)
+            room, table[:, BINS] = rooms(len(rows), ROOM - MOST)
+            arguments = table.ctypes.data, *self.candidates.arguments
+            run_chunks(checked_kernel(dtype), table[:, COUNT], *arguments)
+            del room
             _cut(samples, positions, parts, table)
         return samples
 
@@ -126,7 +130,7 @@ def _largest_word(dtype: torch.dtype, memory: torch.dtype) -> int:
 def _row(tensor: torch.Tensor, one: Look, sample: int) -> tuple[int, ...]:
     data, count, key = address(tensor), tensor.numel(), signed(one.key)
     integers, reals, largest, infinite = constants(one.totals, one.dtype, tensor.dtype)
-    return data, count, key, sample, integers, reals, largest, infinite, 0, 0, 0, 0
+    return data, count, key, sample, sample + 4 * MOST, integers, reals, largest, infinite, 0, 0, 0, 0
 
 
 def constants(totals: Totals, storage: torch.dtype, memory: torch.dtype) -> tuple[int, int, int, int]:
@@ -164,14 +168,21 @@ def sampled_all(given: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]
         flats = [to_wide(given[k][0]) for k in positions]
         parts = _buffers([flat.numel() for flat in flats])
         rows = [
-            (address(flat), flat.numel(), signed(given[k][1]), address(part), 0, 0, 0, 0, 0, 0, 0, 0)
+            (address(flat), flat.numel(), signed(given[k][1]), address(part), *[0] * (COLUMNS - 4))
             for k, flat, part in zip(positions, flats, parts)
         ]
         table = np.array(rows, np.int64)
         checked_kernel(dtype)
-        copy_kernel(dtype)(0, len(rows), table)
+        copy_kernel(dtype)(0, len(rows), table.ctypes.data)
         _cut(samples, positions, parts, table)
     return samples
+
+
+def rooms(rows: int, words: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return memory that the rows of a table use in turn, or each its own where threads share them, and its places."""
+    several = torch.get_num_threads() > 1
+    room = np.empty((rows if several else 1, words), np.uint32)
+    return room, room.ctypes.data + np.arange(rows, dtype=np.int64) * (4 * words * several)
 
 
 def _buffers(sizes: list[int]) -> Sequence[torch.Tensor]:
@@ -202,9 +213,9 @@ def checked_kernel(dtype: torch.dtype) -> Callable[..., int]:
         totals = Totals(TensorRecord("weight", "", "", dtype), candidates)
         one = Look(x, dtype, 0x0123456789ABCDEF, totals)
         if fast:
-            sample = np.empty(MOST, np.float32)
+            sample = np.empty(ROOM, np.float32)
             table = np.array([_row(x, one, sample.ctypes.data)], np.int64)
-            kernel(0, 1, table, candidates.thresholds, candidates.block_numbers)
+            kernel(0, 1, table.ctypes.data, *candidates.arguments)
         else:
             Sampler(candidates).look_by_reference(one)
         # Sums of squares depend on the order of the sum.

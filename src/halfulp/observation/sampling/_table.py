@@ -10,6 +10,7 @@ import torch
 from ...kernels import run_chunks
 from ._candidates import Candidates
 from ._kernel import (
+    BINS,
     BROKEN,
     COLUMNS,
     COUNT,
@@ -20,13 +21,14 @@ from ._kernel import (
     KEY,
     LARGEST_WORD,
     REALS_AT,
+    ROOM,
     SAMPLE,
     TAKEN,
     WIDE,
     copy_kernel,
 )
-from ._sample_places import MOST
-from ._sampler import checked_kernel, constants
+from ._places import MOST
+from ._sampler import checked_kernel, constants, rooms
 from ._totals import Totals
 
 
@@ -43,7 +45,9 @@ class Rows:
     def __init__(self, dtype: torch.dtype, count: int, totals: Sequence[tuple[Totals, torch.dtype]] = ()) -> None:
         self.dtype, self._totals = dtype, [one for one, _ in totals]
         self._room: np.ndarray | None = None
+        self._threads: int = 0
         self._table: np.ndarray = np.zeros((count, COLUMNS), np.int64)
+        self._at: int = self._table.ctypes.data
         for row, (one, storage) in enumerate(totals):
             self._table[row, [INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD]] = constants(one, storage, dtype)
 
@@ -61,14 +65,13 @@ class Rows:
         table = self._table
         table[:, FRESH] = [one.opens(step) for one in self._totals]
         self._place_samples()
-        arrays = table, candidates.thresholds, candidates.block_numbers
-        run_chunks(checked_kernel(self.dtype), table[:, COUNT], *arrays)
+        run_chunks(checked_kernel(self.dtype), table[:, COUNT], self._at, *candidates.arguments)
         return table[:, TAKEN]
 
     def copy(self) -> np.ndarray:
         """Copy the samples alone, and return how many elements of each are sampled."""
         self._place_samples()
-        copy_kernel(self.dtype)(0, len(self._table), self._table)
+        copy_kernel(self.dtype)(0, len(self._table), self._at)
         return self._table[:, TAKEN]
 
     @property
@@ -77,8 +80,9 @@ class Rows:
         return np.flatnonzero(self._table[:, BROKEN]).tolist()
 
     def _place_samples(self) -> None:
-        """Make room for the samples in float32: one for all rows, and one for each where threads share the rows."""
-        rooms = len(self._table) if torch.get_num_threads() > 1 else 1
-        if self._room is None or len(self._room) != rooms:
-            self._room = np.empty((rooms, MOST), np.float32)
-            self._table[:, SAMPLE] = self._room.ctypes.data + np.arange(len(self._table)) * (MOST * 4 * (rooms > 1))
+        """Make room for the samples in float32 and the counts of their exponents."""
+        threads = torch.get_num_threads()
+        if self._threads != threads:
+            self._threads = threads
+            self._room, places = rooms(len(self._table), ROOM)
+            self._table[:, SAMPLE], self._table[:, BINS] = places, places + 4 * MOST

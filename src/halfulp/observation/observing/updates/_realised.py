@@ -55,7 +55,8 @@ def add_changes(
             rounded.copy_(parts[2])
         if decreases:
             parts[2] = parts[2].clamp(max=0)
-        _by_numpy(*(part.numpy() for part in parts), work[-len(ends) :], counts.reshape(-1, 2), sums.reshape(-1, 2))
+        b, a, w = (part.numpy() for part in parts)
+        _by_numpy(b, a, w, work[-len(ends) :], counts.reshape(-1, 2), sums.reshape(-1, 2))
     numbers, amounts = counts.tolist(), sums.tolist()
     for record, seen, cancelled, square, kept in zip(
         records, numbers[::2], numbers[1::2], amounts[::2], amounts[1::2], strict=True
