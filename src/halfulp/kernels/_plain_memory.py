@@ -37,6 +37,7 @@ def _plain_keys() -> frozenset[int]:
 
 
 _KEYS = _plain_keys()
+_dispatch_keys = torch._C._dispatch_keys
 
 
 def plain_address(x: Tensor) -> int:
@@ -47,7 +48,7 @@ def plain_address(x: Tensor) -> int:
     >>> plain_address(torch.ones(3)) > 0, plain_address(torch.ones(2, 3).t()), plain_address(torch.ones(3).to_sparse())
     (True, 0, 0)
     """
-    if type(x) not in _PLAIN or torch._C._dispatch_keys(x).raw_repr() not in _KEYS:
+    if type(x) not in _PLAIN or _dispatch_keys(x).raw_repr() not in _KEYS:
         return 0
     return x.data_ptr() if x.is_contiguous() else 0
 

@@ -178,8 +178,10 @@ def watching(function: Watch) -> Watch:
         if book.inside or torch.compiler.is_compiling():
             return
         begin, book.inside = time.perf_counter(), True
+        records_gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # torch.no_grad() takes as long as a look at a small tensor
         try:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with torch._C.DisableTorchFunction():
                 if torch._C._len_torch_dispatch_stack():
                     with _disable_current_modes():
                         function(self, *arguments)
@@ -189,6 +191,7 @@ def watching(function: Watch) -> Watch:
             # Its words may hold paths, hosts or values, which neither page nor JSON is to hold.
             book.missed(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
         finally:
+            torch._C._set_grad_enabled(records_gradients)
             book.inside = False
             book.seconds += time.perf_counter() - begin
 

@@ -298,6 +298,8 @@ class Observation:
         else:
             self._modules.detach()
             self._gradients.detach()
+            for updates in self._updates.values():
+                updates.release()
 
     def _next_step(self) -> int:
         history = self.book.record.history

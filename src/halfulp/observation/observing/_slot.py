@@ -61,17 +61,15 @@ class TensorSlot:
         if self._dtype is not tensor.dtype or not book.by_kernel or book.inside or is_watched():
             return False
         begin = time.perf_counter()
-        at = plain_address(tensor)
-        totals, kernel = self.totals, self._kernel
-        if not at or totals is None or kernel is None:
+        at, totals, row = plain_address(tensor), self.totals, self._words
+        if not at or totals is None or self._kernel is None:
             return False
-        row = self._words
-        if totals.opens(book.step):
+        if totals.step != book.step and totals.opens(book.step):
             row[FRESH], row[KEY] = 1, int(book.keys[self._row])
         row[DATA], row[COUNT] = at, tensor.numel()
         totals.record.scale = scale
         book.inside = True  # the kernel runs without the interpreter's lock, and samples share their room
-        broken = kernel(0, 1, *self._arguments)
+        broken = self._kernel(0, 1, *self._arguments)
         book.inside = False
         if broken:
             book.note_nonfinite(totals)

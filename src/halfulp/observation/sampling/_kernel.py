@@ -34,8 +34,9 @@ from ._sample_places import MOST, RUN, RUNS
 from ._totals import AMAX, AMIN, FIXED, LAST_AMAX, LAST_FINITE, SQUARES, STEP_NONFINITE
 
 # Columns of the table.
-DATA, COUNT, KEY, SAMPLE, BINS, INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD, TAKEN, WIDE, FRESH, BROKEN = range(13)
-COLUMNS = 13
+DATA, COUNT, KEY, SAMPLE, BINS, INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD, TAKEN, WIDE, FRESH = range(12)
+BROKEN, NONZERO = 12, 13
+COLUMNS = 14
 # Of the room for a sample: its elements, then counts of exponents, each in four places in turn.
 EXPONENTS = 256
 ROOM = MOST + 4 * EXPONENTS
@@ -86,6 +87,7 @@ def take(row):
     store64(row, TAKEN, widen64(taken))
     if column(row, WIDE) != 0:
         widen_sample(sample, taken, min(count, MOST), column(row, WIDE))
+        store64(row, NONZERO, widen64(taken - int(below(sample, taken, ONE))))
     return taken
 
 

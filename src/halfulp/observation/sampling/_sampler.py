@@ -130,7 +130,7 @@ def _largest_word(dtype: torch.dtype, memory: torch.dtype) -> int:
 def _row(tensor: torch.Tensor, one: Look, sample: int) -> tuple[int, ...]:
     data, count, key = address(tensor), tensor.numel(), signed(one.key)
     integers, reals, largest, infinite = constants(one.totals, one.dtype, tensor.dtype)
-    return data, count, key, sample, sample + 4 * MOST, integers, reals, largest, infinite, 0, 0, 0, 0
+    return data, count, key, sample, sample + 4 * MOST, integers, reals, largest, infinite, *[0] * (COLUMNS - 9)
 
 
 def constants(totals: Totals, storage: torch.dtype, memory: torch.dtype) -> tuple[int, int, int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...kernels import run_chunks
+from ...kernels import address, run_chunks
 from ._candidates import Candidates
 from ._kernel import (
     BINS,
@@ -20,6 +20,7 @@ from ._kernel import (
     INTEGERS,
     KEY,
     LARGEST_WORD,
+    NONZERO,
     REALS_AT,
     ROOM,
     SAMPLE,
@@ -40,10 +41,14 @@ class Rows:
         totals: what their counts are added to, and the dtypes whose largest number is counted; empty where samples are
             only copied.
         count: how many tensors.
+
+    Attributes:
+        written: float64, to which the samples are written; None where they are not.
     """
 
     def __init__(self, dtype: torch.dtype, count: int, totals: Sequence[tuple[Totals, torch.dtype]] = ()) -> None:
         self.dtype, self._totals = dtype, [one for one, _ in totals]
+        self.written: torch.Tensor | None = None
         self._room: np.ndarray | None = None
         self._threads: int = 0
         self._table: np.ndarray = np.zeros((count, COLUMNS), np.int64)
@@ -54,11 +59,12 @@ class Rows:
     def point(self, data: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray, keys: np.ndarray) -> None:
         """Say where the tensors lie, how many elements they have, and the keys of their places."""
         table = self._table
-        table[:, DATA], table[:, COUNT], table[:, KEY], table[:, WIDE] = data, counts, keys, 0
+        table[:, DATA], table[:, COUNT], table[:, KEY] = data, counts, keys
 
-    def widen(self, places: np.ndarray) -> None:
-        """Say where the samples go in float64, with room for as many elements as are sampled at most."""
-        self._table[:, WIDE] = places
+    def widen(self, packed: torch.Tensor, ends: np.ndarray) -> None:
+        """Write the samples to float64 too, from the ends of parts that hold as many as are sampled at most."""
+        self.written = packed
+        self._table[:, WIDE] = address(packed) + 8 * ends[:-1]
 
     def look(self, candidates: Candidates, step: int) -> np.ndarray:
         """Count the tensors, and return how many elements of each are sampled."""
@@ -75,9 +81,14 @@ class Rows:
         return self._table[:, TAKEN]
 
     @property
+    def nonzero(self) -> list[int]:
+        """How many elements of each sample that was made float64 are not zero."""
+        return self._table[:, NONZERO].tolist()
+
+    @property
     def broken(self) -> list[int]:
         """Rows whose tensors hold NaN or infinity in this step."""
-        return np.flatnonzero(self._table[:, BROKEN]).tolist()
+        return [row for row, count in enumerate(self._table[:, BROKEN].tolist()) if count]
 
     def _place_samples(self) -> None:
         """Make room for the samples in float32 and the counts of their exponents."""

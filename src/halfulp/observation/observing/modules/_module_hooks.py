@@ -104,7 +104,7 @@ class ModuleHooks:
         """Look at a single plain output in a forward pass where nothing else is followed; False elsewhere."""
         if type(output) is not torch.Tensor or hook.is_followed or torch._C._current_graph_task_id() != -1:
             return False
-        if torch.is_autocast_enabled(output.device.type):
+        if torch._C._is_any_autocast_enabled():
             return False
         if not self._was_last(output):
             if not hook.slot.look_quickly(output):

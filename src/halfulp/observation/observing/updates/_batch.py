@@ -12,12 +12,14 @@ import torch
 from ....kernels import address, plain_address
 from ...record._record import ParameterRecord, Realised, Role
 from ...sampling._kernel import KERNEL_DTYPES
-from ...sampling._plain import PLAIN_TYPES, Stored, stored
-from ...sampling._sample_places import sample_size
+from ...sampling._places import sample_size
+from ...sampling._plain import Stored, stored
 from ...sampling._sampler import sampled_all
 from ...sampling._table import Rows
 from .._notebook import Notebook
 from ._realised import add_changes
+
+_NOTHING = torch.empty(0, dtype=torch.float64, device="cpu")
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class Stepped:
         parameter: itself.
         options: its group.
         elements: of its memory.
+        places: where parameter, gradient and states lie, in order; 0 of those that are no plain memory.
         weight, gradient: float64 samples before the step.
         states: of halfulp's optimizers: samples of its states before the step.
         change: the wanted change where the optimizer computes it in a way of its own.
@@ -40,8 +43,9 @@ class Stepped:
     parameter: torch.Tensor
     options: dict[str, Any]
     elements: int
-    weight: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64, device="cpu"))
-    gradient: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64, device="cpu"))
+    places: list[int]
+    weight: torch.Tensor = _NOTHING
+    gradient: torch.Tensor = _NOTHING
     states: dict[str, Any] = field(default_factory=dict)
     change: torch.Tensor | None = None
     wanted_states: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -51,47 +55,62 @@ class Stepped:
 class Layout:
     """Where the samples of some parameters lie: a part for each of as many elements as are sampled at most.
 
-    A tensor whose short last run is sampled leaves some of its part free, and zeros there.
+    A tensor whose short last run is sampled leaves some of its part free, and zeros there. What is returned under a
+    name is overwritten when the name is sampled again.
 
     Args:
         book: what is written to.
         named: name and kind of each parameter.
         elements: how many elements each has.
+
+    Attributes:
+        ends: where the parts begin and end.
+        nonzero: how many elements of each of the last samples are not zero; None where that was not counted.
     """
 
     def __init__(self, book: Notebook, named: Sequence[tuple[str, str]], elements: Sequence[int]) -> None:
         self.book, self.named, self.elements = book, list(named), list(elements)
         sizes = [sample_size(count) for count in elements]
         self.ends: np.ndarray = np.cumsum([0, *sizes], dtype=np.int64)
-        self.taken: list[int] = sizes
+        self.nonzero: list[int] | None = None
+        self._taken: np.ndarray = np.array(sizes, np.int64)
         self._rows: np.ndarray = np.array([book.row_of(name) for name, _ in named], np.int64)
         self._tables: dict[tuple[str, torch.dtype, int], Rows] = {}
+        self._packs: dict[str, torch.Tensor] = {}
 
-    def sample(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return samples of one tensor per parameter, float64."""
-        data = self._addresses(tensors)
-        if data is None:
-            found = [_numbers(tensor) for tensor in tensors]
-            keys = [self.book.key(name) for name, _ in self.named]
-            samples = sampled_all([(one.flat, key) for one, key in zip(found, keys)])
-            return self._packed(samples, found)
-        return self._take(self._table("", tensors[0].dtype), data)
+    def release(self) -> None:
+        """Let go of the memory of samples until the next sampled step."""
+        self._packs.clear()
+        for table in self._tables.values():
+            table.written = None
 
-    def look(self, role: Role, state: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Count one tensor per parameter under a role, and return the samples, float64.
+    def sample(self, name: str, tensors: Sequence[torch.Tensor], places: list[int] | None = None) -> torch.Tensor:
+        """Return samples of one tensor per parameter, float64.
 
         Args:
-            role: of the tensors.
-            state: the name of a state; several of them may have one role.
-            tensors: one per parameter.
+            name: of these samples.
+            tensors: one per parameter, of one dtype.
+            places: where they lie, if that is known.
         """
-        data = self._addresses(tensors)
+        data = self._places(tensors, places)
+        if data is None:
+            found = [_numbers(tensor) for tensor in tensors]
+            keys = [self.book.key(own) for own, _ in self.named]
+            samples = sampled_all([(one.flat, key) for one, key in zip(found, keys)])
+            return self._packed(samples, found)
+        return self._take(name, self._table(name, tensors[0].dtype), data)
+
+    def look(
+        self, role: Role, name: str, tensors: Sequence[torch.Tensor], places: list[int] | None = None
+    ) -> torch.Tensor:
+        """Count one tensor per parameter under a role, and return the samples, as `sample` does."""
+        data = self._places(tensors, places)
         if data is None:
             found = [_numbers(tensor) for tensor in tensors]
             samples = self.book.look_all(role, [(*named, one) for named, one in zip(self.named, found)])
             return self._packed(samples, found)
         dtype = tensors[0].dtype
-        return self._take(self._table(f"{role}.{state}", dtype, role, [dtype] * len(tensors)), data, role)
+        return self._take(name, self._table(name, dtype, role, [dtype] * len(tensors)), data, role)
 
     def look_at_changes(
         self,
@@ -113,7 +132,7 @@ class Layout:
             values = wanted - before
             add_changes(records, before, after, values, self.ends)
         else:
-            values = torch.empty(len(wanted), dtype=torch.float32, device="cpu")
+            values = self._pack("changes", torch.float32)
             add_changes(records, before, after, wanted, self.ends, as_values=True, rounded=values)
         if wide or not self.book.by_kernel or len(set(dtypes)) > 1:
             parts = self.parts(values)
@@ -122,22 +141,30 @@ class Layout:
             return
         data = address(values) + 4 * self.ends[:-1]
         table = self._table(f"update.{dtypes[0]}", torch.float32, "update", dtypes)
-        table.point(data, self.taken, self.book.keys[self._rows])
+        table.point(data, self._taken, self.book.keys[self._rows])
         table.look(self.book.candidates, self.book.step)
         self._note("update", table)
 
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the sample of each parameter among packed ones."""
         ends = self.ends.tolist()
-        return [packed[start : start + taken] for start, taken in zip(ends, self.taken)]
+        return [packed[start : start + taken] for start, taken in zip(ends, self._taken.tolist())]
 
-    def _addresses(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    def _places(self, tensors: Sequence[torch.Tensor], places: list[int] | None) -> list[int] | None:
         """Where plain tensors of one dtype lie; None where one is not plain."""
         dtype = tensors[0].dtype
         if not self.book.by_kernel or dtype not in KERNEL_DTYPES:
             return None
-        data = [plain_address(tensor) if tensor.dtype is dtype else 0 for tensor in tensors]
-        return data if all(data) else None
+        if places is None:
+            places = [plain_address(tensor) if tensor.dtype is dtype else 0 for tensor in tensors]
+        return places if all(places) else None
+
+    def _pack(self, name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Room for the samples of a name."""
+        pack = self._packs.get(name)
+        if pack is None:
+            pack = self._packs[name] = torch.empty(int(self.ends[-1]), dtype=dtype, device="cpu")
+        return pack
 
     def _table(self, name: str, memory: torch.dtype, role: Role | None = None, dtypes: Sequence = ()) -> Rows:
         """Rows for tensors of a dtype, under a role with storage of some dtypes."""
@@ -152,12 +179,13 @@ class Layout:
             table = self._tables[key] = Rows(memory, len(self.named), totals)
         return table
 
-    def _take(self, table: Rows, data: list[int], role: Role | None = None) -> torch.Tensor:
-        packed = torch.empty(int(self.ends[-1]), dtype=torch.float64, device="cpu")
+    def _take(self, name: str, table: Rows, data: list[int], role: Role | None = None) -> torch.Tensor:
+        packed = self._pack(name)
+        if table.written is not packed:
+            table.widen(packed, self.ends)
         table.point(data, self.elements, self.book.keys[self._rows])
-        table.widen(address(packed) + 8 * self.ends[:-1])
-        taken = table.copy() if role is None else table.look(self.book.candidates, self.book.step)
-        self.taken = taken.tolist()
+        self._taken = table.copy() if role is None else table.look(self.book.candidates, self.book.step)
+        self.nonzero = table.nonzero
         if role is not None:
             self._note(role, table)
         return packed
@@ -172,7 +200,7 @@ class Layout:
 
     def _packed(self, samples: Sequence[torch.Tensor], found: Sequence[Stored]) -> torch.Tensor:
         packed = torch.zeros(int(self.ends[-1]), dtype=torch.float64, device="cpu")
-        self.taken = [len(sample) for sample in samples]
+        self._taken, self.nonzero = np.array([len(sample) for sample in samples], np.int64), None
         for start, sample, one in zip(self.ends.tolist(), samples, found):
             packed[start : start + len(sample)] = sample.double() * one.scale
         return packed
@@ -180,14 +208,15 @@ class Layout:
 
 def _numbers(tensor: torch.Tensor) -> Stored:
     found = stored(tensor)
-    assert found is not None, "asked for numbers_in first"
+    assert found is not None, "asked for located first"
     return found
 
 
-def numbers_in(tensor: torch.Tensor) -> int | None:
-    """Return how many numbers a tensor's memory holds; None where they cannot be read."""
-    simple = type(tensor) in PLAIN_TYPES and tensor.dtype in KERNEL_DTYPES and tensor.is_cpu
-    if simple and tensor.layout is torch.strided and not tensor.is_nested:
-        return tensor.numel()
+def located(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor's numbers lie, 0 if they are no plain memory, and how many they are, -1 if not known."""
+    if tensor.dtype in KERNEL_DTYPES:
+        at = plain_address(tensor)
+        if at:
+            return at, tensor.numel()
     found = stored(tensor)
-    return None if found is None else found.flat.numel()
+    return 0, -1 if found is None else found.flat.numel()

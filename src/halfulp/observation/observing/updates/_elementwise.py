@@ -16,6 +16,7 @@ Options = Mapping[str, Any]
 ELEMENTWISE: dict[type[torch.optim.Optimizer], Callable[[Options], bool]] = {}
 # State entries that belong to a whole tensor, whatever its shape.
 WHOLE = frozenset({"step", "mu_product", "eta", "mu"})
+_AROUND = ("torch.optim.optimizer", "torch.utils._contextlib")
 _IMPLEMENTATIONS = {"foreach": False, "capturable": False, "differentiable": False}
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -59,6 +60,14 @@ def decay_factor(optimizer: torch.optim.Optimizer, options: Options) -> float | 
     return 1 - float(options["lr"]) * float(decay)
 
 
+def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step without what torch puts around it: hooks, a profiler's range, the mode of gradients."""
+    step = getattr(step, "__wrapped__", step)
+    while step.__globals__.get("__name__") in _AROUND and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
+
+
 class Shadow:
     """An optimizer's own class, run on float64 copies of samples."""
 
@@ -67,18 +76,25 @@ class Shadow:
         parameters = inspect.signature(self.kind.__init__).parameters
         self._takes: set[str] = set(parameters) - {"self", "params"}
         self._instance: torch.optim.Optimizer | None = None
+        self._weight: torch.nn.Parameter | None = None
 
     def step(
         self, weights: torch.Tensor, gradients: torch.Tensor, states: dict[str, Any], options: Options
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return weights and states after one step; no hooks of the user's are called.
+        """Return weights and states after one step, which the next one overwrites; no hooks of the user's are called.
+
+        Call it where gradients are not recorded.
 
         Args:
             weights, gradients: flat float64.
             states: of these elements, empty before the first step.
             options: the group's.
         """
-        weight = torch.nn.Parameter(weights.clone())
+        weight = self._weight
+        if weight is None or weight.numel() != weights.numel():
+            weight = self._weight = torch.nn.Parameter(weights.clone())
+        else:
+            weight.copy_(weights)
         weight.grad = gradients
         plain = {key: self._plain(key, value) for key, value in options.items() if key in self._takes}
         if self._instance is None:
@@ -89,8 +105,7 @@ class Shadow:
         group["params"] = [weight]
         if states or not isinstance(one, torch.optim.Adagrad | torch.optim.ASGD):
             one.state = defaultdict(dict, {weight: states} if states else {})
-        unhooked = getattr(type(one).step, "__wrapped__", type(one).step)
-        unhooked(one)
+        _unhooked(type(one).step)(one)
         return weight.detach(), one.state[weight]
 
     def _plain(self, key: str, value: Any) -> Any:

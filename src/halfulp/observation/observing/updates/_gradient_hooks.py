@@ -31,15 +31,20 @@ class GradientHooks:
         """Attach the hooks."""
         for parameter, hook in self._hooks if not self._handles else ():
             if parameter.requires_grad and parameter.is_leaf:
-                hook.parameter = parameter
+                hook.parameter, hook.is_followed = parameter, False
                 self._handles.append(parameter.register_hook(hook.before))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook.after))
 
     def detach(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def follow(self, hook: _Arrival) -> None:
+        """Let a parameter's second hook run from now on: only gradients that are added to others need it."""
+        if not hook.is_followed and hook.parameter is not None:
+            hook.is_followed = True
+            self._handles.append(hook.parameter.register_post_accumulate_grad_hook(hook.after))
 
     def end_step(self) -> None:
         """Forget what belongs to one step."""
@@ -49,13 +54,14 @@ class GradientHooks:
 class _Arrival:
     """The two hooks of one parameter."""
 
-    __slots__ = ("accumulated", "book", "incoming", "name", "owner", "parameter", "slot")
+    __slots__ = ("book", "held", "incoming", "is_followed", "name", "owner", "parameter", "slot")
 
     def __init__(self, owner: GradientHooks, name: str) -> None:
         self.owner, self.book, self.name = owner, owner.book, name
         self.slot = TensorSlot(owner.book, "weight gradient", name, owner.book.record.parameters[name].kind)
         self.parameter: torch.Tensor | None = None
-        self.accumulated: torch.Tensor | None = None
+        self.is_followed: bool = False
+        self.held: torch.Tensor | None = None
         self.incoming: torch.Tensor | None = None
 
     def before(self, gradient: torch.Tensor) -> None:
@@ -85,7 +91,8 @@ class _Arrival:
         held, incoming = stored(there), stored(gradient)
         if held is not None and incoming is not None and held.flat.numel() == incoming.flat.numel():
             key = self.book.key(self.name)
-            self.accumulated, self.incoming = sampled(held.flat, key), sampled(incoming.flat, key)
+            self.held, self.incoming = sampled(held.flat, key), sampled(incoming.flat, key)
+            self.owner.follow(self)
 
     @watching
     def _accumulated(self, parameter: torch.Tensor) -> None:

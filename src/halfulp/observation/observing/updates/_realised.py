@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ....kernels import address, select_engine, plain_address
+from ....kernels import address, select_engine
 from ...record._record import Realised
 from ._change_loop import WORDS, change_kernel
 
@@ -74,7 +74,7 @@ def add_changes(
 
 def _as_float64(values: torch.Tensor) -> torch.Tensor:
     """Plain memory of float64 on the CPU."""
-    if values.dtype is torch.float64 and plain_address(values):
+    if values.dtype is torch.float64 and values.is_cpu and values.is_contiguous():
         return values
     return values.detach().to("cpu", torch.float64).contiguous()
 

@@ -12,7 +12,7 @@ from ....optim import Optimizer
 from ...record._record import Realised, Role
 from ...sampling._plain import Stored, stored
 from .._notebook import Notebook
-from ._batch import Layout, Stepped, numbers_in
+from ._batch import Layout, Stepped, located
 from ._elementwise import ELEMENTWISE, WHOLE, Shadow, decay_factor
 from ._halfulp_updates import decoded_states, halfulp_change, represented
 from ._realised import add_changes
@@ -60,7 +60,13 @@ class Updates:
         self._batches: list[Batch] = []
         self._layouts: dict[tuple, Layout] = {}
         self._shadows: dict[int, Shadow] = {}
+        self._options: dict[int, tuple[str, dict[str, Any]]] = {}
         self.rounded: dict[str, RoundingDecisions] = {}
+
+    def release(self) -> None:
+        """Let go of the memory that only sampled steps need."""
+        for layout in self._layouts.values():
+            layout.release()
 
     def before(self, arrived: set[str]) -> None:
         """Sample what the step is about to change.
@@ -82,8 +88,7 @@ class Updates:
         """Parameters with gradients, by what makes them step together, and their states."""
         groups: dict[tuple, tuple[dict[str, Any] | None, list[Stepped]]] = {}
         for group in self.optimizer.param_groups:
-            options = {key: _plain_option(value) for key, value in group.items() if _is_option(key, value)}
-            kind = repr(options)
+            kind, options = self._options_of(group)
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
                 if name is None or parameter.grad is None:
@@ -94,6 +99,14 @@ class Updates:
                     key = (kind, parameter.dtype, parameter.grad.dtype, *together)
                     groups.setdefault(key, (states, []))[1].append(one)
         return groups
+
+    def _options_of(self, group: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """A group's options as plain data, and words that tell them from others."""
+        options = {key: _plain_option(value) for key, value in group.items() if _is_option(key, value)}
+        known = self._options.get(id(group))
+        if known is None or known[1] != options:
+            known = self._options[id(group)] = repr(options), options
+        return known
 
     def _stepped(
         self, name: str, parameter: torch.Tensor, group: dict[str, Any], options: dict[str, Any]
@@ -106,13 +119,13 @@ class Updates:
         if isinstance(self.optimizer, Optimizer):
             chosen = group.get("weight_update")
             record.weight_update = str(getattr(chosen, "name", chosen) or record.weight_update)
-        count = numbers_in(parameter)
-        if count is None or numbers_in(gradient) != count:
+        (place, count), (gradient_place, slopes) = located(parameter), located(gradient)
+        if count < 0 or slopes != count:
             self.book.missed(f"{name}: a parameter or gradient whose numbers cannot be read")
             return None
         if draws(self.optimizer, parameter):
             self.book.fix(name)
-        return Stepped(record, parameter, group, count) if count else None
+        return Stepped(record, parameter, group, count, [place, gradient_place]) if count else None
 
     def _states_of(self, one: Stepped) -> tuple[dict[str, Any] | None, tuple]:
         """States of a parameter that a shadow steps with, and what others must share to step with it."""
@@ -124,20 +137,26 @@ class Updates:
             states[key] = value
             if key in WHOLE or not isinstance(value, torch.Tensor):
                 whole.append((key, _number(value, 0.0)))
-            elif not value.dtype.is_floating_point or numbers_in(value) != one.elements:
+                continue
+            place, count = located(value)
+            if not value.dtype.is_floating_point or count != one.elements:
                 return None, ("unknown",)
+            one.places.append(place)
         return states, (*whole, *((key, getattr(value, "dtype", None)) for key, value in states.items()))
 
     def _batch(self, states: dict[str, Any] | None, stepped: list[Stepped]) -> Batch:
         """Sample weights, gradients and states of parameters that step together."""
         layout = self._layout(stepped)
-        weight = layout.look("weight", "", [one.parameter for one in stepped])
-        gradient = layout.sample([_gradient(one.parameter) for one in stepped])
+        places = zip(*(one.places for one in stepped))
+        weight = layout.look("weight", "weight", [one.parameter for one in stepped], list(next(places)))
+        gradient = layout.sample("gradient", [_gradient(one.parameter) for one in stepped], list(next(places)))
+        nonzero = layout.nonzero
         divisor = _number(getattr(self.optimizer, "grad_scale", None), 1.0)
         if divisor != 1.0:
             gradient /= divisor
-        nonzero = np.add.reduceat(gradient.numpy() != 0, layout.ends[:-1], dtype=np.int64)
-        for one, count in zip(stepped, nonzero.tolist()):
+        if nonzero is None or divisor != 1.0:
+            nonzero = np.add.reduceat(gradient.numpy() != 0, layout.ends[:-1], dtype=np.int64).tolist()
+        for one, count in zip(stepped, nonzero):
             one.record.nonzero_gradients += count
         if not self._is_elementwise():
             for one, own, slope in zip(stepped, layout.parts(weight), layout.parts(gradient)):
@@ -147,7 +166,8 @@ class Updates:
             if name in WHOLE or not isinstance(value, torch.Tensor):
                 sampled[name] = value.clone() if isinstance(value, torch.Tensor) else value
             else:
-                sampled[name] = layout.sample([self._state_of(one.parameter)[name] for one in stepped])
+                tensors = [self._state_of(one.parameter)[name] for one in stepped]
+                sampled[name] = layout.sample(f"{name} before", tensors, list(next(places)))
         return Batch(layout, stepped, weight, gradient, None if states is None else sampled)
 
     def _layout(self, stepped: list[Stepped]) -> Layout:
@@ -187,7 +207,7 @@ class Updates:
         if not batches or _number(getattr(self.optimizer, "found_inf", None), 0.0):
             return
         for batch in batches:
-            now = batch.layout.sample([one.parameter for one in batch.stepped])
+            now = batch.layout.sample("weight after", [one.parameter for one in batch.stepped])
             states = self._look_at_states(batch)
             if batch.states is not None:
                 self._compare(batch, now, states)
@@ -291,21 +311,24 @@ class Updates:
 
     def _look_at_states(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Count the states after the step, and return samples of those that all parameters of a batch have."""
-        found: dict[str, list[tuple[Stepped, torch.Tensor]]] = {}
+        found: dict[str, list[tuple[Stepped, torch.Tensor, int]]] = {}
         for one in batch.stepped:
             for key, value in self._state_of(one.parameter).items():
                 if key in WHOLE or not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
                     continue
                 one.record.state_dtypes[key] = value.dtype
-                if numbers_in(value) == one.elements:
-                    found.setdefault(key, []).append((one, value))
+                place, count = located(value)
+                if count == one.elements:
+                    found.setdefault(key, []).append((one, value, place))
         samples = {}
         for key, held in found.items():
             layout, role = batch.layout, MOMENTS.get(key)
             if len(held) < len(batch.stepped):
-                layout = self._layout([one for one, _ in held])
-            values = [value for _, value in held]
-            taken = layout.sample(values) if role is None else layout.look(role, key, values)
+                layout = self._layout([one for one, _, _ in held])
+            values = [value for _, value, _ in held]
+            alike = all(value.dtype is values[0].dtype for value in values)
+            places = [place if alike else 0 for *_, place in held]
+            taken = layout.sample(key, values, places) if role is None else layout.look(role, key, values, places)
             if layout is batch.layout:
                 samples[key] = taken
         return samples
@@ -331,12 +354,14 @@ def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point else torch.float32
 
 
+_OPTIONS = (bool, int, float, str, tuple)
+_LEFT_OUT = frozenset({"params", "param_names", "identities"})
+
+
 def _is_option(key: str, value: Any) -> bool:
-    if key in ("params", "param_names", "identities"):
+    if key in _LEFT_OUT:
         return False
-    return isinstance(value, bool | int | float | str | tuple) or (
-        isinstance(value, torch.Tensor) and value.numel() == 1
-    )
+    return isinstance(value, _OPTIONS) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _plain_option(value: Any) -> Any:
