@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import time
 import warnings
 
 import torch
@@ -20,6 +21,10 @@ unobserved. At interval=1 every step is sampled. At interval=50 the figure is ma
 (sampled + 49 not sampled) / 50, each timed by itself. Beside it, timed in the same run: torch's anomaly mode, and the \
 DebugUnderflowOverflow of transformers, which both look at every step. Microseconds per tensor: what a sampled step \
 costs more, over the tensors that it looks at."""
+NOTE = """MB: the tensors whose exact extremes a sampled step finds, so that all of each is read. Reading alone: a \
+step and one pass over so many bytes, as fast as torch sums a tensor of 64 MB; what lies in a cache is read faster. \
+The rest is hooks (torch calls Python for each output and gradient), samples counted in six formats, and a step of the \
+optimizer's own class on float64 copies of them: of small tensors, most of it does not depend on their size."""
 INTERVAL = 50
 MOST_RATIO, MOST_SHARE, MOST_MICROSECONDS, SLOW = 1.25, 0.02, 20.0, 10.0
 
@@ -84,8 +89,21 @@ def contenders(case: str) -> tuple[list[Contender], hu.observation.Observation]:
     return [contender for contender, _ in found.values()], seen
 
 
-def row_of(case: str, times: dict[str, Timing], tensors: int) -> dict:
+def seconds_per_byte() -> float:
+    """How long a byte takes in torch's sum over a tensor that fits no cache."""
+    x, best = torch.ones(2**24), float("inf")
+    for _ in range(9):
+        begin = time.process_time()
+        x.sum()
+        best = min(best, time.process_time() - begin)
+    return best / (4 * len(x))
+
+
+def row_of(case: str, times: dict[str, Timing], record: hu.observation.Record) -> dict:
     """One model's figures and bars."""
+    tensors = len(record.tensors)
+    whole = [one for one in record.tensors.values() if one.role != "update"]
+    read = sum(one.elements / one.steps * one.dtype.itemsize for one in whole)
     sampled, others = times["sampled"], times["not sampled"]
     share = (sampled.ratio + (INTERVAL - 1) * others.ratio) / INTERVAL - 1
     each = (sampled.ratio - 1) * sampled.milliseconds / sampled.ratio * 1e3 / tensors
@@ -103,6 +121,8 @@ def row_of(case: str, times: dict[str, Timing], tensors: int) -> dict:
         "interval=50": share,
         "tensors": tensors,
         "us per tensor": each,
+        "MB": read / 1e6,
+        "reading alone": 1 + read * seconds_per_byte() / (times["plain"].milliseconds / 1e3),
         "anomaly mode": times["anomaly mode"].ratio,
         "DebugUnderflowOverflow": times[PEER].ratio,
         "dropped": sum(timing.dropped for timing in times.values()),
@@ -121,12 +141,13 @@ def main() -> None:
     set_threads(1)
     torch.manual_seed(0)
     columns = {"model": "", "plain, ms": ".2f", "interval=1": ".2f", "range": "", "interval=50": "+.1%", "tensors": ""}
-    columns |= {"us per tensor": ".0f", "anomaly mode": ".2f", "DebugUnderflowOverflow": ".2f", "dropped": ""}
-    table = Table("A step observed over one unobserved", {**columns, "bar": "", "met": ""})
+    columns |= {"us per tensor": ".0f", "MB": ".1f", "reading alone": ".2f"}
+    columns |= {"anomaly mode": ".2f", "DebugUnderflowOverflow": ".2f", "dropped": ""}
+    table = Table("A step observed over one unobserved", {**columns, "bar": "", "met": ""}, note=NOTE)
     for case in chosen.only:
         found, seen = contenders(case)
         times = measure(found, "plain", threads=1, rounds=9, window=0.1, patience=chosen.patience)
-        table.add(**row_of(case, times, len(seen.stop().record.tensors)))
+        table.add(**row_of(case, times, seen.stop().record))
     save(Result("observe", "What observing costs", TEXT, "python -m benchmarks.bench_observe", tables=[table]))
 
 

@@ -13,7 +13,7 @@ from ....kernels import address, plain_address
 from ...record._record import ParameterRecord, Realised, Role
 from ...sampling._kernel import KERNEL_DTYPES
 from ...sampling._places import sample_size
-from ...sampling._plain import Stored, stored
+from ...sampling._plain import PLAIN_TYPES, Stored, stored
 from ...sampling._sampler import sampled_all
 from ...sampling._table import Rows
 from .._notebook import Notebook
@@ -216,7 +216,8 @@ def located(tensor: torch.Tensor) -> tuple[int, int]:
     """Return where a tensor's numbers lie, 0 if they are no plain memory, and how many they are, -1 if not known."""
     if tensor.dtype in KERNEL_DTYPES:
         at = plain_address(tensor)
-        if at:
+        simple = type(tensor) in PLAIN_TYPES and tensor.is_cpu and tensor.layout is torch.strided
+        if at or (simple and not tensor.is_nested):
             return at, tensor.numel()
     found = stored(tensor)
     return 0, -1 if found is None else found.flat.numel()

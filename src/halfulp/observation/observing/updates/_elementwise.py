@@ -63,7 +63,7 @@ def decay_factor(optimizer: torch.optim.Optimizer, options: Options) -> float | 
 def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step without what torch puts around it: hooks, a profiler's range, the mode of gradients."""
     step = getattr(step, "__wrapped__", step)
-    while step.__globals__.get("__name__") in _AROUND and hasattr(step, "__wrapped__"):
+    while hasattr(step, "__wrapped__") and getattr(step, "__globals__", {}).get("__name__") in _AROUND:
         step = step.__wrapped__
     return step
 
