@@ -48,7 +48,7 @@ MAKERS: dict[str, Callable[[Model], torch.optim.Optimizer]] = {
 }
 
 
-def observed(name: str, maker: str, dtype: torch.dtype, start: int, threads: int = 1) -> dict:
+def observed(name: str, maker: str, dtype: torch.dtype, start: int, threads: int = 1, interval: int = 1) -> dict:
     """The record of some steps, as plain data."""
     torch.manual_seed(start)
     model = Model(dtype)
@@ -56,7 +56,7 @@ def observed(name: str, maker: str, dtype: torch.dtype, start: int, threads: int
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with engine(name), hu.observe(model, optimizer, interval=1) as seen:
+        with engine(name), hu.observe(model, optimizer, interval=interval) as seen:
             for step in range(4):
                 loss = model(torch.randn(5, 70, dtype=dtype))
                 if step == 2:
@@ -94,6 +94,12 @@ def check_same(one: object, other: object, where: str = "") -> None:
 def test_kernels_and_plain_torch_write_the_same_record(seed, maker, dtype):
     start = int(torch.randint(2**31, ()))
     check_same(observed("numba", maker, dtype, start), observed("reference", maker, dtype, start))
+
+
+@pytest.mark.parametrize("maker", ["AdamW", "halfulp"])
+def test_steps_that_are_not_sampled_change_nothing(seed, maker):
+    start = int(torch.randint(2**31, ()))
+    check_same(*(observed(name, maker, torch.bfloat16, start, interval=3) for name in ("numba", "reference")))
 
 
 def test_threads_write_the_same_record(seed):

@@ -90,8 +90,8 @@ def _by_numpy(
     """The reference."""
     for tensor in range(len(counts)):
         b, a, w = (part[ends[tensor] : ends[tensor + 1]] for part in (before, after, wanted))
-        with np.errstate(invalid="ignore", over="ignore"):
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
             change = a - b
-        asked = (w != 0) & np.isfinite(w) & np.isfinite(change)
-        counts[tensor] = asked.sum(), (asked & (b.view(np.int64) == a.view(np.int64))).sum()
-        sums[tensor] = (w[asked] ** 2).sum(), (w[asked] * change[asked]).sum()
+            asked = (w != 0) & np.isfinite(w) & np.isfinite(change)
+            counts[tensor] = asked.sum(), (asked & (b.view(np.int64) == a.view(np.int64))).sum()
+            sums[tensor] = (w[asked] ** 2).sum(), (w[asked] * change[asked]).sum()
