@@ -24,7 +24,7 @@ from ..sampling._kernel import (
     REALS_AT,
     SAMPLE,
 )
-from ..sampling._places import MOST
+from ..sampling._sample_places import MOST
 from ..sampling._sampler import checked_kernel, constants
 from ..sampling._totals import Totals
 from ._notebook import Notebook

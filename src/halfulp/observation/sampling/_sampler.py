@@ -13,7 +13,6 @@ from ...kernels import address, check_bits, run_chunks, select_engine, undisturb
 from ..record._record import TensorRecord
 from ._candidates import DEFAULT_FORMATS, Candidates
 from ._kernel import BINS, COLUMNS, COUNT, INFINITE_WORDS, KERNEL_DTYPES, ROOM, TAKEN, copy_kernel, look_kernel
-from ._places import MOST, sample_size
 from ._reference import count_sample, count_whole, sample_of
 from ._sample_places import MOST, sample_size
 from ._totals import Totals

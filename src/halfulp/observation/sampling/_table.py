@@ -28,7 +28,7 @@ from ._kernel import (
     WIDE,
     copy_kernel,
 )
-from ._places import MOST
+from ._sample_places import MOST
 from ._sampler import checked_kernel, constants, rooms
 from ._totals import Totals
 

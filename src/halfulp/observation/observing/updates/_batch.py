@@ -12,8 +12,8 @@ import torch
 from ....kernels import address, plain_address
 from ...record._record import ParameterRecord, Realised, Role
 from ...sampling._kernel import KERNEL_DTYPES
-from ...sampling._places import sample_size
 from ...sampling._plain import PLAIN_TYPES, Stored, stored
+from ...sampling._sample_places import sample_size
 from ...sampling._sampler import sampled_all
 from ...sampling._table import Rows
 from .._notebook import Notebook

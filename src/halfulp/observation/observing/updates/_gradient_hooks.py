@@ -54,14 +54,14 @@ class GradientHooks:
 class _Arrival:
     """The two hooks of one parameter."""
 
-    __slots__ = ("book", "held", "incoming", "is_followed", "name", "owner", "parameter", "slot")
+    __slots__ = ("accumulated", "book", "incoming", "is_followed", "name", "owner", "parameter", "slot")
 
     def __init__(self, owner: GradientHooks, name: str) -> None:
         self.owner, self.book, self.name = owner, owner.book, name
         self.slot = TensorSlot(owner.book, "weight gradient", name, owner.book.record.parameters[name].kind)
         self.parameter: torch.Tensor | None = None
         self.is_followed: bool = False
-        self.held: torch.Tensor | None = None
+        self.accumulated: torch.Tensor | None = None
         self.incoming: torch.Tensor | None = None
 
     def before(self, gradient: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ class _Arrival:
         held, incoming = stored(there), stored(gradient)
         if held is not None and incoming is not None and held.flat.numel() == incoming.flat.numel():
             key = self.book.key(self.name)
-            self.held, self.incoming = sampled(held.flat, key), sampled(incoming.flat, key)
+            self.accumulated, self.incoming = sampled(held.flat, key), sampled(incoming.flat, key)
             self.owner.follow(self)
 
     @watching
