@@ -25,6 +25,12 @@ MAKERS = {
 }
 # Of a wrapper subclass, under the name that files give it.
 WRAPPERS = ("torch.Tensor._make_wrapper_subclass", "_make")
+LAST_NAMES = {name.rpartition(".")[2] for name in WRAPPERS}
+
+
+def last_name(function: ast.expr) -> str | None:
+    """What a called function's name ends with."""
+    return getattr(function, "attr", None) or getattr(function, "id", None)
 
 
 def named(call: ast.Call, kinds: dict[str, set[str]]) -> set[str]:
@@ -53,7 +59,7 @@ def made_by_default(text: str) -> list[str]:
     kinds = written_out(tree)
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in WRAPPERS:
+        if isinstance(node, ast.Call) and last_name(node.func) in LAST_NAMES and ast.unparse(node.func) in WRAPPERS:
             if not {"dtype", "device"} <= named(node, kinds):
                 found.append(f"line {node.lineno}: {ast.unparse(node)}")
             continue

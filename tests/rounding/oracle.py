@@ -147,14 +147,20 @@ def _signed_fraction(value: np.float32) -> Fraction:
 
 def _exact_scale(peak: Fraction, format: BlockFormat) -> Fraction:
     """The power of two of a block, found by trying them all."""
-    powers = [Fraction(2) ** k for k in range(format.scale.emin, format.scale.emax + 1)]
+    powers = _powers(format.scale.emin, format.scale.emax)
     wanted = peak / Fraction(format.element.max)
     if format.scale_rounding == "up":
         return next((power for power in powers if power >= wanted), powers[-1])
     if format.scale_rounding == "nearest":
         return min(powers, key=lambda power: (abs(power - wanted), -power))
-    fits = [power for power in powers if power * Fraction(2) ** format.element.emax <= peak]
+    reach = peak / Fraction(2) ** format.element.emax
+    fits = [power for power in powers if power <= reach]
     return fits[-1] if fits else powers[0]
+
+
+@lru_cache
+def _powers(least: int, most: int) -> list[Fraction]:
+    return [Fraction(2) ** k for k in range(least, most + 1)]
 
 
 def tail(statistic: float, degrees: int) -> float:
