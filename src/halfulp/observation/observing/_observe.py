@@ -48,8 +48,8 @@ def observe(
 
     Args:
         model: its modules are named in what is found.
-        optimizer: one or several torch optimizers. None watches activations and gradients of a run whose steps are not
-            seen, as one long step.
+        optimizer: one or several torch optimizers. None watches activations and gradients alone: where one
+            step ends is not known then, and all that runs between start and stop counts as one sampled step.
         interval: one step in so many is sampled.
         scaler: the run's GradScaler or AdaptiveGradScaler; without one it is looked for where an optimizer is stepped.
         scheduler: the learning-rate scheduler, whose steps are counted beside the optimizer's; without one, a torch
@@ -58,7 +58,7 @@ def observe(
             module of averaged parameters. Running statistics of batch normalizations are watched in any case.
         expect: dtypes or formats that parameters and outputs should have, by patterns over the names of modules and
             parameters: ``{"*.norm": torch.float32, "lm_head": "bf16"}``. Or the `hu.contract` of the run that is
-            resumed, or the plain data that it was saved as: what differs is found as dtype-changed-on-resume.
+            resumed, or the plain data that it was saved as: each difference is a finding dtype-changed-on-resume.
         check: whether compiled modules are run a second time in eager mode in sampled steps, and what checkpointed
             modules give when they run again is compared with the first time. The second run works on copies of inputs,
             buffers and attributes; modules that draw random numbers are not compared, and `record.unseen` says so.

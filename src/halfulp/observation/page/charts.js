@@ -238,7 +238,7 @@
       const part = (key) => percent(sum[key] / (sum.elements || 1));
       const bold = (text) => html("b", { textContent: text });
       const scale = one.block ? "with the scales of its blocks" : power ? `times 2${superscript(power)}` : "as they are";
-      const how = one.block || !power ? "Counted exactly." : "Counted by powers of two.";
+      const how = one.block || !power ? "Counted exactly." : "Estimated by powers of two.";
       said.replaceChildren(`${one.name}, ${scale}: `, bold(part("zero")), " become zero, ", bold(part("subnormal")), " subnormal, ", bold(part("over")), ` overflow. ${how}`);
       const total = (key) => inRole().reduce((many, row) => many + row[key], 0);
       if (total("nonfinite")) said.append(" ", bold(percent(total("nonfinite") / total("elements"))), " of the tensors' elements are NaN or infinite, and in no column of the map.");

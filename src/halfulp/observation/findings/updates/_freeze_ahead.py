@@ -54,8 +54,10 @@ def _severity(layer: LayerForecast) -> Severity:
 def _words(layers: list[LayerForecast], worst: LayerForecast, dtype: str, start: int) -> str:
     steps = sorted({layer.freeze_step for layer in layers if layer.freeze_step is not None})
     said = "now" if steps[0] == start else f"step {steps[0]}"
-    when = said if len(steps) == 1 else f"{said} to {steps[-1]}"
-    return (
-        f"frozen in {dtype} from {when} on, at lr {worst.freeze_lr:.3g}; of the learning rates to come "
-        f"{percent(worst.after_freeze)} train nothing"
+    lr = f"at lr {worst.freeze_lr:.3g}"
+    one, several = (
+        f"frozen in {dtype} from {said} on, {lr}",
+        f"freezes in {dtype} from {said} to step {steps[-1]}, first {lr}",
     )
+    rest = f"{percent(worst.after_freeze)} of the learning rate to come trains nothing"
+    return f"{one if len(steps) == 1 else several}: {rest}"
