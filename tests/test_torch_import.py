@@ -109,7 +109,7 @@ def test_a_torch_below_the_floor_that_is_imported_later_is_refused_at_the_first_
         import halfulp as hu
         import torch
         torch.__version__ = "2.5.1"
-        lazy = {"formats", "recipes", "trials"}
+        lazy = {"formats", "recipes", "testing", "trials"}
         without_tensors = {"Format", "BlockFormat", "Recipe", "Evidence", "compare"}
         for name in set(hu.__all__) - lazy - without_tensors:
             try:

@@ -151,6 +151,7 @@ def test_an_interrupt_leaves_a_report(observe):
     assert written()["ended"] == "interrupted"
 
 
+@pytest.mark.filterwarnings("ignore:AveragedModel keeps its averages")  # said once in a process that has hu.optim
 def test_an_average_of_the_models_weights_is_watched_too(observe):
     text = """
 import torch

@@ -9,23 +9,28 @@ from halfulp.emulation import emulate
 
 
 def distance(a, b):
-    """The largest difference in units of bf16's last place, and the share of elements that differ."""
+    """The differences in units of bf16's last place, and the share of elements that differ."""
     a, b = a.detach().float(), b.detach().float()
     size = torch.maximum(a.abs(), b.abs()).clamp(min=2.0**-126)
     ulps = (a - b).abs() / torch.exp2(torch.floor(torch.log2(size)) - 7)
-    return ulps.max().item(), (ulps > 0).double().mean().item()
+    return ulps, (ulps > 0).double().mean().item()
 
 
 def both(function, shapes):
-    """Outputs and gradients of torch's bfloat16 and of the emulation."""
+    """Outputs and gradients of torch's bfloat16 and of the emulation.
+
+    Where the processor has no instructions for bfloat16, torch's convolution rounds its sums on the way: in place of it
+    stands one in float64, rounded once.
+    """
     numbers = [torch.randn(shape).bfloat16() for shape in shapes]
-    native = [x.clone().requires_grad_() for x in numbers]
+    wide = function is F.conv2d
+    native = [(x.double() if wide else x.clone()).requires_grad_() for x in numbers]
     emulated = [x.float().requires_grad_() for x in numbers]
     y, z = function(*native), emulate(function, "bf16")(*emulated)
     gradient = torch.randn(y.shape).bfloat16()
-    y.backward(gradient)
+    y.backward(gradient.to(y.dtype))
     z.backward(gradient.float())
-    return (y, z), [(a.grad, b.grad) for a, b in zip(native, emulated)]
+    return (y.bfloat16(), z), [(a.grad.bfloat16(), b.grad) for a, b in zip(native, emulated)]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +76,8 @@ def test_up_to_the_order_of_sums(seed, function, shapes):
     outputs, gradients = both(function, shapes)
     for a, b in (outputs, *gradients):
         # A sum with cancellation differs by more of its own ulps; measure against the size of the tensor then.
-        worst, share = distance(a, b)
-        assert worst <= 1 or (a.float() - b).abs().max() <= 2.0**-8 * b.abs().max()
+        ulps, share = distance(a, b)
+        assert ((ulps <= 1) | ((a.float() - b).abs() <= 2.0**-8 * b.abs().max())).all()
         assert share <= max(0.02, 2 / a.numel())
 
 
@@ -82,7 +87,7 @@ def test_layer_norm_forward(seed):
     a, b = (x.detach().float() for x in outputs)
     # What is left where the bias cancels the product has float32's roundings of both.
     left = b.abs() < 2.0**-10 * b.abs().max()
-    assert distance(a[~left], b[~left])[0] <= 1
+    assert distance(a[~left], b[~left])[0].max() <= 1
     assert ((a - b)[left].abs() <= 2.0**-17 * b.abs().max()).all()
     assert distance(a, b)[1] <= 0.02
 

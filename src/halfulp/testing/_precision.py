@@ -21,7 +21,7 @@ from ..recipes.verification._copies import copy_of, same_randomness, untouched
 from ..recipes.verification._training_step import LossOf, default_loss, reference
 from ._short_training import ShortTraining, short_training
 
-# The worst result of five kinds of models that train well is off by less than half of that, 16 eps of the format that
+# Twice what the worst result of five kinds of models that train well is commonly off by, some 16 eps of the format that
 # the recipe computes in: tests/testing/test_precision.py.
 ROUNDINGS = 32
 # float32's own runs differ by so much, or a little more.

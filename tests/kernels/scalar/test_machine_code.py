@@ -83,7 +83,7 @@ def test_nothing_of_a_compilation_stays(cache):
 def test_only_kernels_are_assembled(cache, monkeypatch):
     """A piece is optimized and made machine code in the kernels that it is linked into, and by itself never."""
     # Larger pieces of other kernels may be there: what a kernel does not inline is a symbol of its own.
-    monkeypatch.setattr(_compile, "_pieces", {})
+    monkeypatch.setattr(_compile, "_device_functions", {})
     compiled(41)
     pieces = [result for piece in _compile._device_functions.values() for result in piece.overloads.values()]
     assert pieces

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from halfulp.observation.scripts import BackwardLosses, Watch
 from halfulp.observation.scripts import _watch as watching
@@ -174,3 +175,13 @@ def test_losses_are_those_before_the_scaler(share):
     weight = weight.detach()
     assert seen == pytest.approx([weight.square().sum().item() * share, weight.sum().item(), weight.prod().item()])
     assert (torch.autograd.backward, torch.amp.GradScaler.scale) == before
+
+
+def test_an_average_whose_construction_failed_is_none():
+    """It may live on in a traceback, without the model that it averages."""
+    half = AveragedModel.__new__(AveragedModel)
+    nn.Module.__init__(half)
+    model = net()
+    found = find([torch.optim.SGD(model.parameters(), lr=0.1)])
+    assert found.model is model
+    assert found.average is None

@@ -143,6 +143,12 @@ def test_bad_input(seed: int) -> None:
         hu.tune(task, param_dtypes=["bf16"])
     with pytest.raises(ValueError, match="no candidate beside float32"):
         hu.tune(task, recipes=["fp32"])
+    with pytest.raises(ValueError, match="'bf16' belongs to the training that is observed"):
+        hu.tune(task, recipes=[hu.Recipe(name="bf16", param_dtype="bfloat16", weight_update="kahan")])
+    with pytest.raises(ValueError, match="between 0 and 1, or None; got 'much'"):
+        hu.tune(task, "much")
+    with pytest.raises(TypeError, match=r"a Task or a halfulp\.trials\.tasks\.Step, got an int"):
+        hu.tune(3)
     with pytest.raises(ValueError, match="most is how many candidates"):
         hu.tune(task, most=0)
     task.trial = None

@@ -112,7 +112,8 @@ def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler], list[Averaged
         elif issubclass(kind, EMA):
             averages.append(thing)
     ready = [module for module in modules if "_parameters" in vars(module) and "_modules" in vars(module)]
-    averages += [module for module in ready if isinstance(module, AveragedModel)]
+    # One whose construction failed may be alive without the model that it averages.
+    averages += [module for module in ready if isinstance(module, AveragedModel) and "module" in module._modules]
     return [module for module in ready if not isinstance(module, Together)], scalers, averages
 
 

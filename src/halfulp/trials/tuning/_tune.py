@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from ... import recipes as catalog
+from ..._messages import a_kind
 from ..._names import unknown
 from ...observation import Finding
 from ...observation._finding import SEVERITIES
@@ -75,11 +76,16 @@ def tune(
     >>> tuned.recipe.param_dtype, tuned.bytes_per_parameter < 8
     ('bfloat16', True)
     """
-    _check(tolerance, param_dtypes, most)
+    _check(task, tolerance, param_dtypes, most)
     given = None if recipes is None else [catalog.get(one) for one in recipes]
     given = given if given is None else [one for one in given if one.name not in (REFERENCE, TWIN)]
     if given is not None and not given:
         raise ValueError("recipes= holds no candidate beside float32: give names or Recipes, or leave it out")
+    for one in given or ():
+        if one.name in PROBES.values() and one != catalog.get(one.name):
+            raise ValueError(
+                f"the name {one.name!r} belongs to the training that is observed: give your recipe another"
+            )
     first = plan(task, [REFERENCE, TWIN, *(given or ())], seeds, steps, data)
     kind, length = first[0].task, first[0].steps
     numbers = list(dict.fromkeys(trial.seed for trial in first))
@@ -98,8 +104,11 @@ def tune(
     return Tuned(chosen, run.evidence(), tuple(search.candidates), _findings(search), tolerance)
 
 
-def _check(tolerance: float | None, param_dtypes: Sequence[str], most: int) -> None:
-    if tolerance is not None and (isinstance(tolerance, bool) or not 0 < tolerance < 1):
+def _check(task: object, tolerance: float | None, param_dtypes: Sequence[str], most: int) -> None:
+    if not isinstance(task, str | Task):
+        raise TypeError(f"tune takes a task's name, a Task or a halfulp.trials.tasks.Step, got {a_kind(task)}")
+    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (number and 0 < tolerance < 1):
         raise ValueError(f"tolerance is a share of float32's loss between 0 and 1, or None; got {tolerance!r}")
     if isinstance(param_dtypes, str) or not param_dtypes:
         raise ValueError(f"param_dtypes is a list of {' or '.join(map(repr, PROBES))}; got {param_dtypes!r}")
