@@ -9,9 +9,9 @@ from halfulp.trials import Tuned
 from ._results import Result, Table, save
 
 TEXT = """`hu.tune` on two tasks of `halfulp compare`, three seeds each, with the tolerance that `compare` judges by. \
-"Trained" counts the candidates that it trained, of those that it considered. The control trains every candidate from \
-every seed and takes the one of fewest bytes that holds; mixes of updates by layer are left out there, as only the \
-search makes them."""
+"Trained" counts the candidates that it trained, of those that it considered."""
+CONTROL = """ The control trains every candidate from every seed and takes the one of fewest bytes that holds; mixes of \
+updates by layer are left out there, as only the search makes them."""
 TASKS = ("digits", "text")
 
 
@@ -59,14 +59,18 @@ def main() -> None:
     parser.add_argument("--no-control", action="store_true", help="do not train every candidate")
     chosen = parser.parse_args()
     columns = {"task": "", "recipe": "", "bytes": ".2f", "gap": "+.4f", "trained": "", "minutes": ".1f"}
-    table = Table("The cheapest recipe without a difference to float32", {**columns, "every candidate": "", "met": ""})
+    columns |= {} if chosen.no_control else {"every candidate": "", "met": ""}
+    table = Table("The cheapest recipe without a difference to float32", columns)
     details = []
     for task in chosen.only:
         tuned, minutes = searched(task)
         print(tuned, flush=True)
         table.add(**row_of(task, tuned, minutes, not chosen.no_control))
         details.append(candidates_of(tuned))
-    save(Result("tune", "What tuning finds", TEXT, "python -m benchmarks.bench_tune", tables=[table, *details]))
+    text, option = (TEXT, " --no-control") if chosen.no_control else (TEXT + CONTROL, "")
+    save(
+        Result("tune", "What tuning finds", text, f"python -m benchmarks.bench_tune{option}", tables=[table, *details])
+    )
 
 
 if __name__ == "__main__":
