@@ -10,8 +10,8 @@ from ._results import Result, Table, save
 
 TEXT = """`hu.tune` on two tasks of `halfulp compare`, three seeds each, with the tolerance that `compare` judges by. \
 "Trained" counts the candidates that it trained, of those that it considered."""
-CONTROL = """ The control trains every candidate from every seed and takes the one of fewest bytes that holds; mixes of \
-updates by layer are left out there, as only the search makes them."""
+CONTROL = """ The control trains every candidate from every seed and takes the one of fewest bytes that holds; mixes \
+of updates by layer are left out there, as only the search makes them."""
 TASKS = ("digits", "text")
 
 
