@@ -24,7 +24,7 @@ FACE = {
         *("ScaledTensor", "cast", "rescale", "scalify", "verify"),
         *("BlockFormat", "Format", "AdaptiveGradScaler"),
         *("Down", "Nearest", "Stochastic", "TowardZero", "Up", "quantize"),
-        *("Components", "Feedback", "Kahan", "Master", "Split", "float32_gradients"),
+        *("Components", "Feedback", "Kahan", "Master", "Split", "float32_gradients", "float32_products"),
         *("Evidence", "Recipe", "compare", "tune", "convert", "emulate", "explain", "revert"),
         *("Finding", "audit", "contract", "observe", "forecast"),
     },
@@ -81,7 +81,9 @@ def test_the_face_is_small():
     assert hu.__version__
 
 
-@pytest.mark.parametrize("name", ["convert", "float32_gradients", "multicomponent", "revert", "scalify"])
+@pytest.mark.parametrize(
+    "name", ["convert", "float32_gradients", "float32_products", "multicomponent", "revert", "scalify"]
+)
 def test_what_changes_a_model_returns_the_type_it_was_given(name):
     function = getattr(hu, name)
     hints = typing.get_type_hints(function)

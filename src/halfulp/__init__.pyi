@@ -50,6 +50,7 @@ from .scaled import cast as cast
 from .scaled import rescale as rescale
 from .scaled import scalify as scalify
 from .subclass import fallbacks as fallbacks
+from .subclass import float32_products as float32_products
 from .trials import Evidence as Evidence
 from .trials import compare as compare
 from .trials import tune as tune

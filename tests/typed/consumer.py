@@ -155,6 +155,7 @@ def optimizers() -> None:
     assert_type(base[0].report(), hu.optim.LostUpdateReport)
     assert_type(hu.optim.OPTIMIZERS, dict[str, type[hu.optim.Optimizer]])
     assert_type(hu.float32_gradients(nn.Linear(2, 2).bfloat16()), nn.Linear)
+    assert_type(hu.float32_products(nn.Linear(2, 2).bfloat16()), nn.Linear)
     assert_type(hu.optim.float32_gradients(nn.Linear(2, 2).bfloat16(), enabled=False), nn.Linear)
     wrapped: torch.optim.Optimizer = hu.optim.wrap(torch.optim.Adagrad, model.parameters(), lr=0.1)
     assert wrapped.param_groups

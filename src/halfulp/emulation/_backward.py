@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ._checkpoint import Wrapper, capture_node
+from ..subclass.models._checkpointing import Wrapper, capture_node
 from ._rounder import Rounder
 
 _LEAF = 2**64 - 1
@@ -59,7 +59,7 @@ class Graph:
                 "emulate met code that torch.compile has compiled, whose operators cannot be rounded one by one: "
                 "call the module as it was before torch.compile"
             )
-        capture_node(node, name, self._emulated)
+        capture_node(node, name, self._emulated, "emulate")
         edges = []
         for child, position in node.next_functions:
             before = -1 if child is None else child._sequence_nr()

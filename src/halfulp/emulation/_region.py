@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..formats import Format
 from ..rounding import Nearest, Rounding
+from ..subclass.models._checkpointing import capture_hooks
 from ._backward import Graph
-from ._checkpoint import capture_hooks
 from ._new_numbers import Results, results_of
 from ._rounder import Rounder
 
@@ -68,7 +68,7 @@ class _Mode(TorchDispatchMode):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and hooks[0] is not self._pack:
             self._pack = hooks[0]
-            capture_hooks(self._pack, self._emulated)
+            capture_hooks(self._pack, self._emulated, "emulate")
 
     def _settle(self, results: Results, out, args: tuple, kwargs: dict):
         """Round an operator's results, and return its output."""

@@ -13,6 +13,7 @@ from ..mctensor import multicomponent
 from ..mctensor._convert_model import single_component
 from ..optim.parameters._narrowing import keep_float32, narrow, widen
 from ..scaled import scalify, unscalify
+from ..subclass import float32_products
 from ..subclass.models._data_parallel import Wrappers, replace_data
 from ..subclass.models._parameter_holders import check_holders, holding_optimizers
 from . import _casts, _catalog
@@ -144,6 +145,7 @@ def revert(model: M) -> M:
             owner._buffers[key] = owner.get_buffer(key).float()
     wrappers.follow()
     _casts.remove(model)
+    float32_products(model, False)
     del model.__dict__[_RECORD]
     return model
 
@@ -194,6 +196,7 @@ def _to_narrow(model: nn.Module, kept: set[str], dtype: torch.dtype) -> tuple[st
     ]
     _cast_buffers(model, changed, dtype)
     _casts.install(model, kept, dtype)
+    float32_products(model)
     return tuple(changed)
 
 

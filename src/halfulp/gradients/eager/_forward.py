@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 import abc
-import copy
-import types
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...subclass.models._replaced_forward import ReplacedForward
 from .._pytree import map_tensors
 from ..compiled._runtime_operators import marked
 from ._backward import Backward
 
 
-class NotScriptedError(NotImplementedError, AttributeError):
-    """Raised to torch.jit.script for an attribute that it needs; to others the attribute is missing."""
+class Forward(ReplacedForward):
+    """A module's ``forward``, watched. Copies of the module get the one that it had, and pickles, too."""
 
-
-class Forward(abc.ABC):
-    """A module's ``forward``, watched. Copies of the module get the one that it had, and pickles its class's."""
+    refusal = (
+        "torch.jit.script cannot compile a model that has an AdaptiveGradScaler: give it a copy, which has none, "
+        "torch.jit.script(copy.deepcopy(model)), or call scaler.detach() before"
+    )
 
     def __init__(self, module: nn.Module, backward: Backward) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self._backward = backward
-        self._own = module.__dict__.get("forward")
-        # Callers look at the signature, to know which columns of a data set a model takes, and at the source.
-        self.inner = self.__wrapped__ = module.forward
-
-    @property
-    def __code__(self) -> types.CodeType:
-        """The plain forward pass's, which torch.export reads."""
-        return self.inner.__code__
-
-    @property
-    def __globals__(self) -> dict[str, Any]:
-        """Raise: torch.jit.script reads this first, and would compile the source of this class."""
-        raise NotScriptedError(
-            "torch.jit.script cannot compile a model that has an AdaptiveGradScaler: give it a copy, which has none, "
-            "torch.jit.script(copy.deepcopy(model)), or call scaler.detach() before"
-        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; the plain one where autograd does not differentiate it."""
@@ -64,31 +46,6 @@ class Forward(abc.ABC):
     @abc.abstractmethod
     def _widens(self) -> bool:
         """Whether float16 outputs become float32."""
-
-    def put(self) -> None:
-        """Replace the module's forward."""
-        module = self._module()
-        assert module is not None  # who attaches a scaler holds it
-        module.forward = self
-
-    def restore(self) -> None:
-        """Restore the module's previous forward."""
-        module = self._module()
-        if module is not None:
-            module.__dict__.pop("forward", None)
-            if self._own is not None:
-                module.forward = self._own
-
-    def __deepcopy__(self, memo: dict) -> Callable:
-        return plain_forward(memo[id(self._module())]) if self._own is None else copy.deepcopy(self._own, memo)
-
-    def __reduce__(self) -> tuple:
-        return plain_forward, (self._module(),)
-
-
-def plain_forward(module: nn.Module) -> types.MethodType:
-    """The ``forward`` of a module's class."""
-    return types.MethodType(type(module).forward, module)
 
 
 def traced() -> bool:

@@ -7,20 +7,10 @@ from collections.abc import Callable
 from types import MethodWrapperType
 from typing import Any, Literal
 
+from ...arithmetic.float32_products._product_functions import CELLS, PRODUCTS, name_of
+
 OperatorKind = Literal["product", "cell", "shape", "apart", "fact", "in-place", "plain", "property"]
 
-# By name, where a function is met as a method, a function of torch and an operator of torch.ops alike.
-_NAMES = {
-    *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "addmv", "addr"),
-    *("linear", "bilinear", "inner", "outer", "ger", "dot", "vdot", "einsum", "tensordot", "chain_matmul"),
-    *("multi_dot", "kron", "cdist", "smm", "sspaddmm", "hspmm", "_sparse_mm", "sparse_sampled_addmm", "matrix_power"),
-    *("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_tbc"),
-    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    *("scaled_dot_product_attention", "multi_head_attention_forward", "_scaled_mm", "_grouped_mm"),
-    *("lstm", "gru", "rnn_tanh", "rnn_relu"),
-}
-# One step in time: all steps share a site, that of the state, which several parts of such a function read.
-_CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 # Only their first argument has a gradient.
 _SHAPES = {"view_as", "expand_as", "reshape_as", "type_as"}
 # Each result is a view of one argument.
@@ -34,8 +24,8 @@ _FACTS = {
     *("__repr__", "__format__", "__hash__", "__bool__", "__float__", "__int__", "backward", "grad"),
 }
 _KINDS: tuple[tuple[OperatorKind, set[str]], ...] = (
-    ("product", _NAMES),
-    ("cell", _CELLS),
+    ("product", PRODUCTS),
+    ("cell", CELLS),  # all steps share a site, that of the state, which several parts of such a function read
     ("shape", _SHAPES),
     ("apart", _APART),
     ("fact", _FACTS),
@@ -58,14 +48,3 @@ def kind_of(function: Callable[..., Any]) -> OperatorKind:
             return kind
     inplace = name.endswith("_") and not name.endswith("__")
     return "in-place" if inplace or name == "__setitem__" or name.startswith("__i") else "plain"
-
-
-def name_of(function: Callable[..., Any] | str) -> str:
-    """The operator's name without its overload.
-
-    >>> import torch
-    >>> name_of(torch.ops.aten.mm.default), name_of(torch.conv2d)
-    ('mm', 'conv2d')
-    """
-    name = getattr(function, "__name__", str(function))
-    return name.split(".")[0].removeprefix("aten::")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ....arithmetic.float32_products._processor import widened_dtypes
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
 from ..._derivation import run_on_values
@@ -130,10 +131,12 @@ def product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
 def _for_product(*tensors: ScaledTensor) -> list[Tensor]:
     """Return payloads for a matrix product: bfloat16, which torch sums in float32 and rounds once, or float32.
 
-    bfloat16 has float32's range; float16 would leave its own before the sum is brought back.
+    bfloat16 has float32's range; float16 would leave its own before the sum is brought back. Processors without
+    instructions for bfloat16 get float32 too.
     """
     payloads = [x._payload for x in tensors]
-    if all(payload.dtype == torch.bfloat16 for payload in payloads):
+    native = tensors[0].device.type != "cpu" or torch.bfloat16 not in widened_dtypes()
+    if native and all(payload.dtype == torch.bfloat16 for payload in payloads):
         return payloads
     return [to_float32(x) for x in tensors]
 

@@ -1,0 +1,268 @@
+"""One product in float32: narrow operands widened, the result rounded once, gradients alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...kernels import define_operator, note
+from ._processor import NARROW, widened_dtypes
+from ._product_functions import CELLS
+
+_CONVOLUTIONS = {
+    *("conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+}
+# Elementwise products add nothing up, and torch has no narrow kernels for the sparse ones and for cdist.
+_WIDENED = (
+    CELLS
+    | _CONVOLUTIONS
+    | {
+        *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "addmv"),
+        *(
+            "linear",
+            "bilinear",
+            "inner",
+            "dot",
+            "vdot",
+            "einsum",
+            "tensordot",
+            "chain_matmul",
+            "multi_dot",
+            "matrix_power",
+        ),
+        *("convolution", "_convolution", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+    }
+)
+_IN_PLACE = {"addmm_", "addbmm_", "baddbmm_", "addmv_"}
+# What torch.autocast computes in its dtype on the CPU, of the above.
+_UNDER_AUTOCAST = _CONVOLUTIONS | {
+    *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "linear"),
+    *("einsum", "tensordot", "chain_matmul", "multi_dot", "matrix_power", "bilinear", "scaled_dot_product_attention"),
+}
+# By function and not by name: dynamo looks functions up as it traces, and cannot read their names.
+_HOLDERS = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.linalg, torch._VF, torch.functional)
+PRODUCTS: dict[Any, str] = {
+    getattr(holder, name): name
+    for holder in _HOLDERS
+    for name in sorted(_WIDENED | _IN_PLACE)
+    if callable(getattr(holder, name, None))
+}
+_autograd: Any = torch._C._autograd
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_FLOATS = (torch.float32, *NARROW)
+_CHANGED = (
+    "a tensor of a product that was computed in float32 (hu.float32_products) has been modified by an inplace "
+    "operation before its gradient was computed: it is at version {found}; expected version {saved} instead"
+)
+
+
+def product(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a function that multiplies: in float32 where torch has only slow kernels for its operands.
+
+    Products of two bfloat16 or two float16 numbers are exact in float32 (except beyond its range), and float32 sums
+    are what instructions for 16-bit operands form too, so the result differs from theirs by the order of summation
+    alone. The result is rounded once, and so is each gradient, which is a product itself. For the backward pass the
+    narrow operands are kept, not their float32 copies.
+
+    Args:
+        function: one of `PRODUCTS`.
+        args, kwargs: its own. Operands that are not plain narrow tensors of one dtype on the CPU leave it as it is.
+
+    Returns:
+        What the function returns, of its operands' dtype.
+    """
+    name = PRODUCTS[function]
+    dtype = _dtype_to_widen(name, args, kwargs)
+    if dtype is None:
+        return function(*args, **kwargs)
+    if not torch.compiler.is_compiling():
+        note("float32 products", f"{name} of {str(dtype).removeprefix('torch.')}")
+    out = kwargs.get("out")
+    if name in _IN_PLACE or out is not None:
+        return _written(function, name, args, kwargs, dtype)
+    if torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):
+            return _widened(function, _in(args, dtype), _in(kwargs, dtype), dtype)
+    return _widened(function, args, kwargs, dtype)
+
+
+def _written(function: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Compute a product that is to be written into its first argument or into `out`, and write it."""
+    target = args[0] if name in _IN_PLACE else kwargs["out"]
+    plain = getattr(torch, name.removesuffix("_")) if name in _IN_PLACE else function
+    result = product(plain, args, {key: value for key, value in kwargs.items() if key != "out"})
+    if name not in _IN_PLACE:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in _tensors((args, target))):
+            return function(*args, **kwargs)  # torch refuses it, in its own words
+        if target.shape != result.shape:
+            target.resize_(result.shape)
+    return target.copy_(result)
+
+
+def _dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
+    """Return the narrow dtype of operands that are to be multiplied in float32; None to leave the call as it is."""
+    dtypes = widened_dtypes()
+    if not dtypes or kwargs.get("dtype") is not None or kwargs.get("out_dtype") is not None:
+        return None
+    found = set()
+    mask = kwargs.get("attn_mask") if name == "scaled_dot_product_attention" else None
+    for x in _tensors((args, kwargs)):
+        if type(x) not in _PLAIN or x.device.type != "cpu" or x.layout is not torch.strided:
+            return None
+        if x is not mask and (x.is_floating_point() or x.is_complex()):
+            found.add(x.dtype)
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        by_autocast = name in _UNDER_AUTOCAST and found and all(x in _FLOATS for x in found)
+        if by_autocast or found == {dtype}:
+            return dtype if dtype in dtypes else None
+    return found.pop() if len(found) == 1 and found <= set(dtypes) else None
+
+
+def _widened(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Call a function on float32 copies of its narrow operands, and round what it returns."""
+    if torch.compiler.is_compiling():
+        wide = _mapped((args, kwargs), dtype, lambda x: _Widen.apply(x))
+        return _mapped(function(*wide[0], **wide[1]), torch.float32, lambda y: _Round.apply(y, dtype))
+    if not _keeps_operands(args, kwargs):
+        wide = _mapped((args, kwargs), dtype, Tensor.float)
+        out = function(*wide[0], **wide[1])
+    else:
+        saved = _Operands()
+        wide = _mapped((args, kwargs), dtype, saved.widened)
+        with saved_tensors_hooks(saved.pack, saved.unpack):
+            out = function(*wide[0], **wide[1])
+    return _mapped(out, torch.float32, lambda y: y.to(dtype))
+
+
+def _keeps_operands(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a backward pass will need the operands, and autograd lets hooks say how they are kept."""
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
+        return False
+    if not _autograd._saved_tensors_hooks_is_enabled():
+        return False
+    return any(x.requires_grad for x in _tensors((args, kwargs)))
+
+
+class _Operands:
+    """What a product keeps for its backward pass: its narrow operands in place of their float32 copies.
+
+    Hooks of others that are in force (activation checkpointing, offloading to memory) get the narrow operand to keep.
+    """
+
+    def __init__(self) -> None:
+        self._narrow: dict[int, Tensor] = {}
+        self._outer = _autograd._top_saved_tensors_default_hooks(True)
+
+    def widened(self, x: Tensor) -> Tensor:
+        """Return a float32 copy of an operand, whose memory is known to `pack`."""
+        wide = x.float()
+        self._narrow[wide.untyped_storage()._cdata] = x
+        return wide
+
+    def pack(self, kept: Tensor) -> Any:
+        """Return what autograd holds of a tensor until the backward pass."""
+        narrow = self._narrow.get(kept.untyped_storage()._cdata)
+        if narrow is None:
+            return _Kept(kept if self._outer is None else self._outer[0](kept), None, 0)
+        geometry = kept.size(), kept.stride(), kept.storage_offset()
+        if self._outer is not None:
+            return _Kept(self._outer[0](narrow), geometry, None)
+        # A detached tensor shares the memory and its count of writes, and holds no graph.
+        narrow = narrow.detach()
+        return _Kept(narrow, geometry, None if narrow.is_inference() else narrow._version)
+
+    def unpack(self, kept: _Kept) -> Tensor:
+        """Return the tensor that was packed.
+
+        Raises:
+            RuntimeError: an operand was written into since.
+        """
+        held = kept.held if self._outer is None else self._outer[1](kept.held)
+        if kept.geometry is None:
+            return held
+        if kept.version is not None and held._version != kept.version:
+            raise RuntimeError(_CHANGED.format(found=held._version, saved=kept.version))
+        return held.float().as_strided(*kept.geometry)
+
+
+class _Kept:
+    """A tensor as autograd holds it: itself, or a narrow operand and which view of its float32 copy was meant."""
+
+    __slots__ = ("geometry", "held", "version")
+
+    def __init__(self, held: Any, geometry: tuple | None, version: int | None) -> None:
+        self.held, self.geometry, self.version = held, geometry, version
+
+
+def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, copy=True)
+
+
+# Inductor removes pairs of casts, and with them a rounding; an operator it leaves alone.
+_round_operator = define_operator(
+    "round_product(Tensor x, ScalarType dtype) -> Tensor",
+    _round,
+    lambda x, dtype: torch.empty_like(x, dtype=dtype),
+)
+
+
+class _Widen(torch.autograd.Function):
+    """A float32 copy of a narrow operand, for graphs that are compiled; its gradient is rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.narrow = x.dtype
+        return x.float()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _round_operator(gradient, ctx.narrow)
+
+
+class _Round(torch.autograd.Function):
+    """The rounded result of a product, for graphs that are compiled; its gradient is widened."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, dtype: torch.dtype) -> Tensor:
+        return _round_operator(y, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.float(), None
+
+
+def _in(value: Any, dtype: torch.dtype) -> Any:
+    """Return arguments in autocast's dtype."""
+    for other in _FLOATS:
+        if other != dtype:
+            value = _mapped(value, other, lambda x: x.to(dtype))
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _mapped(value: Any, dtype: torch.dtype, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested arguments with the tensors of one dtype changed."""
+    if isinstance(value, Tensor):
+        return change(value) if value.dtype == dtype else value
+    if isinstance(value, list | tuple):
+        items = [_mapped(item, dtype, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _mapped(item, dtype, change) for key, item in value.items()}
+    return value

@@ -1,0 +1,49 @@
+"""Which products are computed in float32: what oneDNN says, what ONEDNN_MAX_CPU_ISA leaves, what the variable says."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from halfulp.arithmetic.float32_products._processor import NARROW, native_dtypes, widened_dtypes
+
+PROGRAM = """
+import torch
+from halfulp.arithmetic.float32_products._processor import widened_dtypes
+print([str(dtype) for dtype in widened_dtypes()])
+"""
+
+
+def test_every_dtype_is_native_or_widened():
+    if widened_dtypes() != NARROW:
+        assert sorted(map(str, native_dtypes() + widened_dtypes())) == sorted(map(str, NARROW))
+
+
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({"HALFULP_FLOAT32_PRODUCTS": "always"}, list(NARROW)),
+        ({"HALFULP_FLOAT32_PRODUCTS": "never"}, []),
+        ({"HALFULP_FLOAT32_PRODUCTS": "auto", "ONEDNN_MAX_CPU_ISA": "AVX2"}, list(NARROW)),
+    ],
+)
+def test_variables_are_read(variables, wanted):
+    # oneDNN reads its variable when torch loads it: a process of its own.
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={**os.environ, **variables}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str([str(dtype) for dtype in wanted])
+
+
+def test_an_unknown_wish_is_refused(in_bare_process):
+    script = """
+        import torch
+        try:
+            from halfulp.arithmetic.float32_products._processor import widened_dtypes
+            widened_dtypes()
+        except ValueError as error:
+            print(error)
+    """
+    said = in_bare_process(script, HALFULP_FLOAT32_PRODUCTS="sometimes")
+    assert said.strip() == "HALFULP_FLOAT32_PRODUCTS='sometimes' is unknown: choose one of auto, always, never"

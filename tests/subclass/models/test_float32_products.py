@@ -1,0 +1,407 @@
+"""float32_products: every layer that multiplies, and whatever else happens to a model that has it."""
+
+import copy
+import io
+import pickle
+import threading
+import types
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import halfulp as hu
+from halfulp.arithmetic.float32_products._processor import NARROW, float32_products_of
+from halfulp.kernels import report, same_bits
+from halfulp.subclass.models._float32_products import has_float32_products
+
+DTYPES = pytest.mark.parametrize("dtype", NARROW, ids=["bf16", "fp16"])
+# One of every class of torch.nn that multiplies, with the shapes of its inputs.
+LAYERS = {
+    "Linear": (lambda: nn.Linear(6, 4), [(3, 6)]),
+    "Bilinear": (lambda: nn.Bilinear(6, 5, 4), [(3, 6), (3, 5)]),
+    "Conv1d": (lambda: nn.Conv1d(3, 4, 3, padding=1), [(2, 3, 9)]),
+    "Conv2d, reflected": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), [(2, 3, 8, 8)]),
+    "Conv3d": (lambda: nn.Conv3d(2, 3, 2), [(2, 2, 4, 4, 4)]),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(3, 4, 3), [(2, 3, 9)]),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(3, 4, 3), [(2, 3, 6, 6)]),
+    "ConvTranspose3d": (lambda: nn.ConvTranspose3d(2, 3, 2), [(2, 2, 4, 4, 4)]),
+    "RNN": (lambda: nn.RNN(6, 4), [(5, 3, 6)]),
+    "LSTM": (lambda: nn.LSTM(6, 4, num_layers=2, bidirectional=True), [(5, 3, 6)]),
+    "GRU": (lambda: nn.GRU(6, 4), [(5, 3, 6)]),
+    "RNNCell": (lambda: nn.RNNCell(6, 4), [(3, 6)]),
+    "LSTMCell": (lambda: nn.LSTMCell(6, 4), [(3, 6)]),
+    "GRUCell": (lambda: nn.GRUCell(6, 4), [(3, 6)]),
+    "MultiheadAttention": (lambda: nn.MultiheadAttention(8, 2), [(5, 3, 8)] * 3),
+    "MultiheadAttention, own sizes": (
+        lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=4),
+        [(5, 3, 8), (5, 3, 6), (5, 3, 4)],
+    ),
+    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), [(5, 3, 8)]),
+    "TransformerDecoderLayer": (lambda: nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0), [(5, 3, 8)] * 2),
+    "Transformer": (lambda: nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True), [(5, 3, 8)] * 2),
+}
+IDLE = (
+    "AdaptiveLogSoftmaxWithLoss",
+    "LazyBilinear",
+    "RNNBase",
+    "RNNCellBase",
+    "TransformerDecoder",
+    "TransformerEncoder",
+)
+
+
+@pytest.fixture(autouse=True)
+def _seeded(seed):
+    torch.manual_seed(seed)
+
+
+class Net(nn.Module):
+    """Products of every kind of call: layers, functions and operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.first(x).unflatten(-1, (3, 8)).unbind(-2)
+        y = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.norm(self.second(y)) @ self.second.weight.t()
+
+
+def net(dtype: torch.dtype, kind: type = Net) -> nn.Module:
+    return hu.float32_products(kind().to(dtype))
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The outputs and all gradients."""
+    model.zero_grad()
+    out = model(x)
+    out.float().square().sum().backward()
+    return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def agree(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b))
+
+
+def products() -> int:
+    """How many products were computed in float32 so far."""
+    return sum(count for name, count in report().items() if name.startswith("float32 products"))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@DTYPES
+def test_every_layer_that_multiplies(name, dtype):
+    make, shapes = LAYERS[name]
+    model = make().to(dtype)
+    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+    with float32_products_of(*NARROW):
+        plain = model(*inputs)
+        before = products()
+        hu.float32_products(model)
+        out = model(*inputs)
+        assert products() > before
+        _first(out).float().sum().backward()
+    wide = copy.deepcopy(hu.float32_products(model, False)).float()(*(x.float() for x in inputs))
+    # Nothing but rounding separates the three, and the roundings of float32 products are fewer.
+    error = (_first(out).float() - _first(wide)).abs().max()
+    assert error <= 8 * torch.finfo(dtype).eps * max(1.0, float(_first(wide).detach().abs().max()))
+    assert _first(out).dtype == _first(plain).dtype == dtype
+    assert all(p.grad is None or p.grad.dtype == dtype for p in model.parameters())
+
+
+def test_no_layer_of_torch_is_forgotten():
+    kinds = (nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Linear, nn.Bilinear, nn.MultiheadAttention)
+    known = {name.partition(",")[0] for name in LAYERS} | {"RNNBase", "RNNCellBase"}
+    found = {
+        name
+        for name, kind in vars(nn).items()
+        if isinstance(kind, type) and issubclass(kind, kinds) and not name.startswith("Lazy")
+    }
+    assert found - known == set()
+
+
+def _first(out):
+    while isinstance(out, tuple):
+        out = out[0]
+    return out
+
+
+@DTYPES
+def test_attention_rounds_its_intermediate_products(dtype):
+    """As hardware does: queries, keys and values are rounded before they are multiplied."""
+    model, x = nn.MultiheadAttention(8, 2, batch_first=True).to(dtype), torch.randn(2, 5, 8).to(dtype)
+    with float32_products_of(dtype):
+        got, weights = hu.float32_products(model)(x, x, x)
+    q, k, v = (x.float() @ w.float().mT for w in model.in_proj_weight.chunk(3))
+    q, k, v = ((y.to(dtype).float() + b.float()) for y, b in zip((q, k, v), model.in_proj_bias.chunk(3)))
+    q, k, v = (y.to(dtype).unflatten(-1, (2, 4)).transpose(1, 2) for y in (q, k, v))
+    wanted = ((q * 0.5).float() @ k.float().mT).to(dtype).softmax(-1)
+    assert (weights - wanted.mean(1)).abs().max() <= 4 * torch.finfo(dtype).eps
+    assert got.dtype == weights.dtype == dtype
+
+
+@DTYPES
+def test_copies_and_pickles_compute_alike_and_with_their_own_weights(dtype):
+    model, x = net(dtype), torch.randn(2, 5, 8).to(dtype)
+    with float32_products_of(dtype):
+        wanted = step(model, x)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+            before = products()
+            assert agree(step(other, x), wanted)
+            assert products() == before + 4
+            with torch.no_grad():
+                other.second.weight.zero_()
+            assert not other(x).any()
+
+
+@DTYPES
+def test_a_forward_that_is_bound_anew_runs_the_module_it_is_bound_to(dtype):
+    """accelerate wraps `model.forward.__func__` and binds it to the model; a deepcopy of that is bound to the copy."""
+    model, x = net(dtype), torch.randn(2, 5, 8).to(dtype)
+    with float32_products_of(dtype):
+        wanted = model(x)
+        inner = model.forward.__func__
+
+        def wrapped(self, *args):
+            return inner(self, *args)
+
+        model.forward = types.MethodType(wrapped, model)
+        other = copy.deepcopy(model)
+        assert same_bits(other(x), wanted)
+        with torch.no_grad():
+            other.second.weight.zero_()
+        assert not other(x).any()
+        assert same_bits(model(x), wanted)
+
+
+@DTYPES
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_computes_again_has_the_same_bits(dtype, reentrant):
+    class Checkpointed(Net):
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    model, x = net(dtype), torch.randn(2, 5, 8).to(dtype)
+    other = net(dtype, Checkpointed)
+    other.load_state_dict(model.state_dict())
+    with float32_products_of(dtype):
+        if reentrant:
+            # What runs again is a function, not a module: its layers are widened, its own products are torch's.
+            other.norm.weight.requires_grad_(True)
+            wanted, got = step(model, x), step(other, x)
+            assert same_bits(got[0], wanted[0])
+            assert all(torch.allclose(a.float(), b.float(), rtol=0.1, atol=0.1) for a, b in zip(got, wanted))
+        else:
+            assert agree(step(other, x), step(model, x))
+
+
+@DTYPES
+def test_hooks_of_others_keep_narrow_tensors(dtype):
+    model, x, kept = net(dtype), torch.randn(2, 5, 8).to(dtype), []
+
+    def pack(tensor):
+        kept.append(tensor.dtype)
+        return tensor
+
+    with float32_products_of(dtype):
+        wanted = step(model, x)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            got = step(model, x)
+    assert agree(got, wanted)
+    assert kept.count(dtype) >= 9
+
+
+@DTYPES
+def test_errors_and_interrupts_leave_no_mode_behind(dtype):
+    class Failing(nn.Module):
+        def forward(self, error):
+            raise error
+
+    model = hu.float32_products(Failing())
+    for error in (ValueError("so"), KeyboardInterrupt()):
+        with float32_products_of(dtype), pytest.raises(type(error)):
+            model(error)
+        assert torch._C._len_torch_function_stack() == 0
+
+
+@DTYPES
+def test_modes_of_others_see_the_products_that_the_model_asked_for(dtype):
+    class Seen(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.dtypes = set()
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is functional.linear:
+                self.dtypes |= {x.dtype for x in args}
+            return function(*args, **(kwargs or {}))
+
+    model, x = net(dtype), torch.randn(2, 5, 8).to(dtype)
+    with float32_products_of(dtype):
+        wanted = model(x)
+        with Seen() as seen:
+            assert same_bits(model(x), wanted)
+            assert torch._C._len_torch_function_stack() == 1
+    assert seen.dtypes == {dtype}
+
+
+@DTYPES
+def test_parts_called_by_themselves_and_models_inside_models(dtype):
+    model = net(dtype)
+    outer = hu.float32_products(nn.Sequential(model, nn.Linear(8, 2).to(dtype)))
+    x = torch.randn(2, 5, 8).to(dtype)
+    with float32_products_of(dtype):
+        before = products()
+        part = model.second(x)
+        assert products() == before + 1
+        outer(x)
+        assert products() == before + 6
+    linear = model.second
+    assert same_bits(part, functional.linear(x.float(), linear.weight.float(), linear.bias.float()).to(dtype))
+
+
+@DTYPES
+def test_threads_do_not_share_the_mode(dtype):
+    model, x, found = net(dtype), torch.randn(2, 5, 8).to(dtype), []
+
+    def other() -> None:
+        found.append(torch._C._len_torch_function_stack())
+
+    class Starting(nn.Module):
+        def forward(self, x):
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            return x
+
+    with float32_products_of(dtype):
+        hu.float32_products(nn.Sequential(Starting(), model))(x)
+    assert found == [0]
+
+
+def test_where_the_processor_has_instructions_nothing_changes():
+    model, x = Net().bfloat16(), torch.randn(2, 5, 8).bfloat16()
+    with float32_products_of():
+        wanted = step(model, x)
+        before = products()
+        assert agree(step(hu.float32_products(model), x), wanted)
+        assert products() == before
+
+
+@DTYPES
+def test_it_is_taken_off_again(dtype):
+    model, x = net(dtype), torch.randn(2, 5, 8).to(dtype)
+    assert has_float32_products(model)
+    assert not has_float32_products(hu.float32_products(model, False))
+    assert not any("forward" in vars(module) for module in model.modules())
+    with float32_products_of(dtype):
+        before = products()
+        model(x)
+        assert products() == before
+    model = net(dtype)
+    inner = model.forward
+    model.forward = lambda *args: inner(*args)  # somebody wraps it
+    hu.float32_products(model, False)
+    with float32_products_of(dtype):
+        model(x)
+        assert products() == before
+
+
+@DTYPES
+def test_float32_models_under_autocast(dtype):
+    model, x = hu.float32_products(Net()), torch.randn(2, 5, 8)
+    with torch.autocast("cpu", dtype):
+        plain = model(x) if dtype not in hu_widened() else None
+        with float32_products_of(dtype):
+            before = products()
+            got = step(model, x)
+            assert products() == before + 4
+    assert got[0].dtype == dtype
+    assert all(gradient.dtype == torch.float32 for gradient in got[1:])
+    if plain is not None:
+        assert (plain.float() - got[0].float()).abs().max() <= 16 * torch.finfo(dtype).eps * plain.abs().max()
+
+
+def hu_widened() -> tuple[torch.dtype, ...]:
+    from halfulp.arithmetic.float32_products._processor import widened_dtypes
+
+    return widened_dtypes()
+
+
+def test_converted_models_have_it_and_reverted_ones_do_not():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    hu.convert(model, "bf16-kahan")
+    with float32_products_of(torch.bfloat16):
+        before = products()
+        model(torch.randn(2, 4))
+        assert products() == before + 1
+    assert not has_float32_products(hu.revert(model))
+
+
+def test_scaled_payloads_of_bfloat16_multiply_in_float32():
+    x, y = (hu.ScaledTensor.encode(torch.randn(5, 33), dtype=torch.bfloat16) for _ in range(2))
+    with float32_products_of():
+        native = (x @ y.mT).decode()
+    with float32_products_of(torch.bfloat16):
+        got = (x @ y.mT).decode()
+    exact = x.decode(torch.float64) @ y.decode(torch.float64).mT
+    eps = torch.finfo(torch.bfloat16).eps
+    for result in (native, got):
+        assert ((result.double() - exact).abs() <= eps * exact.abs() + 33 * 2.0**-22).all()
+
+
+@DTYPES
+def test_an_adaptive_scaler_sees_the_same_sites_and_gradients(dtype):
+    found = []
+    for widen in (True, False):
+        torch.manual_seed(3)
+        model = Net().to(dtype)
+        hu.float32_gradients(model)
+        if widen:
+            hu.float32_products(model)
+        scaler = hu.AdaptiveGradScaler(model, policy="constant", init_scale=4.0)
+        opt = hu.optim.SGD(model.named_parameters(), lr=1e-3)
+        with float32_products_of(dtype):
+            scaler.scale(model(torch.ones(2, 5, 8, dtype=dtype)).float().square().mean()).backward()
+            scaler.step(opt)
+            scaler.update()
+        found.append(([row.site for row in scaler.sites()], [p.grad.clone() for p in model.parameters()]))
+    (sites, gradients), (plain_sites, plain_gradients) = found
+    assert sites == plain_sites
+    for a, b in zip(gradients, plain_gradients):
+        assert (a - b).abs().max() <= 64 * torch.finfo(dtype).eps * b.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+# dynamo instantiates every torch.autograd.Function that it traces, and warns of it.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_products_have_the_same_bits(backend, fresh_compiler):
+    class Chain(Net):
+        def forward(self, x):
+            query, key, value = self.first(x).unflatten(-1, (3, 8)).unbind(-2)
+            return self.second(functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+
+    model, x = net(torch.bfloat16, Chain), torch.randn(2, 5, 8).bfloat16()
+    with float32_products_of(torch.bfloat16):
+        assert agree(step(torch.compile(model, backend=backend, fullgraph=True), x), step(model, x))
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match=r"float32_products takes a torch.nn.Module, got"):
+        hu.float32_products(torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripting_is_refused_in_words():
+    with pytest.raises(NotImplementedError, match=r"float32_products\(model, False\)"):
+        torch.jit.script(net(torch.bfloat16))
