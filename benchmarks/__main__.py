@@ -9,6 +9,7 @@ from .peers import PYTHON
 
 NAMES = (
     "quantize",
+    "products",
     "adamw",
     "small_updates",
     "verdicts",

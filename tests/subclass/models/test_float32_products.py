@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import halfulp as hu
+from halfulp import recipes
 from halfulp.arithmetic.float32_products._processor import NARROW, float32_products_of
 from halfulp.kernels import report, same_bits
 from halfulp.subclass.models._float32_products import has_float32_products
@@ -405,3 +406,12 @@ def test_bad_input():
 def test_scripting_is_refused_in_words():
     with pytest.raises(NotImplementedError, match=r"float32_products\(model, False\)"):
         torch.jit.script(net(torch.bfloat16))
+
+
+def test_a_recipe_that_rounds_gradients_still_asks_for_its_scaler():
+    recipe = recipes.get("fp32").replace(name="rounded", gradient_format="fp16")
+    model = hu.float32_products(hu.convert(nn.Sequential(nn.Linear(4, 4)), recipe))
+    opt = recipes.optimizer(model, "adamw", lr=1e-3)
+    model(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="these were not rounded"):
+        opt.step()

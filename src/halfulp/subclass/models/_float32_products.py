@@ -82,6 +82,14 @@ def has_float32_products(model: nn.Module) -> bool:
     return any(_MARK in module.__dict__ for module in model.modules())
 
 
+def forward_before_products(model: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward that somebody has given a module itself, below this file's; None for that of its class."""
+    forward: Callable[..., Any] | None = vars(model).get("forward")
+    while isinstance(forward, ProductsForward):
+        forward = forward.own
+    return forward
+
+
 class ProductsForward(ReplacedForward):
     """A module's ``forward``, whose narrow products run in float32 where the processor lacks them."""
 
@@ -93,7 +101,9 @@ class ProductsForward(ReplacedForward):
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None = None) -> None:
         super().__init__(module)
         if own is not None:
-            self._own = self.inner = self.__wrapped__ = own
+            self.inner = self.__wrapped__ = own
+            # A method of the module's class is not its own.
+            self.own = None if getattr(own, "__func__", None) is type(module).forward else own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
@@ -115,7 +125,7 @@ class ProductsForward(ReplacedForward):
         return ProductsForward(memo[id(self._module())], super().__deepcopy__(memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self._module(), self._own)
+        return _rebuilt, (self._module(), self.own)
 
 
 def _rebuilt(module: nn.Module, own: Callable[..., Any] | None) -> ProductsForward:

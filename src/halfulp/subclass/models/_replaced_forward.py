@@ -20,6 +20,8 @@ class ReplacedForward(abc.ABC):
     """A module's ``forward``, replaced. Copies and pickles of the module get the one that it had.
 
     Attributes:
+        own: the forward that somebody else had given the module itself; None for that of its class.
+        inner: what runs inside.
         refusal: what torch.jit.script is told, which would compile the source of this class.
     """
 
@@ -27,7 +29,7 @@ class ReplacedForward(abc.ABC):
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._own = module.__dict__.get("forward")
+        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
         # Callers look at the signature, to know which columns of a data set a model takes, and at the source.
         self.inner = self.__wrapped__ = module.forward
 
@@ -68,19 +70,19 @@ class ReplacedForward(abc.ABC):
         module = self._module()
         if module is not None:
             module.__dict__.pop("forward", None)
-            if self._own is not None:
-                module.forward = self._own
+            if self.own is not None:
+                module.forward = self.own
 
     def _of(self, module: nn.Module) -> Callable[..., Any]:
         """Return the forward that a copy of the module has."""
-        return plain_forward(module) if self._own is None else copy.deepcopy(self._own, {id(self._module()): module})
+        return plain_forward(module) if self.own is None else copy.deepcopy(self.own, {id(self._module()): module})
 
     def __deepcopy__(self, memo: dict) -> Callable[..., Any]:
         module = memo[id(self._module())]
-        return plain_forward(module) if self._own is None else copy.deepcopy(self._own, memo)
+        return plain_forward(module) if self.own is None else copy.deepcopy(self.own, memo)
 
     def __reduce__(self) -> tuple:
-        return _restored, (self._module(), self._own)
+        return _restored, (self._module(), self.own)
 
 
 def plain_forward(module: nn.Module) -> types.MethodType:
