@@ -12,9 +12,9 @@ from ._harness import ROOT, Contender, measure, set_threads
 from ._results import FOLDER, Result, Table, load, save
 
 TEXT = """`hu.float32_products` computes products of bfloat16 and float16 tensors in float32 and rounds once. Digits: \
-random shapes (1 to 300 terms and up to 2,400 in convolutions), normal operands; the largest distance in units of the \
-last place of the narrow dtype, for each element the larger of its own unit and that of 2^-6 of the sum of its \
-terms' magnitudes, below which float32 sums of one order and another differ themselves. Speed: CPU time on one thread as a multiple of the same \
+random shapes (1 to 300 terms, up to 2,400 in convolutions), normal operands; the largest distance in units of the \
+last place of the narrow dtype: an element's own unit, or that of 2^-6 of the sum of its terms' magnitudes where that \
+is larger, as float32 sums in another order differ below it. Speed: CPU time on one thread as a multiple of the same \
 product of float32 tensors, forward and with its backward pass."""
 SHAPES = 200
 # Forward, and with the backward pass: large ones, as the small ones are bound by the cost of a call.

@@ -8,6 +8,7 @@ from . import mctensor as mctensor
 from . import observation as observation
 from . import optimizers as optimizers
 from . import peers as peers
+from . import products as products
 from . import scaled as scaled
 from . import verification as verification
 from ._places import PLACES as PLACES

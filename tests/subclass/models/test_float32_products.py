@@ -411,7 +411,7 @@ def test_scripting_is_refused_in_words():
 def test_a_recipe_that_rounds_gradients_still_asks_for_its_scaler():
     recipe = recipes.get("fp32").replace(name="rounded", gradient_format="fp16")
     model = hu.float32_products(hu.convert(nn.Sequential(nn.Linear(4, 4)), recipe))
-    opt = recipes.optimizer(model, "adamw", lr=1e-3)
+    opt = recipes.optimizer(model, "AdamW", lr=1e-3)
     model(torch.randn(2, 4)).sum().backward()
     with pytest.raises(RuntimeError, match="these were not rounded"):
         opt.step()
