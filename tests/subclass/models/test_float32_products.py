@@ -397,6 +397,15 @@ def test_compiled_products_have_the_same_bits(backend, fresh_compiler):
         assert agree(step(torch.compile(model, backend=backend, fullgraph=True), x), step(model, x))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_an_exported_program_has_the_models_own_operators(strict, fresh_compiler):
+    model = hu.float32_products(nn.Linear(4, 4).bfloat16())
+    with float32_products_of(torch.bfloat16):
+        graph = torch.export.export(model, (torch.randn(2, 4).bfloat16(),), strict=strict).graph
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.ops.aten.linear.default]
+
+
 def test_bad_input():
     with pytest.raises(TypeError, match=r"float32_products takes a torch.nn.Module, got"):
         hu.float32_products(torch.ones(3))

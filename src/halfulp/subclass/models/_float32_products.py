@@ -48,7 +48,8 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
 
     It holds through autograd, activation checkpointing, torch.compile (the same bits, where the compiler keeps the
     order of sums), deepcopy and pickle. Modules that are added to the model later are covered while its own forward
-    runs; call this again if they are called by themselves. torch.jit.script cannot compile such a model.
+    runs; call this again if they are called by themselves. What torch.export writes has the model's own operators.
+    torch.jit.script cannot compile such a model.
 
     Args:
         model: whose forward passes are changed, in place.
@@ -107,7 +108,7 @@ class ProductsForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
-        if not widened_dtypes() or _is_active() or not self._is_marked():
+        if torch.compiler.is_exporting() or not widened_dtypes() or _is_active() or not self._is_marked():
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
             with _MODE:
