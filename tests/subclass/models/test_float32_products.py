@@ -397,6 +397,29 @@ def test_compiled_products_have_the_same_bits(backend, fresh_compiler):
         assert agree(step(torch.compile(model, backend=backend, fullgraph=True), x), step(model, x))
 
 
+@pytest.mark.parametrize("first", ["scaler", "products"])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_the_graphs_of_a_scalers_backend_keep_the_models_products(first, fresh_compiler):
+    """It finds sites by the products that the model writes; the report says that torch multiplies there."""
+    model = Net().half()
+    hu.float32_gradients(model)
+    if first == "products":
+        hu.float32_products(model)
+    scaler = hu.AdaptiveGradScaler(model)
+    hu.float32_products(model)
+    with float32_products_of(torch.float16):
+        left = "float32 products: left to torch in a graph that an AdaptiveGradScaler's backend compiles"
+        before = report().get(left, 0)
+        compiled = torch.compile(model, backend=scaler.backend("aot_eager"))
+        scaler.scale(compiled(torch.randn(2, 5, 8).half()).float().square().mean()).backward()
+        scaler.step(torch.optim.SGD(model.parameters(), lr=1e-3))
+        scaler.update()
+        assert report()[left] > before
+    assert {row.site for row in scaler.sites()} >= {"first", "second"}
+    scaler.detach()
+    assert {vars(module)["_halfulp_float32_products"] for module in model.modules()} == {"everywhere"}
+
+
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_an_exported_program_has_the_models_own_operators(strict, fresh_compiler):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..._messages import a_kind
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
+from ...subclass.models._float32_products import leave_compiled_products
 from ..replay._replay import Replay, Replays
 from ._backward import Backward, differentiating
 from ._current_region import current
@@ -181,8 +182,24 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
     backward.processes.watch(wrapper)
     names = ParameterNames(model, prefix)
     backward.names.add(names)
+    # The backend of a compiler finds sites by the products that the model writes.
+    leave_compiled_products(model)
     if mode == "module":
-        return attach_modules(model, backward, prefix, names)
+        remove = attach_modules(model, backward, prefix, names)
+    else:
+        remove = _attach_function(model, backward, wide, prefix, names)
+
+    def detach() -> None:
+        leave_compiled_products(model, False)
+        remove()
+
+    return detach
+
+
+def _attach_function(
+    model: nn.Module, backward: Backward, wide: bool | None, prefix: str, names: ParameterNames
+) -> Callable[[], None]:
+    """Let the forward passes of a model and of its parts run in regions; return a function that restores them."""
     forwards = [WatchedForward(model, backward, wide, names, prefix, "model")]
     for place, part, role in parts_of(model):
         place = ".".join(filter(None, (prefix, place)))
@@ -190,11 +207,11 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
     for forward in forwards:
         forward.put()
 
-    def detach() -> None:
+    def restore() -> None:
         for forward in forwards:
             forward.restore()
 
-    return detach
+    return restore
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

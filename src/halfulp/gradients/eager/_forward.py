@@ -17,6 +17,7 @@ from ._backward import Backward
 class Forward(ReplacedForward):
     """A module's ``forward``, watched. Copies of the module get the one that it had, and pickles, too."""
 
+    reads_graphs = True
     refusal = (
         "torch.jit.script cannot compile a model that has an AdaptiveGradScaler: give it a copy, which has none, "
         "torch.jit.script(copy.deepcopy(model)), or call scaler.detach() before"

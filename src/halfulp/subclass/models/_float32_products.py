@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -12,12 +12,14 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ...arithmetic.float32_products._processor import widened_dtypes
 from ...arithmetic.float32_products._product import PRODUCTS, product
+from ...kernels import constant_result, note
 from ._checkpointing import capture_hooks
 from ._module_parameters import check_module
 from ._replaced_forward import ReplacedForward, plain_forward
 
 Model = TypeVar("Model", bound=nn.Module)
 _MARK = "_halfulp_float32_products"
+_EVERYWHERE, _EAGER = "everywhere", "eager"
 _ATTENTION = nn.functional.multi_head_attention_forward
 # The same without its own dispatch to modes, which would run all of it with this file's mode off.
 _UNDISPATCHED_ATTENTION = types.FunctionType(
@@ -73,9 +75,18 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
             if marked and isinstance(forward, ProductsForward):
                 forward.restore()
         elif _MARK not in module.__dict__ and _has_forward(module):
-            module.__dict__[_MARK] = True
+            module.__dict__[_MARK] = _EVERYWHERE
             ProductsForward(module).put()
+    if any(isinstance(forward, ReplacedForward) and forward.reads_graphs for forward in _own_forwards(model)):
+        leave_compiled_products(model)
     return model
+
+
+def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
+    """Leave a model's products to torch where a compiler traces them, for whoever reads its graphs; or no longer."""
+    for module in model.modules():
+        if _MARK in module.__dict__:
+            module.__dict__[_MARK] = _EAGER if leave else _EVERYWHERE
 
 
 def has_float32_products(model: nn.Module) -> bool:
@@ -85,10 +96,18 @@ def has_float32_products(model: nn.Module) -> bool:
 
 def forward_before_products(model: nn.Module) -> Callable[..., Any] | None:
     """Return the forward that somebody has given a module itself, below this file's; None for that of its class."""
-    forward: Callable[..., Any] | None = vars(model).get("forward")
-    while isinstance(forward, ProductsForward):
-        forward = forward.own
-    return forward
+    return next(
+        (forward for forward in _own_forwards(model, deep=False) if not isinstance(forward, ProductsForward)), None
+    )
+
+
+def _own_forwards(model: nn.Module, deep: bool = True) -> Iterator[Callable[..., Any]]:
+    """Yield the forwards that modules were given themselves, each followed by those inside it."""
+    for module in model.modules() if deep else (model,):
+        forward = vars(module).get("forward")
+        while forward is not None:
+            yield forward
+            forward = forward.own if isinstance(forward, ReplacedForward) else None
 
 
 class ProductsForward(ReplacedForward):
@@ -108,16 +127,19 @@ class ProductsForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
-        if torch.compiler.is_exporting() or not widened_dtypes() or _is_active() or not self._is_marked():
+        if torch.compiler.is_exporting() or not widened_dtypes() or _is_active() or self._mark() is None:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
+            if self._mark() == _EAGER:
+                _note_left()
+                return self.inner(*args, **kwargs)
             with _MODE:
                 return self.inner(*args, **kwargs)
         return _under_mode(self.inner, args, kwargs)
 
-    def _is_marked(self) -> bool:
+    def _mark(self) -> str | None:
         module = self._module()
-        return module is not None and _MARK in module.__dict__
+        return None if module is None else module.__dict__.get(_MARK)
 
     def _of(self, module: nn.Module) -> Callable[..., Any]:
         return ProductsForward(module, super()._of(module))
@@ -160,6 +182,11 @@ class _Products(TorchFunctionMode):
 
 
 _MODE = _Products()
+
+
+@constant_result
+def _note_left() -> None:
+    note("float32 products", "left to torch in a graph that an AdaptiveGradScaler's backend compiles")
 
 
 def _is_active() -> bool:

@@ -22,10 +22,12 @@ class ReplacedForward(abc.ABC):
     Attributes:
         own: the forward that somebody else had given the module itself; None for that of its class.
         inner: what runs inside.
+        reads_graphs: whether what compiles the model reads the products of its graph, which then are those it wrote.
         refusal: what torch.jit.script is told, which would compile the source of this class.
     """
 
     refusal: str
+    reads_graphs = False
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
