@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from .._torch_versions import is_exporting
 from ..formats import Format
 from ..gradients.eager._forward import NotScriptedError
 from ..kernels import checksum
@@ -62,7 +63,7 @@ class Emulation:
         Raises:
             NotImplementedError: torch.export, torch.jit.trace or make_fx records the call.
         """
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise NotImplementedError(untraceable("torch.export"))
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(

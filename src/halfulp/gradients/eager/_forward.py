@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._torch_versions import is_exporting
 from .._pytree import map_tensors
 from ..compiled._runtime_operators import marked
 from ._backward import Backward
@@ -46,7 +47,7 @@ class Forward(abc.ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; the plain one where autograd does not differentiate it."""
-        if not torch.is_grad_enabled() or torch.compiler.is_exporting() or self._backward.idle:
+        if not torch.is_grad_enabled() or is_exporting() or self._backward.idle:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._marked(self.inner(*args, **kwargs))
