@@ -5,6 +5,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -96,6 +97,57 @@ def fresh_compiler() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+def _draws_alike() -> bool:
+    drawn = []
+    for dtype in (torch.float32, torch.float64):
+        generator = torch.Generator().manual_seed(0)
+        drawn.append(torch.empty(120, dtype=dtype).exponential_(generator=generator).float())
+    return torch.allclose(*drawn)
+
+
+def _averages_over_dtypes() -> bool:
+    model = torch.nn.Linear(1, 1)
+    averages = torch.optim.swa_utils.AveragedModel(model)
+    with contextlib.suppress(RuntimeError):
+        for _ in range(2):
+            averages.update_parameters(model.bfloat16())
+        return True
+    return False
+
+
+def _wraps_collectives() -> bool:
+    import torch.distributed._functional_collectives
+
+    return hasattr(torch.ops._c10d_functional, "_wrap_tensor_autograd")
+
+
+def _has_source_rank() -> bool:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    return "src_data_rank" in inspect.signature(parallelize_module).parameters
+
+
+# What tests of halfulp build on and only newer versions of torch do (what halfulp does: halfulp._torch_versions).
+TORCH_FEATURES: dict[str, Callable[[], bool]] = {
+    "fully_shard on the CPU": lambda: hasattr(torch.cpu.Stream, "record_event"),
+    "parallelize_module(src_data_rank=)": _has_source_rank,
+    "AveragedModel beside a model of another dtype": _averages_over_dtypes,
+    "_c10d_functional::_wrap_tensor_autograd": _wraps_collectives,
+    "exponential_ that draws the same numbers in every dtype": _draws_alike,
+}
+
+
+@pytest.fixture(scope="session")
+def needs_torch() -> Callable[[str], None]:
+    """Skips a test whose torch lacks a feature, by its name."""
+
+    def need(feature: str) -> None:
+        if not TORCH_FEATURES[feature]():
+            pytest.skip(f"torch {torch.__version__} lacks it: {feature}")
+
+    return need
 
 
 @pytest.fixture
