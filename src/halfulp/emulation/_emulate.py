@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .._torch_versions import is_exporting
+from .._torch_versions import BREAKS_WITH_REASON, is_exporting
 from ..formats import Format
 from ..gradients.eager._forward import NotScriptedError
 from ..kernels import checksum
@@ -65,7 +65,7 @@ class Emulation:
         """
         if is_exporting():
             raise NotImplementedError(untraceable("torch.export"))
-        if torch.compiler.is_compiling():
+        if BREAKS_WITH_REASON and torch.compiler.is_compiling():
             torch._dynamo.graph_break(
                 "an emulated model runs eagerly, and every operator is rounded: no fullgraph=True"
             )

@@ -224,7 +224,5 @@ for recipe in ("fp16-kahan",):
     [NARROWED, REPLACED, CONVERTED],
     ids=["param_dtype", "scalify and multicomponent", "convert and revert"],
 )
-def test_two_processes(body, in_two_processes, needs_torch):
-    if body is not REPLACED:
-        needs_torch("fully_shard on the CPU")
+def test_two_processes(body, in_two_processes):
     in_two_processes(START + body + END)

@@ -132,6 +132,5 @@ os._exit(0)
 """
 
 
-def test_whole_checkpoints_are_gathered_and_sent(in_two_processes, needs_torch):
-    needs_torch("fully_shard on the CPU")
+def test_whole_checkpoints_are_gathered_and_sent(in_two_processes):
     in_two_processes(SCRIPT)
