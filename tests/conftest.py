@@ -5,22 +5,30 @@ import ctypes
 import functools
 import gc
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
 import random
+import re
 import select
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from halfulp._torch_floor import is_older
+
+ROOT = Path(__file__).parents[1]
+PINNED = "2.13"  # of constraints.txt
 
 # Sums in another number of threads have other bits: the programs that tests start count as this process does.
 torch.set_num_threads(1)
@@ -98,6 +106,113 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def _draws_alike() -> bool:
+    drawn = []
+    for dtype in (torch.float32, torch.float64):
+        generator = torch.Generator().manual_seed(0)
+        drawn.append(torch.empty(120, dtype=dtype).exponential_(generator=generator).float())
+    return torch.allclose(*drawn)
+
+
+def _averages_over_dtypes() -> bool:
+    model = torch.nn.Linear(1, 1)
+    averages = torch.optim.swa_utils.AveragedModel(model)
+    with contextlib.suppress(RuntimeError):
+        for _ in range(2):
+            averages.update_parameters(model.bfloat16())
+        return True
+    return False
+
+
+def _wraps_collectives() -> bool:
+    import torch.distributed._functional_collectives
+
+    return hasattr(torch.ops._c10d_functional, "_wrap_tensor_autograd")
+
+
+def _saves_alone() -> bool:
+    from torch.distributed.checkpoint import save
+
+    return "no_dist" in inspect.signature(save).parameters
+
+
+def _has_scaled_product() -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU")
+
+
+def _compiles_embeddings() -> bool:
+    """Inductor of torch 2.6 adds some rows twice and others not at all, on some processors."""
+    layer, index, found = torch.nn.Embedding(17, 16), torch.arange(48).reshape(4, 12) % 17, []
+    for run in (layer, torch.compile(layer)):
+        layer.zero_grad()
+        run(index).square().sum().backward()
+        found.append(layer.weight.grad.clone())
+    return torch.allclose(*found)
+
+
+def _has_derivative_of_aminmax() -> bool:
+    with contextlib.suppress(RuntimeError):
+        torch.ones(2, requires_grad=True).aminmax()[0].backward()
+        return True
+    return False
+
+
+def _has_source_rank() -> bool:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    return "src_data_rank" in inspect.signature(parallelize_module).parameters
+
+
+# What tests of halfulp build on and only newer versions of torch do (what halfulp does: halfulp._torch_versions).
+TORCH_FEATURES: dict[str, Callable[[], bool]] = {
+    "fully_shard on the CPU": lambda: hasattr(torch.cpu.Stream, "record_event"),
+    "parallelize_module(src_data_rank=)": _has_source_rank,
+    "AveragedModel beside a model of another dtype": _averages_over_dtypes,
+    "_c10d_functional::_wrap_tensor_autograd": _wraps_collectives,
+    "distributed.checkpoint.save(no_dist=)": _saves_alone,
+    "torch._scaled_mm on the CPU": _has_scaled_product,
+    "an embedding's compiled gradient that counts every index": _compiles_embeddings,
+    "derivative of aminmax": _has_derivative_of_aminmax,
+    "exponential_ that draws the same numbers in every dtype": _draws_alike,
+}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that meets what an older torch lacks is skipped, by what halfulp or torch says of it."""
+    try:
+        return (yield)
+    except (AttributeError, ImportError, NotImplementedError, RuntimeError) as error:
+        feature = _lacking(error) if is_older(torch.__version__, PINNED) else None
+        if feature is None:
+            raise
+    pytest.skip(f"torch {torch.__version__} lacks it: {feature}")
+
+
+def _lacking(error: Exception) -> str | None:
+    """The feature that halfulp refuses by name, or that a test itself, not halfulp, takes from torch."""
+    said = str(error)
+    if isinstance(error, NotImplementedError) and said.startswith(f"torch {torch.__version__} "):
+        return said
+    if "attempting to assign a gradient with dtype" in said:
+        return "gradients of another dtype than the parameter's (Tensor.grad_dtype)"
+    frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    ours = [path for path in frames if ROOT in path.parents]
+    name = re.search(r"(?:module 'torch|'_OpNamespace' 'aten'|cannot import name).*'(\w+)'", said)
+    return f"torch's {name[1]}" if name and ours and ROOT / "src" not in ours[-1].parents else None
+
+
+@pytest.fixture(scope="session")
+def needs_torch() -> Callable[[str], None]:
+    """Skips a test whose torch lacks a feature, by its name."""
+
+    def need(feature: str) -> None:
+        if not TORCH_FEATURES[feature]():
+            pytest.skip(f"torch {torch.__version__} lacks it: {feature}")
+
+    return need
+
+
 @pytest.fixture
 def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], types.ModuleType]]:
     """Imports a module of benchmarks/, given its name there; afterwards none of them is imported."""
@@ -164,10 +279,12 @@ class _Forked:
 
 
 @pytest.fixture
-def in_processes(seed: int, tmp_path: Path, _fork_servers: Servers) -> Callable[..., None]:
+def in_processes(seed: int, tmp_path: Path, _fork_servers: Servers, needs_torch: Callable) -> Callable[..., None]:
     """Runs a script in some processes that must all succeed; its arguments are rank, path of a store, and seed."""
 
     def run(script: str, count: int, **given: str) -> None:
+        if "fully_shard(" in script:
+            needs_torch("fully_shard on the CPU")
         request = {"script": script, "environment": given}
         servers, started = [_server(rank, _fork_servers) for rank in range(count)], []
         for rank, server in enumerate(servers):
@@ -211,10 +328,12 @@ def forking(tmp_path: Path, _fork_servers: Servers) -> Iterator[Callable[..., _F
 
 
 @pytest.fixture
-def in_process(forked: Callable[..., tuple[int, str]]) -> Callable[..., str]:
+def in_process(forked: Callable[..., tuple[int, str]], needs_torch: Callable) -> Callable[..., str]:
     """Runs a script in one process that must succeed, the child of the server of a number; what it printed."""
 
     def run(script: str, number: int = 0, **given: str) -> str:
+        if "fully_shard(" in script:
+            needs_torch("fully_shard on the CPU")
         code, printed = forked(script, number=number, **given)
         assert code == 0, printed
         return printed

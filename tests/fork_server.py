@@ -45,6 +45,10 @@ def prepare() -> None:
         numba.core.registry.cpu_target.typing_context.refresh()
         numba.core.registry.cpu_target.target_context.refresh()
         numba.njit("void(float32[::1], int64)", nogil=True)(doubled)
+        # A child's end would remove the folder that older versions of torch make for all their processes.
+        instantiator = sys.modules.get("torch.distributed.nn.jit.instantiator")
+        if hasattr(instantiator, "_TEMP_DIR"):
+            instantiator._TEMP_DIR._finalizer.detach()
         assert halfulp.optim.AdamW
         assert torch.get_num_threads() == 1, "threads do not live on in a forked process"
     gc.freeze()

@@ -13,6 +13,7 @@ LAYERS = [
     {"_messages", "_names", "_qualified_names", "_extensions"},
     {"_torch_floor"},
     {"_needs_torch"},
+    {"_torch_versions"},
     {"_torch_import"},
     {"pages", "sinks"},
     {"kernels"},

@@ -3,7 +3,7 @@
 import re
 import sys
 
-FLOOR = "2.12"
+FLOOR = "2.6"
 
 
 def check() -> None:

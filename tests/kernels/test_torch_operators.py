@@ -14,6 +14,18 @@ ROOT = Path(hu.__file__).parent
 # Of the operators that halfulp has rules for, those that a torch from the floor on lacks, with that torch. A name that
 # is spelt wrongly would be absent everywhere.
 LACKING = {
+    **dict.fromkeys(
+        (
+            "aten::_fused_adagrad_.tensor_lr",
+            "aten::_fused_rms_norm.default",
+            "aten::_grouped_mm.default",
+            *(f"aten::{name}.dtype" for name in ("addmm", "baddbmm", "bmm", "mm")),
+        ),
+        "2.6",
+    ),
+    **dict.fromkeys(("aten::_fused_rms_norm_backward.default", "aten::hash_tensor"), "2.6 and 2.8"),
+    "aten::_upsample_lanczos2d_aa.default": "2.11 and older",
+    "aten::_upsample_lanczos2d_aa_backward.default": "2.11 and older",
     "aten::cholesky": "2.14 and newer",
     "aten::cholesky.default": "2.14 and newer",
 }

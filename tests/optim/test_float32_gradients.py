@@ -146,6 +146,6 @@ def test_a_copy_starts_over(seed):
 def test_bad_input(monkeypatch):
     with pytest.raises(TypeError, match="Module"):
         hu.float32_gradients([torch.nn.Parameter(torch.ones(3).bfloat16())])
-    monkeypatch.setattr(_gradients, "_supported", lambda: False)
+    monkeypatch.setattr(_gradients, "HAS_GRADIENT_DTYPE", False)
     with pytest.raises(NotImplementedError, match="grad_dtype"):
         hu.float32_gradients(model())

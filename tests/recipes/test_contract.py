@@ -113,7 +113,8 @@ def test_what_is_no_contract_model_or_optimizer_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_it_travels_in_a_distributed_checkpoint(tmp_path):
+def test_it_travels_in_a_distributed_checkpoint(tmp_path, needs_torch):
+    needs_torch("distributed.checkpoint.save(no_dist=)")
     from torch.distributed.checkpoint import FileSystemWriter, save
 
     from halfulp.observation.checkpoints._open import open_checkpoint

@@ -71,7 +71,12 @@ def plain(x):
 
 def check(make, bound, name, call, operator):
     x = make(values[rank])
-    wanted = call(operator, plain(x))
+    try:
+        wanted = call(operator, plain(x))
+    except RuntimeError as error:
+        # Gloo's all-to-all is newer than torch 2.6; ours is made of all_to_all_single.
+        assert name == "_dtensor::shard_dim_alltoall" and "gloo does not support" in str(error), error
+        return
     for mine, exact in zip(flat(waited(call(operator, x))), flat(waited(wanted)), strict=True):
         assert type(mine) is type(x) and mine.shape == exact.shape, (name, type(mine))
         assert (plain(mine) - exact).abs().max() <= bound * 2 * largest, (name, type(x), plain(mine), exact)
@@ -150,7 +155,8 @@ for one in ours:
 """
 
 
-def test_an_operator_that_torch_defines_after_the_rules_has_one():
+def test_an_operator_that_torch_defines_after_the_rules_has_one(needs_torch):
     """Functional collectives with gradients are torch's own Python, which defines an operator as it is imported."""
+    needs_torch("_c10d_functional::_wrap_tensor_autograd")
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from .._torch_versions import BREAKS_WITH_REASON, is_exporting
 from ..formats import Format
 from ..kernels import checksum
 from ..rounding import Nearest, Rounding
@@ -62,9 +63,9 @@ class Emulation:
         Raises:
             NotImplementedError: torch.export, torch.jit.trace or make_fx records the call.
         """
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise NotImplementedError(untraceable("torch.export"))
-        if torch.compiler.is_compiling():
+        if BREAKS_WITH_REASON and torch.compiler.is_compiling():
             torch._dynamo.graph_break(
                 "an emulated model runs eagerly, and every operator is rounded: no fullgraph=True"
             )

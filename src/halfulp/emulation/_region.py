@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch_versions import is_exporting, saved_tensor_hooks
 from ..formats import Format
 from ..rounding import Nearest, Rounding
 from ..subclass.models._checkpointing import capture_hooks
@@ -65,7 +66,7 @@ class _Mode(TorchDispatchMode):
             if promised is not None:
                 self._graph.add(promised)
         self._promised.clear()
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = saved_tensor_hooks()
         if hooks is not None and hooks[0] is not self._pack:
             self._pack = hooks[0]
             capture_hooks(self._pack, self._emulated, "emulate")
@@ -173,7 +174,7 @@ def untraceable(recorder: str) -> str:
 
 def refuse_recording() -> None:
     """Raise if the operators that run are being recorded as a graph."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         raise NotImplementedError(untraceable("torch.export"))
     if torch.jit.is_tracing():
         raise NotImplementedError(untraceable("torch.jit.trace"))

@@ -155,14 +155,13 @@ class Format:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """torch's dtype of this layout, or None."""
+        """The installed torch's dtype of this layout, or None."""
         name = self.torch_dtype_name
         if name is None:
             return None
-        import torch
+        from .._torch_versions import find_dtype
 
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
+        return find_dtype(name)
 
     @property
     def torch_dtype_name(self) -> str | None:

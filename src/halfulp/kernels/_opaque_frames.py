@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-import torch
+from .._torch_versions import skip_frames
 
-_frames = torch._C._dynamo.eval_frame
 Function = TypeVar("Function", bound=Callable)
 
 
@@ -23,12 +22,9 @@ def untraced(function: Function) -> Function:
         ...
     TypeError: untraced takes a Python function, got method-wrapper
     """
-    code = getattr(function, "__code__", None)
-    if code is None:
+    if not hasattr(function, "__code__"):
         raise TypeError(f"untraced takes a Python function, got {type(function).__name__}")
-    skip = _frames._FrameAction.SKIP
-    _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))
-    return function
+    return cast(Function, skip_frames(function))
 
 
 def uncompiled(function: Function) -> Function:
@@ -36,11 +32,10 @@ def uncompiled(function: Function) -> Function:
 
     What torch.compiler.disable marks its wrapper with, without the wrapper.
     """
-    untraced(function)
-    marked: Any = function
+    marked: Any = untraced(function)
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = f"{function.__qualname__} of halfulp runs uncompiled"
-    return function
+    return cast(Function, marked)
 
 
 def constant_result(function: Function) -> Function:

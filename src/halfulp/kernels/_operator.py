@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from .._torch_import import defining_operators
+from .._torch_versions import CUDAGRAPH_UNSAFE, lacks
 
 _library = torch.library.Library("halfulp", "DEF")
 
@@ -31,9 +33,23 @@ def define_operator(
     name = schema.split("(", 1)[0]
     tags = [torch.Tag.pt2_compliant_tag]
     tags += [torch.Tag.nondeterministic_seeded] if random else []
-    tags += [torch.Tag.cudagraph_unsafe] if random or host else []
+    if random or host:
+        tags += [CUDAGRAPH_UNSAFE] if CUDAGRAPH_UNSAFE else []
+        implementation = implementation if CUDAGRAPH_UNSAFE else _outside_cuda_graphs(name, implementation)
     with defining_operators():
         _library.define(schema, tags=tuple(tags))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfulp::{name}", fake, lib=_library)
     return getattr(torch.ops.halfulp, name).default
+
+
+def _outside_cuda_graphs(name: str, implementation: Callable) -> Callable:
+    """Refuse to be captured into a CUDA graph, which would replay what the host decided at the capture."""
+
+    def run(*arguments: Any) -> Any:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            feature = f"halfulp::{name} must be left out of CUDA graphs, which needs Tag.cudagraph_unsafe"
+            raise lacks(feature, 'compile without mode="reduce-overhead" and "max-autotune"')
+        return implementation(*arguments)
+
+    return run

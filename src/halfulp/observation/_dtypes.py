@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import formats
+from .._torch_versions import find_dtype
 
 # Bits of float32's significand, the implicit one included, from which a lost change is no practical loss: what rounds
 # away there is below 2^-24 of its number, and ten thousand such steps change it by a thousandth. A bias before a batch
@@ -46,7 +47,7 @@ def holds_numbers(dtype: torch.dtype) -> bool:
     >>> holds_numbers(torch.float8_e4m3fn), holds_numbers(torch.float8_e8m0fnu), holds_numbers(torch.int8)
     (True, False, False)
     """
-    if not dtype.is_floating_point or dtype == torch.float4_e2m1fn_x2:
+    if not dtype.is_floating_point or dtype == find_dtype("float4_e2m1fn_x2"):
         return False
     try:
         return formats.get(dtype).signed

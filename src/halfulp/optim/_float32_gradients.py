@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+from .._torch_versions import HAS_GRADIENT_DTYPE, lacks
 from ..subclass.models._module_parameters import check_module
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -44,10 +45,9 @@ def float32_gradients(model: Model, enabled: bool = True) -> Model:
     (torch.bfloat16, torch.float32)
     """
     check_module(model, "float32_gradients")
-    if not _supported():
-        raise NotImplementedError(
-            f"torch {torch.__version__} keeps gradients in the parameter's dtype: float32 ones need Tensor.grad_dtype, "
-            "which newer versions have"
+    if not HAS_GRADIENT_DTYPE:
+        raise lacks(
+            "gradients wider than their parameter need Tensor.grad_dtype", "train float32 parameters under autocast"
         )
     for parameter in model.parameters():
         if parameter.dtype in _NARROW:
@@ -56,7 +56,3 @@ def float32_gradients(model: Model, enabled: bool = True) -> Model:
             parameter.grad_dtype = dtype
             parameter.grad = None if gradient is None else gradient.to(dtype)
     return model
-
-
-def _supported() -> bool:
-    return hasattr(torch.Tensor, "grad_dtype")

@@ -16,7 +16,17 @@ from ..kernels import torch_operators
 from ..subclass import collective_rule, functional_form, is_collective, is_written, note_fallback
 from . import _lost_updates
 from ._encode import lazy_conjugates
-from ._operands import decode_values, encode_values, logical_of, plain, storage_of
+from ._operands import (
+    decode_values,
+    encode_values,
+    keep_nonzero,
+    logical_of,
+    make_scaled_to_fit,
+    plain,
+    storage_of,
+    to_float32,
+)
+from ._powers_of_two import is_concrete
 from ._registry import LATER_RULES, RULES, derives, rule_of
 from ._scaled_tensor import ScaledTensor, wrap
 from ._write import check_written_at, write
@@ -154,6 +164,8 @@ def _in_place(operator: OpOverload, functional: OpOverload, name: str, *argument
     given = {name: value for name, value in given.items() if name in taken}
     update = _lost_updates.begin(name, targets[0], given, functional)
     results = tree_leaves(functional(**given))
+    if name == "add_":
+        results = [_keep_second_moment(targets[0], given["other"], results[0])]
     for target, result in zip(targets, results, strict=True):
         if result.shape != target.shape:
             raise RuntimeError(f"a result of shape {list(result.shape)} for an output of shape {list(target.shape)}")
@@ -165,6 +177,20 @@ def _in_place(operator: OpOverload, functional: OpOverload, name: str, *argument
     if not operator._schema.returns:
         return None
     return written[0] if len(written) == 1 else tuple(written)
+
+
+def _keep_second_moment(x: Any, added: Any, total: Any) -> Any:
+    """Keep a compiled sum of positive numbers from rounding to 0, as the rule of addcmul does.
+
+    Before torch 2.12, Dynamo makes x.add_(a * b * value) of x.addcmul_(a, b, value=value); squares come in float32.
+    """
+    if not all(isinstance(one, ScaledTensor) for one in (x, added, total)) or is_concrete(total._payload):
+        return total
+    if added._payload.dtype != torch.float32:
+        return total
+    held = make_scaled_to_fit(to_float32(total), total._scale, x._payload.dtype, total.dtype)
+    before, squares = to_float32(x), to_float32(added)
+    return keep_nonzero(held, torch.where((before >= 0) & (squares >= 0), torch.maximum(before, squares), 0.0))
 
 
 def _viewed_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .._torch_versions import saved_tensor_hooks
+
 FIRST, COMPONENTS = "first", "components"
 _graph_task = torch._C._current_graph_task_id
 _unrounded = threading.local()
@@ -77,6 +79,4 @@ def _is_gradient() -> bool:
         return False
     if not torch.is_grad_enabled():
         return True
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None and not _node_name().startswith(
-        "Checkpoint"
-    )
+    return saved_tensor_hooks() is None and not _node_name().startswith("Checkpoint")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import formats, recipes
 from .._messages import a_kind
+from .._torch_versions import find_dtype
 from ..observation import Finding
 from ..observation._listing import listing
 from ..observation.findings import get_kind
@@ -216,8 +217,7 @@ def default_tolerance(recipe: Recipe) -> float:
 
 
 def _spacing(name: str) -> float:
-    native = getattr(torch, name, None)
-    return formats.get(native if isinstance(native, torch.dtype) else name).eps
+    return formats.get(find_dtype(name) or name).eps
 
 
 def _differences(

@@ -32,5 +32,6 @@ os._exit(0)
 """
 
 
-def test_two_processes_are_one_on_the_whole_batch_or_are_refused(in_two_processes):
+def test_two_processes_are_one_on_the_whole_batch_or_are_refused(in_two_processes, needs_torch):
+    needs_torch("fully_shard on the CPU")
     in_two_processes(SCRIPT)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..._torch_versions import saved_tensor_hooks
 from ...kernels import define_operator, note
 from ._processor import NARROW, widened_dtypes
 from ._product_functions import CELLS
@@ -156,7 +157,7 @@ class _Operands:
 
     def __init__(self) -> None:
         self._narrow: dict[int, Tensor] = {}
-        self._outer = _autograd._top_saved_tensors_default_hooks(True)
+        self._outer = saved_tensor_hooks()
 
     def widened(self, x: Tensor) -> Tensor:
         """Return a float32 copy of an operand, whose memory is known to `pack`."""

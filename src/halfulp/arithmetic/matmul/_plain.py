@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# Settings of the backends under which float32 products are what IEEE 754 calls float32.
-_WHOLE = ("none", "ieee")
+from ..._torch_versions import has_whole_products
 
 
 def multiply(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
@@ -15,13 +14,7 @@ def multiply(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
     or bfloat16. Then this one takes float64, and rounds.
     """
     function = torch.mm if x.dim() == 2 else torch.bmm
-    if x.dtype == torch.float32 and not _is_whole(x.device):
+    if x.dtype == torch.float32 and not has_whole_products(x.device.type):
         out.copy_(function(x.double(), y.double()))
     else:
         function(x, y, out=out)
-
-
-def _is_whole(device: torch.device) -> bool:
-    # torch.get_float32_matmul_precision raises where the backends' settings differ from one another.
-    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    return backend.matmul.fp32_precision in _WHOLE

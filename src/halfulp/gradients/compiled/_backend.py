@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from ..._torch_versions import partitioned_by
 from ..eager import _products
 from ..eager._backward import Backward
 from ..eager._site_boundaries import reached
@@ -77,14 +78,12 @@ class Partition:
 
 
 def _inductor(module: GraphModule, inputs: Sequence, partition: Partition, options: dict | None, mode: str | None):
-    from torch._inductor import config, list_mode_options
+    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-    CustomPartitionerFn.register(Partition)
     patches = {**list_mode_options(mode or "default"), **(options or {})}
-    partition.inner = patches.get("custom_partitioner_fn", config.custom_partitioner_fn)
-    return compile_fx(module, inputs, config_patches={**patches, "custom_partitioner_fn": partition})
+    with partitioned_by(partition, patches) as patches:
+        return compile_fx(module, inputs, config_patches=patches)
 
 
 def _aot_eager(module: GraphModule, inputs: Sequence, partition: Partition, options: dict | None, mode: str | None):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from ..._torch_versions import HAS_GRADIENT_DTYPE
 from ...formats import Format
 from ...kernels import untraced
 from ...rounding import Nearest, Rounding, quantize
@@ -290,7 +291,7 @@ class Backward:
         gradients become float32 before they leave, and are reduced so. ``listed``: whether a model lists it.
         """
         if parameter.dtype == torch.float16:
-            if id(parameter) not in self._readers and sharded():
+            if HAS_GRADIENT_DTYPE and id(parameter) not in self._readers and sharded():
                 parameter.grad_dtype = torch.float32
             check_leaf(parameter)
         if id(parameter) not in self._readers:

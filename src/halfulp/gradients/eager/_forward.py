@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._torch_versions import is_exporting
 from ...subclass.models._replaced_forward import ReplacedForward
 from .._pytree import map_tensors
 from ..compiled._runtime_operators import marked
@@ -29,7 +30,7 @@ class Forward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; the plain one where autograd does not differentiate it."""
-        if not torch.is_grad_enabled() or torch.compiler.is_exporting() or self._backward.idle:
+        if not torch.is_grad_enabled() or is_exporting() or self._backward.idle:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._marked(self.inner(*args, **kwargs))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._torch_versions import find_dtype
 from ._stored import Stored
 
 METADATA = ".metadata"
@@ -42,7 +43,7 @@ _ALLOWED = {
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in _ALLOWED or (module == "torch" and find_dtype(name) is not None):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name}")
 

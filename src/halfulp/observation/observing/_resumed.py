@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
+from ..._torch_versions import find_dtype
 from ...recipes._contract import KEY, Contract, ContractDifference, contract, contract_differences
 from .._dtypes import dtype_name
 from ..record._record import Expectation
@@ -86,5 +86,5 @@ def _expected(asked: str) -> Expectation:
 
 
 def _short(name: str) -> str:
-    dtype: Any = getattr(torch, name, None)
-    return dtype_name(dtype) if isinstance(dtype, torch.dtype) else name
+    dtype = find_dtype(name)
+    return name if dtype is None else dtype_name(dtype)

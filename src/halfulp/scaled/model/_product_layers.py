@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
+from ..._torch_versions import HAS_SAVED_HOOKS
 from ...kernels import define_operator, untraced
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor
@@ -89,7 +90,7 @@ def _bring_inputs_home(module: nn.Module, arguments: tuple, options: dict) -> tu
     if torch.compiler.is_compiling() or not any(map(is_above_home, (*arguments, *options.values()))):
         return None
     for x in (*arguments, *options.values()):
-        if is_above_home(x) and x.grad_fn is not None:
+        if HAS_SAVED_HOOKS and is_above_home(x) and x.grad_fn is not None:
             _narrow_last_factors(x.grad_fn)
     entered = _once_per_tensor()
     return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}

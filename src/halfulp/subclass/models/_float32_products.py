@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from ..._torch_versions import is_exporting, saved_tensor_hooks
 from ...arithmetic.float32_products._processor import widened_dtypes
 from ...arithmetic.float32_products._product import PRODUCTS, product
 from ...kernels import constant_result, note
@@ -127,7 +128,7 @@ class ProductsForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
-        if torch.compiler.is_exporting() or not widened_dtypes() or _is_active() or self._mark() is None:
+        if is_exporting() or not widened_dtypes() or _is_active() or self._mark() is None:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
             if self._mark() == _EAGER:
@@ -175,7 +176,7 @@ class _Products(TorchFunctionMode):
             # dynamo cannot trace this method's super() under a mode.
             return (torch.unflatten if function is torch.Tensor.unflatten else function)(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            hooks = saved_tensor_hooks()
             if hooks is not None:
                 capture_hooks(hooks[0], _recomputed, "hu.float32_products")
         return product(function, args, kwargs)

@@ -1,0 +1,164 @@
+"""Names that only newer versions of torch have, each looked up once, with what an older version loses."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from . import _needs_torch  # noqa: F401
+
+_C: Any = torch._C
+_frames, _saved = _C._dynamo.eval_frame, _C._autograd
+
+
+def lacks(feature: str, remedy: str) -> NotImplementedError:
+    """Return the refusal of a feature that the installed torch cannot give.
+
+    >>> print(lacks("hu.float32_gradients needs Tensor.grad_dtype", "keep float32 parameters"))
+    torch ... lacks it: hu.float32_gradients needs Tensor.grad_dtype; install a newer torch, or keep float32 parameters
+    """
+    return NotImplementedError(f"torch {torch.__version__} lacks it: {feature}; install a newer torch, or {remedy}")
+
+
+# Older: nothing is lost but about 1 us a call, as a wrapper switches Dynamo off while the function runs.
+if hasattr(_frames, "_FrameExecStrategy"):
+
+    def skip_frames(function: Callable) -> Callable:
+        """Let Dynamo capture neither a function's frames nor those of what it calls; the function is returned."""
+        skip = _frames._FrameAction.SKIP
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+        return function
+
+else:
+
+    def skip_frames(function: Callable) -> Callable:
+        """Return a function whose frames, and those of what it calls, Dynamo does not capture."""
+
+        @functools.wraps(function)
+        def run(*arguments: Any, **options: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return function(*arguments, **options)
+            callback = _frames.set_eval_frame(None)
+            try:
+                return function(*arguments, **options)
+            finally:
+                _frames.set_eval_frame(callback)
+
+        skipped: Any = run
+        _frames.skip_code(skipped.__code__)
+        return run
+
+
+# Older: an operator that the host decides about refuses to be captured into a CUDA graph, where it would be left out.
+CUDAGRAPH_UNSAFE: torch.Tag | None = getattr(torch.Tag, "cudagraph_unsafe", None)
+
+# Older: hu.float32_gradients refuses.
+HAS_GRADIENT_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+
+# Older: scaled models keep the factors of a product's operand in float32 for the backward pass: memory.
+HAS_SAVED_HOOKS = hasattr(_saved.SavedTensor, "unpack_hook")
+
+# Older: torch.compile breaks its graph at an emulated model for a reason in torch's words.
+BREAKS_WITH_REASON = hasattr(_frames, "_FrameExecStrategy")  # of the same version as graph_break's argument
+
+
+def find_dtype(name: str) -> torch.dtype | None:
+    """Return torch's dtype of a name. Older: float8_e8m0fnu and float4_e2m1fn_x2 are no dtypes, so no tensor has them.
+
+    >>> find_dtype("float16"), find_dtype("float17")
+    (torch.float16, None)
+    """
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+# Older: nothing is lost; whether a graph is exported is read from the flag of torch.export, and from what traces it.
+if hasattr(torch.compiler, "is_exporting"):
+    is_exporting = torch.compiler.is_exporting
+else:
+
+    def is_exporting() -> bool:
+        """Return whether torch.export records what runs."""
+        compiler: Any = torch.compiler
+        return compiler._is_compiling_flag or (compiler.is_dynamo_compiling() and _traced_for_export())
+
+    def _traced_for_export() -> bool:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        return InstructionTranslator.current_tx().export
+
+    vars(_traced_for_export)["_dynamo_marked_constant"] = True  # Dynamo calls it as it traces
+
+
+# Older: one setting for all backends; products that it might narrow take float64, on every device.
+if hasattr(torch.backends.mkldnn, "matmul"):
+
+    def has_whole_products(device_type: str) -> bool:
+        """Return whether torch multiplies float32 matrices in float32, not in TensorFloat32 or bfloat16."""
+        # torch.get_float32_matmul_precision raises where the backends' settings differ from one another.
+        backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+        return backend.matmul.fp32_precision in ("none", "ieee")
+
+else:
+
+    def has_whole_products(device_type: str) -> bool:
+        """Return whether torch multiplies float32 matrices in float32, not in TensorFloat32 or bfloat16."""
+        return torch.get_float32_matmul_precision() == "highest"
+
+
+@contextlib.contextmanager
+def partitioned_by(partition: Any, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Let Inductor partition joint graphs by a function with a `uuid`; yields the settings to compile with.
+
+    Older: Inductor's caches stay unused, whose keys do not name the partition.
+    """
+    from torch._functorch import config as functorch
+    from torch._inductor import compile_fx, config, custom_graph_pass
+
+    if hasattr(config, "custom_partitioner_fn"):
+        custom_graph_pass.CustomPartitionerFn.register(type(partition))
+        partition.inner = settings.get("custom_partitioner_fn", config.custom_partitioner_fn)
+        yield {**settings, "custom_partitioner_fn": partition}
+        return
+    module: Any = compile_fx
+    own, module.min_cut_rematerialization_partition = module.min_cut_rematerialization_partition, partition
+    try:
+        with functorch.patch(enable_autograd_cache=False):
+            yield {**settings, "fx_graph_cache": False}
+    finally:
+        module.min_cut_rematerialization_partition = own
+
+
+# Older: nothing is lost; the hooks are counted where torch pushes them.
+if hasattr(_saved, "_top_saved_tensors_default_hooks"):
+
+    def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
+        """Return the pair of hooks for tensors that autograd saves now, None where there is none."""
+        return _saved._top_saved_tensors_default_hooks(True)
+
+else:
+
+    class _Hooks(threading.local):
+        def __init__(self) -> None:
+            self.stack: list[tuple[Callable, Callable]] = []
+
+    def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
+        """Return the pair of hooks for tensors that autograd saves now, None where there is none."""
+        return _hooks.stack[-1] if _hooks.stack else None
+
+    def _push(pack: Callable, unpack: Callable) -> None:
+        _own_push(pack, unpack)
+        _hooks.stack.append((pack, unpack))
+
+    def _pop() -> None:
+        _own_pop()
+        del _hooks.stack[-1:]
+
+    _hooks = _Hooks()
+    _own_push, _own_pop = _saved._push_saved_tensors_default_hooks, _saved._pop_saved_tensors_default_hooks
+    _saved._push_saved_tensors_default_hooks, _saved._pop_saved_tensors_default_hooks = _push, _pop
