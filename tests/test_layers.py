@@ -16,6 +16,7 @@ LAYERS = [
     {"_torch_import"},
     {"pages", "sinks"},
     {"kernels"},
+    {"environment"},
     {"formats"},
     {"rounding"},
     {"arithmetic"},

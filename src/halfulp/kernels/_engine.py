@@ -10,6 +10,10 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
+
+from .._messages import ENVIRONMENT
+
 ENGINES = ("auto", "numba", "triton", "reference")
 _notes: Counter[tuple[str, str]] = Counter()
 _requested = "auto"
@@ -65,35 +69,53 @@ def select_engine(device: str) -> str:
         ValueError: HALFULP_ENGINE is no engine, or "triton" was asked for on tensors that it cannot reach.
         ImportError: what was asked for is not installed.
     """
+    name, reason = choose_engine(device)
+    if reason:
+        note_and_warn_once("engine", reason)
+    return name
+
+
+def choose_engine(device: str) -> tuple[str, str]:
+    """Return what `select_engine` does, and why it is not the fast one; "" where it is, or where there is no other.
+
+    It counts nothing and warns of nothing. Raises as `select_engine` does.
+    """
     wish = _requested if _requested != "auto" else os.environ.get("HALFULP_ENGINE", "auto")
     if wish not in ENGINES:
         raise ValueError(f"HALFULP_ENGINE={wish!r} is unknown: choose one of {', '.join(ENGINES)}")
     if wish == "triton" or (wish == "auto" and device == "cuda"):
         return _triton(device, wish)
     if wish == "reference" or device != "cpu":
-        return "reference"
+        return "reference", ""
     if not _installed("numba"):
         if wish == "numba":
-            raise ImportError("engine 'numba' was asked for, but numba is not installed: pip install numba")
-        note_and_warn_once(
-            "engine", "numba is not installed: kernels run as plain torch, slower and with the same bits"
-        )
-        return "reference"
-    return "numba"
+            raise ImportError(
+                f"engine 'numba' was asked for, but numba is not installed: pip install numba; {ENVIRONMENT}"
+            )
+        return "reference", "numba is not installed: kernels run as plain torch, slower and with the same bits"
+    return "numba", ""
 
 
-def _triton(device: str, wish: str) -> str:
-    if wish == "triton" and device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+def _triton(device: str, wish: str) -> tuple[str, str]:
+    if wish == "triton" and not (device == "cuda" or (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")):
+        interpreted = ", or set TRITON_INTERPRET=1 for Triton's interpreter" if device == "cpu" else ""
         raise ValueError(
-            f"engine 'triton' runs on CUDA tensors, got tensors on {device}: choose 'auto', or set TRITON_INTERPRET=1 "
-            "for Triton's interpreter"
+            f"engine 'triton' runs on CUDA tensors, got tensors on {device}: choose 'auto'{interpreted}; {ENVIRONMENT}"
         )
-    if _installed("triton"):
-        return "triton"
-    if wish == "triton":
-        raise ImportError("engine 'triton' was asked for, but triton is not installed: pip install triton")
-    note_and_warn_once("engine", "triton is not installed: optimizer steps on CUDA run as plain torch operations")
-    return "reference"
+    if not _installed("triton"):
+        if wish == "triton":
+            raise ImportError(
+                f"engine 'triton' was asked for, but triton is not installed: pip install triton; {ENVIRONMENT}"
+            )
+        return "reference", "triton is not installed: optimizer steps on CUDA run as plain torch operations"
+    # Tensors of ROCm say "cuda", and no Triton kernel has run there. Whoever asks for them gets them, compared with the
+    # reference before their first use as everywhere.
+    if wish == "auto" and torch.version.hip:
+        return "reference", (
+            "optimizer steps on ROCm run as plain torch operations, since Triton kernels were tried on CUDA alone: "
+            "HALFULP_ENGINE=triton tries them"
+        )
+    return "triton", ""
 
 
 @functools.cache
