@@ -125,7 +125,9 @@ def _sysctl(*arguments: str) -> str:
     """What macOS says of itself; empty where it says nothing."""
     try:
         command = ["/usr/sbin/sysctl", "-n", *arguments]
-        return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=5).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=5
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -143,9 +145,7 @@ def _registry_name() -> str:
 
     try:
         registry = importlib.import_module("winreg")
-        with registry.OpenKey(
-            registry.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
-        ) as key:
+        with registry.OpenKey(registry.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
             return str(registry.QueryValueEx(key, "ProcessorNameString")[0])
     except (ImportError, OSError):
         return ""

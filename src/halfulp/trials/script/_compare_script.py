@@ -75,7 +75,9 @@ def _run(script: str, arguments: Sequence[str], recipe: str, module: bool) -> Ru
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         command = [sys.executable, "-c", _WORKER, recipe, str(result), "module" if module else "file"]
-        done = subprocess.run([*command, script, *arguments], capture_output=True, text=True, errors="replace", check=False)
+        done = subprocess.run(
+            [*command, script, *arguments], capture_output=True, text=True, errors="replace", check=False
+        )
         if result.exists() and done.returncode >= 0:
             with_result = json.loads(result.read_text(encoding="utf-8"))
             return Run(**with_result, said=done.stderr)
