@@ -28,6 +28,23 @@ def has_float64(device: torch.device) -> bool:
     return bool(getattr(torch.xpu.get_device_properties(device), "has_fp64", True))
 
 
+def require_float64(device: torch.device, what: str) -> None:
+    """Refuse a device that has no float64, of which products of scales and sums of components are made.
+
+    Raises:
+        NotImplementedError: it has none.
+
+    >>> require_float64(torch.device("mps"), "ScaledTensors")
+    Traceback (most recent call last):
+    ...
+    NotImplementedError: ScaledTensors on mps: the device has no float64. Keep them on the CPU; `halfulp env` prints ...
+    """
+    if not has_float64(device):
+        raise NotImplementedError(
+            f"{what} on {device.type}: the device has no float64. Keep them on the CPU; {ENVIRONMENT}"
+        )
+
+
 def in_float64(x: Tensor) -> Tensor:
     """Return x in float64, on the CPU where its device has none.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
+import importlib
 import os
 import warnings
 from collections import Counter
@@ -87,12 +87,10 @@ def choose_engine(device: str) -> tuple[str, str]:
         return _triton(device, wish)
     if wish == "reference" or device != "cpu":
         return "reference", ""
-    if not _installed("numba"):
+    if missing := _why_missing("numba"):
         if wish == "numba":
-            raise ImportError(
-                f"engine 'numba' was asked for, but numba is not installed: pip install numba; {ENVIRONMENT}"
-            )
-        return "reference", "numba is not installed: kernels run as plain torch, slower and with the same bits"
+            raise ImportError(f"engine 'numba' was asked for, but {missing}; {ENVIRONMENT}")
+        return "reference", f"{missing}: kernels run as plain torch, slower and with the same bits"
     return "numba", ""
 
 
@@ -102,12 +100,10 @@ def _triton(device: str, wish: str) -> tuple[str, str]:
         raise ValueError(
             f"engine 'triton' runs on CUDA tensors, got tensors on {device}: choose 'auto'{interpreted}; {ENVIRONMENT}"
         )
-    if not _installed("triton"):
+    if missing := _why_missing("triton"):
         if wish == "triton":
-            raise ImportError(
-                f"engine 'triton' was asked for, but triton is not installed: pip install triton; {ENVIRONMENT}"
-            )
-        return "reference", "triton is not installed: optimizer steps on CUDA run as plain torch operations"
+            raise ImportError(f"engine 'triton' was asked for, but {missing}; {ENVIRONMENT}")
+        return "reference", f"{missing}: optimizer steps on CUDA run as plain torch operations"
     # Tensors of ROCm say "cuda", and no Triton kernel has run there. Whoever asks for them gets them, compared with the
     # reference before their first use as everywhere.
     if wish == "auto" and torch.version.hip:
@@ -119,5 +115,19 @@ def _triton(device: str, wish: str) -> tuple[str, str]:
 
 
 @functools.cache
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+def _why_missing(name: str) -> str:
+    """Why a package cannot be used, in words; "" where it can. Whoever asks is about to use it."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return f"{name} is not installed (pip install {name})"
+        return _broken(name, error)
+    except Exception as error:  # numba refuses a newer numpy, a library does not load, a version lacks a driver
+        return _broken(name, error)
+    return ""
+
+
+def _broken(name: str, error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{name} cannot be imported ({type(error).__name__}: {lines[0]})"
