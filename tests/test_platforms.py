@@ -1,4 +1,4 @@
-"""Nothing in the sources stands on one system without need: what only some have is guarded, and text has an encoding."""
+"""Nothing in the sources stands on one system without need: what only some have is guarded; text has an encoding."""
 
 import ast
 import json

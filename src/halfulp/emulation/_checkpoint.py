@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
+from .._messages import ENVIRONMENT
+
 Wrapper = Callable[[Callable], Callable]
 _ADVICE = "checkpoint the whole emulated model instead, or run it without checkpointing"
 
@@ -26,7 +30,9 @@ def capture_hooks(pack: Callable, emulated: Wrapper) -> None:
     cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or ()))
     frame = cells["frame"].cell_contents if "frame" in cells else None
     if frame is None or not callable(getattr(frame, "recompute_fn", None)):
-        raise NotImplementedError(f"emulate does not know this torch's activation checkpointing: {_ADVICE}")
+        raise NotImplementedError(
+            f"emulate does not know the activation checkpointing of torch {torch.__version__}: {_ADVICE}; {ENVIRONMENT}"
+        )
     frame.recompute_fn = emulated(frame.recompute_fn)
 
 

@@ -125,7 +125,8 @@ def _torch() -> dict[str, Any]:
 
 def _products() -> dict[str, Any]:
     """How torch multiplies matrices of 16-bit numbers on the processor: by oneDNN, or by loops of its own."""
-    return {name: "native" if by_onednn else "no instructions" for name, by_onednn in onednn_products().items()}
+    words = {True: "native", False: "no instructions", None: "this torch does not say"}
+    return {name: words[by_onednn] for name, by_onednn in onednn_products().items()}
 
 
 def onednn_products() -> dict[str, bool | None]:

@@ -68,7 +68,7 @@ def processor_name() -> str:
     elif sys.platform == "win32":
         found = _registry_name()
     elif rows := _cpuinfo():
-        found = next((rows[key] for key in ("model name", "cpu", "cpu model") if not rows.get(key, "").isdigit()), "")
+        found = next((rows[key] for key in ("model name", "cpu", "cpu model") if rows.get(key)), "")
     return " ".join((found or _llvm_name() or platform.processor() or platform.machine() or "unknown").split())
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from .._messages import ENVIRONMENT
+from .scalar._processor import check_features
 
 ENGINES = ("auto", "numba", "triton", "reference")
 _notes: Counter[tuple[str, str]] = Counter()
@@ -66,8 +67,9 @@ def select_engine(device: str) -> str:
     """The engine for tensors on a kind of device: "numba" or "reference", on CUDA "triton" or "reference".
 
     Raises:
-        ValueError: HALFULP_ENGINE is no engine, or "triton" was asked for on tensors that it cannot reach.
-        ImportError: what was asked for is not installed.
+        ValueError: HALFULP_ENGINE is no engine, "triton" was asked for on tensors that it cannot reach, or
+            NUMBA_CPU_FEATURES is malformed.
+        ImportError: what was asked for is not installed, or cannot be imported.
     """
     name, reason = choose_engine(device)
     if reason:
@@ -91,6 +93,7 @@ def choose_engine(device: str) -> tuple[str, str]:
         if wish == "numba":
             raise ImportError(f"engine 'numba' was asked for, but {missing}; {ENVIRONMENT}")
         return "reference", f"{missing}: kernels run as plain torch, slower and with the same bits"
+    check_features()
     return "numba", ""
 
 
