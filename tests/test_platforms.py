@@ -184,9 +184,9 @@ assert not torch.equal(before, model.weight)
 assert hu.quantize(torch.tensor([1.3]), "e5m2").tolist() == [1.25]
 from halfulp.environment import describe
 assert describe()["processor"]["cores"] >= 1
-from halfulp.trials.running import _pool, _process_end, _worker
-assert _process_end.how_it_ended(-15) == "was killed by SIGTERM"
-assert _process_end.is_killed(-9)
+from halfulp.trials.running import _pool, _exit_code, _worker
+assert _exit_code.how_it_ended(-15) == "was killed by SIGTERM"
+assert _exit_code.is_killed(-9)
 from halfulp.observation.scripts._termination import Termination
 with Termination(print):
     pass

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from . import _worker
+from ._exit_code import how_it_ended, is_killed
 from ._plan import Trial
-from ._process_end import how_it_ended, is_killed
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from ...environment import core_count
 from ...pages import require
 from ..evidence._evidence import Evidence
 from . import _in_process, _pool
@@ -28,7 +27,7 @@ class Training:
     """
 
     def __init__(self, workers: int | None, listen: Listener | None, store: Store | None, resume: bool) -> None:
-        self._workers, self._listen = workers or min(core_count(), 8), listen or _nobody
+        self._workers, self._listen = workers or min(_pool.cores(), 8), listen or _nobody
         self._store, self._resume = store, resume
         self._trials: dict[str, Trial] = {}
         self._seconds, self._trained = 0.0, 0
@@ -60,7 +59,7 @@ class Training:
             {"settings": trial.settings(), "result": {k: v for k, v in self.results[key].items() if k != READINGS}}
             for key, trial in self._trials.items()
         ]
-        run = {"workers": min(self._workers, len(records)), "cores": core_count(), "seconds": round(self._seconds, 1)}
+        run = {"workers": min(self._workers, len(records)), "cores": _pool.cores(), "seconds": round(self._seconds, 1)}
         run |= {"trained": self._trained, "reused": len(records) - self._trained}
         return Evidence(trials=tuple(records), run=run)
 

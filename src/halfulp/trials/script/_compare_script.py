@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ... import recipes
+from ..running._exit_code import how_it_ended, is_killed
 from ..running._plan import REFERENCE, TWIN
-from ..running._process_end import how_it_ended, is_killed
 from ._comparison import Run, ScriptComparison, ScriptRow
 
 _WORKER = "from halfulp.trials.script._worker import main; main()"
