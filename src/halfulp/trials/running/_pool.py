@@ -10,11 +10,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from ...environment import core_count
 from . import _worker
 from ._exit_code import how_it_ended, is_killed
 from ._plan import Trial
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+cores = core_count  # as a run's record names them
 
 Event = tuple[str, Trial, Any]
 
