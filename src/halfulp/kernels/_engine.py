@@ -89,10 +89,10 @@ def choose_engine(device: str) -> tuple[str, str]:
         return _triton(device, wish)
     if wish == "reference" or device != "cpu":
         return "reference", ""
-    if missing := _why_missing("numba"):
+    if why := _why_missing("numba"):
         if wish == "numba":
-            raise ImportError(f"engine 'numba' was asked for, but {missing}; {ENVIRONMENT}")
-        return "reference", f"{missing}: kernels run as plain torch, slower and with the same bits"
+            raise ImportError(f"engine 'numba' was asked for, but {why}; {ENVIRONMENT}")
+        return "reference", f"{why}: kernels run as plain torch, slower and with the same bits"
     check_features()
     return "numba", ""
 
@@ -103,15 +103,15 @@ def _triton(device: str, wish: str) -> tuple[str, str]:
         raise ValueError(
             f"engine 'triton' runs on CUDA tensors, got tensors on {device}: choose 'auto'{interpreted}; {ENVIRONMENT}"
         )
-    if missing := _why_missing("triton"):
+    if why := _why_missing("triton"):
         if wish == "triton":
-            raise ImportError(f"engine 'triton' was asked for, but {missing}; {ENVIRONMENT}")
-        return "reference", f"{missing}: optimizer steps on CUDA run as plain torch operations"
+            raise ImportError(f"engine 'triton' was asked for, but {why}; {ENVIRONMENT}")
+        return "reference", f"{why}: optimizer steps on CUDA run as plain torch operations"
     # Tensors of ROCm say "cuda", and no Triton kernel has run there. Whoever asks for them gets them, compared with the
     # reference before their first use as everywhere.
     if wish == "auto" and torch.version.hip:
         return "reference", (
-            "optimizer steps on ROCm run as plain torch operations, since Triton kernels were tried on CUDA alone: "
+            "optimizer steps on ROCm run as plain torch operations, since Triton kernels are made for CUDA: "
             "HALFULP_ENGINE=triton tries them"
         )
     return "triton", ""
