@@ -54,15 +54,10 @@ class Result:
 
 
 def cpu_model() -> str:
-    """The processor's name, as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    wide = " with AVX-512" if "avx512f" in flags else " with AVX2" if "avx2" in flags else ""
-    return f"{names[0] if names else 'unknown'}{wide}, {len(names)} cores"
+    """The processor with its instructions and cores, and what limits torch, as `halfulp env` finds them."""
+    from halfulp.environment import processor_line
+
+    return processor_line()
 
 
 def machine() -> dict[str, str]:

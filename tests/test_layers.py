@@ -17,6 +17,7 @@ LAYERS = [
     {"_torch_import"},
     {"pages", "sinks"},
     {"kernels"},
+    {"environment"},
     {"formats"},
     {"rounding"},
     {"arithmetic"},

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _MOST = 5
+# Ends the message of whatever a platform, a device, a version or a missing package is to blame for.
+ENVIRONMENT = "`halfulp env` prints what there is, and what a report needs"
 
 
 def a_kind(given: object) -> str:

@@ -42,7 +42,7 @@ def forked_runs(forked: Callable[..., tuple[int, str]], monkeypatch: pytest.Monk
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         executable, flag, code, *arguments = command
         assert (executable, flag) == (sys.executable, "-c")
-        assert options == {"capture_output": True, "text": True, "check": False}
+        assert options == {"capture_output": True, "text": True, "errors": "replace", "check": False}
         # The server's filters are those of tests.
         ended, printed = forked(f"import warnings; warnings.resetwarnings()\n{code}", *arguments)
         return subprocess.CompletedProcess(command, ended, "", printed)

@@ -76,3 +76,38 @@ def test_what_only_prints_imports_nothing_slow(arguments: list[str]) -> None:
     code += f"finally:\n    print([name for name in {slow} if name in sys.modules], file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.strip()) == (0, "[]")
+
+
+def test_env_prints_every_part_as_a_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, "env", "--json"))
+    table = printed(capsys, "env")
+    words = [found["versions"]["torch"], found["processor"]["name"], "products bfloat16", "engines cpu", "cache folder"]
+    assert [word for word in words if word not in table] == []
+
+
+def test_env_needs_nothing_of_the_command_line() -> None:
+    """Without typer and rich, whose absence may be what is reported."""
+    program = (
+        "import sys; sys.modules['typer'] = sys.modules['rich'] = None; from halfulp.cli import main; main(['env'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "processor name: " in done.stdout
+    assert "cache writable: " in done.stdout
+    program = program.replace("'env'", "'formats'")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "halfulp[cli]" in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii", "iso8859-2"])
+@pytest.mark.parametrize("command", ["formats", "recipes", "tasks", "env", "formats --json"])
+def test_outputs_whose_encoding_lacks_letters(command: str, encoding: str) -> None:
+    """As Windows' files and pipes: a letter is written as its number, and JSON stays JSON."""
+    program = f"from halfulp.cli import main; main({command.split()})"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    text = done.stdout.decode(encoding)
+    if "--json" in command:
+        assert json.loads(text)["formats"]

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import re
 import stat
 
 import numpy as np
@@ -20,6 +21,20 @@ QUANTIZE = """
     assert q.tolist() == [1.25, -2.5], q
     print(sorted(kernels.report()))
 """
+# A cache that cannot be written is a warning, once, and kernels work.
+TOLD = """
+    import warnings
+    warnings.simplefilter("always", RuntimeWarning)
+    warnings.showwarning = lambda message, *_: print("warned:", message)
+"""
+
+
+def assert_told(printed: str) -> None:
+    """The warning came once, with the remedy, and the report has it."""
+    *warned, report = printed.splitlines()
+    assert len(warned) == 1, printed
+    assert re.match("warned: .*cannot be written.*HALFULP_CACHE_DIR", warned[0])
+    assert "cannot be written" in report
 
 
 def entries(folder) -> dict[str, tuple[int, int]]:
@@ -119,7 +134,8 @@ def test_a_full_disk(cache, notes, monkeypatch):
         return Full()
 
     monkeypatch.setattr(os, "fdopen", full)
-    assert compiled_doubles() == [10, 14]
+    with pytest.warns(RuntimeWarning, match=r"No space left.*HALFULP_CACHE_DIR"):
+        assert compiled_doubles() == [10, 14]
     assert "No space left" in notes()
     assert list(cache.iterdir()) == []
 
@@ -127,7 +143,7 @@ def test_a_full_disk(cache, notes, monkeypatch):
 def test_a_folder_that_cannot_be_made(tmp_path, forked_python):
     blocker = tmp_path / "file"
     blocker.write_text("")
-    assert "cannot be written" in forked_python(QUANTIZE, HALFULP_CACHE_DIR=str(blocker / "cache"))
+    assert_told(forked_python(TOLD, QUANTIZE, HALFULP_CACHE_DIR=str(blocker / "cache")))
 
 
 def test_a_read_only_home(tmp_path, forked_python):
@@ -139,7 +155,7 @@ def test_a_read_only_home(tmp_path, forked_python):
     else:
         home.chmod(stat.S_IRUSR | stat.S_IXUSR)
     clean = {"HALFULP_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": str(home)}
-    assert "cannot be written" in forked_python(QUANTIZE, **clean)
+    assert_told(forked_python(TOLD, QUANTIZE, **clean))
 
 
 def test_where_the_folder_is(monkeypatch, tmp_path):

@@ -47,7 +47,7 @@ def test_the_reference_needs_no_numba(python, cache):
 
 def test_without_numba(monkeypatch):
     monkeypatch.delenv("HALFULP_ENGINE", raising=False)
-    monkeypatch.setattr(kernels._engine, "_installed", lambda name: False)
+    monkeypatch.setattr(kernels._engine, "_why_missing", lambda name: f"{name} is not installed (pip install {name})")
     monkeypatch.setattr(kernels._engine, "_notes", type(kernels._engine._notes)())
     with pytest.warns(RuntimeWarning, match="numba is not installed"):
         assert select_engine("cpu") == "reference"

@@ -5,6 +5,7 @@ from typing import Annotated, Any, NoReturn
 
 from .._extensions import load, load_inherited
 from ._errors import fail
+from ._streams import write_any_letter
 
 # What typer makes of a KeyboardInterrupt; older ones raise Abort.
 _INTERRUPTED = 130
@@ -12,6 +13,7 @@ _INTERRUPTED = 130
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; a mistake of the user, or Ctrl-C, is one line on stderr and exit code 2."""
+    write_any_letter()
     try:
         sys.exit(_run(arguments))
     except KeyboardInterrupt:
@@ -23,10 +25,12 @@ def _run(arguments: list[str] | None) -> int:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
+        if (sys.argv[1:] if arguments is None else arguments) == ["env"]:
+            return _print_environment()
         fail(f"the command line needs {error.name}: pip install 'halfulp[cli]'")
     try:
         code = application()(arguments, prog_name="halfulp", standalone_mode=False)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, ImportError) as error:
         fail(error)
     except Exception as error:
         if type(error).__name__ == "Abort":
@@ -39,6 +43,15 @@ def _run(arguments: list[str] | None) -> int:
     return code if isinstance(code, int) else 0
 
 
+def _print_environment() -> int:
+    """`halfulp env` without the packages of the command line: what is broken may be the installation."""
+    from ..environment import describe, lines
+
+    for what, here in lines(describe()):
+        print(f"{what}: {here}")
+    return 0
+
+
 def application() -> Any:
     """The typer application, made when it is needed, so that this module imports without typer.
 
@@ -48,6 +61,7 @@ def application() -> Any:
 
     from .commands._audit import audit
     from .commands._compare import compare
+    from .commands._env import env
     from .commands._forecast import forecast
     from .commands._formats import formats
     from .commands._observe import SETTINGS, observe
@@ -82,7 +96,7 @@ def application() -> Any:
         elif context.invoked_subcommand is None:
             print(context.get_help())
 
-    for command in (compare, tune, verify, audit, forecast, formats, recipes, tasks):
+    for command in (compare, tune, verify, audit, forecast, formats, recipes, tasks, env):
         app.command()(command)
     app.command(context_settings=SETTINGS)(observe)
     return app

@@ -9,12 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from ._streams import is_unicode
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program in place of tables.")]
 
 
 def print_json(content: Any) -> None:
     """Print one JSON document on standard output; it holds plain data without NaN."""
-    print(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(content, indent=2, ensure_ascii=not is_unicode(sys.stdout), allow_nan=False))
 
 
 @contextlib.contextmanager

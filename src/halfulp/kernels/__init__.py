@@ -10,6 +10,7 @@ from .. import _needs_torch
 from ._cache import source_digest
 from ._canary import KernelMismatchError, check_bits, same_bits, undisturbed
 from ._checksum import checksum, row_checksums
+from ._devices import float32_root, has_float64, in_float64, require_float64, require_same_bits
 from ._engine import engine, note, note_and_warn_once, report, select_engine
 from ._function_transforms import under_transform
 from ._index_map import CHUNK, IndexMap, chunk_table, chunks

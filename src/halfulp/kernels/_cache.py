@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ._engine import note
+from .._messages import ENVIRONMENT
+from ._engine import note, note_and_warn_once
 from .scalar._processor import processor
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Seconds for which a process waits for another that compiles what it needs; the longest kernels take some.
 PATIENCE = 60.0
+_REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENVIRONMENT}"
 _TAG = b"halfulp-kernel-1"
 _GENERATORS = tuple(Path(__file__).parent / name for name in ("scalar", "vector"))
 
@@ -39,8 +41,8 @@ class MachineCodeCache:
     """One kernel's entry, with the interface that a Numba dispatcher expects of its cache.
 
     An entry that cannot be written (a read-only home, a full disk) or read (cut short, damaged) costs a compilation
-    in memory and nothing else; `halfulp.kernels.report()` says so. Of processes that need an entry at the same time,
-    such as the ranks of a training, one compiles it and the others wait for it.
+    in memory and nothing else; `halfulp.kernels.report()` says so, and of the former a warning. Of processes that need
+    an entry at the same time, such as the ranks of a training, one compiles it and the others wait for it.
     """
 
     def __init__(self, name: str, key: str) -> None:
@@ -106,7 +108,7 @@ class MachineCodeCache:
 
         path = self._path(result.target_context)
         if path is None:
-            note("cache", "no home folder: kernels are compiled in memory")
+            note_and_warn_once("cache", f"no home folder: kernels are compiled in every process; {_REMEDY}")
             return
         payload = dumps(result._reduce())
         temporary = None
@@ -117,9 +119,13 @@ class MachineCodeCache:
                 file.write(_TAG + hashlib.sha256(payload).digest() + payload)
             os.replace(temporary, path)
         except OSError as e:
-            note("cache", f"kernel cache {path.parent} cannot be written ({e.strerror}): kernels stay in memory")
             if temporary is not None:
                 Path(temporary).unlink(missing_ok=True)
+            note_and_warn_once(
+                "cache",
+                f"kernel cache {path.parent} cannot be written ({e.strerror}): kernels are compiled in every process; "
+                f"{_REMEDY}",
+            )
 
     def _path(self, target) -> Path | None:
         import llvmlite

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .._messages import ENVIRONMENT
+
 
 class KernelMismatchError(RuntimeError):
     """Raised when a compiled kernel gives other bits than its reference, as under unsafe compiler options."""
@@ -31,7 +33,7 @@ def check_bits(
         raise KernelMismatchError(
             f"kernel {name}: result {position} of the compiled kernel differs from its reference on fixed elements. "
             f"{advice}{' ' if advice else ''}Remove the kernel cache (HALFULP_CACHE_DIR or ~/.cache/halfulp); if it "
-            "persists, set HALFULP_ENGINE=reference and report the processor and the numba version"
+            f"persists, set HALFULP_ENGINE=reference and report it; {ENVIRONMENT}"
         )
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
+import importlib
 import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+
+import torch
+
+from .._messages import ENVIRONMENT
+from .scalar._processor import check_features
 
 ENGINES = ("auto", "numba", "triton", "reference")
 _notes: Counter[tuple[str, str]] = Counter()
@@ -62,8 +67,20 @@ def select_engine(device: str) -> str:
     """The engine for tensors on a kind of device: "numba" or "reference", on CUDA "triton" or "reference".
 
     Raises:
-        ValueError: HALFULP_ENGINE is no engine, or "triton" was asked for on tensors that it cannot reach.
-        ImportError: what was asked for is not installed.
+        ValueError: HALFULP_ENGINE is no engine, "triton" was asked for on tensors that it cannot reach, or
+            NUMBA_CPU_FEATURES is malformed.
+        ImportError: what was asked for is not installed, or cannot be imported.
+    """
+    name, reason = choose_engine(device)
+    if reason:
+        note_and_warn_once("engine", reason)
+    return name
+
+
+def choose_engine(device: str) -> tuple[str, str]:
+    """Return what `select_engine` does, and why it is not the fast one; "" where it is, or where there is no other.
+
+    It counts nothing and warns of nothing. Raises as `select_engine` does.
     """
     wish = _requested if _requested != "auto" else os.environ.get("HALFULP_ENGINE", "auto")
     if wish not in ENGINES:
@@ -71,31 +88,49 @@ def select_engine(device: str) -> str:
     if wish == "triton" or (wish == "auto" and device == "cuda"):
         return _triton(device, wish)
     if wish == "reference" or device != "cpu":
-        return "reference"
-    if not _installed("numba"):
+        return "reference", ""
+    if why := _why_missing("numba"):
         if wish == "numba":
-            raise ImportError("engine 'numba' was asked for, but numba is not installed: pip install numba")
-        note_and_warn_once(
-            "engine", "numba is not installed: kernels run as plain torch, slower and with the same bits"
-        )
-        return "reference"
-    return "numba"
+            raise ImportError(f"engine 'numba' was asked for, but {why}; {ENVIRONMENT}")
+        return "reference", f"{why}: kernels run as plain torch, slower and with the same bits"
+    check_features()
+    return "numba", ""
 
 
-def _triton(device: str, wish: str) -> str:
-    if wish == "triton" and device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+def _triton(device: str, wish: str) -> tuple[str, str]:
+    if wish == "triton" and not (device == "cuda" or (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")):
+        interpreted = ", or set TRITON_INTERPRET=1 for Triton's interpreter" if device == "cpu" else ""
         raise ValueError(
-            f"engine 'triton' runs on CUDA tensors, got tensors on {device}: choose 'auto', or set TRITON_INTERPRET=1 "
-            "for Triton's interpreter"
+            f"engine 'triton' runs on CUDA tensors, got tensors on {device}: choose 'auto'{interpreted}; {ENVIRONMENT}"
         )
-    if _installed("triton"):
-        return "triton"
-    if wish == "triton":
-        raise ImportError("engine 'triton' was asked for, but triton is not installed: pip install triton")
-    note_and_warn_once("engine", "triton is not installed: optimizer steps on CUDA run as plain torch operations")
-    return "reference"
+    if why := _why_missing("triton"):
+        if wish == "triton":
+            raise ImportError(f"engine 'triton' was asked for, but {why}; {ENVIRONMENT}")
+        return "reference", f"{why}: optimizer steps on CUDA run as plain torch operations"
+    # Tensors of ROCm say "cuda", and no Triton kernel has run there. Whoever asks for them gets them, compared with the
+    # reference before their first use as everywhere.
+    if wish == "auto" and torch.version.hip:
+        return "reference", (
+            "optimizer steps on ROCm run as plain torch operations, since Triton kernels are made for CUDA: "
+            "HALFULP_ENGINE=triton tries them"
+        )
+    return "triton", ""
 
 
 @functools.cache
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+def _why_missing(name: str) -> str:
+    """Why a package cannot be used, in words; "" where it can. Whoever asks is about to use it."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return f"{name} is not installed (pip install {name})"
+        return _broken(name, error)
+    except Exception as error:  # numba refuses a newer numpy, a library does not load, a version lacks a driver
+        return _broken(name, error)
+    return ""
+
+
+def _broken(name: str, error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{name} cannot be imported ({type(error).__name__}: {lines[0]})"

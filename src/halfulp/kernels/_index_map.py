@@ -109,8 +109,9 @@ def chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
     rows = [np.empty((0, 4), np.int64)]
     for local, start, length in index_map.runs():
         first = min(length, CHUNK - start % CHUNK)
-        cuts = np.concatenate([[0], np.arange(first, length, CHUNK), [length]])
-        rows.append(np.stack([np.full(len(cuts) - 1, tensor), local + cuts[:-1], np.diff(cuts), start + cuts[:-1]], 1))
+        cuts = np.concatenate([[0], np.arange(first, length, CHUNK, dtype=np.int64), [length]])
+        places = np.full(len(cuts) - 1, tensor, np.int64)
+        rows.append(np.stack([places, local + cuts[:-1], np.diff(cuts), start + cuts[:-1]], 1))
     return np.concatenate(rows).astype(np.int64)
 
 

@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from .._messages import ENVIRONMENT
+
 _absent: set[str] = set()
 
 
@@ -42,7 +44,9 @@ class AbsentOperator:
         return f"<{self.name}, which torch {torch.__version__} lacks>"
 
     def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
-        raise NotImplementedError(f"torch {torch.__version__} has no operator {self.name}: install another torch")
+        raise NotImplementedError(
+            f"torch {torch.__version__} has no operator {self.name}: install another torch; {ENVIRONMENT}"
+        )
 
 
 class _Lookup:

@@ -14,6 +14,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from ._devices import float32_root, in_float64
+
 Network = TypeVar("Network", bound=Callable[..., list[Any]])
 
 MANTISSA = {torch.float32: 23, torch.float64: 52}
@@ -190,7 +192,7 @@ def square_root(x):
         return x.trace.emit("sqrt", (x,))
     # torch's own roots are an ulp off for some inputs on the CPU.
     if x.dtype == torch.float32:
-        return x.double().sqrt().float()
+        return float32_root(x)
     s = x.sqrt()
     p = s * s
     better = s + ((x - p) - _product_error(s, s, p)) / (s + s)
@@ -268,7 +270,7 @@ def record(function: Callable, dtype: torch.dtype, inputs: int) -> tuple[Trace, 
 def _product_error(a: torch.Tensor, b: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     if a.dtype == torch.float32:
         # 24 + 24 bits fit into 53, and so does the difference from the rounded product.
-        return (a.double() * b.double() - p.double()).float()
+        return (in_float64(a) * in_float64(b) - in_float64(p)).float().to(a.device)
     (fa, ka), (fb, kb) = torch.frexp(a), torch.frexp(b)
     k = (ka + kb).to(a.dtype)
     high = fa * fb

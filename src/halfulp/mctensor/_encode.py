@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._messages import a_kind
 from ..arithmetic import MOST, PRECISION, Parts, pointwise, renormalize
-from ..kernels import resolved
+from ..kernels import require_float64, resolved
 from ._formula_constants import terms_of
 from ._scale import divide_by_scale, magnitude, power_of_two, scale_for, to_float64
 
@@ -30,6 +30,8 @@ def encode_components(
 ) -> tuple[Parts, Tensor | None]:
     """Return the components and the scale of `MCTensor.encode`."""
     check_count(components)
+    if device is not None or isinstance(x, Tensor):
+        require_float64(torch.device(x.device if device is None else device), "MCTensors")
     wide, own = _as_parts(x, device)
     dtype = check_dtype(dtype or own)
     held = _requested_scale(scale, wide[0], dtype)
@@ -50,6 +52,7 @@ def from_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
         if not isinstance(part, Tensor):
             raise TypeError(f"components are plain tensors, got {a_kind(part)}: use MCTensor.encode")
         check_dtype(part.dtype)
+        require_float64(part.device, "MCTensors")
     kinds = {part.dtype for part in tensors}
     if len(kinds) > 1:
         raise ValueError(f"components of several dtypes, {_listed(kinds)}: convert them to one")

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
 
 import numpy as np
 import torch
 
-from ..kernels import IndexMap, address, check_bits, chunks, compile_kernel, run_chunks, select_engine
+from ..kernels import (
+    IndexMap,
+    address,
+    check_bits,
+    chunks,
+    compile_kernel,
+    require_same_bits,
+    run_chunks,
+    select_engine,
+)
 from ..kernels.scalar._operations import load32, load64, store32, store64
 from . import _device_functions as p
 from ._kernel_constants import WORD32, WORD64, Layout, constants, layout_for
@@ -47,10 +56,32 @@ _CONTAINERS: dict[torch.dtype, dict[str, Callable]] = {
 
 
 def run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
-    """Round x into out (which may be x): contiguous tensors of one dtype and shape, or equally strided dense ones."""
+    """Round x into out (which may be x): contiguous tensors of one dtype and shape, or equally strided dense ones.
+
+    Raises:
+        NotImplementedError: the device does not round as the CPU does.
+    """
+    if x.device.type != "cpu":
+        check_device(x, target, lambda elements, out: _run(elements, target, FIXED_KEY, out))
+    _run(x, target, key, out)
+
+
+def check_device(x: torch.Tensor, target: Hashable, round_into: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """Raise NotImplementedError if the device of x rounds fixed elements of x's dtype otherwise than the CPU."""
+
+    def rounded(device: torch.device) -> list[torch.Tensor]:
+        elements = fixed_elements(x.dtype).to(device)
+        out = torch.empty_like(elements)
+        round_into(elements, out)
+        return [out.cpu()]
+
+    require_same_bits(x.device, f"quantize of {x.dtype}", (x.dtype, target), rounded, "Give x.cpu()")
+
+
+def _run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
     if x.dtype != torch.float64 and layout_for(target) is WORD64:
         wide = torch.empty(x.shape, dtype=torch.float64, device=x.device)
-        run(x.to(torch.float64).contiguous(), target, key, wide)
+        _run(x.to(torch.float64).contiguous(), target, key, wide)
         out.copy_(wide)
     elif on_cpu_kernels(x):
         _run_compiled(x, target, key, out)
@@ -140,6 +171,7 @@ def container_pieces(dtype: torch.dtype) -> dict[str, Callable]:
 
 
 _checked: set = set()
+FIXED_KEY = 0x0123456789ABCDEF
 
 
 def check_kernel(kernel, dtype: torch.dtype, target: Target, path: str, in_place: bool) -> None:
@@ -148,15 +180,14 @@ def check_kernel(kernel, dtype: torch.dtype, target: Target, path: str, in_place
         return
     x = fixed_elements(dtype)
     layout = WORD64 if dtype == torch.float64 else WORD32
-    key = 0x0123456789ABCDEF
 
     def fast() -> list[torch.Tensor]:
         source = x.clone()
         out = source if in_place else torch.empty_like(x)
-        _call(kernel, source, target, layout, key, out)
+        _call(kernel, source, target, layout, FIXED_KEY, out)
         return [out]
 
-    check_bits(f"quantize ({dtype}, {path})", fast, lambda: [by_reference(x, target, key)])
+    check_bits(f"quantize ({dtype}, {path})", fast, lambda: [by_reference(x, target, FIXED_KEY)])
     _checked.add(kernel)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..kernels import untraced
+from ..kernels import require_float64, untraced
 from ..subclass import _tangents
 from . import _powers_of_two as _powers
 from ._dtypes import LOGICALS, check_home, check_storage, common_storage
@@ -37,6 +37,7 @@ def encode(
         raise ValueError(f"x is {x.dtype}: allowed are {', '.join(map(str, LOGICALS))}; integers carry no scale")
     if x.layout != torch.strided:
         raise ValueError(f"x has layout {x.layout}: a scaled tensor is dense, x.to_dense()")
+    require_float64(x.device, "ScaledTensors")
     if hasattr(x, "decode"):  # a ScaledTensor or an MCTensor
         x = x.decode(x.dtype)
     given = None if scale is None else _powers.as_scale(scale, x.device)

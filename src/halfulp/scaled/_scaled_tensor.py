@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 import torch
 from torch import Tensor
 
-from ..kernels import resolved, untraced
+from ..kernels import require_float64, resolved, untraced
 from ..subclass import graph_key
 from ..subclass._pickle import register_collate
 from ..subclass._rule_table import Given
@@ -78,6 +78,7 @@ class ScaledTensor(torch.Tensor):
         if not isinstance(payload, Tensor) or isinstance(payload, ScaledTensor):
             raise TypeError(f"a payload is a plain tensor, got {type(payload).__name__}: use ScaledTensor.encode(x)")
         check_storage(payload.dtype)
+        require_float64(payload.device, "ScaledTensors")
         check_logical(dtype)
         check_home(home)
         return wrap(resolved(payload.detach(), "a payload"), _powers.as_scale(scale, payload.device), dtype, home)

@@ -34,7 +34,7 @@ class RowFile:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = RowFile(Path(folder, "seen.jsonl"), ())
     ...     file.write([{"step": 0, "loss": math.nan}, {"step": 50, "loss": 1.5}])
-    ...     print(file.path.read_text(), end="")
+    ...     print(file.path.read_text(encoding="utf-8"), end="")
     {"step": 0, "loss": "nan"}
     {"step": 50, "loss": 1.5}
     """

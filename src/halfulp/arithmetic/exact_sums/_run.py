@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ...kernels import address, check_bits, compile_kernel, run_chunks, select_engine
+from ...kernels import address, check_bits, compile_kernel, require_float64, run_chunks, select_engine
 from . import _accumulate as p
 from ._accumulator import BLOCK, LAYOUTS, WORDS, block_size
 from ._block_sums import compile_blocks
@@ -43,7 +43,10 @@ def rounded(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _compiled(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu" and select_engine("cpu") == "numba"
+    if x.device.type == "cpu":
+        return select_engine("cpu") == "numba"
+    require_float64(x.device, "exact sums")
+    return False
 
 
 def _run(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor:

@@ -255,7 +255,7 @@ def fill(kernel: Callable[..., Any], flat: Sequence[torch.Tensor], written: Part
     if count < SERIAL_BELOW or rows == 1 or torch.get_num_threads() == 1:
         kernel(0, rows, table.buffer_info()[0])
     else:
-        run_chunks(kernel, np.full(rows, row), table.buffer_info()[0])
+        run_chunks(kernel, np.full(rows, row, np.int64), table.buffer_info()[0])
 
 
 def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> tuple[list[int], Sequence[Any]]:

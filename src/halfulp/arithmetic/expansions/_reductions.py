@@ -306,7 +306,7 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequ
     if count == 1 or many * rows * columns < SERIAL_BELOW or torch.get_num_threads() == 1:
         kernel(0, count, table.buffer_info()[0])
     else:
-        run_chunks(kernel, np.full(count, length * columns), table.buffer_info()[0])
+        run_chunks(kernel, np.full(count, length * columns, np.int64), table.buffer_info()[0])
     return made
 
 

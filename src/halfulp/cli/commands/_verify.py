@@ -69,7 +69,7 @@ def _check_writable(out: str) -> None:
     path = Path(out).resolve()
     new = not path.exists()
     with writing(out):
-        path.open("a").close()
+        path.open("ab").close()
     if new:
         path.unlink()
 

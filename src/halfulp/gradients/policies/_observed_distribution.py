@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ...kernels import in_float64
 from ._estimators import NOTHING, LogScale
 from ._moments import wide
 
@@ -35,4 +36,4 @@ def sampled(gradient: Tensor, weight: Tensor) -> Tensor:
     """A product's sums for some rows of (..., K) and some columns of (K, ...), evenly chosen, in float64."""
     rows, columns = gradient.reshape(-1, gradient.shape[-1]), weight.reshape(weight.shape[0], -1)
     rows, columns = rows[:: 1 + len(rows) // _SAMPLED], columns[:, :: 1 + columns.shape[1] // _SAMPLED]
-    return rows.double() @ columns.double()
+    return in_float64(rows) @ in_float64(columns)

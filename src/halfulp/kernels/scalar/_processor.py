@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+import os
+
+from ..._messages import ENVIRONMENT
+
 
 def processor() -> tuple[str, str, str]:
     """Its LLVM triple, name and features (``"+avx2,-avx512f"``) as Numba takes them; part of every cache key."""
     from numba.core.registry import cpu_target
 
     return cpu_target.target_context.codegen().magic_tuple()
+
+
+@functools.cache
+def check_features() -> None:
+    """Check NUMBA_CPU_FEATURES: over a feature without a sign LLVM ends the process.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for feature in filter(None, os.environ.get("NUMBA_CPU_FEATURES", "").split(",")):
+        if feature[0] not in "+-":
+            raise ValueError(
+                f"NUMBA_CPU_FEATURES names {feature!r}: features are +name or -name, separated by commas; {ENVIRONMENT}"
+            )
 
 
 def has_features(*features: str) -> bool:

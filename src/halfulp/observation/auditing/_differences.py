@@ -129,7 +129,7 @@ def _run_compiled(
     sums = np.zeros((shares, 2), np.float64)
     words = [x.view(_WORDS[x.element_size()]).numpy() for x in (a, b)]
     kernel = _kernel(a.element_size(), b.element_size())
-    run_chunks(kernel, np.full(shares, share), *words, setup, counts, table, small, sums)
+    run_chunks(kernel, np.full(shares, share, np.int64), *words, setup, counts, table, small, sums)
     for which in (d.A_VARIES, d.B_VARIES):
         # Each share compares with the first of all.
         counts[0, which] = counts[:, which].max()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ... import formats
 from ..._messages import a_kind, listed
+from ...kernels import in_float64
 from .._finding import Finding
 from ..findings import findings_of
 from ..page import write_page
@@ -226,7 +227,7 @@ def _has_nonfinite(trained: Trained, sample: int) -> bool:
     states = [value for value in trained.state.values() if isinstance(value, Tensor) and value.numel() == count]
     index = sample_of(count, sample)
     return any(
-        not bool(one.detach().flatten()[index].double().isfinite().all())
+        not bool(in_float64(one.detach().flatten()[index]).isfinite().all())
         for one in [trained.value, *states]
         if one.is_floating_point()
     )

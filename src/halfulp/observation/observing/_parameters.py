@@ -70,7 +70,7 @@ class Parameters:
         for name, now in self._samples().items():
             before = self._first.get(name)
             if before is not None and len(before) == len(now) and len(now):
-                self._record.parameters[name].moved = float((before != now).double().mean())
+                self._record.parameters[name].moved = float((before != now).cpu().double().mean())
 
     def _samples(self) -> dict[str, torch.Tensor]:
         found = {}

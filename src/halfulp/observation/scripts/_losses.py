@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...gradients import AdaptiveGradScaler
+from ...kernels import in_float64
 
 SCALERS = (torch.amp.GradScaler, AdaptiveGradScaler)
 
@@ -73,6 +74,6 @@ class BackwardLosses:
         (result, scaled, loss), self._scaled = self._scaled, None
         if result() is tensor:
             return loss
-        factor = scaled.double() / loss.double()
+        factor = in_float64(scaled) / in_float64(loss)
         known = bool(factor.isfinite()) and bool(factor)
-        return (tensor.detach() / factor).to(tensor.dtype) if known else tensor.detach()
+        return (tensor.detach() / factor.item()).to(tensor.dtype) if known else tensor.detach()

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from ...kernels import float32_root
 from ._int8_device_functions import (
     LEAST_ROOTED,
     MARGIN,
@@ -67,7 +68,7 @@ class Int8Blocks:
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
         """Store values; without random words as nearly as the codes allow."""
-        self.encode_roots(tensors, value.double().sqrt().float() if self.squared else value, random)
+        self.encode_roots(tensors, float32_root(value) if self.squared else value, random)
 
     def encode_roots(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
         """Store values given before squaring."""

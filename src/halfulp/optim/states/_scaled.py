@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from ...kernels import float32_root
 from ...kernels.scalar._operations import add, bit_and, shr, sub, to_real, word
 from ._storage import ABS, EXPONENT, ONE, S8, TWO_M24, Store
 
@@ -43,7 +44,7 @@ class Scaled:
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
         """Store values under a scale of their own."""
-        value = value.double().sqrt().float() if self.squared else value
+        value = float32_root(value) if self.squared else value
         tensors[1].fill_(self.fitting(finite_amax(value)))
         self.encode_payload(tensors, value / tensors[1], random)
 

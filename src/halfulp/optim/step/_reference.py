@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...kernels import IndexMap, on_tensors
+from ...kernels import IndexMap, float32_root, in_float64, on_tensors
 from ...rounding._random_bits import random_words
 from ..states._scaled import Scaled, finite_amax
 from ..states._state import Int8Blocks
@@ -58,10 +58,10 @@ def reference_step(
     for k, (codec, slot) in enumerate(zip(spec.codecs, spec.rule.states)):
         value, draw = new_states[k], _take(words, state_draws[k])
         if isinstance(codec, Int8Blocks):
-            root = value.double().sqrt().float() if slot.degree == 2 else value
+            root = float32_root(value) if slot.degree == 2 else value
             codec.encode_roots(states[k], root if grow is None else root * grow, draw)
         elif isinstance(codec, Scaled):
-            root = value.double().sqrt().float() if codec.squared else value
+            root = float32_root(value) if codec.squared else value
             codec.encode_payload(states[k], root * scales[f"inverse_{k}"], draw)
         else:
             times = () if grow is None else (grow,) * slot.degree
@@ -82,7 +82,7 @@ def reference_amax(
     c, scales = _constants(spec, constants, gradient)
     w, g = _operands(spec, parts, gradient, scales)
     u, new, _, _ = _run_rule(spec, w, g, states, c)
-    held = [new[k].double().sqrt().float() if codec.squared else new[k] for k, codec in spec.scaled_states.items()]
+    held = [float32_root(new[k]) if codec.squared else new[k] for k, codec in spec.scaled_states.items()]
     return [finite_amax(w + u), *map(finite_amax, held)]
 
 
@@ -140,9 +140,10 @@ def _take(words: Sequence[torch.Tensor], draw: Draw) -> torch.Tensor | None:
 
 
 def _measure(u: torch.Tensor, new: torch.Tensor, w: torch.Tensor) -> tuple[float, float, float, float]:
-    change = new.double() - w.double()
+    u, new, w = in_float64(u), in_float64(new), in_float64(w)
+    change = new - w
     asked = (u.abs() > 0) & change.isfinite() & u.isfinite()
-    u, change = u.double()[asked], change[asked]
+    u, change = u[asked], change[asked]
     return float(asked.sum()), float((new == w)[asked].sum()), float((u * u).sum()), float((u * change).sum())
 
 

@@ -9,7 +9,18 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ...kernels import CHUNK, IndexMap, address, check_bits, chunks, note, plain, run_chunks, select_engine
+from ...kernels import (
+    CHUNK,
+    IndexMap,
+    address,
+    check_bits,
+    chunks,
+    note,
+    plain,
+    require_same_bits,
+    run_chunks,
+    select_engine,
+)
 from ...rounding._random_bits import mix64_many
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._plan_cache import PlanCache
@@ -24,10 +35,22 @@ METER_COLUMNS, GRADIENT = 4, 4
 
 
 def compile_kernels(batch: Batch) -> None:
-    """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was."""
+    """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was.
+
+    Raises:
+        NotImplementedError: the batch's device does not compute the step as the CPU does.
+    """
     if select_engine(batch.device.type) == "numba":
         for one in (batch.spec, *([amax_spec(batch.spec)] if batch.spec.scaled else [])):
             checked(one)
+    if batch.device.type != "cpu":
+        require_same_bits(
+            batch.device,
+            f"optimizer step {batch.spec.name}",
+            batch.spec,
+            lambda device: _trial(batch.spec, None, device),
+            "Keep the parameters on the CPU, or step them by torch.optim",
+        )
 
 
 def run_step(batch: Batch, plans: PlanCache) -> None:
@@ -196,6 +219,7 @@ def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | s
     ramp = torch.linspace(-1, 1, count, dtype=torch.float32, device="cpu")
     value, gradient = ramp * ramp * ramp, ramp * ramp.abs().sqrt() * 3e-2
     value[5::16] *= 2.0**-128
+    value[9] = 2.0**-130  # stays a subnormal number, which some devices flush
     gradient[3::16] *= 2.0**-60
     gradient[7], gradient[9] = torch.nan, -0.0
     parts = [torch.zeros(shape, dtype=spec.store.dtype, device="cpu")]

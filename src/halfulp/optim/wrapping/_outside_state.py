@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...kernels import in_float64
 from ._float32_copies import mapped
 
 _TORCHS = {"state", "param_groups", "defaults", "step"}
@@ -98,7 +99,7 @@ def _is_plain(value: Any) -> bool:
 
 def _mark(value: Any, deep: int) -> object:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), repr(value.detach().double().sum().item()), value._version
+        return tuple(value.shape), repr(in_float64(value.detach()).sum().item()), value._version
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, random.Random):

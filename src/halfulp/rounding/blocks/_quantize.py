@@ -12,7 +12,7 @@ from ...kernels import address, check_bits, compile_kernel, define_operator, not
 from ...kernels.scalar._operations import load32, load64, store32, store64
 from .._graph_constants import traced_block_target
 from .._kernel_constants import WORD32, WORD64, Layout, constants, layout_for
-from .._kernels import collide, container_pieces, fixed_elements, mode_pieces, on_cpu_kernels
+from .._kernels import FIXED_KEY, check_device, collide, container_pieces, fixed_elements, mode_pieces, on_cpu_kernels
 from .._modes import Rounding, Stochastic, drawn_key
 from .._random_bits import mix64
 from .._target import DOWN, STOCHASTIC, UP
@@ -67,6 +67,12 @@ def _into(x: torch.Tensor, flat: list[int], seed: int, counter: int, out: torch.
     key = mix64(seed, counter) if target.element.mode == STOCHASTIC else 0
     if x.numel() == 0:
         return
+    if x.device.type != "cpu":
+        check_device(x, target, lambda elements, rounded: _round_into(elements, target, FIXED_KEY, rounded))
+    _round_into(x, target, key, out)
+
+
+def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tensor) -> None:
     layout = _layout(x.dtype, target)
     if not on_cpu_kernels(x) or layout is None:
         if layout is None:
@@ -196,14 +202,13 @@ def _check(kernel, measure, dtype: torch.dtype, target: BlockTarget, layout: Lay
     x = fixed_elements(dtype)
     size = 3 * target.block + 1
     rows = x[: x.numel() // size * size].view(-1, size)
-    key = 0x0123456789ABCDEF
 
     def fast() -> list[torch.Tensor]:
         out = torch.empty_like(rows)
-        _call(kernel, measure, rows, target, layout, key, out)
+        _call(kernel, measure, rows, target, layout, FIXED_KEY, out)
         return [out]
 
-    check_bits(f"quantize in blocks ({dtype})", fast, lambda: [blocks_by_reference(rows, target, key)])
+    check_bits(f"quantize in blocks ({dtype})", fast, lambda: [blocks_by_reference(rows, target, FIXED_KEY)])
     _checked.add(kernel)
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from ..._messages import ENVIRONMENT
+
 Wrapper = Callable[[Callable], Callable]
 _ADVICE = "checkpoint the whole model instead, or run it without checkpointing"
 
@@ -28,7 +32,9 @@ def capture_hooks(pack: Callable, wrap: Wrapper, what: str) -> None:
     cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or ()))
     frame = cells["frame"].cell_contents if "frame" in cells else None
     if frame is None or not callable(getattr(frame, "recompute_fn", None)):
-        raise NotImplementedError(f"{what} does not know this torch's activation checkpointing: {_ADVICE}")
+        raise NotImplementedError(
+            f"{what} does not know the activation checkpointing of torch {torch.__version__}: {_ADVICE}; {ENVIRONMENT}"
+        )
     if getattr(frame.recompute_fn, "_wrapped_by", None) is wrap:
         return
     frame.recompute_fn = wrap(frame.recompute_fn)

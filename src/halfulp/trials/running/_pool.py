@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import os
-import signal
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
 from multiprocessing.connection import wait
@@ -11,10 +10,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from ...environment import core_count
 from . import _worker
+from ._exit_code import how_it_ended, is_killed
 from ._plan import Trial
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+cores = core_count  # as a run's record names them
 
 Event = tuple[str, Trial, Any]
 
@@ -106,11 +109,8 @@ def _receive(worker: _Worker) -> tuple[str, Any]:
 def _death(worker: _Worker) -> TrialError:
     worker.process.join(10)
     code = worker.process.exitcode
-    how = f"ended with exit code {code}"
-    if code is not None and code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-    hint = "; the memory of the machine may have run out" if code == -signal.SIGKILL else ""
-    output = worker.log.read_text(errors="replace") if worker.log.exists() else ""
+    how, hint = how_it_ended(code), "; the memory of the machine may have run out" if is_killed(code) else ""
+    output = worker.log.read_text(encoding="utf-8", errors="replace") if worker.log.exists() else ""
     if worker.trial is None:
         hint = '; in a script, call compare under `if __name__ == "__main__":`, since workers import the script again'
         return TrialError(f"a worker {how} before its first trial{hint}", None, output)
@@ -130,14 +130,3 @@ def _environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def cores() -> int:
-    """How many cores this process may use.
-
-    >>> cores() >= 1
-    True
-    """
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ... import recipes
+from ..running._exit_code import how_it_ended, is_killed
 from ..running._plan import REFERENCE, TWIN
 from ._comparison import Run, ScriptComparison, ScriptRow
 
@@ -75,7 +75,9 @@ def _run(script: str, arguments: Sequence[str], recipe: str, module: bool) -> Ru
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         command = [sys.executable, "-c", _WORKER, recipe, str(result), "module" if module else "file"]
-        done = subprocess.run([*command, script, *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, script, *arguments], capture_output=True, text=True, errors="replace", check=False
+        )
         if result.exists() and done.returncode >= 0:
             with_result = json.loads(result.read_text(encoding="utf-8"))
             return Run(**with_result, said=done.stderr)
@@ -89,10 +91,8 @@ def _end_of(code: int) -> str:
     ('was killed by SIGKILL, as where memory is short', 'ended with exit code 3 before it could report')
     """
     if code >= 0:
-        return f"ended with exit code {code} before it could report"
-    names = {member.value: member.name for member in signal.Signals}
-    why = ", as where memory is short" if -code == getattr(signal, "SIGKILL", 9) else ""
-    return f"was killed by {names.get(-code, f'signal {-code}')}{why}"
+        return f"{how_it_ended(code)} before it could report"
+    return f"{how_it_ended(code)}{', as where memory is short' if is_killed(code) else ''}"
 
 
 def _check_reference(run: Run) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ....arithmetic import PRECISION
-from ....kernels import torch_operators
+from ....kernels import require_float64, torch_operators
 from ....subclass._in_backward import gives_plain_gradient_of, stores_plain_gradient
 from ..._mctensor import MCTensor, decoded, to_plain, wrap
 from ..._registry import implements
@@ -43,6 +43,7 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
     if gives_plain_gradient_of(x):
         return decoded(x, dtype or x.dtype).to(device=device)
     if device is not None and torch.device(device) != x.device:
+        require_float64(torch.device(device), "MCTensors")
         move = {"device": device, "non_blocking": options.get("non_blocking", False)}
         scale = None if x._scale is None else x._scale.to(**move)
         x = wrap(tuple(part.to(**move) for part in x._parts), scale, x._gradients)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ....kernels import in_float64
 from ...findings._same_outputs import explained_by_order
 from ...record._record import Difference
 from ...sampling._plain import stored
@@ -28,7 +29,7 @@ def difference(name: str, first: torch.Tensor, second: torch.Tensor) -> Differen
         return Difference(name, names, 1.0, float("inf"))
     count, broken, squares, gaps = 0, False, 0.0, 0.0
     for one, other in zip(a.split(_AT_ONCE), b.split(_AT_ONCE)):
-        x, y = one.double().cpu(), other.double().cpu()
+        x, y = one.cpu().double(), other.cpu().double()
         differing = (x != y) & ~(x.isnan() & y.isnan())
         finite = x.isfinite() & y.isfinite()
         count += int(differing.sum())
@@ -57,7 +58,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if found is None:
         return tensor.detach().to_dense().reshape(-1)
     flat = found.flat.reshape(-1)
-    return flat if found.scale == 1.0 else flat.double() * found.scale
+    return flat if found.scale == 1.0 else in_float64(flat) * found.scale
 
 
 class Recomputations:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ....kernels import in_float64
 from ...record._record import AverageRecord
 from .._notebook import Notebook
 from ..updates._realised import add_changes
@@ -45,7 +46,7 @@ class RunningStatistics:
         """Copy the statistics as they are before the step's batches."""
         self._shadows = {}
         for module in self._modules:
-            before = {key: getattr(module, key).detach().double().cpu() for key in ("running_mean", "running_var")}
+            before = {key: getattr(module, key).detach().cpu().double() for key in ("running_mean", "running_var")}
             shadow = {key: value.clone() for key, value in before.items()}
             self._shadows[module] = _Statistics(before, shadow, _batches(module))
 
@@ -54,7 +55,7 @@ class RunningStatistics:
         held = self._shadows.get(module)
         if held is None or not module.training or not inputs or not isinstance(inputs[0], torch.Tensor):
             return
-        x = inputs[0].detach().double()
+        x = in_float64(inputs[0].detach())
         over = [d for d in range(x.dim()) if d != 1]
         count = x.numel() / max(1, x.shape[1])
         if count < 2:

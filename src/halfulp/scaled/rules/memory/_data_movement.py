@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ....kernels import torch_operators
+from ....kernels import require_float64, torch_operators
 from ..._dtypes import LOGICALS
 from ..._operands import decode_values
 from ..._registry import implements
@@ -46,6 +46,8 @@ def to_copy(
     """Another logical dtype or device: payload and scale as they are. Integers and truth values take the value."""
     if dtype is not None and dtype not in LOGICALS:
         return aten._to_copy.default(decode_values(x), dtype=dtype, device=device, memory_format=memory_format)
+    if device is not None:
+        require_float64(torch.device(device), "ScaledTensors")
     payload = aten._to_copy.default(x._payload, device=device, memory_format=memory_format)
     scale = aten._to_copy.default(x._scale, device=device)
     return wrap(payload, scale, dtype or x.dtype)

@@ -1,0 +1,253 @@
+"""What a bug report needs: versions, processor, engines, cache, devices and variables, as data and as lines."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .._torch_floor import FLOOR, is_older
+from ._processor import BFLOAT16, FLOAT16, core_count, instructions, known_instructions, processor_name
+
+_PACKAGES = ("torch", "numpy", "numba", "llvmlite", "triton", "safetensors", "typer", "rich", "jinja2")
+_PREFIXES = (
+    *("HALFULP_", "ONEDNN_", "DNNL_", "ATEN_", "MKL_", "OMP_", "KMP_", "NUMBA_", "TRITON_", "PYTORCH_", "TORCH_"),
+    *("CUDA_VISIBLE", "HIP_VISIBLE", "ROCR_VISIBLE", "HSA_OVERRIDE", "ZE_AFFINITY", "XDG_CACHE_HOME"),
+)
+_X86 = ("x86_64", "amd64", "i386", "i686")
+
+
+def describe() -> dict[str, Any]:
+    """Return what a bug report needs, as plain data; a part that cannot be found out says why in its place.
+
+    >>> sorted(describe())
+    ['cache', 'devices', 'doubts', 'engines', 'processor', 'products', 'system', 'torch', 'variables', 'versions']
+    """
+    parts: dict[str, Callable[[], Any]] = {
+        "versions": _versions,
+        "system": _system,
+        "processor": _processor,
+        "torch": _torch,
+        "products": _products,
+        "engines": _engines,
+        "cache": _cache,
+        "devices": _devices,
+        "variables": _variables,
+    }
+    found = {name: _tried(part) for name, part in parts.items()}
+    return {**found, "doubts": list(_doubts(found))}
+
+
+def lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what `describe` returned as pairs of words: what, and how it is.
+
+    >>> dict(lines({"cache": {"folder": "/home/me/.cache/halfulp", "writable": True}, "devices": []}))
+    {'cache folder': '/home/me/.cache/halfulp', 'cache writable': 'yes', 'devices': 'none'}
+    """
+    for part, content in found.items():
+        if isinstance(content, dict):
+            for name, value in content.items():
+                yield name if part in ("versions", "variables") else f"{part} {name}", _words(value)
+            if not content:
+                yield part, "none"
+        elif isinstance(content, list):
+            for value in content or ["none"]:
+                yield part, _words(value)
+        else:
+            yield part, _words(content)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_words(one)}" for name, one in value.items() if one is not None)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_words, value)) or "none that matters here is known"
+    return "not there" if value is None else str(value)
+
+
+def _tried(part: Callable[[], Any]) -> Any:
+    """A report is whole even where a driver or a library is broken."""
+    try:
+        return part()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
+def _versions() -> dict[str, str | None]:
+    from .. import __version__
+
+    return {"halfulp": __version__, "Python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _system() -> dict[str, Any]:
+    return {"platform": platform.platform(), "executable": sys.executable, "output encoding": _encoding()}
+
+
+def _encoding() -> str:
+    return str(getattr(sys.stdout, "encoding", None))
+
+
+def _processor() -> dict[str, Any]:
+    return {
+        "name": processor_name(),
+        "architecture": platform.machine(),
+        "cores": core_count(),
+        "instructions": list(instructions()),
+    }
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    built = {"cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": getattr(torch.version, "xpu", None)}
+    return {
+        "version": f"{torch.__version__}{f', older than {FLOOR}' if is_older(torch.__version__) else ''}",
+        "built for": [f"{name} {version}" for name, version in built.items() if version] or ["cpu"],
+        "processor capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _products() -> dict[str, Any]:
+    """How torch multiplies matrices of 16-bit numbers on the processor: by oneDNN, or by loops of its own."""
+    words = {True: "native", False: "no instructions", None: "this torch does not say"}
+    return {name: words[by_onednn] for name, by_onednn in onednn_products().items()}
+
+
+def onednn_products() -> dict[str, bool | None]:
+    """Whether oneDNN multiplies bfloat16 and float16 on this processor; None where this torch does not say.
+
+    The answers follow ONEDNN_MAX_CPU_ISA.
+    """
+    import torch
+
+    found: dict[str, bool | None] = {}
+    for dtype, predicate in (("bfloat16", "_is_mkldnn_bf16_supported"), ("float16", "_is_mkldnn_fp16_supported")):
+        operator = getattr(torch.ops.mkldnn, predicate, None)
+        found[dtype] = None if operator is None else bool(operator())
+    return found
+
+
+def _engines() -> dict[str, str]:
+    from ..kernels._engine import choose_engine
+
+    kinds = ["cpu", *dict.fromkeys(device["kind"] for device in _devices())]
+    found = {}
+    for kind in kinds:
+        try:
+            name, reason = choose_engine(kind)
+            found[kind] = f"{name} ({reason})" if reason else name
+        except (ValueError, ImportError) as error:
+            found[kind] = f"refused: {error}"
+    return found
+
+
+def _cache() -> dict[str, Any]:
+    from ..kernels._cache import cache_folder
+
+    folder = cache_folder()
+    if folder is None:
+        return {"folder": None, "writable": False, "reason": "no home folder"}
+    reason = _why_not_writable(folder)
+    return {"folder": str(folder), "writable": not reason, **({"reason": reason} if reason else {})}
+
+
+def _why_not_writable(folder: Path) -> str:
+    """Try it: permissions do not tell of read-only and full disks. Nothing is left behind."""
+    there = next((one for one in (folder, *folder.parents) if one.exists()), folder)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return ""
+    except OSError as error:
+        return f"{there}: {error.strerror or error}"
+
+
+def _devices() -> list[dict[str, Any]]:
+    """Every accelerator that torch finds, by the kind that tensors on it name."""
+    import torch
+
+    found: list[dict[str, Any]] = []
+    for kind in ("cuda", "xpu"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            found += [_device(module, kind, index) for index in range(module.device_count())]
+    if torch.backends.mps.is_available():
+        found.append({"kind": "mps", "index": 0, "name": processor_name(), "capability": None})
+    accelerator = getattr(torch, "accelerator", None)
+    current = accelerator.current_accelerator() if accelerator is not None and accelerator.is_available() else None
+    if current is not None and current.type not in {device["kind"] for device in found}:
+        found.append({"kind": current.type, "index": 0, "name": current.type, "capability": None})
+    return found
+
+
+def _device(module: Any, kind: str, index: int) -> dict[str, Any]:
+    """One device; what its driver does not tell is its error."""
+    import torch
+
+    device: dict[str, Any] = {"kind": kind, "index": index}
+    if kind == "cuda" and torch.version.hip:
+        device["by"] = f"ROCm {torch.version.hip}"
+    try:
+        properties = module.get_device_properties(index)
+        device["name"] = module.get_device_name(index)
+        device["capability"] = _capability(properties)
+        device["memory"] = f"{properties.total_memory / 2**30:.1f} GiB"
+    except Exception as error:
+        device["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return device
+
+
+def _capability(properties: Any) -> str | None:
+    architecture = getattr(properties, "gcnArchName", None)
+    if architecture:
+        return str(architecture)
+    major, minor = getattr(properties, "major", None), getattr(properties, "minor", None)
+    return None if major is None else f"{major}.{minor}"
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
+
+
+def _doubts(found: dict[str, Any]) -> Iterator[str]:
+    """Where torch, Numba and the system say different things of one processor, or something is switched off."""
+    has = set(instructions())
+    if not has:
+        yield "the instructions of this processor are not known: torch's and Numba's own detection decides"
+        return
+    is_x86 = platform.machine().lower() in _X86
+    says = str(found["torch"].get("processor capability", ""))
+    for name, instruction in (("AVX512", "AVX-512"), ("AVX2", "AVX2")):
+        if is_x86 and says == name and instruction not in has:
+            yield f"torch uses {instruction}, which the system does not list for this processor"
+    if is_x86 and says in ("AVX2", "DEFAULT", "NO AVX") and "AVX-512" in has:
+        why = os.environ.get("ATEN_CPU_CAPABILITY")
+        yield f"torch uses {says} where the processor has AVX-512{f': ATEN_CPU_CAPABILITY={why}' if why else ''}"
+    for dtype, native in (("bfloat16", BFLOAT16), ("float16", FLOAT16)):
+        answer, there = found["products"].get(dtype), has & set(native)
+        if answer == "native" and not there:
+            yield f"oneDNN says that it multiplies {dtype}, and the processor has no instruction for it: it converts"
+        if answer == "no instructions" and there:
+            limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA")
+            why = f": ONEDNN_MAX_CPU_ISA={limit}" if limit else ""
+            yield f"oneDNN does not multiply {dtype}, although the processor has {', '.join(sorted(there))}{why}"
+    asked = known_instructions(
+        name for name in os.environ.get("NUMBA_CPU_FEATURES", "").split(",") if name.startswith("+")
+    )
+    if set(asked) - has:
+        yield f"NUMBA_CPU_FEATURES asks for {', '.join(sorted(set(asked) - has))}, which the processor lacks"

@@ -1,0 +1,158 @@
+"""What a bug report needs: whole on every machine, even where a part is broken, and the doubts that it names."""
+
+import json
+import os
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfulp
+from halfulp import environment
+from halfulp.environment import _describe, describe, lines
+
+PARTS = ["versions", "system", "processor", "torch", "products", "engines", "cache", "devices", "variables", "doubts"]
+
+
+def test_every_part_is_there_and_plain() -> None:
+    found = describe()
+    assert list(found) == PARTS
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["versions"]["halfulp"] == halfulp.__version__
+    assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert found["torch"]["threads"] == torch.get_num_threads()
+    assert found["engines"]["cpu"].startswith("numba")
+    assert not [part for part in found.values() if isinstance(part, dict) and "error" in part]
+
+
+def test_lines_say_all_of_it() -> None:
+    found = describe()
+    said = " ".join(f"{what} {here}" for what, here in lines(found))
+    for value in (*filter(None, found["versions"].values()), *found["processor"]["instructions"]):
+        assert value in said
+    assert all(len(line) == 2 and all(line) for line in lines(found))
+
+
+def test_a_broken_part_says_why_and_the_rest_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("NVML: driver/library\nversion mismatch")
+
+    monkeypatch.setattr(_describe, "_devices", broken)
+    monkeypatch.setattr(_describe, "_torch", broken)
+    found = describe()
+    assert list(found) == PARTS
+    assert found["devices"] == {"error": "RuntimeError: NVML: driver/library version mismatch"}
+    assert found["versions"]["halfulp"] == halfulp.__version__
+    assert ("devices error", "RuntimeError: NVML: driver/library version mismatch") in list(lines(found))
+
+
+def test_without_torch(in_bare_process) -> None:
+    """An installation whose torch is gone, or too old, still tells what there is."""
+    program = """
+        import sys
+        sys.modules["torch"] = None
+        from halfulp.environment import describe
+        found = describe()
+        assert found["processor"]["cores"] >= 1
+        assert found["versions"]["halfulp"]
+        for part in ("torch", "products", "devices"):
+            assert "torch" in found[part]["error"], found[part]
+        print("told")
+    """
+    assert in_bare_process(program) == "told\n"
+
+
+@pytest.mark.parametrize("kind", ["file", "missing", "home"])
+def test_the_cache_says_whether_it_can_be_written(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    place = {"file": tmp_path / "file" / "cache", "missing": tmp_path / "a" / "b", "home": tmp_path}[kind]
+    monkeypatch.setenv("HALFULP_CACHE_DIR", str(place))
+    cache = describe()["cache"]
+    assert cache["folder"] == str(place)
+    assert cache["writable"] is (kind != "file")
+    assert ("reason" in cache) is (kind == "file")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"], "something was left behind"
+
+
+def test_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HALFULP_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "USERPROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
+    assert describe()["cache"] == {"folder": None, "writable": False, "reason": "no home folder"}
+
+
+def test_variables_that_matter_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_VERBOSE", "0")
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    found = describe()["variables"]
+    assert found["ONEDNN_VERBOSE"] == "0"
+    assert "secret" not in json.dumps(describe())
+
+
+def _fake_devices(monkeypatch: pytest.MonkeyPatch, hip: str | None) -> None:
+    properties = types.SimpleNamespace(total_memory=80 * 2**30, major=9, minor=0)
+    if hip:
+        properties.gcnArchName = "gfx942"
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_properties": lambda index: properties if index == 0 else 1 / 0,
+        "get_device_name": lambda index: "Fast Thing",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.version, "hip", hip)
+
+
+@pytest.mark.parametrize("hip", [None, "6.4"])
+def test_devices_have_names_and_what_a_driver_does_not_tell_is_its_error(hip, monkeypatch) -> None:
+    _fake_devices(monkeypatch, hip)
+    first, second = _describe._devices()[:2]
+    assert (first["kind"], first["name"], first["memory"]) == ("cuda", "Fast Thing", "80.0 GiB")
+    assert first["capability"] == ("gfx942" if hip else "9.0")
+    assert ("by" in first) is bool(hip)
+    assert second["error"].startswith("ZeroDivisionError")
+    engine = _describe._engines()["cuda"]
+    assert ("ROCm" in engine or "triton is not installed" in engine) if hip else engine.startswith(("triton", "refer"))
+
+
+X86, ARM = "x86_64", "aarch64"
+SAYS = [
+    (X86, ("AVX2",), "AVX512", {}, {}, "torch uses AVX-512, which the system does not list"),
+    (X86, ("AVX2", "AVX-512"), "AVX2", {}, {}, "torch uses AVX2 where the processor has AVX-512"),
+    (X86, ("AVX2", "AVX-512"), "AVX2", {}, {"ATEN_CPU_CAPABILITY": "avx2"}, "AVX-512: ATEN_CPU_CAPABILITY=avx2"),
+    (X86, ("AVX-512",), "AVX512", {"bfloat16": "native"}, {}, "no instruction for it"),
+    (X86, ("AVX-512", "AVX512_BF16"), "AVX512", {"bfloat16": "no instructions"}, {}, "although the processor has"),
+    (ARM, ("NEON", "BF16"), "DEFAULT", {"bfloat16": "no instructions"}, {}, "although the processor has BF16"),
+    (X86, (), "AVX2", {}, {}, "are not known"),
+    (X86, ("AVX2",), "AVX2", {}, {"NUMBA_CPU_FEATURES": "+avx2,+avx512f"}, "asks for AVX-512"),
+    (X86, ("AVX2",), "AVX2", {"bfloat16": "no instructions"}, {"NUMBA_CPU_FEATURES": "+avx2,-avx512f"}, None),
+    (ARM, ("NEON",), "DEFAULT", {"bfloat16": "no instructions"}, {}, None),
+    (X86, ("AVX-512", "AVX512_BF16"), "AVX512", {"bfloat16": "native"}, {}, None),
+]
+
+
+@pytest.mark.parametrize(("machine", "has", "capability", "products", "variables", "doubt"), SAYS)
+def test_a_processor_of_which_torch_says_something_else_is_named(
+    machine, has, capability, products, variables, doubt, monkeypatch
+) -> None:
+    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NUMBA_CPU_FEATURES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(_describe, "instructions", lambda: has)
+    monkeypatch.setattr(_describe.platform, "machine", lambda: machine)
+    found = {"torch": {"processor capability": capability}, "products": products}
+    doubts = list(_describe._doubts(found))
+    assert len(doubts) == (doubt is not None), doubts
+    assert doubt is None or doubt in doubts[0]
+
+
+def test_products_follow_what_switches_instructions_off(in_process) -> None:
+    program = "from halfulp.environment import describe\nprint(describe()['products'])"
+    assert "'bfloat16': 'no instructions'" in in_process(program, 7, ONEDNN_MAX_CPU_ISA="SSE41")
+
+
+def test_the_package_hands_on_what_it_says() -> None:
+    assert environment.processor_line()
+    assert os.cpu_count() is None or environment.core_count() <= os.cpu_count()
