@@ -14,6 +14,7 @@ LAYERS = [
     {"_torch_floor"},
     {"_needs_torch"},
     {"_torch_import"},
+    {"_processor_name"},
     {"pages", "sinks"},
     {"kernels"},
     {"formats"},

@@ -17,6 +17,7 @@ _TWINS = 3
 # How often chance may call one of several recipes worse or better: 5%, given to two limits of which the lower counts.
 _POOLED, _BONFERRONI = 0.045, 0.005
 
+
 def spread(values: Sequence[float]) -> float | None:
     """The standard deviation over seeds, n - 1 in the denominator; None for a single one.
 
