@@ -141,8 +141,8 @@ def notes(evidence: FinishedTrials, task: str) -> list[str]:
     together = sum(row.noise is not None and row.verdict not in ("reference", "control") for row in rows)
     if together > 1:
         said.append(
-            f"Verdicts are corrected for the {together} recipes: chance calls any of them worse or better in at most 5% "
-            "of comparisons."
+            f"Verdicts are corrected for the {together} recipes: by chance any of them is called worse or better in at "
+            "most 5% of comparisons."
         )
     if any(row.verdict == "unclear" for row in rows):
         more = f"--seeds {2 * rows[0].seeds} --resume"

@@ -72,7 +72,7 @@ class Progress:
         workers = f"{found.workers} worker{'' if found.workers == 1 else 's'} of one thread"
         each = ", ".join(f"{task} {in_words(seconds)}" for task, seconds in found.of_task.items())
         each = f" ({each})" if len(found.of_task) > 1 else ""
-        self.console.print(f"About {in_words(found.seconds)}{each} by {workers} on {found.processor}.")
+        self.console.print(f"About {in_words(found.seconds)}{each} by {workers} on {found.processor}.", soft_wrap=True)
         self._show_left()
 
     def _show_left(self) -> None:
@@ -126,4 +126,4 @@ class Progress:
         count = f"{self.finished:>{len(str(self.total))}}/{self.total}"
         left = self.left.seconds()
         rest = f", about {in_words(left)} left" if left and not self.live else ""
-        self.console.print(f"[dim]{count}[/dim]  {trial!s:<38} {said}  [dim]{how}{rest}[/dim]")
+        self.console.print(f"[dim]{count}[/dim]  {trial!s:<38} {said}  [dim]{how}{rest}[/dim]", soft_wrap=True)
