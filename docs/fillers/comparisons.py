@@ -124,6 +124,6 @@ def compare_setting() -> str:
     versions = data["trials"][0]["settings"]["versions"]
     said = ", ".join(f"{name} {value}" for name, value in versions.items())
     minutes, workers = data["run"]["seconds"] / 60, data["run"]["workers"]
-    processor = data["run"].get("processor", "a CPU whose name was not kept")
+    processor = data["run"].get("processor", "the CPU")
     spent = f"{minutes:.1f} minutes by {workers} workers of one thread on {processor}"
     return f"`halfulp compare`: {spent} ({said}; docs/results/compare.json)."
