@@ -40,8 +40,8 @@ def compare(
         workers: How many processes; None is one per core, at most 8.
         resume: Take over the finished trials that ``out`` holds.
         overwrite: Delete the comparison that ``out`` holds.
-        listen: Called with ("plan", None, trials), ("estimate", None, how long it will take by a few timed steps of
-            each kind of trial) and ("reused" | "start" | "progress" | "done", trial, content). Without it, nothing is
+        listen: Called with ("plan", None, trials), ("timing", None, how many kinds of trial), ("estimate", None, how
+            long it will take by a few timed steps of each kind) and ("reused" | "start" | "progress" | "done", trial, content). Without it, nothing is
             timed.
 
     Returns:

@@ -57,9 +57,10 @@ def test_compare_estimates_first_and_finds_the_same(tiny) -> None:
     silent = compare(tiny.Tiny(), names, 2, steps=80, workers=1)
     assert [row.loss for row in heard.rows()] == [row.loss for row in silent.rows()]
     kinds = [kind for kind, _ in events]
-    assert kinds[:3] == ["plan", "estimate", "start"]
+    assert kinds[:4] == ["plan", "timing", "estimate", "start"]
+    assert events[1][1] == 2
     assert kinds.count("estimate") == 1
-    found = events[1][1]
+    found = events[2][1]
     assert isinstance(found, Estimate)
     assert found.seconds is not None
     assert set(found.of_trial) == {f"tiny.{name}.seed{seed}" for name in ("fp32", *names) for seed in (0, 1)}

@@ -34,7 +34,9 @@ def test_the_estimate_comes_first_and_the_time_left_falls(
     lefts = []
     with progress:
         progress("plan", None, trials)
-        costs = {cost_class(trials[0]): Cost(step=0.5, rest=10.0)}
+        progress("timing", None, 1)
+        assert progress.bars.tasks[0].fields["said"] == "timing a few steps of 1 kind of trial"
+        costs = {cost_class(trials[0]): Cost(step=0.6, rest=0.0)}
         progress(
             "estimate",
             None,
@@ -42,10 +44,10 @@ def test_the_estimate_comes_first_and_the_time_left_falls(
         )
         for trial in trials:
             progress("start", trial, None)
-            clock.now += 25.0
+            clock.now += 30.0
             progress("progress", trial, (50, 2.0))
             lefts.append(progress.bars.tasks[0].fields["said"])
-            clock.now += 35.0
+            clock.now += 30.0
             progress("done", trial, done)
         total, finished = progress.bars.tasks[0].total, progress.bars.tasks[0].completed
     said = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", progress.console.file.getvalue())

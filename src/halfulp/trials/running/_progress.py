@@ -64,9 +64,14 @@ class Progress:
             self.overall = self.bars.add_task("", total=self.steps, said="")
         self.bars.update(self.overall, description=f"[bold]{self.total} trials", total=self.steps)
 
+    def _timing(self, trial: None, kinds: int) -> None:
+        said = f"timing a few steps of {kinds} kind{'' if kinds == 1 else 's'} of trial"
+        self.bars.update(self.overall, said=said)
+
     def _estimate(self, trial: None, found: Estimate) -> None:
         self.left.take(found)
         self.estimated = found.seconds is not None
+        self.bars.update(self.overall, said="")
         if found.seconds is None:
             return
         workers = f"{found.workers} worker{'' if found.workers == 1 else 's'} of one thread"

@@ -24,8 +24,8 @@ class Training:
 
     Args:
         workers: how many processes; None is one per core, at most 8.
-        listen: called with ("plan", None, trials), ("estimate", None, an Estimate), ("reused" | "start" | "progress" |
-            "done", trial, content).
+        listen: called with ("plan", None, trials), ("timing", None, how many kinds), ("estimate", None, an Estimate)
+            and ("reused" | "start" | "progress" | "done", trial, content).
         store: the folder, or None.
         resume: whether finished trials of the folder are taken over.
     """
@@ -51,6 +51,8 @@ class Training:
         workers = min(self._workers, len(missing))
         timed = probes(missing) if estimated else []
         costs: dict[str, Cost | None] = {}
+        if timed:
+            self._listen("timing", None, len(timed))
         with contextlib.closing(_work(missing, workers, timed)) as events:
             for kind, trial, content in events:
                 if kind == "timed":
