@@ -41,8 +41,8 @@ def compare(
         resume: Take over the finished trials that ``out`` holds.
         overwrite: Delete the comparison that ``out`` holds.
         listen: Called with ("plan", None, trials), ("timing", None, how many kinds of trial), ("estimate", None, how
-            long it will take by a few timed steps of each kind) and ("reused" | "start" | "progress" | "done", trial, content). Without it, nothing is
-            timed.
+            long it will take by a few timed steps of each kind) and ("reused" | "start" | "progress" | "done", trial,
+            content). Without it, nothing is timed.
 
     Returns:
         The Evidence; ``print`` it for a table.
