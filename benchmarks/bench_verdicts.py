@@ -38,13 +38,13 @@ FAMILIES = {
     "from 1 to 5, long tails": (True, tuple(0.004 * 5 ** (k / 4) for k in range(5)), 0.0),
 }
 FAMILIES_NOTE = (
-    "Of five times as many comparisons: five recipes that add nothing, and a twin that stays with float32 to the last digit unless the row says "
-    "otherwise: the share of comparisons in which at least one is called worse or better. "
+    "Of five times as many comparisons: five recipes that add nothing, and a twin that stays with float32 to the last "
+    "digit unless the row says otherwise: the share of comparisons in which at least one is called worse or better. "
     '"Alone" is without the correction for several recipes.'
 )
 POWER_NOTE = (
-    "Of as many: bf16's gap and every recipe's scatter on `text` as docs/results/compare.json has them, drawn anew: how often bf16 "
-    "is called worse, and how often one of the others is called worse or better, whose gaps are set to 0. In the last "
+    "Of as many: bf16's gap and every recipe's scatter on `text` as docs/results/compare.json has them, drawn anew: "
+    "how often bf16 is called worse, and how often one of the others is called worse or better, whose gaps are set to 0. In the last "
     "row a sixth recipe scatters by 20% of the loss."
 )
 
