@@ -44,8 +44,8 @@ FAMILIES_NOTE = (
 )
 POWER_NOTE = (
     "Of as many: bf16's gap and every recipe's scatter on `text` as docs/results/compare.json has them, drawn anew: "
-    "how often bf16 is called worse, and how often one of the others is called worse or better, whose gaps are set to 0. In the last "
-    "row a sixth recipe scatters by 20% of the loss."
+    "how often bf16 is called worse, and how often one of the others is called worse or better, whose gaps are "
+    "set to 0. In the last row a sixth recipe scatters by 20% of the loss."
 )
 
 
