@@ -15,6 +15,7 @@ LAYERS = [
     {"_needs_torch"},
     {"_torch_versions"},
     {"_torch_import"},
+    {"_processor_name"},
     {"pages", "sinks"},
     {"kernels"},
     {"environment"},

@@ -124,5 +124,6 @@ def compare_setting() -> str:
     versions = data["trials"][0]["settings"]["versions"]
     said = ", ".join(f"{name} {value}" for name, value in versions.items())
     minutes, workers = data["run"]["seconds"] / 60, data["run"]["workers"]
-    spent = f"{minutes:.1f} minutes by {workers} workers of one thread"
-    return f"`halfulp compare`: {spent}, on the CPU ({said}; docs/results/compare.json)."
+    processor = data["run"].get("processor", "the CPU")
+    spent = f"{minutes:.1f} minutes by {workers} workers of one thread on {processor}"
+    return f"`halfulp compare`: {spent} ({said}; docs/results/compare.json)."

@@ -1,7 +1,7 @@
 """Versions of torch, verdicts of compare and proofs of verify."""
 
 from ._places import place
-from ._tables import all_tables, benchmark_rows, benchmark_table, measured
+from ._tables import all_tables, benchmark_rows, benchmark_table, measured, whole_table
 
 
 @place
@@ -16,6 +16,18 @@ def verdicts() -> str:
     columns = ("gap", "noise", *(f"{seeds} seeds" for seeds in (3, 5, 10, 20, 40)))
     keep = lambda row: row["losses"] == "normal" and row["noise"] >= 0.005  # noqa: E731
     return benchmark_table("verdicts", "Verdicts", columns, keep)
+
+
+@place
+def verdicts_of_five() -> str:
+    """How often chance calls one of five recipes worse or better."""
+    return whole_table("verdicts", "Comparisons of five")
+
+
+@place
+def verdicts_of_bf16() -> str:
+    """How often bfloat16 by nearest is called worse on text."""
+    return whole_table("verdicts", "bf16 on text")
 
 
 @place

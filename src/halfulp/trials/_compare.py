@@ -40,7 +40,9 @@ def compare(
         workers: How many processes; None is one per core, at most 8.
         resume: Take over the finished trials that ``out`` holds.
         overwrite: Delete the comparison that ``out`` holds.
-        listen: Called with ("plan", None, trials), ("reused" | "start" | "progress" | "done", trial, content).
+        listen: Called with ("plan", None, trials), ("timing", None, how many kinds of trial), ("estimate", None, how
+            long it will take by a few timed steps of each kind) and ("reused" | "start" | "progress" | "done", trial,
+            content). Without it, nothing is timed.
 
     Returns:
         The Evidence; ``print`` it for a table.
@@ -53,5 +55,5 @@ def compare(
     """
     trials = plan(task, recipes, seeds, steps, data)
     with training(out, trials, workers, listen, resume, overwrite) as run:
-        run.train(trials)
+        run.train(trials, estimated=listen is not None)
     return run.evidence()

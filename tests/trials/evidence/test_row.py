@@ -27,7 +27,7 @@ def test_the_twin_sets_what_counts(make_record) -> None:
     _, twin, kahan = rows("tiny", records)
     assert twin.verdict == "control"
     scatter = (0.05 / 3) ** 0.5
-    assert kahan.noise == pytest.approx(3.182 * scatter / 3**0.5)
+    assert kahan.noise == pytest.approx(3.1824463 * scatter / 3**0.5)
     assert kahan.tolerance == pytest.approx(3 * scatter)
     assert kahan.verdict == "no difference"
 
@@ -41,6 +41,19 @@ def test_scattered_gaps_are_unclear(make_record) -> None:
     assert bf16.gap < bf16.noise
     assert kahan.gap == pytest.approx(0.0)
     assert kahan.tolerance == pytest.approx(0.01)
+
+
+def test_several_recipes_are_corrected_for_and_the_controls_are_none(make_record) -> None:
+    losses = {"bf16": (1.02, 1.03, 1.025), "bf16-kahan": (1.0, 1.02, 1.04), "fp16": (1.5, None, 1.5)}
+    records = [make_record(name, seed, 1.0) for name in ("fp32", "fp32-twin") for seed in range(3)]
+    records += [make_record(name, seed, loss) for name, found in losses.items() for seed, loss in enumerate(found)]
+    _, twin, bf16, kahan, _ = rows("tiny", records)
+    assert twin.noise == twin.interval == pytest.approx(0.001)
+    assert kahan.interval < kahan.noise < 1.1 * kahan.interval
+    assert bf16.noise > 2 * bf16.interval
+    assert (bf16.verdict, bf16.interval < bf16.gap) == ("unclear", True)
+    one = rows("tiny", [record for record in records if record["settings"]["recipe"]["name"] not in ("bf16-kahan",)])[2]
+    assert (one.verdict, one.noise) == ("worse", one.interval)
 
 
 def test_no_verdict_from_two_seeds(make_record) -> None:

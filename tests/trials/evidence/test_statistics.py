@@ -8,7 +8,7 @@ import statistics
 import pytest
 from scipy import stats
 
-from halfulp.trials.evidence._statistics import MARGIN, noise, spread, tolerance, verdict
+from halfulp.trials.evidence._statistics import MARGIN, interval, noise, pooled_spread, spread, tolerance, verdict
 
 
 @pytest.mark.parametrize("count", [3, 4, 7, 11, 12, 20, 40])
@@ -22,6 +22,48 @@ def test_noise_is_at_least_what_the_twin_scatters_and_the_margin() -> None:
     width = stats.t.ppf(0.975, 2) * math.sqrt((0.02**2 + 0.03**2) / 2) / math.sqrt(3)
     assert noise([0.1, 0.1, 0.1], [0.02, -0.03], 2.0) == pytest.approx(width, rel=1e-3)
     assert noise([0.1, 0.1, 0.1], [], 2.0) == 2.0 * MARGIN
+
+
+def test_several_recipes_scatter_at_least_as_all_do() -> None:
+    close, wide = [0.30, 0.31, 0.32], [0.1, 0.4, 0.7]
+    compared = [close, wide]
+    assert noise(close, [], 0.0, [close]) == noise(close, [], 0.0) == interval(close, [], 0.0)
+    assert pooled_spread(compared) == pytest.approx(math.sqrt((0.01**2 + 0.3**2) / 2))
+    assert pooled_spread([[0.0, 2.0], [0.0] * 5]) == pytest.approx(math.sqrt(2 / 5))
+    limit = stats.t.isf(0.045 / 2, 2)  # two recipes of three seeds need no more than one does
+    assert noise(wide, [], 0.0, compared) == pytest.approx(limit * 0.3 / math.sqrt(3))
+    # The wide one does not hide what is certain of the close one by Bonferroni's correction.
+    bonferroni = stats.t.isf(0.005 / 2 / 2, 2) * 0.01 / math.sqrt(3)
+    assert bonferroni < limit * pooled_spread(compared) / math.sqrt(3)
+    assert noise(close, [], 0.0, compared) == pytest.approx(bonferroni)
+    assert noise(close, [], 0.0, [close, [0.1, 0.12, 0.14]]) == pytest.approx(
+        limit * math.sqrt((0.01**2 + 0.02**2) / 2) / math.sqrt(3)
+    )
+    assert noise([0.3, 0.3, 0.3], [], 1.0, [[0.3, 0.3, 0.3], wide]) == MARGIN
+    assert noise(close, [], 0.0, [close, [9.0, -9.0], []]) == interval(close, [], 0.0)
+
+
+def test_no_difference_is_said_of_one_recipe_alone() -> None:
+    assert verdict(0.01, 0.5, 0.03, interval=0.02) == "no difference"
+    assert verdict(0.02, 0.5, 0.03, interval=0.001) == "no difference"
+    assert verdict(0.02, 0.5, 0.03, interval=0.02) == "unclear"
+    assert verdict(0.6, 0.5, 0.03, interval=0.02) == "worse"
+
+
+@pytest.mark.parametrize(
+    "widths", [(0.01,) * 5, (0.02, 0.004, 0.004, 0.004, 0.004), (0.02, 0.013, 0.009, 0.006, 0.004)]
+)
+def test_chance_calls_any_of_five_recipes_worse_or_better_in_a_twentieth_of_comparisons(widths, seed: int) -> None:
+    draws = random.Random(seed)
+    alone = together = 0
+    for _ in range(1000):
+        compared = [[draws.gauss(0.0, width) for _ in range(3)] for width in widths]
+        means = [abs(statistics.fmean(gaps)) for gaps in compared]
+        alone += any(mean > interval(gaps, [0.0] * 3, 1.0) for mean, gaps in zip(means, compared))
+        together += any(mean > noise(gaps, [0.0] * 3, 1.0, compared) for mean, gaps in zip(means, compared))
+    # A share of 1,000 draws exceeds 5% by .033 once in a million times.
+    assert together < 83
+    assert alone > 110
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

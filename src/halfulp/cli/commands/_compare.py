@@ -72,7 +72,19 @@ def compare(
         print_json(evidence.to_dict())
         return
     _print_tables(evidence)
-    print(f"\n{Path(out, 'compare.html')} shows the curves; {Path(out, 'compare.json')} holds the numbers.")
+    print(f"\n{_spent(evidence.run)}")
+    print(f"{Path(out, 'compare.html')} shows the curves; {Path(out, 'compare.json')} holds the numbers.")
+
+
+def _spent(run: dict[str, Any]) -> str:
+    """How long it took, on what."""
+    from ...trials.running._estimate import in_words
+
+    if not run["trained"]:
+        return "All trials were kept from an earlier run."
+    expected = f", {in_words(run['estimated_seconds'])} expected" if "estimated_seconds" in run else ""
+    workers = f"{run['workers']} worker{'' if run['workers'] == 1 else 's'} of one thread"
+    return f"{run['trained']} trials in {in_words(run['seconds'])}{expected}, by {workers} on {run['processor']}."
 
 
 def _print_tables(evidence: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..running._plan import REFERENCE, TWIN
-from ._statistics import noise, spread, tolerance, verdict
+from ._statistics import interval, noise, spread, tolerance, verdict
 
 Record = dict[str, Any]
 
@@ -21,10 +21,11 @@ class Row:
         diverged: In how many the training loss or the judged loss was not finite; then the means are None.
         loss, loss_spread: The loss that judges the task, in float32 on the decoded weights.
         gap, gap_spread: Minus float32's loss, paired by seed.
-        noise: What a gap must exceed to be called one, from three seeds on.
-        tolerance: What gap and noise together may come to and still be called no difference.
-        verdict: "reference", "control", "worse", "better", "no difference", "unclear" (the noise leaves room for a
-            large gap: more seeds), "diverged", or None.
+        noise: What a gap must exceed to be called one, from three seeds on, corrected for the number of recipes.
+        interval: The same for this recipe alone, without that correction: how far the true gap may be from ``gap``.
+        tolerance: What gap and interval together may come to and still be called no difference.
+        verdict: "reference", "control", "worse", "better", "no difference", "unclear" (the seeds leave room for
+            a large gap: more of them), "diverged", or None.
         accuracy, accuracy_spread: Share of validation targets ranked first, in float32 on the decoded weights.
         own_loss, own_accuracy: Validation in the recipe's own arithmetic.
         validation_loss: Validation loss in float32, beside ``own_loss``.
@@ -50,6 +51,7 @@ class Row:
     gap: float | None
     gap_spread: float | None
     noise: float | None
+    interval: float | None
     tolerance: float
     verdict: str | None
     accuracy: float | None
@@ -77,7 +79,12 @@ def rows(task: str, records: Sequence[Record]) -> list[Row]:
         by_recipe.setdefault(recipe, {})[record["settings"]["seed"]] = record
     reference = by_recipe.get(REFERENCE, {})
     twins = _gaps(by_recipe.get(TWIN, {}), reference)
-    return [_row(task, recipe, own, reference, twins) for recipe, own in by_recipe.items()]
+    compared = [
+        _gaps(own, reference)
+        for recipe, own in by_recipe.items()
+        if recipe not in (REFERENCE, TWIN) and not _diverged(own)
+    ]
+    return [_row(task, recipe, own, reference, twins, compared) for recipe, own in by_recipe.items()]
 
 
 def check(record: Record) -> None:
@@ -107,16 +114,27 @@ def _gaps(own: dict[int, Record], reference: dict[int, Record]) -> list[float]:
     return [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
 
 
-def _row(task: str, recipe: str, own: dict[int, Record], reference: dict[int, Record], twins: list[float]) -> Row:
+def _diverged(own: dict[int, Record]) -> int:
+    """In how many trials the training loss or the judged loss was not finite."""
+    return sum(record["result"]["diverged_at"] is not None or judged(record) is None for record in own.values())
+
+
+def _row(
+    task: str,
+    recipe: str,
+    own: dict[int, Record],
+    reference: dict[int, Record],
+    twins: list[float],
+    compared: list[list[float]],
+) -> Row:
     results = [record["result"] for record in own.values()]
     settings = next(iter(own.values()))["settings"]["recipe"]
     losses = [judged(record) for record in own.values()]
-    diverged = sum(
-        result["diverged_at"] is not None or loss is None for result, loss in zip(results, losses, strict=True)
-    )
+    diverged = _diverged(own)
     gaps = _gaps(own, reference) if not diverged else []
     baseline = _mean([judged(record) for record in reference.values()])
-    limit, allowed = noise(gaps, twins, baseline or 0.0), tolerance(twins, baseline or 0.0)
+    alone, allowed = interval(gaps, twins, baseline or 0.0), tolerance(twins, baseline or 0.0)
+    limit = noise(gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE, TWIN) else ())
     speed = _ratio(_mean([r["step_ms"] for r in results]), [r["result"]["step_ms"] for r in reference.values()])
     accuracies = [result["float32"]["validation"]["accuracy"] for result in results]
     return Row(
@@ -130,8 +148,9 @@ def _row(task: str, recipe: str, own: dict[int, Record], reference: dict[int, Re
         gap=_mean(gaps),
         gap_spread=_spread(gaps),
         noise=limit,
+        interval=alone,
         tolerance=allowed,
-        verdict=_verdict(recipe, diverged, _mean(gaps), limit, allowed),
+        verdict=_verdict(recipe, diverged, _mean(gaps), limit, alone, allowed),
         accuracy=_mean(accuracies),
         accuracy_spread=_spread(accuracies),
         validation_loss=_mean([result["float32"]["validation"]["loss"] for result in results]),
@@ -156,14 +175,16 @@ def _underflow(result: dict[str, Any], which: str) -> float | None:
     return share
 
 
-def _verdict(recipe: str, diverged: int, gap: float | None, limit: float | None, allowed: float) -> str | None:
+def _verdict(
+    recipe: str, diverged: int, gap: float | None, limit: float | None, alone: float | None, allowed: float
+) -> str | None:
     if diverged:
         return "diverged"
     if recipe == REFERENCE:
         return "reference"
     if recipe == TWIN:
         return "control"
-    return None if gap is None else verdict(gap, limit, allowed)
+    return None if gap is None else verdict(gap, limit, allowed, alone)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -4,6 +4,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from ._simultaneous_quantile import simultaneous_quantile
+
 MARGIN = 1e-3
 
 # Where the twin stays with float32 to the last digits, it is enough to know the loss to a hundredth.
@@ -12,8 +14,8 @@ _CLOSE = 10 * MARGIN
 # A gap of up to three times what the start alone changes is still called no difference.
 _TWINS = 3
 
-# Two-sided 95% quantiles of Student's t by degrees of freedom.
-_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
+# How often chance may call one of several recipes worse or better: 5%, given to two limits of which the lower counts.
+_POOLED, _BONFERRONI = 0.045, 0.005
 
 
 def spread(values: Sequence[float]) -> float | None:
@@ -25,8 +27,8 @@ def spread(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def noise(gaps: Sequence[float], twin_gaps: Sequence[float], reference: float) -> float | None:
-    """How large a mean gap must be to count as one: the largest of three.
+def interval(gaps: Sequence[float], twin_gaps: Sequence[float], reference: float) -> float | None:
+    """How far a recipe's true gap may be from the mean of its gaps, whatever else was compared: the largest of three.
 
     - half the 95% confidence interval of the mean of the gaps, paired by seed (Student's t);
     - the same for a mean of as many gaps that scatter about 0 as those between float32 and its twin do, whose start
@@ -36,24 +38,67 @@ def noise(gaps: Sequence[float], twin_gaps: Sequence[float], reference: float) -
     The first two fall with the square root of the seeds, so that more seeds tell smaller differences.
     None where there are fewer than three seeds: then there is no verdict.
 
-    >>> noise([0.060, 0.062, 0.064], [1e-5], 2.0)
+    >>> interval([0.060, 0.062, 0.064], [1e-5], 2.0)
     0.0049...
     """
     count = len(gaps)
     if count < 3:
         return None
-    interval = _quantile(count - 1) * statistics.stdev(gaps) / math.sqrt(count)
-    twins = _quantile(len(twin_gaps)) * _scatter(twin_gaps) / math.sqrt(count) if twin_gaps else 0.0
-    return max(interval, twins, MARGIN * abs(reference))
+    own = simultaneous_quantile(count, 1) * math.sqrt(_variance(gaps) / count)
+    twins = simultaneous_quantile(len(twin_gaps) + 1, 1) * _scatter(twin_gaps) / math.sqrt(count) if twin_gaps else 0.0
+    return max(own, twins, MARGIN * abs(reference))
+
+
+def noise(
+    gaps: Sequence[float], twin_gaps: Sequence[float], reference: float, compared: Sequence[Sequence[float]] = ()
+) -> float | None:
+    """How large a mean gap must be to count as one among those of all recipes compared.
+
+    At least the `interval`. Where several recipes are compared it also exceeds one of two, in standard errors of the
+    mean, so that chance calls any of them worse or better in at most 4.5% + 0.5% of comparisons, even where some
+    recipes scatter much more than others:
+
+    - the `simultaneous_quantile` of so many recipes, where the deviation of a recipe's gaps is taken to be at least
+      the pooled one, the root mean square over the recipes: at three seeds a small deviation is mostly chance;
+    - Student's quantile with Bonferroni's correction, for the recipe's own deviation: one recipe that scatters wildly
+      does not hide what is certain of the others.
+
+    Args:
+        gaps: of this recipe, one per seed.
+        twin_gaps: between float32 and its twin.
+        reference: float32's loss.
+        compared: the gaps of every recipe compared, of this one too; those of fewer than three seeds do not count.
+
+    >>> noise([0.060, 0.062, 0.064], [], 2.0, [[0.060, 0.062, 0.064], [0.02, 0.01, 0.03]])
+    0.0188...
+    """
+    alone = interval(gaps, twin_gaps, reference)
+    family = [one for one in compared if len(one) > 2]
+    if alone is None or len(family) < 2:
+        return alone
+    count, own = len(gaps), math.sqrt(_variance(gaps))
+    pooled = simultaneous_quantile(count, len(family), _POOLED) * max(own, pooled_spread(family))
+    bonferroni = simultaneous_quantile(count, 1, _BONFERRONI / len(family)) * own
+    return max(alone, min(pooled, bonferroni) / math.sqrt(count))
+
+
+def pooled_spread(compared: Sequence[Sequence[float]]) -> float:
+    """The root mean square of the standard deviations of several recipes' gaps, weighted by degrees of freedom.
+
+    >>> pooled_spread([[1.0, 3.0], [0.0, 0.0]])
+    1.0
+    """
+    degrees = sum(len(gaps) - 1 for gaps in compared)
+    return math.sqrt(sum((len(gaps) - 1) * _variance(gaps) for gaps in compared) / degrees)
 
 
 def tolerance(twin_gaps: Sequence[float], reference: float) -> float:
-    """What a gap and its noise may come to together and still be called no difference: the larger of two.
+    """What a gap and its interval may come to together and still be called no difference: the larger of two.
 
     - a hundredth of float32's loss;
     - three times the root mean square of the gaps between float32 and its twin.
 
-    Neither grows with the seeds, and a noise that falls below both always leads to a verdict.
+    Neither grows with the seeds, and an interval that falls below both always leads to a verdict.
 
     >>> tolerance([1e-5, 0.0, -1e-5], 2.0)
     0.02
@@ -61,29 +106,30 @@ def tolerance(twin_gaps: Sequence[float], reference: float) -> float:
     return max(_CLOSE * abs(reference), _TWINS * _scatter(twin_gaps))
 
 
-def _quantile(degrees: int) -> float:
-    """Student's two-sided 95% quantile; beyond the table its expansion about the normal one (Abramowitz, 26.7.5)."""
-    if degrees in _T:
-        return _T[degrees]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+def _variance(gaps: Sequence[float]) -> float:
+    """As `statistics.variance`, in floats: simulations ask for millions."""
+    mean = math.fsum(gaps) / len(gaps)
+    return math.fsum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1)
 
 
 def _scatter(twin_gaps: Sequence[float]) -> float:
     """The root mean square of gaps whose true mean is 0."""
-    return math.sqrt(statistics.fmean(gap * gap for gap in twin_gaps)) if twin_gaps else 0.0
+    return math.sqrt(math.fsum(gap * gap for gap in twin_gaps) / len(twin_gaps)) if twin_gaps else 0.0
 
 
-def verdict(gap: float, noise: float | None, tolerance: float) -> str | None:
+def verdict(gap: float, noise: float | None, tolerance: float, interval: float | None = None) -> str | None:
     """ "worse", "better", "no difference" or "unclear" for a gap in a loss (smaller is better); None without a noise.
 
-    A gap within its noise is no difference only where ``abs(gap) + noise`` is within the tolerance.
+    A gap within its noise is no difference only where ``abs(gap) + interval`` is within the tolerance. That is said of
+    one recipe, and needs no correction for the others; without an interval, the noise takes its place.
 
     >>> verdict(0.06, 0.005, 0.02), verdict(-0.001, 0.005, 0.02), verdict(0.001, 0.5, 0.02), verdict(0.06, None, 0.02)
     ('worse', 'no difference', 'unclear', None)
+    >>> verdict(0.001, 0.5, 0.02, interval=0.005)
+    'no difference'
     """
     if noise is None:
         return None
     if abs(gap) > noise:
         return "worse" if gap > 0 else "better"
-    return "no difference" if abs(gap) + noise <= tolerance else "unclear"
+    return "no difference" if abs(gap) + (noise if interval is None else interval) <= tolerance else "unclear"

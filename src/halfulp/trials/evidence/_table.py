@@ -138,6 +138,12 @@ def notes(evidence: FinishedTrials, task: str) -> list[str]:
         said.append(kind_of(task).paper_note)
     if any(row.verdict is None for row in rows):
         said.append("A verdict needs 3 seeds: --seeds 3 --resume trains only what is missing.")
+    together = sum(row.noise is not None and row.verdict not in ("reference", "control") for row in rows)
+    if together > 1:
+        said.append(
+            f"Verdicts are corrected for the {together} recipes: by chance any of them is called worse or better in at "
+            "most 5% of comparisons."
+        )
     if any(row.verdict == "unclear" for row in rows):
         more = f"--seeds {2 * rows[0].seeds} --resume"
         said.append(f"Unclear: the gaps of the seeds lie too far apart to tell. More seeds will: {more}.")

@@ -14,6 +14,7 @@ from ...environment import core_count
 from . import _worker
 from ._exit_code import how_it_ended, is_killed
 from ._plan import Trial
+from ._probe import Probe
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
@@ -49,11 +50,11 @@ class _Worker:
             self.process.start()
         theirs.close()
 
-    def give(self, trial: Trial) -> None:
-        """Send the next trial; a worker that died meanwhile is noticed when its pipe is read."""
-        self.trial = trial
+    def give(self, job: Trial | Probe) -> None:
+        """Send the next trial or probe; a worker that died meanwhile is noticed when its pipe is read."""
+        self.trial = job.trial if isinstance(job, Probe) else job
         with contextlib.suppress(OSError):
-            self.connection.send(trial)
+            self.connection.send(job)
 
     def end(self) -> None:
         """Stop it, whatever it is doing."""
@@ -65,34 +66,36 @@ class _Worker:
             self.process.join()
 
 
-def work(trials: Sequence[Trial], workers: int) -> Generator[Event, None, None]:
+def work(trials: Sequence[Trial], workers: int, probes: Sequence[Probe] = ()) -> Generator[Event, None, None]:
     """Train all trials and yield ("start", trial, None), ("progress", trial, (step, loss)), ("done", trial, result).
 
+    Probes come first; each yields ("timed", its trial, a Cost or None).
     Leaving the loop early, by an exception or otherwise, ends the workers.
 
     Raises:
         TrialError: a trial crashed or its worker died; the other workers are ended.
     """
-    waiting = list(reversed(trials))
-    open_trials = len(waiting)
+    waiting: list[Trial | Probe] = [*reversed(trials), *reversed(probes)]
+    unfinished = len(waiting)
     with tempfile.TemporaryDirectory(prefix="halfulp-") as logs, contextlib.ExitStack() as stack:
         crew: dict[Any, _Worker] = {}
-        for number in range(min(workers, open_trials)):
+        for number in range(min(workers, unfinished)):
             worker = _Worker(number, logs)
             stack.callback(worker.end)
             crew[worker.connection] = worker
-        while open_trials:
+        while unfinished:
             for connection in wait(list(crew)):
                 worker = crew[connection]
                 kind, content = _receive(worker)
                 if worker.trial is not None:  # what has none yet is ready for its first
                     yield kind, worker.trial, content
-                if kind == "done":
-                    open_trials -= 1
+                if kind in ("done", "timed"):
+                    unfinished -= 1
                 if kind != "progress" and waiting:
-                    trial = waiting.pop()
-                    worker.give(trial)
-                    yield "start", trial, None
+                    job = waiting.pop()
+                    worker.give(job)
+                    if isinstance(job, Trial):
+                        yield "start", job, None
 
 
 def _receive(worker: _Worker) -> tuple[str, Any]:

@@ -5,15 +5,19 @@ import time
 from types import TracebackType
 from typing import Any
 
+from ._estimate import Estimate, TimeLeft, in_words
 from ._plan import Trial
 
 
 class Progress:
-    """A listener for ``compare`` and a context manager; live bars on a terminal, a line per trial elsewhere."""
+    """A listener for ``compare`` and a context manager; live bars on a terminal, a line per trial elsewhere.
+
+    Both say about how long the rest takes.
+    """
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bars
 
         self.console = Console(file=sys.stderr, highlight=False)
@@ -23,8 +27,7 @@ class Progress:
             BarColumn(bar_width=28),
             TextColumn("{task.percentage:>3.0f}%"),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[said]}"),
             console=self.console,
             transient=True,
             disable=not self.live,
@@ -36,6 +39,8 @@ class Progress:
         self.total = self.steps = 0
         self.finished = 0
         self.overall: Any = None
+        self.left = TimeLeft()
+        self.estimated = False
 
     def __enter__(self) -> "Progress":
         self.bars.start()
@@ -52,43 +57,78 @@ class Progress:
 
     def _plan(self, trial: None, trials: list[Trial]) -> None:
         new = [one for one in trials if one.key not in self.planned]
+        self.left.plan(new)
         self.planned |= {one.key for one in new}
         self.total, self.steps = len(self.planned), self.steps + sum(one.steps for one in new)
         if self.overall is None:
-            self.overall = self.bars.add_task("", total=self.steps, loss="")
+            self.overall = self.bars.add_task("", total=self.steps, said="")
         self.bars.update(self.overall, description=f"[bold]{self.total} trials", total=self.steps)
+
+    def _timing(self, trial: None, kinds: int) -> None:
+        said = f"timing a few steps of {kinds} kind{'' if kinds == 1 else 's'} of trial"
+        self.bars.update(self.overall, said=said)
+
+    def _estimate(self, trial: None, found: Estimate) -> None:
+        self.left.take(found)
+        self.estimated = found.seconds is not None
+        self.bars.update(self.overall, said="")
+        if found.seconds is None:
+            return
+        workers = f"{found.workers} worker{'' if found.workers == 1 else 's'} of one thread"
+        each = ", ".join(f"{task} {in_words(seconds)}" for task, seconds in found.of_task.items())
+        each = f" ({each})" if len(found.of_task) > 1 else ""
+        self.console.print(f"About {in_words(found.seconds)}{each} by {workers} on {found.processor}.", soft_wrap=True)
+        self._show_left()
+
+    def _show_left(self) -> None:
+        """Write the time left beside the bar of all trials, which it moves where it was estimated from the start."""
+        left = self.left.seconds()
+        if not self.live or left is None:
+            return
+        self.bars.update(self.overall, said=f"about {in_words(left)} left")
+        if self.estimated:
+            spent = self.bars.tasks[self.bars.task_ids.index(self.overall)].elapsed or 0.0
+            self.bars.update(self.overall, total=spent + left, completed=spent)
 
     def _reused(self, trial: Trial, result: Any) -> None:
         if trial.key in self.ended:
             return
         self.ended.add(trial.key)
+        self.left.done(trial)
         self.finished += 1
         self.bars.advance(self.overall, trial.steps)
         self._line(trial, result, "kept")
 
     def _start(self, trial: Trial, content: None) -> None:
-        self.running[trial.key] = self.bars.add_task(f"  {trial}", total=trial.steps, loss="")
+        self.running[trial.key] = self.bars.add_task(f"  {trial}", total=trial.steps, said="")
+        self.left.start(trial)
         self.started[trial.key] = time.monotonic()
 
     def _progress(self, trial: Trial, content: tuple[int, float]) -> None:
         step, loss = content
         task = self.running[trial.key]
         done = self.bars.tasks[self.bars.task_ids.index(task)].completed if self.live else 0
-        self.bars.update(task, completed=step, loss=f"loss {loss:.4f}")
+        self.left.progress(trial, step)
+        self.bars.update(task, completed=step, said=f"loss {loss:.4f}")
         self.bars.advance(self.overall, step - done)
+        self._show_left()
 
     def _done(self, trial: Trial, result: Any) -> None:
         self.ended.add(trial.key)
         self.finished += 1
+        self.left.done(trial)
         task = self.running.pop(trial.key)
         if self.live:
             rest = trial.steps - self.bars.tasks[self.bars.task_ids.index(task)].completed
             self.bars.advance(self.overall, rest)
             self.bars.remove_task(task)
+        self._show_left()
         self._line(trial, result, f"{time.monotonic() - self.started[trial.key]:.1f} s")
 
     def _line(self, trial: Trial, result: Any, how: str) -> None:
         loss = result["float32"]["validation"]["loss"]
         said = f"validation loss {loss:.4f}" if loss is not None else f"diverged at step {result['diverged_at']}"
         count = f"{self.finished:>{len(str(self.total))}}/{self.total}"
-        self.console.print(f"[dim]{count}[/dim]  {trial!s:<38} {said}  [dim]{how}[/dim]")
+        left = self.left.seconds()
+        rest = f", about {in_words(left)} left" if left and not self.live else ""
+        self.console.print(f"[dim]{count}[/dim]  {trial!s:<38} {said}  [dim]{how}{rest}[/dim]", soft_wrap=True)

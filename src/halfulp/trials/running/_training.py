@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from ..._processor_name import processor_name
 from ...pages import require
 from ..evidence._evidence import Evidence
 from . import _in_process, _pool
+from ._estimate import estimate
 from ._observed import READINGS
 from ._plan import Trial
+from ._probe import Cost, Probe, cost_class, probes
 from ._store import Store
 
 Listener = Callable[[str, Trial | None, Any], None]
@@ -21,7 +24,8 @@ class Training:
 
     Args:
         workers: how many processes; None is one per core, at most 8.
-        listen: called with ("plan", None, trials), ("reused" | "start" | "progress" | "done", trial, content).
+        listen: called with ("plan", None, trials), ("timing", None, how many kinds), ("estimate", None, an Estimate)
+            and ("reused" | "start" | "progress" | "done", trial, content).
         store: the folder, or None.
         resume: whether finished trials of the folder are taken over.
     """
@@ -31,10 +35,11 @@ class Training:
         self._store, self._resume = store, resume
         self._trials: dict[str, Trial] = {}
         self._seconds, self._trained = 0.0, 0
+        self._estimated: float | None = None
         self.results: dict[str, dict[str, Any]] = {}
 
-    def train(self, trials: Sequence[Trial]) -> None:
-        """Train what has no result yet."""
+    def train(self, trials: Sequence[Trial], estimated: bool = False) -> None:
+        """Train what has no result yet; ``estimated`` has a few steps timed before, and the listener told of it."""
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
             self.results |= self._store.finished([trial for trial in trials if trial.key not in self.results])
@@ -43,8 +48,21 @@ class Training:
             if trial not in missing:
                 self._listen("reused", trial, self.results[trial.key])
         start = time.monotonic()
-        with contextlib.closing(_work(missing, min(self._workers, len(missing)))) as events:
+        workers = min(self._workers, len(missing))
+        timed = probes(missing) if estimated else []
+        costs: dict[str, Cost | None] = {}
+        if timed:
+            self._listen("timing", None, len(timed))
+        with contextlib.closing(_work(missing, workers, timed)) as events:
             for kind, trial, content in events:
+                if kind == "timed":
+                    costs[cost_class(trial)] = content
+                    if len(costs) == len(timed):
+                        spent = time.monotonic() - start
+                        found = estimate(missing, costs, workers, _pool.cores(), spent, processor_name())
+                        self._estimated = found.seconds
+                        self._listen("estimate", None, found)
+                    continue
                 if kind == "done":
                     self.results[trial.key] = content
                     if self._store is not None:
@@ -59,8 +77,14 @@ class Training:
             {"settings": trial.settings(), "result": {k: v for k, v in self.results[key].items() if k != READINGS}}
             for key, trial in self._trials.items()
         ]
-        run = {"workers": min(self._workers, len(records)), "cores": _pool.cores(), "seconds": round(self._seconds, 1)}
-        run |= {"trained": self._trained, "reused": len(records) - self._trained}
+        run: dict[str, Any] = {
+            "workers": min(self._workers, len(records)),
+            "cores": _pool.cores(),
+            "seconds": round(self._seconds, 1),
+        }
+        run |= {"trained": self._trained, "reused": len(records) - self._trained, "processor": processor_name()}
+        if self._estimated is not None:
+            run["estimated_seconds"] = round(self._estimated, 1)
         return Evidence(trials=tuple(records), run=run)
 
     def _has(self, trial: Trial) -> bool:
@@ -105,10 +129,10 @@ def training(
         store.finish(run.evidence())
 
 
-def _work(trials: Sequence[Trial], workers: int) -> Generator[_pool.Event, None, None]:
+def _work(trials: Sequence[Trial], workers: int, timed: Sequence[Probe]) -> Generator[_pool.Event, None, None]:
     """Train in this process what must be, and all other trials in workers."""
     yield from _in_process.work([trial for trial in trials if trial.task.in_process])
-    yield from _pool.work([trial for trial in trials if not trial.task.in_process], workers)
+    yield from _pool.work([trial for trial in trials if not trial.task.in_process], workers, timed)
 
 
 def _nobody(kind: str, trial: Trial | None, content: Any) -> None:

@@ -33,6 +33,7 @@ def run(
     data: Data,
     report: Report | None = None,
     observed: bool = False,
+    take: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
 ) -> dict[str, Any]:
     """Train, measure, and return the result as plain data; a loss that is not finite ends it as "diverged".
 
@@ -44,6 +45,7 @@ def run(
         data: ``task.load()``.
         report: Called now and then with the number of steps done and the latest loss.
         observed: Whether `hu.observe` watches, which changes no bit; the result then has its ``observed`` readings.
+        take: Which of the batches are trained on: all.
     """
     torch.manual_seed(seed)
     # What is not batches, a model and a loss brings its own loop.
@@ -61,7 +63,8 @@ def run(
             scaling(recipe, model, optimizer, steps) as scaled,
             observing(observed, model, optimizer, steps) as seen,
         ):
-            course = _train(task, model, loss, optimizer, task.batches(data, seed, steps), steps, report, scaled)
+            batches = take(task.batches(data, seed, steps))
+            course = _train(task, model, loss, optimizer, batches, steps, report, scaled)
         failed = course["diverged_at"] is not None
         own = _NOTHING if failed else evaluate(task, model, judge, data.validation)
     wide = _in_float32(task, blank, data, None if failed else optimizer.float32_state_dict(model))

@@ -9,12 +9,14 @@ from typing import Any
 from ..._extensions import load_inherited
 from ..tasks import Data
 from ._plan import Trial
+from ._probe import Probe, measure
 
 
 def main(connection: Connection, log: str) -> None:
     """Serve trials until the parent hangs up. Whatever is printed meanwhile goes to the file ``log``.
 
-    Messages sent are ("ready", None), ("progress", (step, loss)), ("done", result) and ("failed", (line, trace)).
+    Messages sent are ("ready", None), ("timed", cost), ("progress", (step, loss)), ("done", result) and ("failed",
+    (line, trace)).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -28,19 +30,22 @@ def main(connection: Connection, log: str) -> None:
     try:
         connection.send(("ready", None))
         while True:
-            trial = connection.recv()
-            connection.send(_answer(trial, loaded, connection))
+            job = connection.recv()
+            connection.send(_answer(job, loaded, connection))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def _answer(trial: Trial, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
+def _answer(job: Trial | Probe, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
     from ._trial import run
 
+    trial = job.trial if isinstance(job, Probe) else job
     try:
         which = repr(trial.task.settings())
         if which not in loaded:
             loaded[which] = trial.task.load()
+        if isinstance(job, Probe):
+            return "timed", measure(trial, loaded[which])
 
         def report(step: int, loss: float) -> None:
             connection.send(("progress", (step, loss)))

@@ -12,7 +12,7 @@ from ...recipes import Recipe
 from ...recipes._plan import assign
 from ..evidence._headline import KEPT
 from ..evidence._row import Row, judged
-from ..evidence._statistics import noise
+from ..evidence._statistics import interval, verdict
 from ..running._observed import READINGS
 from ..running._plan import REFERENCE, TWIN, Trial
 from ..running._training import Training
@@ -138,16 +138,21 @@ class Search:
         return dataclasses.replace(candidate, outcome="worse", why=why, gap=row.gap)
 
     def _judged(self, row: Row) -> tuple[str, str]:
-        """The outcome of a candidate that was trained from all seeds, and why."""
+        """The outcome of a candidate that was trained from all seeds, and why.
+
+        It is that of a comparison of this candidate alone with float32, without the correction for several recipes:
+        what becomes of one must not depend on how many were tried before it.
+        """
         assert row.gap is not None
-        assert row.noise is not None
+        assert row.interval is not None
         if self.tolerance is None:
-            outcome = "holds" if row.verdict in KEPT else str(row.verdict)
-        elif row.gap + row.noise <= self._allowed(row):
+            alone = verdict(row.gap, row.interval, row.tolerance)
+            outcome = "holds" if alone in KEPT else str(alone)
+        elif row.gap + row.interval <= self._allowed(row):
             outcome = "holds"
         else:
-            outcome = "worse" if row.gap - row.noise > self._allowed(row) else "unclear"
-        why = "" if outcome != "unclear" else f"seeds scatter by {row.noise:.4f}: more of them (seeds=) would tell"
+            outcome = "worse" if row.gap - row.interval > self._allowed(row) else "unclear"
+        why = "" if outcome != "unclear" else f"seeds scatter by {row.interval:.4f}: more of them (seeds=) would tell"
         return outcome, why
 
     def _allowed(self, row: Row) -> float:
@@ -167,7 +172,7 @@ class Search:
                 losses[name][record["settings"]["seed"]] = judged(record)
         pairs = [(losses[TWIN].get(seed), losses[REFERENCE].get(seed)) for seed in self.seeds]
         twins = [twin - reference for twin, reference in pairs if twin is not None and reference is not None]
-        least = noise([0.0] * len(self.seeds), twins, loss)
+        least = interval([0.0] * len(self.seeds), twins, loss)
         assert least is not None
         assert self.tolerance is not None
         if least > self.tolerance * abs(loss):

@@ -48,8 +48,9 @@ def tune(
 
     Args:
         task: a task's name, a Task, or a training step of your own: `halfulp.trials.tasks.Step`.
-        tolerance: by which share of float32's loss a recipe's may be above it, 0.01 for one per cent: gap and its noise
-            (half of a 95% interval over seeds) together. None: what `halfulp.compare` calls no difference.
+        tolerance: by which share of float32's loss a recipe's may be above it, 0.01 for one per cent: gap and half of
+            its 95% interval over seeds together. None: what `halfulp.compare` calls no difference or better where it
+            compares that recipe alone.
         recipes: candidates of your own, tried by their bytes as they are; None takes those of step 2.
         param_dtypes: of the candidates: "bfloat16", "float16" or both, the preferred one first.
         seeds: how many (0, 1, ...), or which; three or more.

@@ -1,0 +1,69 @@
+"""Probes: what a few timed steps say of a trial, by a fake clock, and that they change nothing."""
+
+import pytest
+
+from halfulp import recipes
+from halfulp.trials import compare
+from halfulp.trials.running._estimate import Estimate
+from halfulp.trials.running._plan import Trial
+from halfulp.trials.running._probe import Cost, _cost, measure
+from halfulp.trials.tasks import get
+
+
+class Ticking:
+    """A clock that is a second later at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_the_median_step_and_the_rest() -> None:
+    found = _cost(10.0, [12.0, 13.0, 14.0, 20.0, 21.0], 22.0, evaluations=5.0)
+    assert found == Cost(step=1.0, rest=2.0 + 5.0)
+    assert found.seconds(100) == 107.0
+    assert _cost(0.0, [1.0, 2.0], 3.0, 1.0) is None
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "bf16-split8", "e8m3", "fp16-adaptive", "scaled-fp16"])
+def test_a_trial_is_timed_by_a_few_of_its_steps(recipe: str) -> None:
+    task = get("digits", None)
+    found = measure(Trial(task, recipes.get(recipe), 0, 1500), task.load(), Ticking())
+    # One look at the clock per step; 1,437 examples of the training and 360 of the validation, which is judged twice.
+    assert found == Cost(step=1.0, rest=pytest.approx(1 + (2 * 360 + 1437) / (2 * 256 + 1437)))
+
+
+def test_a_loop_of_a_tasks_own_is_timed_by_its_reports() -> None:
+    task = get("linear-regression", None)
+    found = measure(Trial(task, recipes.get("fp32"), 0, 2000), task.load(), Ticking())
+    assert found == Cost(step=1.0, rest=2.0)
+
+
+def test_what_fails_is_left_to_the_trial(tiny) -> None:
+    task = tiny.Tiny(trap="raise")
+    assert measure(Trial(task, recipes.get("fp32"), 1, 100), task.load()) is None
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_compare_estimates_first_and_finds_the_same(tiny) -> None:
+    events: list[tuple[str, object]] = []
+    names = ["bf16", "bf16-stochastic"]
+    heard = compare(
+        tiny.Tiny(), names, 2, steps=80, workers=1, listen=lambda kind, _, content: events.append((kind, content))
+    )
+    silent = compare(tiny.Tiny(), names, 2, steps=80, workers=1)
+    assert [row.loss for row in heard.rows()] == [row.loss for row in silent.rows()]
+    kinds = [kind for kind, _ in events]
+    assert kinds[:4] == ["plan", "timing", "estimate", "start"]
+    assert events[1][1] == 2
+    assert kinds.count("estimate") == 1
+    found = events[2][1]
+    assert isinstance(found, Estimate)
+    assert found.seconds is not None
+    assert set(found.of_trial) == {f"tiny.{name}.seed{seed}" for name in ("fp32", *names) for seed in (0, 1)}
+    assert heard.run["estimated_seconds"] == round(found.seconds, 1)
+    assert heard.run["processor"] == silent.run["processor"] == found.processor
+    assert "estimated_seconds" not in silent.run

@@ -1,0 +1,63 @@
+"""What a person reads while trials run, without a terminal."""
+
+import io
+import re
+
+import pytest
+
+from halfulp.trials.running._estimate import TimeLeft, estimate
+from halfulp.trials.running._plan import plan
+from halfulp.trials.running._probe import Cost, cost_class
+from halfulp.trials.running._progress import Progress
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_estimate_comes_first_and_the_time_left_falls(
+    tiny, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    monkeypatch.setenv("FORCE_COLOR", "1") if terminal else monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    clock, progress = Clock(), Progress()
+    progress.left = TimeLeft(clock)
+    trials = plan(tiny.Tiny(), ["fp32"], 3, 100, None)
+    done = {"float32": {"validation": {"loss": 1.5}}, "diverged_at": None}
+    lefts = []
+    with progress:
+        progress("plan", None, trials)
+        progress("timing", None, 1)
+        assert progress.bars.tasks[0].fields["said"] == "timing a few steps of 1 kind of trial"
+        costs = {cost_class(trials[0]): Cost(step=0.6, rest=0.0)}
+        progress(
+            "estimate",
+            None,
+            estimate(trials, costs, 1, 2, 3.0, "A Processor 7 with a name that is longer than the line"),
+        )
+        for trial in trials:
+            progress("start", trial, None)
+            clock.now += 30.0
+            progress("progress", trial, (50, 2.0))
+            lefts.append(progress.bars.tasks[0].fields["said"])
+            clock.now += 30.0
+            progress("done", trial, done)
+        total, finished = progress.bars.tasks[0].total, progress.bars.tasks[0].completed
+    said = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", progress.console.file.getvalue())
+    first = "About 3.0 min by 1 worker of one thread on A Processor 7 with a name that is longer than the line.\n"
+    assert first in said
+    assert progress.live == terminal
+    if terminal:
+        assert lefts == ["about 2.5 min left", "about 1.5 min left", "about 30 s left"]
+        assert total == finished
+    else:
+        assert said.startswith(first)
+        assert "1/3  tiny · fp32 · seed 0" in said
+        assert re.findall(r"about (.*) left", said) == ["2.0 min", "60 s"]
