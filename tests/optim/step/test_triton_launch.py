@@ -205,9 +205,9 @@ def test_steps_equal_the_reference_bit_for_bit(seed):
     if torch.cuda.is_available():
         assert compare(seed, "cuda") == []
         return
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from optim.test_triton import compare\n"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from tests.optim.step.test_triton_launch import compare\n"
     code += "print(compare(int(sys.argv[2]), 'cpu'))"
-    command = [sys.executable, "-c", code, str(Path(__file__).parents[2]), str(seed)]
+    command = [sys.executable, "-c", code, str(Path(__file__).parents[3]), str(seed)]
     run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.strip() == "[]"
