@@ -50,26 +50,32 @@ NAMES = (
     "tune",
     "house",
 )
+ASIDE = ("gpu",)  # not among all: they need what most machines lack
 
 
 def main() -> None:
     """Each benchmark in a process of its own, with the peers' Python where it was built."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(NAMES)}; all by default")
-    chosen = parser.parse_args().names or list(NAMES)
-    unknown = sorted(set(chosen) - set(NAMES))
+    parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(NAMES)}; all by default; or {ASIDE[0]}")
+    given, options = parser.parse_known_args()
+    chosen = given.names or list(NAMES)
+    known = (*NAMES, *ASIDE)
+    unknown = sorted(set(chosen) - set(known))
     if unknown:
-        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(NAMES)}")
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
+    if options and len(given.names) != 1:
+        parser.error(f"{' '.join(options)}: options are those of one benchmark, named before them")
     python = str(PYTHON) if PYTHON.exists() else sys.executable
     if python == sys.executable and not PYTHON.exists():
         print("benchmarks/.peers is not there, so peers count as absent: python -m benchmarks.peers builds it")
     failed = []
     for name in chosen:
         print(f"== {name}", flush=True)
-        done = subprocess.run([python, "-W", "ignore", "-m", f"benchmarks.bench_{name}"], cwd=ROOT, check=False)
+        done = subprocess.run([python, "-W", "ignore", "-m", f"benchmarks.bench_{name}", *options], cwd=ROOT, check=False)
         if done.returncode != 0:
             failed.append(name)
-    subprocess.run([python, "-m", "benchmarks.tables"], cwd=ROOT, check=True)
+    if "--dry-run" not in options:
+        subprocess.run([python, "-m", "benchmarks.tables"], cwd=ROOT, check=True)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -1,0 +1,46 @@
+"""The engine that a part's steps run by: Triton on a GPU, its interpreter in a dry run, or what there is."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+
+from ._run import Run
+
+LOST = "no Triton kernel"
+
+
+def has_triton() -> bool:
+    """Whether triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def engine_of(run: Run) -> str:
+    """The engine's name for `hu.kernels.engine`."""
+    if run.on_gpu:
+        return "auto"
+    return "triton" if has_triton() and os.environ.get("TRITON_INTERPRET") == "1" else "auto"
+
+
+def engine_note(run: Run) -> str:
+    """What a table says of its engine."""
+    if not has_triton():
+        how = "plain torch operations" if run.on_gpu else "the CPU's own kernels"
+        return f"triton is not installed: {how} instead."
+    if run.on_gpu:
+        return "Steps by Triton."
+    return "Steps by Triton's interpreter." if engine_of(run) == "triton" else "Steps by the CPU's own kernels."
+
+
+@contextlib.contextmanager
+def no_silent_fallback() -> Iterator[None]:
+    """Raise RuntimeError at the end if a step's Triton kernel could not be used and torch took over."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield
+    for warning in said:
+        if LOST in str(warning.message):
+            raise RuntimeError(str(warning.message))

@@ -1,0 +1,73 @@
+"""The tests marked `cuda`, by pytest in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+from .._harness import ROOT
+from ._run import Run, Unavailable
+
+MARK = "mark.cuda"
+# pytest's own options of the project but for warnings as errors: those of a package that is beside the matter end no
+# test here.
+OPTIONS = ("-o", "addopts=", "--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default")
+COLUMNS = {"test": "", "outcome": "", "s": ".1f", "met": "", "failed": ""}
+
+
+def files() -> list[str]:
+    """The files that have such a test."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if MARK in path.read_text())
+
+
+def measure(run: Run) -> None:
+    """One row per test."""
+    how = "" if run.on_gpu else " Without a device all are skipped."
+    table = run.table("Tests that need CUDA", COLUMNS, f"`pytest -m cuda`.{how}")
+    run.attempt("pytest", lambda: _tests(run, table), lambda why: run.add(table, test="pytest", failed=why))
+
+
+def _tests(run: Run, table) -> None:
+    if importlib.util.find_spec("pytest") is None:
+        raise Unavailable("pytest is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "cuda", *OPTIONS, f"--junit-xml={report}", *files()]
+        path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, text=True, capture_output=True, check=False, timeout=max(1.0, run.left()),
+                env={**os.environ, "PYTHONPATH": path},
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"not done within {error.timeout:.0f} s") from None
+        print(done.stdout[-6000:], done.stderr[-2000:], sep="\n")
+        if not report.exists():
+            raise RuntimeError(f"pytest ended with code {done.returncode}: {(done.stdout + done.stderr)[-300:]}")
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    if not cases:
+        raise RuntimeError(f"no test was found: pytest ended with code {done.returncode}")
+    for case in cases:
+        _row(run, table, case)
+
+
+def _row(run: Run, table, case: ElementTree.Element) -> None:
+    name = f"{case.get('classname', '').removeprefix('tests.')}.{case.get('name')}"
+    kinds = {child.tag: child.get("message") or "" for child in case}
+    outcome = next((kind for kind in ("error", "failure", "skipped") if kind in kinds), "passed")
+    wrong = outcome in ("error", "failure") or (outcome == "skipped" and run.on_gpu)
+    run.add(
+        table,
+        test=name,
+        outcome=outcome,
+        s=float(case.get("time", 0)),
+        met=False if wrong else outcome == "passed" or None,
+        failed=kinds.get(outcome, "")[:300],
+    )
+    if wrong and outcome != "skipped":
+        run.fail(name, kinds[outcome].splitlines()[0][:300] if kinds[outcome] else outcome)
