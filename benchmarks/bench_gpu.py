@@ -288,7 +288,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="everything at tiny sizes on the CPU")
     parser.add_argument("--parts", nargs="+", choices=NAMES, default=list(NAMES), metavar="PART", help=", ".join(NAMES))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of the whole; what is left then is cut off")
-    parser.add_argument("--json", type=Path, help="the file to write; results/gpu.json, or gpu-dry-run.json in a dry run's folder")
+    parser.add_argument(
+        "--json", type=Path, help="the file to write; results/gpu.json, or gpu-dry-run.json in a dry run's folder"
+    )
     parser.add_argument("--one-process", action="store_true", help="a dry run in this process")
     chosen = parser.parse_args(arguments)
     if chosen.one_process and not chosen.dry_run:

@@ -89,7 +89,10 @@ def _row(run: Run, table, cells: dict, name: str, kind: str, pair: list) -> None
         error=error,
         against=against,
         us=1e6 * _timers.median(seconds["halfulp"]),
-        **{"x torch": _timers.ratio(seconds, "halfulp", "torch"), "error in units of two components": error / UNIT[kind]},
+        **{
+            "x torch": _timers.ratio(seconds, "halfulp", "torch"),
+            "error in units of two components": error / UNIT[kind],
+        },
     )
     if not error <= MANY * UNIT[kind]:
         run.fail(f"{name}, two {kind}", f"error {error:.1e}")

@@ -39,7 +39,15 @@ def optimizer_of(name: str, model):
 
 
 def compile_blocks(run: Run, model) -> None:
-    """Compile each block of the model; the first one's graph serves all."""
+    """Compile each block of the model; the first one's graph serves all, but where layers have eight-bit products.
+
+    Those have a forward of their own each, so that every block has a graph: more than torch allows by default.
+    """
+    import torch._dynamo.config
+
+    for name in ("recompile_limit", "cache_size_limit"):  # of newer and of older versions
+        if hasattr(torch._dynamo.config, name):
+            setattr(torch._dynamo.config, name, 64)
     for block in model.blocks:
         block.compile(backend="inductor" if run.on_gpu else "aot_eager", fullgraph=True)
 

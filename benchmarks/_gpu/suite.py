@@ -22,7 +22,9 @@ COLUMNS = {"test": "", "outcome": "", "s": ".1f", "met": "", "failed": ""}
 
 def files() -> list[str]:
     """The files that have such a test."""
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if MARK in path.read_text())
+    return sorted(
+        str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if MARK in path.read_text()
+    )
 
 
 def measure(run: Run) -> None:
@@ -35,6 +37,8 @@ def measure(run: Run) -> None:
 def _tests(run: Run, table) -> None:
     if importlib.util.find_spec("pytest") is None:
         raise Unavailable("pytest is not installed")
+    if not files():
+        raise RuntimeError("no file of tests/ marks a test `cuda`")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "cuda", *OPTIONS, f"--junit-xml={report}", *files()]

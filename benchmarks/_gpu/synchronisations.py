@@ -16,7 +16,15 @@ STEPS = 4
 WARNING = "called a synchronizing CUDA operation"
 # What asks the host for a number, where there is no device that would count.
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
-COLUMNS = {"step": "", "synchronisations": ".2f", "torch's own": ".2f", "kernels": ".0f", "bar": "", "met": "", "failed": ""}
+COLUMNS = {
+    "step": "",
+    "synchronisations": ".2f",
+    "torch's own": ".2f",
+    "kernels": ".0f",
+    "bar": "",
+    "met": "",
+    "failed": "",
+}
 
 
 def counted(run: Run, step: Callable[[], object]) -> float:
@@ -171,7 +179,9 @@ def measure(run: Run) -> None:
 
 
 def _attempt(run: Run, table, name: str, make, peer: str, own: dict[str, float]) -> None:
-    run.attempt(name, lambda: _row(run, table, name, make, peer, own), lambda why: run.add(table, step=name, failed=why))
+    run.attempt(
+        name, lambda: _row(run, table, name, make, peer, own), lambda why: run.add(table, step=name, failed=why)
+    )
 
 
 def _row(run: Run, table, name: str, make, peer: str, own: dict[str, float]) -> None:

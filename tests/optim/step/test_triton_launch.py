@@ -200,11 +200,32 @@ def compare(seed: int, device: str) -> list[str]:
     return found
 
 
-def test_steps_equal_the_reference_bit_for_bit(seed):
+@pytest.mark.cuda
+def test_steps_on_a_gpu_equal_the_reference_bit_for_bit(seed):
     pytest.importorskip("triton", reason="Triton is not installed")
-    if torch.cuda.is_available():
-        assert compare(seed, "cuda") == []
-        return
+    assert compare(seed, "cuda") == []
+
+
+@pytest.mark.cuda
+def test_a_step_waits_for_nothing():
+    """The table of a step goes to the device behind its back; torch's debug mode raises where it would wait."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    parameters = [torch.nn.Parameter(torch.randn(n, 64, device="cuda").bfloat16()) for n in (1, 40, 3000)]
+    optimizer = hu.optim.AdamW(parameters, weight_update="kahan", state_dtype=torch.bfloat16, report_interval=0)
+    before = [parameter.detach().clone() for parameter in parameters]
+    for step in range(5):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert not any(torch.equal(parameter, old) for parameter, old in zip(parameters, before))
+
+
+def test_interpreted_steps_equal_the_reference_bit_for_bit(seed):
+    pytest.importorskip("triton", reason="Triton is not installed")
     code = "import sys; sys.path.insert(0, sys.argv[1]); from tests.optim.step.test_triton_launch import compare\n"
     code += "print(compare(int(sys.argv[2]), 'cpu'))"
     command = [sys.executable, "-c", code, str(Path(__file__).parents[3]), str(seed)]
