@@ -1,4 +1,4 @@
-"""A step of every system on CUDA tensors, beside the same on the CPU: `pytest -m cuda`, or `python -m benchmarks gpu`."""
+"""A step of every system on CUDA tensors, beside the same on the CPU: `pytest -m cuda`."""
 
 import copy
 

@@ -33,7 +33,7 @@ class Run:
     """A part's view of the world, and what it has found.
 
     Attributes:
-        part: the part's name.
+        part: the part's name: a module beside this one, or a dotted module.
         device: "cuda", or "cpu" in a dry run.
         tiny: whether sizes are those of a dry run.
         seconds: after which the part begins nothing more.
@@ -207,12 +207,13 @@ def facts(device: str) -> dict[str, str]:
 
 def work(run: Run) -> None:
     """Do a part, with what fails on the way noted."""
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    module = run.part if "." in run.part else f"{__package__}.{run.part}"
     try:
-        run.facts = facts(run.device)
-        run.save()
-        importlib.import_module(f"{__package__}.{run.part}").measure(run)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run.facts = facts(run.device)
+            run.save()
+            importlib.import_module(module).measure(run)
         run.done = True
     except ContextLost as error:
         run.fail(run.part, error)

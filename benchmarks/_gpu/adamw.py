@@ -1,11 +1,11 @@
-"""AdamW steps against torch's fused and foreach steps in the same rounds, and the share of copy bandwidth they reach."""
+"""AdamW steps against torch's fused and foreach steps in the same rounds, and their share of copy bandwidth."""
 
 from __future__ import annotations
 
 import gc
 
-from . import _timers
 from .._workload import OURS, SETTINGS, SHAPES
+from . import _timers
 from ._engines import engine_note, engine_of, no_silent_fallback
 from ._run import Run, Unavailable
 
@@ -136,7 +136,7 @@ class Size:
 def measure(run: Run) -> None:
     """Every size and optimizer."""
     bandwidth = _timers.copy_bandwidth(run)
-    note = f"Median over rounds in which all take turns, and range. Bytes: parameters, companions and states in and "
+    note = "Median over rounds in which all take turns, and range. Bytes: parameters, companions and states in and "
     note += f"out, gradients in; the device copies at {bandwidth / 1e9:.0f} GB/s, read and written. {engine_note(run)}"
     table = run.table("AdamW steps", COLUMNS, note)
     for name, shapes in (DRY if run.tiny else SIZES).items():

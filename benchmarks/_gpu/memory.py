@@ -73,7 +73,7 @@ def measure(run: Run) -> None:
     """Each training in turn, the one before it freed."""
     what = "a step's forward pass, backward pass and optimizer"
     note = f"{_gpt.describe(run)}. Bytes that tensors hold at most during {what}: of the third step, and of the first, "
-    note += f"in which states are made." + ("" if run.on_gpu else f" Memory is {_timers.NO_PEAK}.")
+    note += "in which states are made." + ("" if run.on_gpu else f" Memory is {_timers.NO_PEAK}.")
     table = run.table("Memory of a training step", COLUMNS, note)
     known = trainings()
     if run.tiny:

@@ -197,9 +197,9 @@ def compare(run: Run, tables: tuple, case: Case, count: int) -> None:
     from halfulp.kernels import same_bits
 
     cells = {"weight update": case.update, "parameter": case.store}
-    if case.gradient != "same" and dtypes()[case.gradient] != dtypes().get(case.store, torch.float32):
-        if not hasattr(torch.Tensor, "grad_dtype"):
-            return  # such a gradient cannot be set in this version of torch
+    other = case.gradient != "same" and dtypes()[case.gradient] != dtypes().get(case.store, torch.float32)
+    if other and not hasattr(torch.Tensor, "grad_dtype"):
+        return  # such a gradient cannot be set in this version of torch
     try:
         with no_silent_fallback():
             here, mine = stepped(case, count, run.device, engine_of(run))

@@ -13,8 +13,8 @@ SEEDS = 3
 STEPS, TINY_STEPS = 450, 2
 WINDOWS = 8  # that a dry run validates on
 COLUMNS = {
-    "recipe": "", "seed": "", "validation loss": ".4f", "in float32": ".4f", "accuracy": ".1%", "updates cancelled": ".1%",
-    "bytes a parameter": ".1f", "s": ".1f", "failed": "",
+    "recipe": "", "seed": "", "validation loss": ".4f", "in float32": ".4f", "accuracy": ".1%",
+    "updates cancelled": ".1%", "bytes a parameter": ".1f", "s": ".1f", "failed": "",
 }  # fmt: skip
 
 
