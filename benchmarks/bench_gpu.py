@@ -22,6 +22,7 @@ from ._results import FOLDER, Result, Table, cpu_model
 
 SECONDS = 460  # of the whole
 RESTARTS = 3  # of a process that dies
+SHOWN = 40  # lines of one part that failed, or were not reached
 GRACE = 0.85  # the share of a part's seconds after which it begins nothing more
 TEXT = """What only a GPU can show: the tests marked `cuda`; bits of optimizer steps and of `quantize` beside the \
 reference on the CPU; AdamW steps beside torch's own; the memory of a training step; synchronisations of the device; \
@@ -45,14 +46,12 @@ class Part:
 # Those of one row run at the same time: what is not timed. The order is that of worth, as the end may be cut off.
 STAGES: tuple[tuple[Part, ...], ...] = (
     (Part("device", 45),),
-    (Part("steps", 120, 10), Part("quantize", 120, 2), Part("suite", 120)),
-    (Part("adamw", 70),),
-    (Part("memory", 50),),
-    (Part("synchronisations", 40),),
-    (Part("training", 80, 6),),
+    (Part("steps", 115, 8), Part("quantize", 115, 2), Part("suite", 115)),
+    (Part("adamw", 90),),
+    (Part("memory", 85), Part("synchronisations", 85), Part("training", 85, 6)),
     (Part("mctensor", 40),),
     (Part("scaler", 80),),
-    (Part("scaled", 90),),
+    (Part("scaled", 180),),
 )
 NAMES = tuple(part.name for stage in STAGES for part in stage)
 
@@ -226,8 +225,11 @@ class Session:
         for title, attribute in (("What failed", "failures"), ("What was not reached", "late")):
             table = Table(title, {"part": "", "what": ""})
             for name in known:
-                for line in getattr(self.found[name], attribute):
+                lines = getattr(self.found[name], attribute)
+                for line in lines[:SHOWN]:
                     table.add(part=name, what=line)
+                if len(lines) > SHOWN:
+                    table.add(part=name, what=f"and {len(lines) - SHOWN} more")
             made += [table] if table.rows else []
         return made
 

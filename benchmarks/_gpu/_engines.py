@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import warnings
 from collections.abc import Iterator
 
 from ._run import Run
 
 LOST = "no Triton kernel"
+PLAIN = "by plain torch operations"
 
 
 def has_triton() -> bool:
@@ -36,11 +36,17 @@ def engine_note(run: Run) -> str:
 
 
 @contextlib.contextmanager
-def no_silent_fallback() -> Iterator[None]:
-    """Raise RuntimeError at the end if a step's Triton kernel could not be used and torch took over."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        yield
-    for warning in said:
-        if LOST in str(warning.message):
-            raise RuntimeError(str(warning.message))
+def no_silent_fallback(scaled: bool = False) -> Iterator[None]:
+    """Raise RuntimeError at the end if a step's Triton kernel could not be used and torch took over.
+
+    Scaled parameters have no Triton kernel, and without triton nothing has: then that is no failure.
+    """
+    import halfulp as hu
+
+    before = hu.kernels.report()
+    yield
+    if not has_triton():
+        return
+    for text, count in hu.kernels.report().items():
+        if count > before.get(text, 0) and (LOST in text or (PLAIN in text and not scaled)):
+            raise RuntimeError(text)

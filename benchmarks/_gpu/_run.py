@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import time
@@ -187,15 +188,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def facts(device: str) -> dict[str, str]:
     """Device and versions; a package that is not there is "missing"."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = getattr(importlib.import_module(name), "__version__", "there")
-        except Exception as error:  # a package may be there and fail to be imported
-            missing = isinstance(error, ModuleNotFoundError) and error.name == name
-            found[name] = "missing" if missing else one_line(error)
     import torch
 
+    found = {name: version(name) for name in PACKAGES}
+    found["torch"] = torch.__version__
     if device == "cuda":
         one = torch.cuda.get_device_properties(0)
         found["device"] = f"{one.name}, {one.total_memory / 2**30:.0f} GiB, compute capability {one.major}.{one.minor}"
@@ -203,6 +199,16 @@ def facts(device: str) -> dict[str, str]:
     else:
         found["device"] = "CPU (dry run)"
     return found
+
+
+def version(name: str) -> str:
+    """A package's version, found without importing it."""
+    if importlib.util.find_spec(name) is None:
+        return "missing"
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "there"
 
 
 def work(run: Run) -> None:

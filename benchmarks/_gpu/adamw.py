@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 from .._workload import OURS, SETTINGS, SHAPES
 from . import _timers
 from ._engines import engine_note, engine_of, no_silent_fallback
@@ -108,7 +106,7 @@ class Size:
         with hu.kernels.engine(engine_of(self.run)), no_silent_fallback():
             mine = ours(name, self.shapes, self.run.device)
             moves(mine)
-            found = _timers.interleaved(self.run, self._calls() | {name: mine.step})
+            found = _timers.interleaved(self.run, self._calls() | {name: mine.step}, rounds=5)
         self._row(found, name, mine)
 
     def _calls(self) -> dict:
@@ -141,7 +139,7 @@ def measure(run: Run) -> None:
     table = run.table("AdamW steps", COLUMNS, note)
     for name, shapes in (DRY if run.tiny else SIZES).items():
         _size(run, table, name, shapes, bandwidth)
-        gc.collect()
+        run.free(name)
 
 
 def _size(run: Run, table, name: str, shapes, bandwidth: float) -> None:

@@ -10,7 +10,7 @@ from ._run import Run
 
 COLUMNS = {
     "training": "", "peak GB": ".2f", "peak of a first step GB": ".2f", "between steps GB": ".2f",
-    "x float32": ".2f", "ms": ".1f", "loss": ".3f", "failed": "",
+    "x float32": ".2f", "loss": ".3f", "failed": "",
 }  # fmt: skip
 
 
@@ -93,8 +93,7 @@ def _row(run: Run, table, name: str, row: tuple, wide: list[int]) -> None:
         training.step()
         peak = _timers.peak_bytes(run, training.step)
         held = _timers.held_bytes(run)
-        seconds = min(_timers.seconds_of(run, training.step) for _ in range(2 if run.tiny else 4))
-    cells = {"training": name, "ms": 1e3 * seconds, "loss": float(training.last)}
+    cells = {"training": name, "loss": float(training.last)}
     if peak is None or first is None or held is None:
         cells |= dict.fromkeys(("peak GB", "peak of a first step GB", "between steps GB"), _timers.NO_PEAK)
     else:

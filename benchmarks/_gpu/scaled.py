@@ -7,6 +7,7 @@ from ._engines import no_silent_fallback
 from ._run import Run, Unavailable
 
 STEPS, TINY_STEPS = 8, 2
+SLOW = 75  # seconds that a graph for each of the blocks may take
 COLUMNS = {
     "model": "", "mode": "", "first call s": ".1f", "forward and backward ms": ".1f", "x plain bfloat16": ".2f",
     "loss": ".4f", "difference from float32": "+.4f", "fallbacks": "", "failed": "",
@@ -80,13 +81,16 @@ def _row(run: Run, table, cells: dict, steps: int, found: dict[str, dict]) -> No
     name = cells["model"]
     if name.endswith("fp8 products") and run.on_gpu and eight_bit_engine("cuda") == "emulated":
         raise Unavailable("the device has no eight-bit products")
+    graphs = _gpt.sizes(run)[0]["layers"]
+    if name.endswith("fp8 products") and cells["mode"] == "compiled" and run.on_gpu and run.left() < SLOW:
+        raise Unavailable(f"{run.left():.0f} s are too few for {graphs} graphs")
     torch.compiler.reset()
     model, batch = _gpt.model_and_batch(run)
     model = converted(name, model)
     optimizer = optimizer_of(name, model)
     if cells["mode"] == "compiled":
         compile_blocks(run, model)
-    with no_silent_fallback():
+    with no_silent_fallback(scaled=name.startswith("scaled")):
         passes = lambda: _gpt.loss_of(model, batch).backward()  # noqa: E731
         cells["first call s"] = _timers.seconds_of(run, passes)
         optimizer.zero_grad()

@@ -66,12 +66,16 @@ class Training:
         else:
             self._scaler.scale(loss).backward()
             self._scaler.step(self._optimizer)
-            self._scales.append(self._scaler.get_scale())
             self._scaler.update()
         self._optimizer.zero_grad()
 
+    def note_scale(self) -> None:
+        """Keep the scale after a step; to read it waits for the device, so that no timed step does."""
+        if self._scaler is not None:
+            self._scales.append(self._scaler.get_scale())
+
     def skipped(self) -> int:
-        """How many steps were skipped: after each of them the scale is halved."""
+        """How many steps were skipped, but for the first: after each of them the scale is lower."""
         return sum(later < earlier for earlier, later in zip(self._scales, self._scales[1:]))
 
     def sites(self) -> int | None:
@@ -82,8 +86,10 @@ class Training:
 def _row(run: Run, table, cells: dict, steps: int, found: dict[str, dict]) -> None:
     training = Training(run, cells["scaler"], cells["mode"])
     cells["first step s"] = _timers.seconds_of(run, training.step)
+    training.note_scale()
     for _ in range(steps - 1):
         training.step()
+        training.note_scale()
     cells["loss"] = float(training.loss().detach())
     seconds = _timers.median([_timers.seconds_of(run, training.step) for _ in range(2 if run.tiny else 9)])
     cells |= {"step ms": 1e3 * seconds, "skipped": training.skipped(), "sites": training.sites()}

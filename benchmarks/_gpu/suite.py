@@ -14,6 +14,7 @@ from .._harness import ROOT
 from ._run import Run, Unavailable
 
 MARK = "mark.cuda"
+WORKERS = 4  # where pytest-xdist is installed
 # pytest's own options of the project but for warnings as errors: those of a package that is beside the matter end no
 # test here.
 OPTIONS = ("-o", "addopts=", "--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default")
@@ -44,6 +45,8 @@ def _tests(run: Run, table) -> None:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "cuda", *OPTIONS, f"--junit-xml={report}"]
         command += chosen[-1:] if run.tiny else chosen
+        if run.on_gpu and importlib.util.find_spec("xdist"):
+            command += ["-n", str(WORKERS)]
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
         try:
             done = subprocess.run(

@@ -187,7 +187,7 @@ def _attempt(run: Run, table, name: str, make, peer: str, own: dict[str, float])
 def _row(run: Run, table, name: str, make, peer: str, own: dict[str, float]) -> None:
     import halfulp as hu
 
-    with hu.kernels.engine(engine_of(run) if "scalify" not in name else "auto"), no_silent_fallback():
+    with hu.kernels.engine(engine_of(run) if "scalify" not in name else "auto"), no_silent_fallback("scalify" in name):
         step = make()
         own[name] = counted(run, step)
         cells = {"step": name, "synchronisations": own[name]}
