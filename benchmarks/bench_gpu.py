@@ -91,7 +91,7 @@ class Found:
             for name, value in row.items():
                 if name == "met":
                     same[0][name] = same[0][name] and value
-                elif name not in keys:
+                elif name not in keys and not isinstance(value, str):
                     same[0][name] = same[0].get(name, 0) + value
 
 

@@ -87,7 +87,7 @@ class Run:
         table.add(**cells)
         self.save()
 
-    def count(self, table: Table, cells: dict, **more: int) -> None:
+    def count(self, table: Table, cells: dict, **more: float) -> None:
         """Counts of a row, which is made at its first count; met as long as nothing differs or fails."""
         row = next((row for row in table.rows if all(row[key] == cells[key] for key in cells)), None)
         if row is None:
@@ -96,6 +96,11 @@ class Run:
         for name, value in more.items():
             row[name] = row.get(name, 0) + value
         row["met"] = not row.get("differ") and not row.get("failed")
+        self.save()
+
+    def note(self, table: Table, cells: dict, **more: str | None) -> None:
+        """Words in a row of counts, which has been counted before; ``met=None`` where nothing is shown."""
+        next(row for row in table.rows if all(row[key] == cells[key] for key in cells)).update(more)
         self.save()
 
     def fail(self, what: str, error: BaseException | str) -> None:

@@ -18,7 +18,7 @@ WORKERS = 4  # where pytest-xdist is installed
 # pytest's own options of the project but for warnings as errors: those of a package that is beside the matter end no
 # test here.
 OPTIONS = ("-o", "addopts=", "--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default")
-COLUMNS = {"test": "", "outcome": "", "s": ".1f", "met": "", "failed": ""}
+COLUMNS = {"test": "", "passed": ",d", "failed": ",d", "skipped": ",d", "s": ".1f", "met": "", "reason": ""}
 
 
 def files() -> list[str]:
@@ -29,10 +29,10 @@ def files() -> list[str]:
 
 
 def measure(run: Run) -> None:
-    """One row per test."""
+    """One row per test function."""
     how = "" if run.on_gpu else " Without a device all are skipped."
-    table = run.table("Tests that need CUDA", COLUMNS, f"`pytest -m cuda`.{how}")
-    run.attempt("pytest", lambda: _tests(run, table), lambda why: run.add(table, test="pytest", failed=why))
+    table = run.table("Tests that need CUDA", COLUMNS, f"`pytest -m cuda`.{how}", keys=["test"])
+    run.attempt("pytest", lambda: _tests(run, table), lambda why: run.add(table, test="pytest", reason=why))
 
 
 def _tests(run: Run, table) -> None:
@@ -69,14 +69,12 @@ def _row(run: Run, table, case: ElementTree.Element) -> None:
     name = f"{case.get('classname', '').removeprefix('tests.')}.{case.get('name')}"
     kinds = {child.tag: child.get("message") or "" for child in case}
     outcome = next((kind for kind in ("error", "failure", "skipped") if kind in kinds), "passed")
-    wrong = outcome in ("error", "failure") or (outcome == "skipped" and run.on_gpu)
-    run.add(
-        table,
-        test=name,
-        outcome=outcome,
-        s=float(case.get("time", 0)),
-        met=False if wrong else outcome == "passed" or None,
-        failed=kinds.get(outcome, "")[:300],
-    )
-    if wrong and outcome != "skipped":
-        run.fail(name, kinds[outcome].splitlines()[0][:300] if kinds[outcome] else outcome)
+    wrong = outcome in ("error", "failure")
+    cells = {"test": name.partition("[")[0]}
+    counts = {"passed": outcome == "passed", "failed": wrong, "skipped": outcome == "skipped"}
+    run.count(table, cells, **counts, s=float(case.get("time", 0)))
+    reason = (kinds.get(outcome, "").splitlines() or [outcome])[0][:300]
+    if outcome == "skipped":
+        run.note(table, cells, reason=reason, met=None)
+    if wrong:
+        run.fail(name, reason)
