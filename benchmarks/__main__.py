@@ -51,26 +51,33 @@ NAMES = (
     "tune",
     "house",
 )
+ASIDE = ("gpu",)  # not among all: they need what most machines lack
 
 
 def main() -> None:
     """Each benchmark in a process of its own, with the peers' Python where it was built."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(NAMES)}; all by default")
-    chosen = parser.parse_args().names or list(NAMES)
-    unknown = sorted(set(chosen) - set(NAMES))
+    about = f"any of {', '.join(NAMES)}; all by default; or gpu, by itself, with its options behind it"
+    parser.add_argument("names", nargs="*", metavar="name", help=about)
+    given = sys.argv[1:]
+    options = given[given.index("gpu") + 1 :] if given[:1] == ["gpu"] else []
+    chosen = parser.parse_args(given[: len(given) - len(options)]).names or list(NAMES)
+    known = (*NAMES, *ASIDE)
+    unknown = sorted(set(chosen) - set(known))
     if unknown:
-        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(NAMES)}")
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
     python = str(PYTHON) if PYTHON.exists() else sys.executable
     if python == sys.executable and not PYTHON.exists():
         print("benchmarks/.peers is not there, so peers count as absent: python -m benchmarks.peers builds it")
     failed = []
     for name in chosen:
         print(f"== {name}", flush=True)
-        done = subprocess.run([python, "-W", "ignore", "-m", f"benchmarks.bench_{name}"], cwd=ROOT, check=False)
+        command = [python, "-W", "ignore", "-m", f"benchmarks.bench_{name}", *options]
+        done = subprocess.run(command, cwd=ROOT, check=False)
         if done.returncode != 0:
             failed.append(name)
-    subprocess.run([python, "-m", "benchmarks.tables"], cwd=ROOT, check=True)
+    if "--dry-run" not in options:
+        subprocess.run([python, "-m", "benchmarks.tables"], cwd=ROOT, check=True)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

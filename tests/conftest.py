@@ -54,6 +54,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.dist = "worksteal"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a CUDA device is skipped where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """The seed is said once at the start, however quiet the run is; workers have no terminal."""
     if terminal := session.config.pluginmanager.get_plugin("terminalreporter"):

@@ -130,8 +130,9 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_step_right(monkeyp
     ],
     ids=str,
 )
-def test_the_compiler_fuses_and_flushes_nothing(case, monkeypatch, tmp_path):
-    """Down to PTX for sm_80, which needs no device: a product is rounded before it is added."""
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_compiler_fuses_and_flushes_nothing(case, capability, monkeypatch, tmp_path):
+    """Down to machine code, which needs no device: a product is rounded before it is added."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     from triton.backends.compiler import GPUTarget
 
@@ -140,10 +141,13 @@ def test_the_compiler_fuses_and_flushes_nothing(case, monkeypatch, tmp_path):
     whole = {(position,): [["tt.divisibility", 16]] for position in range(3)}
     kernel = load_module(triton_source(_kind(*case)))["step"]
     source = triton.compiler.ASTSource(kernel, types, {(3,): True}, whole)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=OPTIONS).asm["ptx"]
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=OPTIONS).asm["ptx"]
     instructions = {line.split()[0] for line in ptx.splitlines() if line.startswith("\t") and line.split()}
     assert "ld.global.v4.b32" in ptx, "16 bytes at a time"
     assert not [i for i in instructions if i.startswith("fma") or ".ftz" in i or ".approx" in i or ".full" in i]
+
+
+SHARES = 8  # of the cases, each compiled on the way
 
 
 # on a device, or interpreted ---------------------------------------------------------------------------------
@@ -177,18 +181,18 @@ def _cases():
     return list(dict.fromkeys(rows))
 
 
-def compare(seed: int, device: str) -> list[str]:
-    """Which cases differ from the reference; printed when run apart."""
+def compare(seed: int, device: str, share: int = 0, shares: int = 1) -> list[str]:
+    """Which of a share of the cases differ from the reference; printed when run apart."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     found = []
     with np.errstate(all="ignore"):
-        for number, (rule, update, store, codec) in enumerate(_cases()):
+        for number, (rule, update, store, codec) in list(enumerate(_cases()))[share::shares]:
             gradient = (torch.bfloat16, torch.float32, torch.float16)[number % 3]
             case = (seed, rule, update, store, CODECS[codec], gradient, device)
             if differing(_run("triton", *case)[0], _run("reference", *case[:-1])[0]):
                 found.append(f"{case}")
-        for codec in ("default", "8bit"):
+        for codec in ("default", "8bit")[share::shares]:
             case = (seed, "adamw", "stochastic", "bf16", CODECS[codec], torch.bfloat16)
             more = {"shapes": [(7,), (33, 5), (), (0, 3), (3, 5472), (40_001,)], "report_interval": 1}
             (here, a), (there, b) = _run("triton", *case, device, **more), _run("reference", *case, **more)
@@ -200,14 +204,36 @@ def compare(seed: int, device: str) -> list[str]:
     return found
 
 
-def test_steps_equal_the_reference_bit_for_bit(seed):
+@pytest.mark.cuda
+@pytest.mark.parametrize("share", range(SHARES))
+def test_steps_on_a_gpu_equal_the_reference_bit_for_bit(seed, share):
     pytest.importorskip("triton", reason="Triton is not installed")
-    if torch.cuda.is_available():
-        assert compare(seed, "cuda") == []
-        return
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from optim.test_triton import compare\n"
+    assert compare(seed, "cuda", share, SHARES) == []
+
+
+@pytest.mark.cuda
+def test_a_step_waits_for_nothing():
+    """The table of a step goes to the device behind its back; torch's debug mode raises where it would wait."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    parameters = [torch.nn.Parameter(torch.randn(n, 64, device="cuda").bfloat16()) for n in (1, 40, 3000)]
+    optimizer = hu.optim.AdamW(parameters, weight_update="kahan", state_dtype=torch.bfloat16, report_interval=0)
+    before = [parameter.detach().clone() for parameter in parameters]
+    for step in range(5):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert not any(torch.equal(parameter, old) for parameter, old in zip(parameters, before))
+
+
+def test_interpreted_steps_equal_the_reference_bit_for_bit(seed):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from tests.optim.step.test_triton_launch import compare\n"
     code += "print(compare(int(sys.argv[2]), 'cpu'))"
-    command = [sys.executable, "-c", code, str(Path(__file__).parents[2]), str(seed)]
+    command = [sys.executable, "-c", code, str(Path(__file__).parents[3]), str(seed)]
     run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.strip() == "[]"

@@ -87,7 +87,7 @@ def launch(
     """
     held = _placed(chunks, (pointers % VECTOR == 0).all(1), device, held)
     columns = [pointers, constants.view(np.uint32).astype(np.int64), keys.view(np.int64)]
-    parameters = torch.from_numpy(np.concatenate(columns, 1)).to(device)
+    parameters = _to_device(np.concatenate(columns, 1), device)
     count = len(chunks)
     meter = torch.zeros(count if spec.metered else 0, PARTS, len(METER), dtype=torch.float64, device=device)
     parts = -(-int(chunks[:, 2].max(initial=0)) // TILE)
@@ -104,4 +104,10 @@ def _placed(chunks: np.ndarray, rows: np.ndarray, device: torch.device, held: De
         return held
     whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR == 0).all(1)
     ordered = chunks[np.argsort(~whole, kind="stable")]
-    return DeviceChunks(rows, ordered, int(whole.sum()), torch.from_numpy(ordered).to(device))
+    return DeviceChunks(rows, ordered, int(whole.sum()), _to_device(ordered, device))
+
+
+def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy a table to a device without waiting for it: from pageable memory torch would synchronise the stream."""
+    table = torch.from_numpy(array)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)

@@ -1,0 +1,1 @@
+"""The parts of `python -m benchmarks gpu`: each a module with a function `measure(run)`."""
