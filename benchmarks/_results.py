@@ -53,13 +53,6 @@ class Result:
         return FOLDER / f"{self.name}.json"
 
 
-def cpu_model() -> str:
-    """The processor with its instructions and cores, and what limits torch, as `halfulp env` finds them."""
-    from halfulp.environment import processor_line
-
-    return processor_line()
-
-
 def machine() -> dict[str, str]:
     """Processor and versions, which every table is read with."""
     import numba
@@ -69,7 +62,7 @@ def machine() -> dict[str, str]:
         ["git", "rev-parse", "--short", "HEAD"], cwd=FOLDER.parent, text=True, capture_output=True, check=False
     )
     return {
-        "processor": cpu_model(),
+        "processor": processor_line(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numba": numba.__version__,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ._gpu import _run, training
 from ._harness import ROOT
-from ._results import FOLDER, Result, Table, cpu_model
+from ._results import FOLDER, Result, Table
 
 SECONDS = 460  # of the whole
 RESTARTS = 3  # of a process that dies
@@ -214,7 +214,7 @@ class Session:
         """Write the whole file."""
         known = [name for name in NAMES if name in self.found]
         facts = next((self.found[name].facts for name in known if self.found[name].facts), {})
-        self.result.machine = {"processor": cpu_model(), **facts, "commit": commit()}
+        self.result.machine = {"processor": processor_line(), **facts, "commit": commit()}
         tables = [table for name in known for table in self.found[name].tables if table.rows]
         self.result.tables = [self.parts, *summaries(tables), *tables, *self._lists(known)]
         _run.write_whole(self.path, json.dumps(asdict(self.result), indent=1, default=float) + "\n")

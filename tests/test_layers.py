@@ -15,7 +15,6 @@ LAYERS = [
     {"_needs_torch"},
     {"_torch_versions"},
     {"_torch_import"},
-    {"_processor_name"},
     {"pages", "sinks"},
     {"kernels"},
     {"environment"},

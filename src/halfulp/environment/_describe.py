@@ -124,22 +124,15 @@ def _torch() -> dict[str, Any]:
 
 
 def _products() -> dict[str, Any]:
-    """How torch multiplies matrices of 16-bit numbers on the processor: by oneDNN, or by loops of its own."""
-    words = {True: "native", False: "no instructions", None: "this torch does not say"}
-    return {name: words[by_onednn] for name, by_onednn in onednn_products().items()}
+    """How products of 16-bit tensors run on the processor: by oneDNN's kernels, or in float32 (`hu.float32_products`)."""
+    from ..arithmetic.float32_products._processor import NARROW, native_dtypes, widened_dtypes
 
-
-def onednn_products() -> dict[str, bool | None]:
-    """Whether oneDNN multiplies bfloat16 and float16 on this processor; None where this torch does not say.
-
-    The answers follow ONEDNN_MAX_CPU_ISA.
-    """
-    import torch
-
-    found: dict[str, bool | None] = {}
-    for dtype, predicate in (("bfloat16", "_is_mkldnn_bf16_supported"), ("float16", "_is_mkldnn_fp16_supported")):
-        operator = getattr(torch.ops.mkldnn, predicate, None)
-        found[dtype] = None if operator is None else bool(operator())
+    found = {}
+    for dtype in NARROW:
+        native, widened = dtype in native_dtypes(), dtype in widened_dtypes()
+        how = "float32" if widened else "native" if native else "torch's loops"
+        why = "no instructions" if not native else "instructions there" if widened else ""
+        found[str(dtype).removeprefix("torch.")] = how + (f" ({why})" if why else "")
     return found
 
 
@@ -239,10 +232,10 @@ def _doubts(found: dict[str, Any]) -> Iterator[str]:
         why = os.environ.get("ATEN_CPU_CAPABILITY")
         yield f"torch uses {says} where the processor has AVX-512{f': ATEN_CPU_CAPABILITY={why}' if why else ''}"
     for dtype, native in (("bfloat16", BFLOAT16), ("float16", FLOAT16)):
-        answer, there = found["products"].get(dtype), has & set(native)
-        if answer == "native" and not there:
+        answer, there = str(found["products"].get(dtype)), has & set(native)
+        if answer.startswith("native") and not there:
             yield f"oneDNN says that it multiplies {dtype}, and the processor has no instruction for it: it converts"
-        if answer == "no instructions" and there:
+        if "no instructions" in answer and there:
             limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA")
             why = f": ONEDNN_MAX_CPU_ISA={limit}" if limit else ""
             yield f"oneDNN does not multiply {dtype}, although the processor has {', '.join(sorted(there))}{why}"

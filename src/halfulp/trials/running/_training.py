@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from ..._processor_name import processor_name
+from ...environment import processor_line
 from ...pages import require
 from ..evidence._evidence import Evidence
 from . import _in_process, _pool
@@ -59,7 +59,7 @@ class Training:
                     costs[cost_class(trial)] = content
                     if len(costs) == len(timed):
                         spent = time.monotonic() - start
-                        found = estimate(missing, costs, workers, _pool.cores(), spent, processor_name())
+                        found = estimate(missing, costs, workers, _pool.cores(), spent, processor_line())
                         self._estimated = found.seconds
                         self._listen("estimate", None, found)
                     continue
@@ -82,7 +82,7 @@ class Training:
             "cores": _pool.cores(),
             "seconds": round(self._seconds, 1),
         }
-        run |= {"trained": self._trained, "reused": len(records) - self._trained, "processor": processor_name()}
+        run |= {"trained": self._trained, "reused": len(records) - self._trained, "processor": processor_line()}
         if self._estimated is not None:
             run["estimated_seconds"] = round(self._estimated, 1)
         return Evidence(trials=tuple(records), run=run)
