@@ -58,6 +58,8 @@ def machine() -> dict[str, str]:
     import numba
     import torch
 
+    from halfulp.environment import processor_line
+
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=FOLDER.parent, text=True, capture_output=True, check=False
     )

@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from halfulp.environment import processor_line
+
 from ._gpu import _run, training
 from ._harness import ROOT
 from ._results import FOLDER, Result, Table

@@ -61,8 +61,8 @@ def digits(seed: int) -> Table:
     """The distances over all shapes, forward and backward."""
     import torch
 
-    from halfulp.arithmetic.float32_products._processor import NARROW, float32_products_of, native_dtypes
     from halfulp.arithmetic.float32_products._product import product
+    from halfulp.environment._narrow_products import NARROW, float32_products_of, native_dtypes
 
     columns = {"operator": "", "dtype": "", "shapes": "", "from float64": ".3f", "gradients from float64": ".3f"}
     table = Table(f"Units of the last place, {SHAPES} shapes, seed {seed}", columns | {"from torch's own": ".3f"})
@@ -142,8 +142,8 @@ def speed() -> Table:
     """Multiples of the time of float32."""
     import torch
 
-    from halfulp.arithmetic.float32_products._processor import NARROW, float32_products_of, native_dtypes
     from halfulp.arithmetic.float32_products._product import product
+    from halfulp.environment._narrow_products import NARROW, float32_products_of, native_dtypes
 
     set_threads(1)
     natives = {str(dtype).removeprefix("torch.") for dtype in native_dtypes()}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import _needs_torch  # noqa: F401
+from ._messages import ENVIRONMENT
 
 _C: Any = torch._C
 _frames, _saved = _C._dynamo.eval_frame, _C._autograd
@@ -20,9 +21,12 @@ def lacks(feature: str, remedy: str) -> NotImplementedError:
     """Return the refusal of a feature that the installed torch cannot give.
 
     >>> print(lacks("hu.float32_gradients needs Tensor.grad_dtype", "keep float32 parameters"))
-    torch ... lacks it: hu.float32_gradients needs Tensor.grad_dtype; install a newer torch, or keep float32 parameters
+    torch ... lacks it: hu.float32_gradients needs Tensor.grad_dtype; install a newer torch, or keep float32 parameters;
+    `halfulp env` prints what there is, and what a report needs
     """
-    return NotImplementedError(f"torch {torch.__version__} lacks it: {feature}; install a newer torch, or {remedy}")
+    return NotImplementedError(
+        f"torch {torch.__version__} lacks it: {feature}; install a newer torch, or {remedy}; {ENVIRONMENT}"
+    )
 
 
 # Older: nothing is lost but about 1 us a call, as a wrapper switches Dynamo off while the function runs.

@@ -124,8 +124,8 @@ def _torch() -> dict[str, Any]:
 
 
 def _products() -> dict[str, Any]:
-    """How products of 16-bit tensors run on the processor: by oneDNN's kernels, or in float32 (`hu.float32_products`)."""
-    from ..arithmetic.float32_products._processor import NARROW, native_dtypes, widened_dtypes
+    """How products of 16-bit tensors run on the processor: by oneDNN's kernels, in float32, or by torch's loops."""
+    from ._narrow_products import NARROW, native_dtypes, widened_dtypes
 
     found = {}
     for dtype in NARROW:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfulp.arithmetic.float32_products._processor import NARROW, float32_products_of, native_dtypes
 from halfulp.arithmetic.float32_products._product import PRODUCTS, product
+from halfulp.environment._narrow_products import NARROW, float32_products_of, native_dtypes
 from halfulp.kernels import report, same_bits
 
 from .cases import CALLS, Call, lstm

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfulp as hu
 from halfulp import recipes
-from halfulp.arithmetic.float32_products._processor import NARROW, float32_products_of
+from halfulp.environment._narrow_products import NARROW, float32_products_of
 from halfulp.kernels import report, same_bits
 from halfulp.subclass.models._float32_products import has_float32_products
 
@@ -333,7 +333,7 @@ def test_float32_models_under_autocast(dtype):
 
 
 def hu_widened() -> tuple[torch.dtype, ...]:
-    from halfulp.arithmetic.float32_products._processor import widened_dtypes
+    from halfulp.environment._narrow_products import widened_dtypes
 
     return widened_dtypes()
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..._torch_versions import saved_tensor_hooks
+from ...environment._narrow_products import NARROW, widened_dtypes
 from ...kernels import define_operator, note
-from ._processor import NARROW, widened_dtypes
 from ._product_functions import CELLS
 
 _CONVOLUTIONS = {

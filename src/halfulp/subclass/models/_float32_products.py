@@ -11,8 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ..._torch_versions import is_exporting, saved_tensor_hooks
-from ...arithmetic.float32_products._processor import widened_dtypes
 from ...arithmetic.float32_products._product import PRODUCTS, product
+from ...environment._narrow_products import widened_dtypes
 from ...kernels import constant_result, note
 from ._checkpointing import capture_hooks
 from ._module_parameters import check_module

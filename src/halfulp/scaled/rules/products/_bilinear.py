@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ....arithmetic.float32_products._processor import widened_dtypes
+from ....environment._narrow_products import widened_dtypes
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
 from ..._derivation import run_on_values

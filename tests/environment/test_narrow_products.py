@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from halfulp.arithmetic.float32_products._processor import NARROW, native_dtypes, widened_dtypes
+from halfulp.environment._narrow_products import NARROW, native_dtypes, widened_dtypes
 
 PROGRAM = """
 import torch
-from halfulp.arithmetic.float32_products._processor import widened_dtypes
+from halfulp.environment._narrow_products import widened_dtypes
 print([str(dtype) for dtype in widened_dtypes()])
 """
 
@@ -40,7 +40,7 @@ def test_an_unknown_wish_is_refused(in_bare_process):
     script = """
         import torch
         try:
-            from halfulp.arithmetic.float32_products._processor import widened_dtypes
+            from halfulp.environment._narrow_products import widened_dtypes
             widened_dtypes()
         except ValueError as error:
             print(error)
