@@ -174,7 +174,7 @@ class Session:
         command += ["--seconds", str(seconds * GRACE), "--share", *map(str, share), "--first", str(first)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
         if share[1] > 1:
-            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // share[1]))
+            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (2 * share[1])))
         output = path.with_suffix(".log")
         with output.open("w") as log:
             process = subprocess.Popen(
@@ -245,7 +245,7 @@ def summaries(tables: Sequence[Table]) -> list[Table]:
 
 
 def processes(part: Part, dry: bool) -> int:
-    """How many processes share a part: half of the cores at most, for each its own."""
+    """How many processes share a part: as many as three quarters of the cores at most; one in a dry run."""
     return 1 if dry else max(1, min(part.processes, (os.cpu_count() or 1) * 3 // 4))
 
 

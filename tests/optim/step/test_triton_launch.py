@@ -230,9 +230,10 @@ def test_a_step_waits_for_nothing():
 
 
 def test_interpreted_steps_equal_the_reference_bit_for_bit(seed):
+    """A third of the cases, which the seed picks: interpreted, all take more than a minute."""
     pytest.importorskip("triton", reason="Triton is not installed")
     code = "import sys; sys.path.insert(0, sys.argv[1]); from tests.optim.step.test_triton_launch import compare\n"
-    code += "print(compare(int(sys.argv[2]), 'cpu'))"
+    code += "print(compare(int(sys.argv[2]), 'cpu', int(sys.argv[2]) % 3, 3))"
     command = [sys.executable, "-c", code, str(Path(__file__).parents[3]), str(seed)]
     run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
