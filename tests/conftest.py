@@ -173,6 +173,7 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "torch._scaled_mm on the CPU": _has_scaled_product,
     "an embedding's compiled gradient that counts every index": _compiles_embeddings,
     "derivative of aminmax": _has_derivative_of_aminmax,
+    "a cast to float8_e4m3fn that saturates": lambda: torch.tensor(1e3).to(torch.float8_e4m3fn).isfinite().item(),
     "exponential_ that draws the same numbers in every dtype": _draws_alike,
 }
 
