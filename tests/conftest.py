@@ -166,6 +166,35 @@ def _has_derivative_of_aminmax() -> bool:
     return False
 
 
+def _keeps_random_order() -> bool:
+    def draw(x: torch.Tensor) -> list[torch.Tensor]:
+        return [hu.quantize(x, name, hu.Stochastic()) for name in ("bf16", "tf32", "e5m2", "e4m3fnuz")]
+
+    import halfulp as hu
+
+    found, x = [], torch.randn(256)
+    for run in (draw, torch.compile(draw)):
+        torch.manual_seed(0)
+        found.append(run(x))
+    return all(map(torch.equal, *found))
+
+
+def _takes_groups() -> bool:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            seen.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    query, key = torch.ones(1, 2, 4, 8), torch.ones(1, 1, 4, 8)
+    with Seen():
+        torch.nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+    return any("flash_attention" in name for name in seen)
+
+
 def _has_source_rank() -> bool:
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -182,6 +211,9 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "torch._scaled_mm on the CPU": _has_scaled_product,
     "an embedding's compiled gradient that counts every index": _compiles_embeddings,
     "derivative of aminmax": _has_derivative_of_aminmax,
+    "a cast to float8_e4m3fn that saturates": lambda: torch.tensor(1e3).to(torch.float8_e4m3fn).isfinite().item(),
+    "random operators that Inductor keeps in order": _keeps_random_order,
+    "flash attention of grouped queries on the CPU": _takes_groups,
     "exponential_ that draws the same numbers in every dtype": _draws_alike,
 }
 

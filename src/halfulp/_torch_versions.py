@@ -70,6 +70,13 @@ HAS_SAVED_HOOKS = hasattr(_saved.SavedTensor, "unpack_hook")
 # Older: torch.compile breaks its graph at an emulated model for a reason in torch's words.
 BREAKS_WITH_REASON = hasattr(_frames, "_FrameExecStrategy")  # of the same version as graph_break's argument
 
+# Older: a parameter sharded along one dimension twice (_StridedShard) is refused, whose map would ask other ranks.
+HAS_SOURCE_RANK = hasattr(_saved, "_top_saved_tensors_default_hooks")  # of the same version
+
+# Older: observations of several processes stay apart, as each says.
+_c10d = getattr(_C, "_distributed_c10d", None)
+HAS_STORE_CLONES = _c10d is None or hasattr(_c10d.Store, "clone")
+
 
 def find_dtype(name: str) -> torch.dtype | None:
     """Return torch's dtype of a name. Older: float8_e8m0fnu and float4_e2m1fn_x2 are no dtypes, so no tensor has them.

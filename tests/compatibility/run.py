@@ -7,6 +7,7 @@ takes one step of every system. The table goes to benchmarks/results/compatibili
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIRS = ("2.12.1:3.11", "2.13.0:3.11", "2.13.0:3.12", "2.14.1:3.11", "2.15.0:3.11", "2.15.0:3.13")
+PAIRS = ("2.6.0:3.11", "2.6.0:3.13", "2.8.0:3.11", "2.11.0:3.12", "2.13.0:3.11", "2.15.0:3.11", "2.15.0:3.13")
 
 
 def interpreter(version: str) -> str:
@@ -63,8 +64,11 @@ def table(results: list[dict]) -> None:
             "lacking operators": ", ".join(name for name in found["lacking operators"] if name.count(".")) or "none",
             "fell short": "; ".join(f"{name}: {what}" for name, what in short.items()),
         }
-    made.rows = [rows[key] for key in sorted(rows)]
-    text = "The wheel, installed without constraints, takes one step of every system."
+    made.rows = [rows[key] for key in sorted(rows, key=lambda key: [*map(int, re.findall(r"\d+", " ".join(key)))])]
+    text = (
+        "The wheel takes one step of every system; installed without constraints, or with those of constraints.txt "
+        "beside torch where documents were read (--read)."
+    )
     save(Result("compatibility", "Versions", text, "python tests/compatibility/run.py", tables=[made]))
 
 

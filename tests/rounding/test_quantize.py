@@ -20,7 +20,9 @@ inductor = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_torch_casts(name, dtype, all_of, random_patterns, seed):
+def test_torch_casts(name, dtype, all_of, random_patterns, seed, needs_torch):
+    if name == "e4m3fn":
+        needs_torch("a cast to float8_e4m3fn that saturates")
     x = inputs(dtype, all_of, random_patterns)
     q = rounded(x, get(name), "nearest")
     if q is not None:
@@ -64,12 +66,14 @@ def test_gfloat(name, rounding, dtype, all_of):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3fn", "e5m2"])
-def test_sampled_blocks_of_all_float32(name, oracle, seed):
+def test_sampled_blocks_of_all_float32(name, oracle, seed, needs_torch):
     """64 stretches of 4,096 consecutive words; benchmarks/ has all 2^32."""
     starts = torch.randint(-(2**31), 2**31 - 4096, (64, 1), dtype=torch.int64)
     x = (starts + torch.arange(4096)).to(torch.int32).view(torch.float32)
     q = quantize(x, name)
     assert same_bits(q, torch.from_numpy(oracle(x.double().numpy(), get(name), "nearest")).float())
+    if name == "e4m3fn":
+        needs_torch("a cast to float8_e4m3fn that saturates")
     assert same_bits(q, x.to(get(name).torch_dtype).float())
 
 
@@ -137,7 +141,7 @@ def test_chunks_and_threads_change_nothing(seed):
 
 
 @inductor
-def test_compiled_is_eager(random_patterns, seed):
+def test_compiled_is_eager(random_patterns, seed, needs_torch):
     """One graph of every format and mode, default options: nothing elided, merged or recompiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # reset() leaves what other tests of this process counted
@@ -161,7 +165,10 @@ def test_compiled_is_eager(random_patterns, seed):
         wanted = every(x, counter)
         torch.manual_seed(seed)
         got = compiled(x, counter)
-        assert all(same_bits(a, b) for a, b in zip(got, wanted))
+        differing = [i for i, (a, b) in enumerate(zip(got, wanted)) if not same_bits(a, b)]
+        if differing == [*range(5, 36, 6), 36, 37, 38]:  # those without a seed, and no others
+            needs_torch("random operators that Inductor keeps in order")
+        assert not differing
         assert not torch.equal(got[36], got[37])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
@@ -217,7 +224,8 @@ def test_a_format_is_a_constant_of_the_graph(fresh_compiler, seed):
     counter = CompileCounter()
     compiled = torch.compile(quantize, fullgraph=True, backend=counter)
     x = torch.randn(64)
-    with torch._dynamo.config.patch(recompile_limit=4 * len(formats)):
+    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    with torch._dynamo.config.patch({limit: 4 * len(formats)}):
         for _ in range(2):
             for format in formats:
                 assert same_bits(compiled(x, format), quantize(x, format)), format

@@ -164,7 +164,8 @@ def test_one_graph_gives_the_same_bits(seed):
     assert all(map(torch.equal, *results))
 
 
-def test_engines_give_the_same_products(monkeypatch, seed):
+def test_engines_give_the_same_products(monkeypatch, seed, needs_torch):
+    needs_torch("torch._scaled_mm on the CPU")
     assert eight_bit_engine("cpu") == "emulated" == eight_bit_engine(torch.device("cpu"))
     a = ScaledTensor.encode(torch.randn(32, 64), E5M2)
     b = ScaledTensor.encode(torch.randn(48, 64), E4M3)

@@ -57,7 +57,9 @@ class Rounder:
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and position in the random stream; the tally starts anew in a copy."""
-        return {"settings": self.settings, "draws": self._draws.__reduce__()[1]}
+        position = next(self._draws)
+        self._draws = itertools.count(position)  # a look at where it stands: Python 3.14 copies no iterator
+        return {"settings": self.settings, "draws": (position,)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Rounder.__init__(self, *state["settings"])

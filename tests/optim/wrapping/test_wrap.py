@@ -26,7 +26,7 @@ VARIANTS = [
     (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
     (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
     (torch.optim.Adagrad, {"initial_accumulator_value": 0.5, "lr_decay": 0.1}),
-    (torch.optim.Muon, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}),
+    *((c, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}) for c in CLASSES if c.__name__ == "Muon"),
 ]
 CASES = [pytest.param(c, {}, id=c.__name__) for c in DENSE]
 CASES += [pytest.param(c, o, id=f"{c.__name__}-{'-'.join(o)}") for c, o in VARIANTS]
@@ -588,7 +588,9 @@ def mesh():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Muon, torch.optim.SGD], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "cls", [c for c in CLASSES if c.__name__ in ("AdamW", "Muon", "SGD")], ids=lambda c: c.__name__
+)
 def test_sharded_parameters_step_as_whole_ones(cls, mesh, seed):
     from torch.distributed.tensor import Shard, distribute_tensor
 

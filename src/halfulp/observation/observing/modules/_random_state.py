@@ -51,7 +51,7 @@ def _sources() -> list[_Source]:
         (random.getstate, random.setstate),
         (lambda: np.random.get_state(legacy=False), np.random.set_state),
     ]
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return found
     device = torch.get_device_module(accelerator)

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ...._torch_versions import HAS_STORE_CLONES
+
 ROOT = "halfulp/observe"
 PATIENCE = 5.0
 Answer = TypeVar("Answer")
@@ -136,6 +138,8 @@ def answered(ask: Callable[[], Answer]) -> Answer:
 
 def _own_connection(store: Any) -> Any:
     """A store of its own connection, so that no thread that waits at the run's own is waited for."""
+    if not HAS_STORE_CLONES:
+        raise RuntimeError("this torch's stores cannot be cloned, and requests to a shared one would wait for others")
     own = store.clone()
     server = own
     while isinstance(server, dist.PrefixStore):
