@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_map_only
 
 from .._torch_versions import BREAKS_WITH_REASON, is_exporting
 from ..formats import Format
+from ..gradients.eager._forward import NotScriptedError
 from ..kernels import checksum
 from ..rounding import Nearest, Rounding
 from ..subclass.models._parameter_holders import EMULATED
-from ..subclass.models._replaced_forward import NotScriptedError
 from ._region import Region, refuse_recording, region, untraceable
 from ._report import describe
 from ._rounder import CONTAINERS, Rounder

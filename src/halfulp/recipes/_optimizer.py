@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from .._names import unknown
-from ..subclass.models._float32_products import forward_before_products
 from . import _torch_optimizers as _by_torch
 from ._convert import recipe_of
 from ._emulated_states import hold_states
@@ -101,7 +100,7 @@ def _scaler_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def _check_scaled(recipe: Recipe, model: nn.Module) -> None:
-    if forward_before_products(model) is None:
+    if "forward" not in vars(model):
         options = ", ".join(f"{key}={value!r}" for key, value in _scaler_options(recipe).items())
         raise RuntimeError(
             f"recipe {recipe.name!r} rounds gradients, and these were not rounded: make scaler = "

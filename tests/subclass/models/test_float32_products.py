@@ -1,21 +1,27 @@
 """float32_products: every layer that multiplies, and whatever else happens to a model that has it."""
 
 import copy
+import gc
+import inspect
 import io
 import pickle
+import re
 import threading
 import types
+import weakref
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import halfulp as hu
 from halfulp import recipes
-from halfulp.environment._narrow_products import NARROW, float32_products_of
+from halfulp.arithmetic.float32_products._product import PRODUCTS
+from halfulp.environment._narrow_products import NARROW, float32_products_of, widened_dtypes
 from halfulp.kernels import report, same_bits
 from halfulp.subclass.models._float32_products import has_float32_products
 
@@ -94,6 +100,25 @@ def products() -> int:
     return sum(count for name, count in report().items() if name.startswith("float32 products"))
 
 
+class NarrowProducts(TorchDispatchMode):
+    """The products that torch's kernels are given 16-bit operands for."""
+
+    NAMES = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear", "_trilinear", "convolution")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._opname
+        multiplies = name.removesuffix("_backward") in self.NAMES or any(
+            x in name for x in ("attention", "rnn", "lstm")
+        )
+        if multiplies and any(isinstance(x, Tensor) and x.dtype in NARROW for x in args):
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("name", LAYERS)
 @DTYPES
 def test_every_layer_that_multiplies(name, dtype):
@@ -104,9 +129,11 @@ def test_every_layer_that_multiplies(name, dtype):
         plain = model(*inputs)
         before = products()
         hu.float32_products(model)
-        out = model(*inputs)
-        assert products() > before
-        _first(out).float().sum().backward()
+        with NarrowProducts() as narrow:
+            out = model(*inputs)
+            assert products() > before
+            _first(out).float().sum().backward()
+        assert narrow.found == []
     wide = copy.deepcopy(hu.float32_products(model, False)).float()(*(x.float() for x in inputs))
     # Nothing but rounding separates the three, and the roundings of float32 products are fewer.
     error = (_first(out).float() - _first(wide)).abs().max()
@@ -116,14 +143,27 @@ def test_every_layer_that_multiplies(name, dtype):
 
 
 def test_no_layer_of_torch_is_forgotten():
-    kinds = (nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Linear, nn.Bilinear, nn.MultiheadAttention)
+    """By their sources: a class of torch.nn whose code names a product is in the list."""
+    words = "|".join(name for name in set(PRODUCTS.values()) if not name.startswith("_"))
+    words += "|multi_head_attention_forward|linear_cross_entropy"
+    multiplies = re.compile(rf"(?:F|torch|_VF|functional)\.(?:{words})\(")
     known = {name.partition(",")[0] for name in LAYERS} | {"RNNBase", "RNNCellBase"}
     found = {
         name
         for name, kind in vars(nn).items()
-        if isinstance(kind, type) and issubclass(kind, kinds) and not name.startswith("Lazy")
+        if isinstance(kind, type) and issubclass(kind, nn.Module) and not name.startswith("Lazy")
+        if multiplies.search(inspect.getsource(kind))
     }
-    assert found - known == set()
+    # The one has a test of its own, the other speaks of a product.
+    assert found - known <= {"LinearCrossEntropyLoss", "Unfold"}
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch has no LinearCrossEntropyLoss")
+def test_the_loss_that_multiplies():
+    loss = hu.float32_products(nn.LinearCrossEntropyLoss(8, 10).half())
+    with float32_products_of(torch.float16), NarrowProducts() as narrow:
+        loss(torch.randn(3, 8).half(), torch.randint(0, 10, (3,))).backward()
+    assert narrow.found == []
 
 
 def _first(out):
@@ -321,7 +361,7 @@ def test_it_is_taken_off_again(dtype):
 def test_float32_models_under_autocast(dtype):
     model, x = hu.float32_products(Net()), torch.randn(2, 5, 8)
     with torch.autocast("cpu", dtype):
-        plain = model(x) if dtype not in hu_widened() else None
+        plain = model(x) if dtype not in widened_dtypes() else None
         with float32_products_of(dtype):
             before = products()
             got = step(model, x)
@@ -330,12 +370,6 @@ def test_float32_models_under_autocast(dtype):
     assert all(gradient.dtype == torch.float32 for gradient in got[1:])
     if plain is not None:
         assert (plain.float() - got[0].float()).abs().max() <= 16 * torch.finfo(dtype).eps * plain.abs().max()
-
-
-def hu_widened() -> tuple[torch.dtype, ...]:
-    from halfulp.environment._narrow_products import widened_dtypes
-
-    return widened_dtypes()
 
 
 def test_converted_models_have_it_and_reverted_ones_do_not():
@@ -394,7 +428,9 @@ def test_compiled_products_have_the_same_bits(backend, fresh_compiler):
 
     model, x = net(torch.bfloat16, Chain), torch.randn(2, 5, 8).bfloat16()
     with float32_products_of(torch.bfloat16):
-        assert agree(step(torch.compile(model, backend=backend, fullgraph=True), x), step(model, x))
+        wanted, before = step(model, x), products()
+        assert agree(step(torch.compile(model, backend=backend, fullgraph=True), x), wanted)
+        assert products() == before + 3
 
 
 @pytest.mark.parametrize("first", ["scaler", "products"])
@@ -434,10 +470,155 @@ def test_bad_input():
         hu.float32_products(torch.ones(3))
 
 
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.layer(x))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_scripting_is_refused_in_words():
-    with pytest.raises(NotImplementedError, match=r"float32_products\(model, False\)"):
-        torch.jit.script(net(torch.bfloat16))
+def test_a_script_has_the_models_own_operators():
+    model, x = hu.float32_products(Scripted().bfloat16()), torch.randn(2, 4).bfloat16()
+    script = torch.jit.script(model)
+    with float32_products_of(torch.bfloat16):
+        before = products()
+        script(x)
+        assert products() == before
+
+
+@DTYPES
+def test_shallow_copies_and_replicas_compute_with_their_own_weights(dtype):
+    layer, x = hu.float32_products(nn.Linear(4, 4).to(dtype)), torch.randn(2, 4).to(dtype)
+    with float32_products_of(dtype):
+        for other in (copy.copy(layer), layer._replicate_for_data_parallel()):
+            other._parameters = {"weight": nn.Parameter(torch.zeros(4, 4, dtype=dtype)), "bias": None}
+            before = products()
+            assert not other(x).any()
+            assert products() == before + 1
+        assert layer(x).any()
+
+
+def test_no_cycle_keeps_a_model_alive():
+    gc.collect()
+    gc.disable()
+    try:
+        model = hu.convert(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "bf16-kahan")
+        held = weakref.ref(model), weakref.ref(model[0]), weakref.ref(model[0].weight)
+        del model
+        assert [reference() for reference in held] == [None] * 3
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_without_numbers_of_the_dtype_run_as_they_did(dtype):
+    """torch's fast path of encoders, which a mode would switch off, included."""
+
+    class Depth(nn.Module):
+        def forward(self, x):
+            depths.append(torch._C._len_torch_function_stack())
+            return x
+
+    depths: list[int] = []
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).to(dtype).eval()
+    x = torch.randn(2, 5, 16).to(dtype)
+    with torch.no_grad(), float32_products_of(torch.float16):
+        wanted = model(x)
+        assert same_bits(hu.float32_products(model)(x), wanted)
+        hu.float32_products(nn.Sequential(Depth(), model, Depth()))(x)
+    assert depths == [0, 0]
+
+
+def test_narrow_models_inside_wide_ones_are_found():
+    class Teacher(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = [hu.float32_products(nn.Linear(4, 4).half())]  # none of its modules
+            self.outer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.outer(x) + self.inner[0](x.half()).float()
+
+    with float32_products_of(torch.float16):
+        before = products()
+        hu.float32_products(Teacher())(torch.randn(2, 4))
+        assert products() == before + 1
+
+
+def test_the_class_keeps_its_name_its_signature_and_its_instances():
+    model = hu.float32_products(Net())
+    assert type(model).__name__ == "Net"
+    assert isinstance(model, Net)
+    assert repr(model) == repr(Net())
+    assert inspect.signature(model.forward) == inspect.signature(Net().forward)
+    assert type(hu.float32_products(model, False)) is Net
+
+
+def test_parametrizations_after_it():
+    layer, x = hu.float32_products(nn.Linear(4, 4).half()), torch.randn(2, 4).half()
+    nn.utils.parametrizations.weight_norm(layer)
+    with float32_products_of(torch.float16):
+        for one in (layer, copy.deepcopy(layer)):
+            before = products()
+            one(x)
+            assert products() == before + 1
+        hu.float32_products(layer, False)
+        before = products()
+        layer(x)
+        assert products() == before
+
+
+def test_a_forward_that_a_module_was_given_itself_is_covered():
+    model, x = nn.Linear(4, 4).half(), torch.randn(2, 4).half()
+    own = model.forward
+    model.forward = lambda x: own(x)
+    hu.float32_products(model)
+    with float32_products_of(torch.float16):
+        before = products()
+        model(x)
+        assert products() == before + 1
+    hu.float32_products(model, False)
+    assert model.forward.__name__ == "<lambda>"
+
+
+@pytest.mark.parametrize("change", [Tensor.contiguous, lambda x: x.clone(memory_format=torch.contiguous_format)])
+def test_hooks_of_others_may_change_the_order_in_memory(change):
+    layers = ((nn.Conv2d(3, 4, 3), (2, 3, 8, 8)), (nn.Linear(6, 4), (6, 5)))
+    for layer, shape in layers:
+        hu.float32_products(layer.half())
+        x = torch.randn(shape).half()
+        x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x.t()
+        with float32_products_of(torch.float16):
+            wanted = step(layer, x)
+            with torch.autograd.graph.saved_tensors_hooks(change, lambda x: x):
+                got = step(layer, x)
+        assert agree(got, wanted)
+
+
+def test_what_the_backward_pass_does_not_need_is_freed():
+    frozen = hu.float32_products(nn.Linear(4, 4).half().requires_grad_(False))
+    x = torch.randn(2, 4).half().requires_grad_() * 1
+    held = weakref.ref(x)
+    with float32_products_of(torch.float16):
+        y = frozen(x)
+    del x
+    gc.collect()
+    assert held() is None
+    y.sum().backward()
+
+
+def test_an_unknown_wish_is_refused_at_once(in_bare_process):
+    script = """
+        import torch, halfulp as hu
+        try:
+            hu.float32_products(torch.nn.Linear(2, 2))
+        except ValueError as error:
+            print(error)
+    """
+    assert "HALFULP_FLOAT32_PRODUCTS='yes' is unknown" in in_bare_process(script, HALFULP_FLOAT32_PRODUCTS="yes")
 
 
 def test_a_recipe_that_rounds_gradients_still_asks_for_its_scaler():

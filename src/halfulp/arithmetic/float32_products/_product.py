@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..._torch_versions import saved_tensor_hooks
 from ...environment._narrow_products import NARROW, widened_dtypes
-from ...kernels import define_operator, note
+from ...kernels import constant_result, define_operator, note
 from ._product_functions import CELLS
 
 _CONVOLUTIONS = {
@@ -80,15 +80,18 @@ def product(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     dtype = _dtype_to_widen(name, args, kwargs)
     if dtype is None:
         return function(*args, **kwargs)
-    if not torch.compiler.is_compiling():
-        note("float32 products", f"{name} of {str(dtype).removeprefix('torch.')}")
-    out = kwargs.get("out")
-    if name in _IN_PLACE or out is not None:
+    if name in _IN_PLACE or kwargs.get("out") is not None:
         return _written(function, name, args, kwargs, dtype)
+    _count(name, dtype)
     if torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):
             return _widened(function, _in(args, dtype), _in(kwargs, dtype), dtype)
     return _widened(function, args, kwargs, dtype)
+
+
+@constant_result
+def _count(name: str, dtype: torch.dtype) -> None:
+    note("float32 products", f"{name} of {str(dtype).removeprefix('torch.')}")
 
 
 def _written(function: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -97,7 +100,7 @@ def _written(function: Callable[..., Any], name: str, args: tuple, kwargs: dict[
     plain = getattr(torch, name.removesuffix("_")) if name in _IN_PLACE else function
     result = product(plain, args, {key: value for key, value in kwargs.items() if key != "out"})
     if name not in _IN_PLACE:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in _tensors((args, target))):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in((args, target))):
             return function(*args, **kwargs)  # torch refuses it, in its own words
         if target.shape != result.shape:
             target.resize_(result.shape)
@@ -110,8 +113,10 @@ def _dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torch.dty
     if not dtypes or kwargs.get("dtype") is not None or kwargs.get("out_dtype") is not None:
         return None
     found = set()
-    mask = kwargs.get("attn_mask") if name == "scaled_dot_product_attention" else None
-    for x in _tensors((args, kwargs)):
+    mask = None
+    if name == "scaled_dot_product_attention":
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    for x in tensors_in((args, kwargs)):
         if type(x) not in _PLAIN or x.device.type != "cpu" or x.layout is not torch.strided:
             return None
         if x is not mask and (x.is_floating_point() or x.is_complex()):
@@ -137,6 +142,7 @@ def _widened(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], 
         wide = _mapped((args, kwargs), dtype, saved.widened)
         with saved_tensors_hooks(saved.pack, saved.unpack):
             out = function(*wide[0], **wide[1])
+        saved.forget()
     return _mapped(out, torch.float32, lambda y: y.to(dtype))
 
 
@@ -146,7 +152,7 @@ def _keeps_operands(args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
     if not _autograd._saved_tensors_hooks_is_enabled():
         return False
-    return any(x.requires_grad for x in _tensors((args, kwargs)))
+    return any(x.requires_grad for x in tensors_in((args, kwargs)))
 
 
 class _Operands:
@@ -156,26 +162,30 @@ class _Operands:
     """
 
     def __init__(self) -> None:
-        self._narrow: dict[int, Tensor] = {}
+        self._narrow: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
         self._outer = saved_tensor_hooks()
 
     def widened(self, x: Tensor) -> Tensor:
         """Return a float32 copy of an operand, whose memory is known to `pack`."""
         wide = x.float()
-        self._narrow[wide.untyped_storage()._cdata] = x
+        self._narrow[wide.untyped_storage()._cdata] = x, wide.stride()
         return wide
+
+    def forget(self) -> None:
+        """Drop the operands that the backward pass does not need."""
+        self._narrow.clear()
 
     def pack(self, kept: Tensor) -> Any:
         """Return what autograd holds of a tensor until the backward pass."""
-        narrow = self._narrow.get(kept.untyped_storage()._cdata)
+        narrow, stride = self._narrow.get(kept.untyped_storage()._cdata, (None, ()))
         if narrow is None:
-            return _Kept(kept if self._outer is None else self._outer[0](kept), None, 0)
-        geometry = kept.size(), kept.stride(), kept.storage_offset()
+            return _Kept(kept if self._outer is None else self._outer[0](kept), None, None)
+        view = stride, kept.size(), kept.stride(), kept.storage_offset()
         if self._outer is not None:
-            return _Kept(self._outer[0](narrow), geometry, None)
+            return _Kept(self._outer[0](narrow), view, None)
         # A detached tensor shares the memory and its count of writes, and holds no graph.
         narrow = narrow.detach()
-        return _Kept(narrow, geometry, None if narrow.is_inference() else narrow._version)
+        return _Kept(narrow, view, None if narrow.is_inference() else narrow._version)
 
     def unpack(self, kept: _Kept) -> Tensor:
         """Return the tensor that was packed.
@@ -184,20 +194,24 @@ class _Operands:
             RuntimeError: an operand was written into since.
         """
         held = kept.held if self._outer is None else self._outer[1](kept.held)
-        if kept.geometry is None:
+        if kept.view is None:
             return held
         if kept.version is not None and held._version != kept.version:
             raise RuntimeError(_CHANGED.format(found=held._version, saved=kept.version))
-        return held.float().as_strided(*kept.geometry)
+        stride, *view = kept.view
+        wide = held.float()
+        if wide.stride() != stride:  # hooks keep values, not the order in which they lie
+            wide = torch.empty_strided(wide.size(), stride, dtype=wide.dtype, device=wide.device).copy_(wide)
+        return wide.as_strided(*view)
 
 
 class _Kept:
     """A tensor as autograd holds it: itself, or a narrow operand and which view of its float32 copy was meant."""
 
-    __slots__ = ("geometry", "held", "version")
+    __slots__ = ("held", "version", "view")
 
-    def __init__(self, held: Any, geometry: tuple | None, version: int | None) -> None:
-        self.held, self.geometry, self.version = held, geometry, version
+    def __init__(self, held: Any, view: tuple | None, version: int | None) -> None:
+        self.held, self.view, self.version = held, view, version
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -245,16 +259,16 @@ def _in(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of nested arguments."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _mapped(value: Any, dtype: torch.dtype, change: Callable[[Tensor], Tensor]) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..._messages import a_kind
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from ...subclass.models._float32_products import leave_compiled_products
+from ...subclass.models._float32_products import class_of, leave_compiled_products
 from ..replay._replay import Replay, Replays
 from ._backward import Backward, differentiating
 from ._current_region import current
@@ -153,7 +153,7 @@ def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
             continue
         if next(module.children(), None) is not None:
             yield name, module, "part"
-        elif not home and type(model) is not nn.Sequential and next(module.parameters(), None) is not None:
+        elif not home and class_of(model) is not nn.Sequential and next(module.parameters(), None) is not None:
             yield home, module, "layer"
 
 

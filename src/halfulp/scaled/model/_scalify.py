@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..._messages import a_kind
 from ...subclass.models._averaged_models import warn_of_narrow_averages
 from ...subclass.models._conversion import converted, put_converted, put_plain
+from ...subclass.models._float32_products import class_of
 from ...subclass.models._module_parameters import (
     ParameterRef,
     Where,
@@ -217,7 +218,7 @@ def _set_products(model: nn.Module, matmul: str | None) -> None:
 
 def eight_bit_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the eight-bit forward of a linear layer; None for subclasses with a forward of their own."""
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    if isinstance(module, nn.Linear) and class_of(module).forward is nn.Linear.forward:
         return _linear
     # transformers' layer of GPT-2, known by name: the library is not imported for it.
     is_transposed = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -11,24 +13,18 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ..._torch_versions import is_exporting, saved_tensor_hooks
-from ...arithmetic.float32_products._product import PRODUCTS, product
+from ...arithmetic.float32_products._product import PRODUCTS, product, tensors_in
 from ...environment._narrow_products import widened_dtypes
 from ...kernels import constant_result, note
 from ._checkpointing import capture_hooks
 from ._module_parameters import check_module
-from ._replaced_forward import ReplacedForward, plain_forward
 
 Model = TypeVar("Model", bound=nn.Module)
+# What a module of the model holds: where its products are widened.
 _MARK = "_halfulp_float32_products"
 _EVERYWHERE, _EAGER = "everywhere", "eager"
-_ATTENTION = nn.functional.multi_head_attention_forward
-# The same without its own dispatch to modes, which would run all of it with this file's mode off.
-_UNDISPATCHED_ATTENTION = types.FunctionType(
-    _ATTENTION.__code__,
-    {**_ATTENTION.__globals__, "has_torch_function": lambda tensors: False},
-    _ATTENTION.__name__,
-    _ATTENTION.__defaults__,
-)
+# What a class holds: the class made of it, and what that was made of.
+_MADE, _BASE = "_halfulp_with_float32_products", "_halfulp_without_float32_products"
 
 
 def float32_products(model: Model, enabled: bool = True) -> Model:
@@ -41,18 +37,18 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
 
     which differs from what 16-bit instructions give by the order of summation alone. This covers matmul and its kin,
     linear and bilinear layers, einsum, convolutions, attention and recurrent layers (whose state stays in float32
-    within one call), called by any module of the model, under torch.autocast too. Activations are kept for backward in
-    16 bits, so that the memory stays what it was, up to one product's operands in float32 at a time.
+    within one call), called by any module of the model, under torch.autocast too. For the backward pass operands are
+    kept in 16 bits, as torch keeps them; what attention and recurrent layers keep besides is in float32.
 
-    Nothing changes where the processor has the instructions, on other devices, for tensors of other dtypes or classes,
-    and for products outside of the model's forward passes. `halfulp.kernels.report()` counts the products; the
-    environment variable HALFULP_FLOAT32_PRODUCTS ("always", "never") overrules what the processor says.
-    `halfulp.convert` does this to the 16-bit models that it makes.
+    Nothing changes where the processor has the instructions, on other devices, for models without numbers of such a
+    dtype, and for products outside of the model's forward passes. `halfulp.kernels.report()` counts the products, those
+    of compiled graphs once when they are traced; the environment variable HALFULP_FLOAT32_PRODUCTS ("always", "never")
+    overrules what the processor says. `halfulp.convert` does this to the 16-bit models that it makes.
 
     It holds through autograd, activation checkpointing, torch.compile (the same bits, where the compiler keeps the
-    order of sums), deepcopy and pickle. Modules that are added to the model later are covered while its own forward
-    runs; call this again if they are called by themselves. What torch.export writes has the model's own operators.
-    torch.jit.script cannot compile such a model.
+    order of sums), copies and pickle: modules get a class of their own, under the name of the one that they had.
+    Modules that are added to the model later are covered while its own forward runs; call this again if they are called
+    by themselves. What torch.export and torch.jit.script write has the model's own operators.
 
     Args:
         model: whose forward passes are changed, in place.
@@ -63,6 +59,7 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
 
     Raises:
         TypeError: no module.
+        ValueError: HALFULP_FLOAT32_PRODUCTS is unknown.
 
     >>> import torch, halfulp as hu
     >>> model = hu.float32_products(torch.nn.Linear(3, 2).bfloat16())
@@ -70,90 +67,78 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
     torch.bfloat16
     """
     check_module(model, "float32_products")
+    widened_dtypes()
     for module in model.modules():
         if not enabled:
-            marked, forward = module.__dict__.pop(_MARK, False), module.__dict__.get("forward")
-            if marked and isinstance(forward, ProductsForward):
-                forward.restore()
-        elif _MARK not in module.__dict__ and _has_forward(module):
-            module.__dict__[_MARK] = _EVERYWHERE
-            ProductsForward(module).put()
-    if any(isinstance(forward, ReplacedForward) and forward.reads_graphs for forward in _own_forwards(model)):
+            _take_off(module)
+        elif _MARK not in vars(module) and _has_forward(module):
+            _put_on(module)
+    if any(isinstance(_own_forward(module), GraphReader) for module in model.modules()):
         leave_compiled_products(model)
     return model
+
+
+def has_float32_products(model: nn.Module) -> bool:
+    """Return whether `float32_products` was called on a model."""
+    return any(_MARK in vars(module) for module in model.modules())
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class, as it was before `float32_products`."""
+    kind = type(module)
+    found: type[nn.Module] = vars(kind).get(_BASE, kind)
+    return found
+
+
+class GraphReader:
+    """A module's ``forward`` whose compiler reads the products of the model's graph: they stay those it wrote."""
 
 
 def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
     """Leave a model's products to torch where a compiler traces them, for whoever reads its graphs; or no longer."""
     for module in model.modules():
-        if _MARK in module.__dict__:
-            module.__dict__[_MARK] = _EAGER if leave else _EVERYWHERE
+        if _MARK in vars(module):
+            vars(module)[_MARK] = _EAGER if leave else _EVERYWHERE
 
 
-def has_float32_products(model: nn.Module) -> bool:
-    """Return whether `float32_products` was called on a model."""
-    return any(_MARK in module.__dict__ for module in model.modules())
+class _Around:
+    """A forward that somebody else has given a module itself, with its products in float32."""
 
-
-def forward_before_products(model: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward that somebody has given a module itself, below this file's; None for that of its class."""
-    return next(
-        (forward for forward in _own_forwards(model, deep=False) if not isinstance(forward, ProductsForward)), None
-    )
-
-
-def _own_forwards(model: nn.Module, deep: bool = True) -> Iterator[Callable[..., Any]]:
-    """Yield the forwards that modules were given themselves, each followed by those inside it."""
-    for module in model.modules() if deep else (model,):
-        forward = vars(module).get("forward")
-        while forward is not None:
-            yield forward
-            forward = forward.own if isinstance(forward, ReplacedForward) else None
-
-
-class ProductsForward(ReplacedForward):
-    """A module's ``forward``, whose narrow products run in float32 where the processor lacks them."""
-
-    refusal = (
-        "torch.jit.script cannot compile a model whose products halfulp computes in float32: call "
-        "halfulp.float32_products(model, False) before"
-    )
-
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None = None) -> None:
-        super().__init__(module)
-        if own is not None:
-            self.inner = self.__wrapped__ = own
-            # A method of the module's class is not its own.
-            self.own = None if getattr(own, "__func__", None) is type(module).forward else own
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self.own = self.__wrapped__ = own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward pass."""
-        if is_exporting() or not widened_dtypes() or _is_active() or self._mark() is None:
-            return self.inner(*args, **kwargs)
+        """Run it."""
+        if not widened_dtypes() or _is_active():
+            return self.own(*args, **kwargs)
         if torch.compiler.is_compiling():
-            if self._mark() == _EAGER:
+            if isinstance(self.own, GraphReader):
                 _note_left()
-                return self.inner(*args, **kwargs)
+                return self.own(*args, **kwargs)
             with _MODE:
-                return self.inner(*args, **kwargs)
-        return _under_mode(self.inner, args, kwargs)
-
-    def _mark(self) -> str | None:
-        module = self._module()
-        return None if module is None else module.__dict__.get(_MARK)
-
-    def _of(self, module: nn.Module) -> Callable[..., Any]:
-        return ProductsForward(module, super()._of(module))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return ProductsForward(memo[id(self._module())], super().__deepcopy__(memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self._module(), self.own)
+                return self.own(*args, **kwargs)
+        return _under_mode(self.own, args, kwargs)
 
 
-def _rebuilt(module: nn.Module, own: Callable[..., Any] | None) -> ProductsForward:
-    return ProductsForward(module, plain_forward(module) if own is None else own)
+def _put_on(module: nn.Module) -> None:
+    vars(module)[_MARK] = _EVERYWHERE
+    if "forward" in vars(module):
+        module.forward = _Around(vars(module)["forward"])
+    module.__class__ = _class_with_products(type(module))
+
+
+def _take_off(module: nn.Module) -> None:
+    vars(module).pop(_MARK, None)
+    forward = vars(module).get("forward")
+    if isinstance(forward, _Around):
+        module.forward = forward.own
+    # A class that somebody has made of this file's since stays, and finds no mark.
+    module.__class__ = class_of(module)
+
+
+def _own_forward(module: nn.Module) -> Any:
+    forward = vars(module).get("forward")
+    return forward.own if isinstance(forward, _Around) else forward
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -163,15 +148,117 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
+def _class_with_products(base: type[nn.Module]) -> type[nn.Module]:
+    """Return the class whose modules run a class's forward in `_run`.
+
+    A class, and no function that a module holds: shallow copies and replicas run themselves, and no cycle keeps models
+    alive.
+    """
+    if _MADE not in vars(base):
+        named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        made: Any = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(named))
+        made.forward = _forward_of(made, base.forward)
+        made.__reduce_ex__ = _reduce
+        setattr(made, _BASE, base)
+        setattr(base, _MADE, made)
+    found: type[nn.Module] = vars(base)[_MADE]
+    return found
+
+
+def _forward_of(made: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a class's forward, with the signature, the source and the names of the one inside."""
+    run = _run
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Somebody may hold the bound method of a module that has its old class again.
+        inner = super(made, self).forward if isinstance(self, made) else own.__get__(self)
+        return run(inner, self, args, kwargs)
+
+    # torch.jit.script compiles the source of the forward inside, and looks its names up here.
+    scope = getattr(own, "__globals__", forward.__globals__)
+    within = types.FunctionType(forward.__code__, scope, "forward", None, forward.__closure__)
+    return functools.wraps(own)(within)
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """Pickle and copy a module by the class that it had."""
+    # A class that somebody has made of this file's is the one that is named.
+    made: Any = next(kind for kind in type(self).__mro__ if _BASE in vars(kind))
+    reduced = super(made, self).__reduce_ex__(max(2, int(protocol)))
+    if type(self) is not made or not isinstance(reduced, tuple) or getattr(reduced[0], "__name__", "") != "__newobj__":
+        return reduced
+    return _new, (vars(made)[_BASE], *reduced[1][1:]), *reduced[2:]
+
+
+def _new(base: type[nn.Module], *arguments: Any) -> nn.Module:
+    made = _class_with_products(base)
+    return made.__new__(made, *arguments)
+
+
+class _Local(threading.local):
+    # Whether a marked module runs that needs no float32 products.
+    without = False
+
+
+_local = _Local()
+
+
+def _run(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module's forward pass, under the mode where the model has numbers of a dtype that is widened."""
+    dtypes = widened_dtypes()
+    mark = vars(module).get(_MARK)
+    if not dtypes or mark is None or _is_active() or is_exporting():
+        return forward(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        if mark == _EAGER:
+            _note_left()
+            return forward(*args, **kwargs)
+        if not _holds(module, dtypes, True) and not _meets(args, kwargs, dtypes):
+            return forward(*args, **kwargs)
+        with _MODE:
+            return forward(*args, **kwargs)
+    if _holds(module, dtypes, not _local.without) or _meets(args, kwargs, dtypes):
+        return _under_mode(forward, args, kwargs)
+    if _local.without:
+        return forward(*args, **kwargs)
+    _local.without = True
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _local.without = False
+
+
+def _holds(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bool) -> bool:
+    """Whether a module, or with `deep` one inside it, holds numbers of a dtype on the CPU."""
+    for one in module.modules() if deep else (module,):
+        for held in (one._parameters, one._buffers):
+            for x in held.values():
+                if x is not None and x.dtype in dtypes and x.device.type == "cpu":
+                    return True
+    return False
+
+
+def _meets(args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Whether arguments or torch.autocast bring a dtype."""
+    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in dtypes:
+        return True
+    return any(x.dtype in dtypes and x.device.type == "cpu" for x in tensors_in((args, kwargs)))
+
+
+@constant_result
+def _note_left() -> None:
+    note("float32 products", "left to torch in a graph that an AdaptiveGradScaler's backend compiles")
+
+
 class _Products(TorchFunctionMode):
     """Sends the torch functions that multiply to `product`; all others run as they are."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is _ATTENTION:
+        if function in _UNDISPATCHED:
             # A function in Python, whose products this mode would not see: a mode is off while it handles a call.
             with self:
-                return _UNDISPATCHED_ATTENTION(*args, **kwargs)
+                return _UNDISPATCHED[function](*args, **kwargs)
         if function not in PRODUCTS:
             # dynamo cannot trace this method's super() under a mode.
             return (torch.unflatten if function is torch.Tensor.unflatten else function)(*args, **kwargs)
@@ -182,12 +269,23 @@ class _Products(TorchFunctionMode):
         return product(function, args, kwargs)
 
 
+def _undispatched(function: Any) -> Any:
+    """Return a function of torch.nn.functional without its own dispatch to modes."""
+    scope = {**function.__globals__, "has_torch_function": _never, "has_torch_function_variadic": _never}
+    return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+
+
+def _never(*tensors: Any) -> bool:
+    return False
+
+
+# Those in Python that multiply more than once, by functions that the mode knows.
+_UNDISPATCHED = {
+    function: _undispatched(function)
+    for name in ("multi_head_attention_forward", "linear_cross_entropy")
+    if (function := getattr(nn.functional, name, None)) is not None
+}
 _MODE = _Products()
-
-
-@constant_result
-def _note_left() -> None:
-    note("float32 products", "left to torch in a graph that an AdaptiveGradScaler's backend compiles")
 
 
 def _is_active() -> bool:
