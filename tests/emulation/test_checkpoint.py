@@ -122,5 +122,7 @@ def test_other_saved_tensor_hooks_are_left_alone():
 
 def test_checkpointing_of_another_make_is_refused_by_name():
     name = "OtherCheckpointFunctionBackward"
-    with pytest.raises(NotImplementedError, match=f"emulate does not know the checkpointing of {name}: .*{ENVIRONMENT}"):
+    with pytest.raises(
+        NotImplementedError, match=f"emulate does not know the checkpointing of {name}: .*{ENVIRONMENT}"
+    ):
         capture_node(object(), name, lambda function: function, "emulate")
