@@ -18,7 +18,7 @@ from pathlib import Path
 
 from halfulp.environment import processor_line
 
-from ._gpu import _run, training
+from ._gpu import _processes, _run, training
 from ._harness import ROOT
 from ._results import FOLDER, Result, Table
 
@@ -109,11 +109,27 @@ class Session:
         self.found: dict[str, Found] = {}
         self.result = Result("gpu", "On a GPU", TEXT, "python -m benchmarks gpu" + " --dry-run" * dry)
         self._lock = threading.Lock()
+        self._working: set[subprocess.Popen] = set()
+        self._stopped = False
 
     def stage(self, parts: Sequence[Part]) -> None:
         """Run some parts at the same time, but those that share this process."""
         with ThreadPoolExecutor(1 if self.one_process else max(1, len(parts))) as pool:
-            list(pool.map(self.part, parts))
+            try:
+                list(pool.map(self.part, parts))
+            except BaseException:  # an interruption reaches this process alone
+                self.stop()
+                raise
+
+    def stop(self) -> None:
+        """End all processes, and begin no more."""
+        with self._lock:
+            self._stopped = True
+            working = list(self._working)
+        for process in working:
+            process.terminate()
+        for process in working:
+            _processes.end(process)
 
     def part(self, part: Part) -> None:
         """Run one part, and keep what it found, whatever happens to it."""
@@ -151,7 +167,7 @@ class Session:
         end, first, written = time.monotonic() + limit, 0, []
         for attempt in range(1 + RESTARTS):
             left = end - time.monotonic()
-            if left < 5 and attempt:
+            if self._stopped or (left < 5 and attempt):
                 break
             path = folder / f"{share[0]}-{attempt}.json"
             code = self._process(part, path, left, share, first)
@@ -159,9 +175,12 @@ class Session:
             if data.get("done"):
                 written.append((path, ""))
                 break
-            first = data.get("attempted", 0)
+            begun = data.get("attempted", 0)
             how = "was killed at its limit of time" if code is None else f"ended with code {code}"
-            failed = f"{part.name}: a process {how}, in attempt {first}; its output is in {self.log.name}"
+            where = f"in attempt {begun}" if begun > first else f"before attempt {first + 1}"
+            # One that died before its first attempt has left out nothing more than the one before it.
+            first = max(first, begun)
+            failed = f"{part.name}: a process {how}, {where}; its output is in {self.log.name}"
             # One that left by itself has said why.
             written.append((path, "" if code == 0 and data.get("failures") else failed))
             if code is None:
@@ -177,16 +196,19 @@ class Session:
             environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (2 * share[1])))
         output = path.with_suffix(".log")
         with output.open("w") as log:
-            process = subprocess.Popen(
+            process = _processes.start(
                 [*command, *(["--dry-run"] if self.dry else [])], cwd=ROOT, env=environment, stdout=log, stderr=log
             )
+            with self._lock:
+                self._working.add(process)
             try:
-                code: int | None = process.wait(seconds)
+                code: int | None = process.wait(0 if self._stopped else seconds)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                process.kill()
-                process.wait()
+                _processes.end(process)
+                with self._lock:
+                    self._working.discard(process)
         with self._lock, self.log.open("a") as log:
             log.write(f"== {part.name} {share[0]}\n{output.read_text(errors='replace')}\n")
         return code

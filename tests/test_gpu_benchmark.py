@@ -1,9 +1,14 @@
 """`python -m benchmarks gpu` before there is a GPU: its dry run, and what becomes of parts that fail, die and hang."""
 
 import json
+import os
+import socket
+import subprocess
+import threading
 import time
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,12 +68,33 @@ def measure(run):
 '''
 
 
+# A part that goes on, as do its two children, one in a session of its own; each holds a connection until it ends.
+LEAVES = """
+import subprocess, sys, time
+from benchmarks._gpu import _processes
+
+CHILD = "import socket, sys, time; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); time.sleep(300)"
+
+
+def measure(run):
+    import os
+    port = os.environ["PLANTED_PORT"]
+    subprocess.Popen([sys.executable, "-c", CHILD, port])
+    own = _processes.start([sys.executable, "-c", CHILD, port])
+    try:
+        time.sleep(300)
+    finally:
+        _processes.end(own)
+"""
+
+
 @pytest.fixture
 def session(benchmark_module, tmp_path, monkeypatch):
     """A dry run's session in separate processes, which finds the part `planted.dies`."""
     folder = tmp_path / "planted"
     folder.mkdir()
-    (folder / "dies.py").write_text(PLANTED)
+    for name, text in (("dies", PLANTED), ("leaves", LEAVES)):
+        (folder / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     bench = benchmark_module("bench_gpu")
     made = bench.Session(tmp_path / "gpu.json", dry=True, one_process=False, seconds=300)
@@ -87,6 +113,66 @@ def test_a_process_that_dies_costs_the_row_that_killed_it(session, capsys):
     parts = _tables(session)["Parts"]["rows"]
     assert [(row["failed"], row["met"]) for row in parts] == [(1, None)]
     assert "ended with code -6, in attempt 2" in parts[0]["what failed first"]
+
+
+def test_a_restart_that_dies_before_its_first_attempt_makes_nothing_twice(session, run, tmp_path, monkeypatch):
+    begun, asked = iter([3, 0, None, 3]), []
+
+    def dies(part, path, seconds, share, first):
+        asked.append(first)
+        attempted = next(begun)
+        if attempted is not None:
+            path.write_text(json.dumps({"attempted": attempted}))
+        return -6
+
+    monkeypatch.setattr(session, "_process", dies)
+    failures = [failure for _, failure in session._share(session.dies, 100.0, tmp_path, (0, 1))]
+    assert asked == [0, 3, 3, 3]
+    assert [failure.split("code -6, ")[1].split(";")[0] for failure in failures] == [
+        "in attempt 3",
+        *["before attempt 4"] * 3,
+    ]
+    run.first = 3
+    run.save()
+    assert _saved(run)["attempted"] == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="the system has no groups of processes")
+@pytest.mark.parametrize("how", ["at its limit", "interrupted"])
+def test_what_a_killed_process_has_started_ends_with_it(session, benchmark_module, tmp_path, monkeypatch, how):
+    processes = benchmark_module("_gpu._processes")
+    part, connected = benchmark_module("bench_gpu").Part("planted.leaves", 300), threading.Event()
+    if how == "at its limit":
+        start = processes.start
+        monkeypatch.setattr(processes, "start", lambda *given, **options: _late(start(*given, **options), connected))
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        server.settimeout(120)
+        monkeypatch.setenv("PLANTED_PORT", str(server.getsockname()[1]))
+        ended = pool.submit(session._process, part, tmp_path / "left.json", 200.0, (0, 1), 0)
+        children = [server.accept()[0] for _ in range(2)]
+        connected.set()
+        if how == "interrupted":
+            session.stop()
+        for child in children:
+            child.settimeout(60)
+            assert child.recv(1) == b""  # it has ended
+            child.close()
+        assert (ended.result() is None) is (how == "at its limit")
+    session.stop()
+    assert session._share(part, 300.0, tmp_path, (0, 1)) == []
+
+
+def _late(process, connected):
+    """A process that is waited for in vain once."""
+    own = process.wait
+
+    def wait(seconds=None):
+        process.wait = own
+        connected.wait(150)
+        raise subprocess.TimeoutExpired("a part", seconds)
+
+    process.wait = wait
+    return process
 
 
 def test_a_process_that_is_too_slow_is_killed_and_said(session, tmp_path):
@@ -150,6 +236,148 @@ def test_attempts_are_shared_skipped_and_left_out_when_time_is_up(run):
     for number in range(6, 8):
         run.attempt(str(number), lambda: 1 / 0)
     assert _saved(run)["late"] == ["7"]
+
+
+PLANTED_TESTS = """
+import os, time
+import pytest
+
+pytestmark = MARK
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_passes(k):
+    pass
+
+
+def test_fails():
+    raise ValueError("two bits")
+
+
+@pytest.mark.xfail(reason="known")
+def test_known():
+    raise ValueError
+
+
+def test_skips():
+    pytest.skip("no device")
+
+
+@pytest.fixture
+def broken():
+    raise KeyError("fixture")
+
+
+def test_errs(broken):
+    pass
+
+
+class TestInside:
+    def test_passes(self):
+        pass
+
+
+def test_ends():
+    LAST
+"""
+ROWS = {
+    "test_planted.test_passes": (2, 0, 0, None),
+    "test_planted.test_fails": (0, 1, 0, None),
+    "test_planted.test_known": (0, 0, 1, "expected to fail: known"),
+    "test_planted.test_skips": (0, 0, 1, "no device"),
+    "test_planted.test_errs": (0, 1, 0, None),
+    "test_planted.TestInside.test_passes": (1, 0, 0, None),
+}
+
+
+@pytest.fixture
+def planted_tests(run, benchmark_module, tmp_path, monkeypatch):
+    """Runs pytest on planted tests, of which the last does what is asked for; returns the last one's row."""
+    suite = benchmark_module("_gpu.suite")
+
+    def followed(last, workers=0):
+        if workers:
+            pytest.importorskip("xdist")
+            monkeypatch.setattr(suite, "WORKERS", workers)
+            run.device = "cuda"
+        text = PLANTED_TESTS.replace("MARK", f"pytest.{suite.MARK}").replace("LAST", last)
+        (tmp_path / "test_planted.py").write_text(text)
+        run.table("Tests", suite.COLUMNS, keys=["test"])
+        run.failed = ""
+        try:
+            suite.follow(run, run.tables[1], [str(tmp_path / "test_planted.py")], tmp_path)
+        except RuntimeError as error:
+            run.failed = str(error)
+        rows = {row["test"]: row for row in _saved(run)["tables"][1]["rows"]}
+        ends = rows.pop("test_planted.test_ends")
+        assert {
+            name: (row["passed"], row["failed"], row["skipped"], row.get("reason")) for name, row in rows.items()
+        } == ROWS
+        assert run.failures[:2] == [
+            "test_planted.test_fails: ValueError: two bits",
+            "test_planted.test_errs: in its setup: KeyError: 'fixture'",
+        ]
+        return ends
+
+    return followed
+
+
+def test_outcomes_of_tests_are_rows(planted_tests, run):
+    assert planted_tests("pass")["passed"] == 1
+    assert run.failures[2:] == []
+    assert run.failed == ""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_test_that_hangs_is_named_and_what_was_done_is_kept(
+    planted_tests, run, tmp_path, monkeypatch, capfd, workers
+):
+    hangs = tmp_path / "hangs"
+
+    def left():
+        """Time is up soon after the last test has begun."""
+        return 4.0 if not hangs.exists() or time.time() - hangs.stat().st_mtime < 3 else 0.0
+
+    monkeypatch.setattr(run, "left", left)
+    row = planted_tests(f"open({str(hangs)!r}, 'w').close(); time.sleep(300)", workers)
+    assert "not done within 4 s: 7 of 8 tests done; at work then: test_planted.test_ends (for " in run.failed
+    assert run.failures[2:] == []
+    assert "at work for" in row["reason"]
+    assert row["met"] is False
+    assert "in test_ends" in capfd.readouterr().out  # where it hangs
+
+
+def test_a_test_that_ends_pytest_is_named(planted_tests, run):
+    assert planted_tests("os._exit(7)")["failed"] == 1
+    assert run.failures[2:] == ["test_planted.test_ends: pytest ended with code 7 while it ran"]
+    assert "pytest ended with code 7, 8 of 8 tests done" in run.failed
+
+
+def test_a_test_that_ends_a_worker_is_named(planted_tests, run):
+    assert planted_tests("os._exit(7)", workers=1)["failed"] == 1
+    assert run.failures[2:] == [
+        "test_planted.test_ends: worker 'gw0' crashed while running 'test_planted.py::test_ends'"
+    ]
+
+
+def test_a_file_of_tests_that_cannot_be_read_is_named(run, benchmark_module, tmp_path):
+    suite, broken, whole = benchmark_module("_gpu.suite"), tmp_path / "test_broken.py", tmp_path / "test_whole.py"
+    broken.write_text("import a_module_that_is_not_there")
+    whole.write_text(f"import pytest\n\n@pytest.{suite.MARK}\ndef test_passes():\n    pass\n")
+    table = run.table("Tests", suite.COLUMNS, keys=["test"])
+    suite.follow(run, table, [str(broken), str(whole)], tmp_path)
+    assert run.failures == ["test_broken: ModuleNotFoundError: No module named 'a_module_that_is_not_there'"]
+    assert [(row["test"], row["passed"], row["met"]) for row in table.rows] == [
+        ("test_broken", 0, False),
+        ("test_whole.test_passes", 1, True),
+    ]
+
+
+def test_files_without_a_marked_test_are_told(run, benchmark_module, tmp_path):
+    suite, file = benchmark_module("_gpu.suite"), tmp_path / "test_planted.py"
+    file.write_text("def test_without_mark(): pass")
+    with pytest.raises(RuntimeError, match="pytest ended with code 5, no test found so far"):
+        suite.follow(run, run.rows, [str(file)], tmp_path)
 
 
 def test_counts_of_several_processes_are_added(run, benchmark_module):

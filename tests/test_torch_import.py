@@ -12,6 +12,7 @@ import torch
 
 import halfulp as hu
 from halfulp import _torch_floor, _torch_import
+from halfulp._messages import ENVIRONMENT
 
 
 def in_a_fresh_process(code: str, *arguments: str) -> str:
@@ -98,7 +99,7 @@ def test_a_torch_below_the_floor_is_one_sentence(in_bare_process):
         """
     )
     floor = _torch_floor.FLOOR
-    remedy = f"run pip install --upgrade 'torch>={floor}'"
+    remedy = f"run pip install --upgrade 'torch>={floor}'; {ENVIRONMENT}"
     assert said == f"halfulp needs torch {floor} or newer and found torch 2.5.1+cu124: {remedy}\n"
 
 
@@ -122,10 +123,11 @@ def test_a_torch_below_the_floor_that_is_imported_later_is_refused_at_the_first_
     )
 
 
-def test_the_floor_is_the_metadatas():
-    project = Path(__file__).parent.parent / "pyproject.toml"
-    wanted = tomllib.loads(project.read_text())["project"]["dependencies"]
+def test_the_floor_is_that_of_the_metadata_and_the_page():
+    root = Path(__file__).parent.parent
+    wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"torch>={_torch_floor.FLOOR}" in wanted
+    assert f"\ntorch {_torch_floor.FLOOR} or later, " in (root / "docs/compatibility.md").read_text()
     assert not _torch_floor.is_older(torch.__version__)
 
 

@@ -9,6 +9,8 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
+import sys
 import time
 import traceback
 import warnings
@@ -45,7 +47,7 @@ class Run:
         tables: what was measured; `keys` names, by title, the columns that tell apart rows of counts.
         failures: what failed, one line each.
         late: what was not begun for lack of time.
-        attempted: how many attempts were begun.
+        attempted: how many attempts were begun, by this process and by those before it.
     """
 
     part: str
@@ -166,6 +168,7 @@ class Run:
             return
         names = ("part", "facts", "keys", "failures", "late", "attempted", "done")
         data = {name: getattr(self, name) for name in names} | {"tables": [asdict(table) for table in self.tables]}
+        data["attempted"] = max(self.first, self.attempted)  # also where it dies before its first
         write_whole(self.path, json.dumps(data, default=float))
 
 
@@ -247,6 +250,8 @@ def main() -> None:
     chosen = parser.parse_args()
     device = "cpu" if chosen.dry_run else "cuda"
     run = Run(chosen.part, device, chosen.dry_run, chosen.seconds, *chosen.share, chosen.first, chosen.json)
+    # Asked to end, it ends what it has started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     work(run)
 
 

@@ -3,6 +3,8 @@
 import re
 import sys
 
+from ._messages import ENVIRONMENT
+
 FLOOR = "2.6"
 
 
@@ -15,7 +17,8 @@ def check() -> None:
     found = getattr(sys.modules.get("torch"), "__version__", None)
     if found is not None and is_older(found):
         raise ImportError(
-            f"halfulp needs torch {FLOOR} or newer and found torch {found}: run pip install --upgrade 'torch>={FLOOR}'"
+            f"halfulp needs torch {FLOOR} or newer and found torch {found}: run pip install --upgrade "
+            f"'torch>={FLOOR}'; {ENVIRONMENT}"
         )
 
 

@@ -94,6 +94,10 @@ def test_env_needs_nothing_of_the_command_line() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "processor name: " in done.stdout
     assert "cache writable: " in done.stdout
+    as_json = program.replace("'env'", "'env', '--json'")
+    done = subprocess.run([sys.executable, "-c", as_json], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["versions"]["torch"]
     program = program.replace("'env'", "'formats'")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from halfulp._messages import ENVIRONMENT
 from halfulp.emulation import emulate
 from halfulp.rounding import Nearest, Stochastic
+from halfulp.subclass.models._checkpointing import capture_node
 
 
 class Model(nn.Module):
@@ -116,3 +118,11 @@ def test_other_saved_tensor_hooks_are_left_alone():
     emulate(f, "bf16")(x).sum().backward()
     assert packed
     assert torch.equal(x.grad, x.grad.bfloat16().float())
+
+
+def test_checkpointing_of_another_make_is_refused_by_name():
+    name = "OtherCheckpointFunctionBackward"
+    with pytest.raises(
+        NotImplementedError, match=f"emulate does not know the checkpointing of {name}: .*{ENVIRONMENT}"
+    ):
+        capture_node(object(), name, lambda function: function, "emulate")

@@ -128,6 +128,7 @@ SAYS = [
     (X86, ("AVX2",), "AVX2", {}, {"NUMBA_CPU_FEATURES": "+avx2,+avx512f"}, "asks for AVX-512"),
     (X86, ("AVX2",), "AVX2", {"bfloat16": "no instructions"}, {"NUMBA_CPU_FEATURES": "+avx2,-avx512f"}, None),
     (ARM, ("NEON",), "DEFAULT", {"bfloat16": "no instructions"}, {}, None),
+    (X86, ("AVX2",), "AVX2", {"error": "ModuleNotFoundError: No module named 'torch'"}, {}, None),
     (X86, ("AVX-512", "AVX512_BF16"), "AVX512", {"bfloat16": "native"}, {}, None),
 ]
 
@@ -151,6 +152,12 @@ def test_a_processor_of_which_torch_says_something_else_is_named(
 def test_products_follow_what_switches_instructions_off(in_process) -> None:
     program = "from halfulp.environment import describe\nprint(describe()['products'])"
     assert "'bfloat16': 'float32 (no instructions)'" in in_process(program, 7, ONEDNN_MAX_CPU_ISA="SSE41")
+
+
+def test_a_misspelt_wish_for_products_is_a_doubt(in_process) -> None:
+    program = "from halfulp.environment import describe\nprint(describe()['doubts'])"
+    said = in_process(program, 7, HALFULP_FLOAT32_PRODUCTS="yes")
+    assert "are refused: HALFULP_FLOAT32_PRODUCTS='yes' is unknown: choose one of auto, always, never" in said
 
 
 def test_the_package_hands_on_what_it_says() -> None:

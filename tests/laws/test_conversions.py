@@ -103,6 +103,8 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "load_state_dict, assign": lambda model: loaded(model, assign=True),
     "share_memory": lambda model: model.share_memory(),
     "float32_gradients": hu.float32_gradients,
+    "float32_products": hu.float32_products,
+    "float32_products, off again": lambda model: hu.float32_products(hu.float32_products(model), enabled=False),
 }
 # Conversions of a plain model.
 CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {

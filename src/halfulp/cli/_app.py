@@ -5,7 +5,7 @@ from typing import Annotated, Any, NoReturn
 
 from .._extensions import load, load_inherited
 from ._errors import fail
-from ._streams import write_any_letter
+from ._streams import print_json, write_any_letter
 
 # What typer makes of a KeyboardInterrupt; older ones raise Abort.
 _INTERRUPTED = 130
@@ -25,8 +25,9 @@ def _run(arguments: list[str] | None) -> int:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
-        if (sys.argv[1:] if arguments is None else arguments) == ["env"]:
-            return _print_environment()
+        command, *options = (sys.argv[1:] if arguments is None else arguments) or [""]
+        if command == "env" and options in ([], ["--json"]):
+            return _print_environment(json=bool(options))
         fail(f"the command line needs {error.name}: pip install 'halfulp[cli]'")
     try:
         code = application()(arguments, prog_name="halfulp", standalone_mode=False)
@@ -43,10 +44,13 @@ def _run(arguments: list[str] | None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _print_environment() -> int:
+def _print_environment(json: bool) -> int:
     """`halfulp env` without the packages of the command line: what is broken may be the installation."""
     from ..environment import describe, lines
 
+    if json:
+        print_json(describe())
+        return 0
     for what, here in lines(describe()):
         print(f"{what}: {here}")
     return 0

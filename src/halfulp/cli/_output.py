@@ -1,7 +1,6 @@
 """Output of commands: a table for a person, or with --json one JSON document on standard output."""
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,14 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ._streams import is_unicode
+from ._streams import print_json as print_json
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program in place of tables.")]
-
-
-def print_json(content: Any) -> None:
-    """Print one JSON document on standard output; it holds plain data without NaN."""
-    print(json.dumps(content, indent=2, ensure_ascii=not is_unicode(sys.stdout), allow_nan=False))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """Standard output and errors in encodings that lack letters, as Windows' for files and pipes."""
 
+import json
 import sys
+from typing import Any
 
 
 def write_any_letter() -> None:
@@ -19,3 +21,8 @@ def is_unicode(stream: object) -> bool:
     """
     encoding = getattr(stream, "encoding", None)
     return encoding is None or encoding.lower().replace("-", "").startswith("utf")
+
+
+def print_json(content: Any) -> None:
+    """Print one JSON document on standard output; it holds plain data without NaN."""
+    print(json.dumps(content, indent=2, ensure_ascii=not is_unicode(sys.stdout), allow_nan=False))

@@ -218,7 +218,11 @@ def _variables() -> dict[str, str]:
 
 
 def _doubts(found: dict[str, Any]) -> Iterator[str]:
-    """Where torch, Numba and the system say different things of one processor, or something is switched off."""
+    """Where torch, Numba and the system disagree about the processor, or a variable is wrong or limits something."""
+    # Only a variable of halfulp's own makes this a ValueError.
+    wrong = str(found["products"].get("error", ""))
+    if wrong.startswith("ValueError: "):
+        yield f"products of 16-bit tensors on the processor are refused: {wrong.removeprefix('ValueError: ')}"
     has = set(instructions())
     if not has:
         yield "the instructions of this processor are not known: torch's and Numba's own detection decides"

@@ -45,5 +45,5 @@ def capture_node(node: Any, name: str, wrap: Wrapper, what: str) -> None:
     """Run what reentrant checkpointing (torch.utils.checkpoint) recomputes in the backward pass under a mode."""
     if name.endswith("CheckpointFunctionBackward"):
         if not callable(getattr(node, "run_function", None)):
-            raise NotImplementedError(f"{what} does not know the checkpointing of {name}: {_ADVICE}")
+            raise NotImplementedError(f"{what} does not know the checkpointing of {name}: {_ADVICE}; {ENVIRONMENT}")
         node.run_function = wrap(node.run_function)
