@@ -418,9 +418,7 @@ def test_an_adaptive_scaler_sees_the_same_sites_and_gradients(dtype):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-# dynamo instantiates every torch.autograd.Function that it traces, and warns of it.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_products_have_the_same_bits(backend, fresh_compiler):
+def test_compiled_products_are_those_of_eager(backend, fresh_compiler):
     class Chain(Net):
         def forward(self, x):
             query, key, value = self.first(x).unflatten(-1, (3, 8)).unbind(-2)
@@ -429,7 +427,11 @@ def test_compiled_products_have_the_same_bits(backend, fresh_compiler):
     model, x = net(torch.bfloat16, Chain), torch.randn(2, 5, 8).bfloat16()
     with float32_products_of(torch.bfloat16):
         wanted, before = step(model, x), products()
-        assert agree(step(torch.compile(model, backend=backend, fullgraph=True), x), wanted)
+        got = step(torch.compile(model, backend=backend, fullgraph=True), x)
+        # Inductor leaves out a rounding between operators that it runs as one.
+        bounds = [64 * torch.finfo(torch.bfloat16).eps * float(y.abs().max()) for y in wanted]
+        assert agree(got, wanted) if backend == "aot_eager" else True
+        assert all((a - b).abs().max() <= bound for a, b, bound in zip(got, wanted, bounds))
         assert products() == before + 3
 
 
@@ -628,3 +630,115 @@ def test_a_recipe_that_rounds_gradients_still_asks_for_its_scaler():
     model(torch.randn(2, 4)).sum().backward()
     with pytest.raises(RuntimeError, match="these were not rounded"):
         opt.step()
+
+
+def test_views_stay_views_and_autocast_narrows_what_it_narrows():
+    class Views(nn.Module):
+        def forward(self, x):
+            torch.einsum("ii->i", x).fill_(1)
+            return x
+
+    class Angles(nn.Module):
+        def forward(self, t):
+            return torch.einsum("i,j->ij", t, t)
+
+    with float32_products_of(torch.float16):
+        assert (hu.float32_products(Views())(torch.zeros(3, 3).half()).diagonal() == 1).all()
+        with torch.autocast("cpu", torch.float16):
+            assert hu.float32_products(Angles())(torch.tensor([1001.0, 10.01])).dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_compiled_derivatives_of_derivatives(fresh_compiler):
+    model = hu.float32_products(nn.Linear(3, 1, bias=False).half())
+    weight = {"weight": torch.tensor([[0.5, -1.0, 2.0]]).half()}
+    x = torch.tensor([[0.25, 0.5, -0.125]]).half()
+
+    def loss(weight):
+        return torch.func.functional_call(model, weight, (x,)).float().square().sum()
+
+    def second(weight):
+        return torch.func.jvp(torch.func.grad(loss), (weight,), (weight,))[1]["weight"]
+
+    with float32_products_of(torch.float16):
+        wanted = second(weight)
+        assert wanted.any()
+        torch.testing.assert_close(torch.compile(second, backend="eager")(weight), wanted)
+
+
+def test_results_that_are_kept_make_no_cycle():
+    layer = hu.float32_products(nn.GRU(4, 4).half())
+    with float32_products_of(torch.float16):
+        gc.collect()
+        gc.disable()
+        try:
+            x = torch.randn(3, 2, 4).half().requires_grad_() * 1
+            held = weakref.ref(x)
+            layer(x)
+            del x
+            assert held() is None
+        finally:
+            gc.enable()
+
+
+def test_operands_that_torch_copies_are_kept_narrow():
+    class Scores(nn.Module):
+        def forward(self, x, y):
+            return x.transpose(1, 2) @ y.transpose(1, 2).transpose(-1, -2)
+
+    kept = []
+    pack = lambda x: (kept.append(x.dtype), x)[1]  # noqa: E731
+    x, y = (torch.randn(2, 5, 3, 4).half().requires_grad_() for _ in range(2))
+    with float32_products_of(torch.float16), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        hu.float32_products(Scores())(x, y).sum().backward()
+    assert set(kept) == {torch.float16}
+
+
+@pytest.mark.parametrize("covered", ["whole", "layer"])
+def test_checkpoints_around_functions_and_covered_layers(covered):
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            attend = lambda x: functional.scaled_dot_product_attention(*[self.layer(x)] * 3)  # noqa: E731
+            return checkpoint(attend, x, use_reentrant=False)
+
+    model = Around().half()
+    hu.float32_products(model if covered == "whole" else model.layer)
+    with float32_products_of(torch.float16):
+        model(torch.randn(2, 2, 5, 8).half().requires_grad_()).sum().backward()
+    assert model.layer.weight.grad.isfinite().all()
+
+
+def test_emulated_models_are_refused():
+    with hu.emulate(nn.Linear(2, 2), "bf16") as emulation, pytest.raises(ValueError, match="emulated"):
+        hu.float32_products(emulation.target)
+
+
+def test_classes_that_allow_none_made_of_them():
+    class Strict(nn.Linear):
+        def __init_subclass__(cls, **options):
+            raise TypeError("no")
+
+    for layer in (Strict(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))):
+        hu.float32_products(layer.half())
+        with float32_products_of(torch.float16):
+            for one in (layer, copy.deepcopy(layer)):
+                before = products()
+                one(torch.randn(2, 4).half())
+                assert products() == before + 1
+        kind = type(layer)
+        assert "forward" not in vars(hu.float32_products(layer, False))
+        assert type(layer) is kind
+
+
+def test_lazy_layers_before_their_first_batch():
+    model = hu.float32_products(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)))
+    x = torch.randn(2, 4)
+    assert model(x).shape == model.half()(x.half()).shape
+    with float32_products_of(torch.float16):
+        before = products()
+        model(x.half())
+        assert products() == before + 2

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..._torch_versions import saved_tensor_hooks
 from ...environment._narrow_products import NARROW, widened_dtypes
-from ...kernels import constant_result, define_operator, note
+from ...kernels import constant_result, note
 from ._product_functions import CELLS
 
 _CONVOLUTIONS = {
@@ -39,11 +39,13 @@ _WIDENED = (
     }
 )
 _IN_PLACE = {"addmm_", "addbmm_", "baddbmm_", "addmv_"}
-# What torch.autocast computes in its dtype on the CPU, of the above.
+# What torch.autocast computes in its dtype on the CPU, of the above; not when it is given out=.
 _UNDER_AUTOCAST = _CONVOLUTIONS | {
     *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "linear"),
-    *("einsum", "tensordot", "chain_matmul", "multi_dot", "matrix_power", "bilinear", "scaled_dot_product_attention"),
+    "scaled_dot_product_attention",
 }
+# Of one operand they are views of it, or the operand itself.
+_OF_SEVERAL = ("einsum", "chain_matmul", "multi_dot")
 # By function and not by name: dynamo looks functions up as it traces, and cannot read their names.
 _HOLDERS = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.linalg, torch._VF, torch.functional)
 PRODUCTS: dict[Any, str] = {
@@ -85,8 +87,8 @@ def product(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     _count(name, dtype)
     if torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):
-            return _widened(function, _in(args, dtype), _in(kwargs, dtype), dtype)
-    return _widened(function, args, kwargs, dtype)
+            return _widened(function, args, kwargs, dtype, _FLOATS if name in _UNDER_AUTOCAST else (dtype,))
+    return _widened(function, args, kwargs, dtype, (dtype,))
 
 
 @constant_result
@@ -112,38 +114,51 @@ def _dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torch.dty
     dtypes = widened_dtypes()
     if not dtypes or kwargs.get("dtype") is not None or kwargs.get("out_dtype") is not None:
         return None
-    found = set()
+    if name == "lstm" and torch.compiler.is_compiling():
+        return None  # AOTAutograd cannot take what torch's float32 kernel keeps for the backward pass
     mask = None
     if name == "scaled_dot_product_attention":
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    found, count = set(), 0
     for x in tensors_in((args, kwargs)):
         if type(x) not in _PLAIN or x.device.type != "cpu" or x.layout is not torch.strided:
             return None
+        count += 1
         if x is not mask and (x.is_floating_point() or x.is_complex()):
             found.add(x.dtype)
-    if torch.is_autocast_enabled("cpu"):
+    if count < 2 and name in _OF_SEVERAL:
+        return None
+    if torch.is_autocast_enabled("cpu") and name in _UNDER_AUTOCAST and kwargs.get("out") is None:
         dtype = torch.get_autocast_dtype("cpu")
-        by_autocast = name in _UNDER_AUTOCAST and found and all(x in _FLOATS for x in found)
-        if by_autocast or found == {dtype}:
+        if found and all(x in _FLOATS for x in found):
             return dtype if dtype in dtypes else None
     return found.pop() if len(found) == 1 and found <= set(dtypes) else None
 
 
-def _widened(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Call a function on float32 copies of its narrow operands, and round what it returns."""
-    if torch.compiler.is_compiling():
-        wide = _mapped((args, kwargs), dtype, lambda x: _Widen.apply(x))
-        return _mapped(function(*wide[0], **wide[1]), torch.float32, lambda y: _Round.apply(y, dtype))
-    if not _keeps_operands(args, kwargs):
-        wide = _mapped((args, kwargs), dtype, Tensor.float)
+def _widened(
+    function: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    dtype: torch.dtype,
+    given: tuple[torch.dtype, ...],
+) -> Any:
+    """Call a function on float32 copies of its operands, as numbers of a narrow dtype, and round what it returns.
+
+    Args:
+        function, args, kwargs: the call.
+        dtype: the narrow one.
+        given: the dtypes of operands; what has another, as a mask may, stays.
+    """
+    if torch.compiler.is_compiling() or not _keeps_operands(args, kwargs):
+        wide = _mapped((args, kwargs), given, lambda x: x.to(dtype).float())
         out = function(*wide[0], **wide[1])
     else:
-        saved = _Operands()
-        wide = _mapped((args, kwargs), dtype, saved.widened)
+        saved = _Operands(dtype)
+        wide = _mapped((args, kwargs), given, saved.widened)
         with saved_tensors_hooks(saved.pack, saved.unpack):
             out = function(*wide[0], **wide[1])
         saved.forget()
-    return _mapped(out, torch.float32, lambda y: y.to(dtype))
+    return _mapped(out, (torch.float32,), lambda y: y.to(dtype))
 
 
 def _keeps_operands(args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -161,31 +176,44 @@ class _Operands:
     Hooks of others that are in force (activation checkpointing, offloading to memory) get the narrow operand to keep.
     """
 
-    def __init__(self) -> None:
-        self._narrow: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._sources: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
         self._outer = saved_tensor_hooks()
 
     def widened(self, x: Tensor) -> Tensor:
         """Return a float32 copy of an operand, whose memory is known to `pack`."""
-        wide = x.float()
-        self._narrow[wide.untyped_storage()._cdata] = x, wide.stride()
+        narrow = x.to(self._dtype)
+        wide = narrow.float()
+        # A float32 parameter under autocast is there anyway.
+        self._sources[wide.untyped_storage()._cdata] = x if x.is_leaf else narrow, wide.stride()
         return wide
 
     def forget(self) -> None:
         """Drop the operands that the backward pass does not need."""
-        self._narrow.clear()
+        self._sources.clear()
 
     def pack(self, kept: Tensor) -> Any:
         """Return what autograd holds of a tensor until the backward pass."""
-        narrow, stride = self._narrow.get(kept.untyped_storage()._cdata, (None, ()))
-        if narrow is None:
-            return _Kept(kept if self._outer is None else self._outer[0](kept), None, None)
-        view = stride, kept.size(), kept.stride(), kept.storage_offset()
+        source, stride = self._sources.get(kept.untyped_storage()._cdata, (None, ()))
+        if source is None:
+            # Detached, as what a node keeps of its own output would keep the node.
+            source = kept.detach()
+            narrow = source.to(self._dtype) if source.dtype == torch.float32 else source
+            if narrow is source or not torch.equal(narrow.float(), source):
+                return _Kept(source if self._outer is None else self._outer[0](source), None, None)
+            # An operand that torch has copied into another order.
+            source, stride, kept = narrow, narrow.float().stride(), source
+            view: tuple[Any, ...] = stride, kept.size(), kept.stride(), 0
+            if stride != kept.stride():
+                return _Kept(kept if self._outer is None else self._outer[0](kept), None, None)
+        else:
+            view = stride, kept.size(), kept.stride(), kept.storage_offset()
         if self._outer is not None:
-            return _Kept(self._outer[0](narrow), view, None)
+            return _Kept(self._outer[0](source), view, None)
         # A detached tensor shares the memory and its count of writes, and holds no graph.
-        narrow = narrow.detach()
-        return _Kept(narrow, view, None if narrow.is_inference() else narrow._version)
+        source = source.detach()
+        return _Kept(source, view, None if source.is_inference() else source._version)
 
     def unpack(self, kept: _Kept) -> Tensor:
         """Return the tensor that was packed.
@@ -199,7 +227,7 @@ class _Operands:
         if kept.version is not None and held._version != kept.version:
             raise RuntimeError(_CHANGED.format(found=held._version, saved=kept.version))
         stride, *view = kept.view
-        wide = held.float()
+        wide = held.to(self._dtype).float()
         if wide.stride() != stride:  # hooks keep values, not the order in which they lie
             wide = torch.empty_strided(wide.size(), stride, dtype=wide.dtype, device=wide.device).copy_(wide)
         return wide.as_strided(*view)
@@ -214,51 +242,6 @@ class _Kept:
         self.held, self.view, self.version = held, view, version
 
 
-def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype, copy=True)
-
-
-# Inductor removes pairs of casts, and with them a rounding; an operator it leaves alone.
-_round_operator = define_operator(
-    "round_product(Tensor x, ScalarType dtype) -> Tensor",
-    _round,
-    lambda x, dtype: torch.empty_like(x, dtype=dtype),
-)
-
-
-class _Widen(torch.autograd.Function):
-    """A float32 copy of a narrow operand, for graphs that are compiled; its gradient is rounded."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.narrow = x.dtype
-        return x.float()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _round_operator(gradient, ctx.narrow)
-
-
-class _Round(torch.autograd.Function):
-    """The rounded result of a product, for graphs that are compiled; its gradient is widened."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, dtype: torch.dtype) -> Tensor:
-        return _round_operator(y, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.float(), None
-
-
-def _in(value: Any, dtype: torch.dtype) -> Any:
-    """Return arguments in autocast's dtype."""
-    for other in _FLOATS:
-        if other != dtype:
-            value = _mapped(value, other, lambda x: x.to(dtype))
-    return value
-
-
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of nested arguments."""
     if isinstance(value, Tensor):
@@ -271,13 +254,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _mapped(value: Any, dtype: torch.dtype, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested arguments with the tensors of one dtype changed."""
+def _mapped(value: Any, dtypes: tuple[torch.dtype, ...], change: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested arguments with the tensors of some dtypes changed."""
     if isinstance(value, Tensor):
-        return change(value) if value.dtype == dtype else value
+        return change(value) if value.dtype in dtypes else value
     if isinstance(value, list | tuple):
-        items = [_mapped(item, dtype, change) for item in value]
+        items = [_mapped(item, dtypes, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: _mapped(item, dtype, change) for key, item in value.items()}
+        return {key: _mapped(item, dtypes, change) for key, item in value.items()}
     return value

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ..._torch_versions import is_exporting, saved_tensor_hooks
@@ -18,6 +19,7 @@ from ...environment._narrow_products import widened_dtypes
 from ...kernels import constant_result, note
 from ._checkpointing import capture_hooks
 from ._module_parameters import check_module
+from ._parameter_holders import EMULATED
 
 Model = TypeVar("Model", bound=nn.Module)
 # What a module of the model holds: where its products are widened.
@@ -38,17 +40,18 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
     which differs from what 16-bit instructions give by the order of summation alone. This covers matmul and its kin,
     linear and bilinear layers, einsum, convolutions, attention and recurrent layers (whose state stays in float32
     within one call), called by any module of the model, under torch.autocast too. For the backward pass operands are
-    kept in 16 bits, as torch keeps them; what attention and recurrent layers keep besides is in float32.
+    kept in 16 bits, as torch keeps them; results that attention and recurrent layers keep besides are in float32.
 
     Nothing changes where the processor has the instructions, on other devices, for models without numbers of such a
     dtype, and for products outside of the model's forward passes. `halfulp.kernels.report()` counts the products, those
     of compiled graphs once when they are traced; the environment variable HALFULP_FLOAT32_PRODUCTS ("always", "never")
     overrules what the processor says. `halfulp.convert` does this to the 16-bit models that it makes.
 
-    It holds through autograd, activation checkpointing, torch.compile (the same bits, where the compiler keeps the
-    order of sums), copies and pickle: modules get a class of their own, under the name of the one that they had.
-    Modules that are added to the model later are covered while its own forward runs; call this again if they are called
-    by themselves. What torch.export and torch.jit.script write has the model's own operators.
+    It holds through autograd, activation checkpointing, torch.compile (where a compiler may leave out roundings between
+    operators, as in any 16-bit graph), copies and pickle: modules get a class of their own, under the name of the one
+    that they had. Modules that are added to the model later, and lazy ones before their first batch, are covered while
+    the forward of a module around them runs; call this again if they are called by themselves. What torch.export and
+    torch.jit.script write has the model's own operators.
 
     Args:
         model: whose forward passes are changed, in place.
@@ -59,7 +62,7 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
 
     Raises:
         TypeError: no module.
-        ValueError: HALFULP_FLOAT32_PRODUCTS is unknown.
+        ValueError: HALFULP_FLOAT32_PRODUCTS is unknown, or the model is under `hu.emulate`.
 
     >>> import torch, halfulp as hu
     >>> model = hu.float32_products(torch.nn.Linear(3, 2).bfloat16())
@@ -68,6 +71,8 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
     """
     check_module(model, "float32_products")
     widened_dtypes()
+    if any(hasattr(parameter, EMULATED) for parameter in model.parameters()):
+        raise ValueError("the model is emulated, in float32 without 16-bit products: call float32_products after that")
     for module in model.modules():
         if not enabled:
             _take_off(module)
@@ -123,17 +128,23 @@ class _Around:
 def _put_on(module: nn.Module) -> None:
     vars(module)[_MARK] = _EVERYWHERE
     if "forward" in vars(module):
-        module.forward = _Around(vars(module)["forward"])
-    module.__class__ = _class_with_products(type(module))
+        vars(module)["forward"] = _Around(vars(module)["forward"])
+    made = None if parametrize.is_parametrized(module) else _class_with_products(type(module))
+    if made is not None:
+        object.__setattr__(module, "__class__", made)
+    elif "forward" not in vars(module):
+        vars(module)["forward"] = _Around(types.MethodType(type(module).forward, module))
 
 
 def _take_off(module: nn.Module) -> None:
     vars(module).pop(_MARK, None)
     forward = vars(module).get("forward")
     if isinstance(forward, _Around):
-        module.forward = forward.own
+        del vars(module)["forward"]
+        if getattr(forward.own, "__func__", None) is not type(module).forward:
+            vars(module)["forward"] = forward.own
     # A class that somebody has made of this file's since stays, and finds no mark.
-    module.__class__ = class_of(module)
+    object.__setattr__(module, "__class__", class_of(module))
 
 
 def _own_forward(module: nn.Module) -> Any:
@@ -145,18 +156,27 @@ def _has_forward(module: nn.Module) -> bool:
     """Whether a module has a forward pass of its own in Python, which lists, scripted and compiled modules lack."""
     if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
         return False
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        return False  # it changes its class at the first batch
+    if isinstance(module, torch.fx.GraphModule):
+        # It writes its class's forward anew; the modules that it calls are covered.
+        note("float32 products", "left to torch in functions that a torch.fx.GraphModule calls by itself")
+        return False
     return type(module).forward is not nn.Module.forward
 
 
-def _class_with_products(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the class whose modules run a class's forward in `_run`.
+def _class_with_products(base: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the class whose modules run a class's forward in `_run`; None where it allows no class made of it.
 
     A class, and no function that a module holds: shallow copies and replicas run themselves, and no cycle keeps models
     alive.
     """
     if _MADE not in vars(base):
         named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        made: Any = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(named))
+        try:
+            made: Any = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(named))
+        except Exception:  # its __init_subclass__ or metaclass wants more, or refuses
+            return None
         made.forward = _forward_of(made, base.forward)
         made.__reduce_ex__ = _reduce
         setattr(made, _BASE, base)
@@ -187,17 +207,20 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     reduced = super(made, self).__reduce_ex__(max(2, int(protocol)))
     if type(self) is not made or not isinstance(reduced, tuple) or getattr(reduced[0], "__name__", "") != "__newobj__":
         return reduced
-    return _new, (vars(made)[_BASE], *reduced[1][1:]), *reduced[2:]
+    return new_module, (vars(made)[_BASE], *reduced[1][1:]), *reduced[2:]
 
 
-def _new(base: type[nn.Module], *arguments: Any) -> nn.Module:
-    made = _class_with_products(base)
+def new_module(base: type[nn.Module], *arguments: Any) -> nn.Module:
+    """Return an empty module of the class made of a class, whose state a pickle then fills in."""
+    made = _class_with_products(base) or base
     return made.__new__(made, *arguments)
 
 
 class _Local(threading.local):
     # Whether a marked module runs that needs no float32 products.
     without = False
+    # The hooks for saved tensors that were in force where the mode began.
+    hooks: Any = None
 
 
 _local = _Local()
@@ -264,7 +287,8 @@ class _Products(TorchFunctionMode):
             return (torch.unflatten if function is torch.Tensor.unflatten else function)(*args, **kwargs)
         if not torch.compiler.is_compiling():
             hooks = saved_tensor_hooks()
-            if hooks is not None:
+            # A checkpoint around the model's modules runs them again, and they come back here by themselves.
+            if hooks is not None and hooks != _local.hooks:
                 capture_hooks(hooks[0], _recomputed, "hu.float32_products")
         return product(function, args, kwargs)
 
@@ -298,9 +322,11 @@ def _under_mode(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     above = _popped()
     _push_mode(_MODE)
     _pushed(above)
+    _local.hooks = saved_tensor_hooks()
     try:
         return function(*args, **kwargs)
     finally:
+        _local.hooks = None
         above = _popped()
         above.remove(_MODE)
         _pushed(above)
