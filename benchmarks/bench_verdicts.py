@@ -153,7 +153,7 @@ def _families(runs: int, draws: random.Random) -> tuple[Table, float]:
     columns = {"gaps": ""} | {
         f"{seeds} seeds, {how}": ".1f" for seeds in FAMILY_SEEDS for how in ("alone", "corrected")
     }
-    table = Table("Comparisons of five recipes that call one worse or better by chance, in percent", columns)
+    table = Table("Comparisons of several recipes that call one worse or better by chance, in percent", columns)
     text, _ = _on_text()
     table.note, most = FAMILIES_NOTE.format(correlation=text.correlation), 0.0
     for name, family in (FAMILIES | {"as on `text`": text}).items():
