@@ -82,6 +82,15 @@ def test_compare_estimates_first_and_finds_the_same(tiny, steps: int) -> None:
 
 
 @pytest.mark.usefixtures("forked_workers")
+def test_no_trial_starts_before_all_kinds_were_timed(tiny) -> None:
+    events: list[str] = []
+    tell = lambda kind, _, content: events.append(kind)  # noqa: E731
+    compare(tiny.Tiny(), ["bf16", "e8m3"], 3, steps=40, workers=2, listen=tell)
+    assert events[:5] == ["plan", "timing", "estimate", "start", "start"]
+    assert events.count("done") == 9
+
+
+@pytest.mark.usefixtures("forked_workers")
 def test_trials_that_no_worker_takes_do_not_keep_the_others_from_an_estimate(tiny) -> None:
     class Here(tiny.Tiny):
         name, in_process = "here", True
