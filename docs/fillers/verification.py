@@ -20,8 +20,8 @@ def verdicts() -> str:
 
 @place
 def verdicts_of_five() -> str:
-    """How often chance calls one of five recipes worse or better."""
-    return whole_table("verdicts", "Comparisons of five")
+    """How often chance calls one of several recipes worse or better."""
+    return whole_table("verdicts", "Comparisons of several")
 
 
 @place

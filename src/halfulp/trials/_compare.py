@@ -42,7 +42,7 @@ def compare(
         overwrite: Delete the comparison that ``out`` holds.
         listen: Called with ("plan", None, trials), ("timing", None, how many kinds of trial), ("estimate", None, how
             long it will take by a few timed steps of each kind) and ("reused" | "start" | "progress" | "done", trial,
-            content). Without it, nothing is timed.
+            content). Without it, nothing is timed; with it, what has ten steps or more and runs in a worker.
 
     Returns:
         The Evidence; ``print`` it for a table.

@@ -49,7 +49,7 @@ def test_several_recipes_are_corrected_for_and_the_controls_are_none(make_record
     records += [make_record(name, seed, loss) for name, found in losses.items() for seed, loss in enumerate(found)]
     _, twin, bf16, kahan, _ = rows("tiny", records)
     assert twin.noise == twin.interval == pytest.approx(0.001)
-    assert kahan.interval < kahan.noise < 1.1 * kahan.interval
+    assert kahan.interval < kahan.noise < 1.2 * kahan.interval
     assert bf16.noise > 2 * bf16.interval
     assert (bf16.verdict, bf16.interval < bf16.gap) == ("unclear", True)
     one = rows("tiny", [record for record in records if record["settings"]["recipe"]["name"] not in ("bf16-kahan",)])[2]

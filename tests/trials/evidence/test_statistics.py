@@ -5,10 +5,20 @@ import math
 import random
 import statistics
 
+import numpy as np
 import pytest
 from scipy import stats
 
-from halfulp.trials.evidence._statistics import MARGIN, interval, noise, pooled_spread, spread, tolerance, verdict
+from halfulp.trials.evidence._statistics import (
+    MARGIN,
+    interval,
+    noise,
+    pooled_level,
+    pooled_spread,
+    spread,
+    tolerance,
+    verdict,
+)
 
 
 @pytest.mark.parametrize("count", [3, 4, 7, 11, 12, 20, 40])
@@ -30,7 +40,7 @@ def test_several_recipes_scatter_at_least_as_all_do() -> None:
     assert noise(close, [], 0.0, [close]) == noise(close, [], 0.0) == interval(close, [], 0.0)
     assert pooled_spread(compared) == pytest.approx(math.sqrt((0.01**2 + 0.3**2) / 2))
     assert pooled_spread([[0.0, 2.0], [0.0] * 5]) == pytest.approx(math.sqrt(2 / 5))
-    limit = stats.t.isf(0.045 / 2, 2)  # two recipes of three seeds need no more than one does
+    limit = stats.t.isf(0.037 / 2, 2)  # two recipes of three seeds need no more than one does
     assert noise(wide, [], 0.0, compared) == pytest.approx(limit * 0.3 / math.sqrt(3))
     # The wide one does not hide what is certain of the close one by Bonferroni's correction.
     bonferroni = stats.t.isf(0.005 / 2 / 2, 2) * 0.01 / math.sqrt(3)
@@ -64,6 +74,53 @@ def test_chance_calls_any_of_five_recipes_worse_or_better_in_a_twentieth_of_comp
     # A share of 1,000 draws exceeds 5% by .033 once in a million times.
     assert together < 83
     assert alone > 110
+
+
+def limits_of(gaps: np.ndarray) -> np.ndarray:
+    """What `noise` gives for gaps of shape (comparisons, recipes, seeds) without a twin or a loss, by scipy."""
+    recipes, seeds = gaps.shape[1:]
+    own = gaps.std(2, ddof=1)
+    # The quantile comes from one call of noise, for gaps that all have a deviation of 1.
+    unit = [float(x) for x in (np.arange(seeds) - (seeds - 1) / 2) / np.arange(seeds).std(ddof=1)]
+    quantile = noise(unit, [], 0.0, [unit] * recipes)
+    pooled = quantile * np.maximum(own, np.sqrt((own**2).mean(1, keepdims=True)))
+    bonferroni = stats.t.isf(0.005 / recipes / 2, seeds - 1) * own / math.sqrt(seeds)
+    return np.maximum(np.minimum(pooled, bonferroni), stats.t.isf(0.025, seeds - 1) * own / math.sqrt(seeds))
+
+
+# Of so many recipes so many scatter, the others not at all: the worst of all correlations, found by search.
+@pytest.mark.parametrize(
+    ("seeds", "recipes", "scattering", "correlations"),
+    [(3, 5, 2, (0.9, 0.95, 0.99)), (3, 5, 3, (0.9, 0.98)), (4, 5, 2, (0.9,)), (5, 5, 3, (0.9,)), (3, 10, 3, (0.95,))],
+)
+def test_gaps_that_move_together_alarm_no_more_often(
+    seeds: int, recipes: int, scattering: int, correlations: tuple[float, ...], seed: int
+) -> None:
+    draws = np.random.default_rng(seed)
+    found = []
+    for correlation in correlations:
+        gaps = np.zeros((200_000, recipes, seeds))
+        together, apart = (
+            draws.standard_normal((len(gaps), 1, seeds)),
+            draws.standard_normal((*gaps.shape[:1], scattering, seeds)),
+        )
+        gaps[:, :scattering] = math.sqrt(correlation) * together + math.sqrt(1 - correlation) * apart
+        means, limits = np.abs(gaps.mean(2)), limits_of(gaps)
+        found.append((means > limits).any(1).mean())
+        for one, mine in zip(gaps[:20].tolist(), limits[:20]):
+            assert [noise(each, [], 0.0, one) for each in one] == pytest.approx(mine.tolist(), rel=1e-6)
+    # A share of 200,000 draws strays by .0025 once in a million times.
+    assert max(found) < 0.0525
+    assert max(found) > 0.035
+
+
+def test_the_level_falls_with_more_than_five_recipes() -> None:
+    levels = [pooled_level(recipes) for recipes in (2, 5, 6, 10, 20, 40)]
+    assert levels[0] == levels[1] == 0.037
+    assert levels[1:] == sorted(levels[1:], reverse=True)
+    assert levels[-1] == pytest.approx(0.037 / 2)
+    compared = [[-1.0, 0.0, 1.0]] * 40
+    assert noise(compared[0], [], 0.0, compared) > noise(compared[0], [], 0.0, compared[:20])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

@@ -35,7 +35,8 @@ def test_workers_take_the_next_job_when_they_are_free() -> None:
 def test_one_probe_per_dtype_and_none_for_short_trials(tiny) -> None:
     trials = make_trials(tiny, ["fp32", "fp32-twin", "bf16", "bf16-stochastic", "fp16", "e8m3"], 3)
     assert [probe.trial.recipe.name for probe in probes(trials)] == ["fp32", "bf16", "fp16", "e8m3"]
-    assert probes(make_trials(tiny, steps=20)) == []
+    assert len(probes(make_trials(tiny, steps=10))) == 2
+    assert probes(make_trials(tiny, steps=9)) == []
     assert cost_class(trials[0]) != cost_class(make_trials(tiny, steps=200)[0])
 
 
@@ -52,12 +53,18 @@ def test_the_estimate_adds_up_over_the_workers(tiny) -> None:
     assert estimate(trials, costs, 4, 2, 0.0, "a").seconds == pytest.approx(2 * makespan([4, 2, 2, 4, 2, 2], 4))
 
 
-def test_what_was_not_timed_has_no_estimate(tiny) -> None:
+def test_what_was_not_timed_is_counted_beside_what_was(tiny) -> None:
     trials = make_trials(tiny)
     found = estimate(trials, costs_of(trials, Cost(0.03, 1.0), None), 2, 2, 1.0, "a")
-    assert found.seconds is None
+    # Two trials of 4 seconds at once; the four of bfloat16 come on top.
+    assert found.seconds == pytest.approx(1 + 4)
+    assert found.untimed == 4
     assert len(found.of_trial) == 2
-    assert estimate(trials, {}, 2, 2, 1.0, "a").seconds is None
+    whole = estimate(trials, costs_of(trials, Cost(0.03, 1.0), Cost(0.01, 1.0)), 2, 2, 1.0, "a")
+    assert whole.untimed == 0
+    assert whole.seconds > found.seconds
+    nothing = estimate(trials, {}, 2, 2, 1.0, "a")
+    assert (nothing.seconds, nothing.untimed) == (None, 6)
 
 
 def test_time_left_falls_with_the_clock_and_follows_the_pace(tiny) -> None:

@@ -61,3 +61,22 @@ def test_the_estimate_comes_first_and_the_time_left_falls(
         assert said.startswith(first)
         assert "1/3  tiny · fp32 · seed 0" in said
         assert re.findall(r"about (.*) left", said) == ["2.0 min", "60 s"]
+
+
+@pytest.mark.parametrize(("timed", "first"), [(True, "At least 65 s"), (False, "How long it takes is not known")])
+def test_what_is_known_is_told_though_a_kind_of_trial_was_not_timed(
+    tiny, monkeypatch: pytest.MonkeyPatch, timed: bool, first: str
+) -> None:
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    progress = Progress()
+    trials = plan(tiny.Tiny(), ["fp32", "bf16"], 2, 100, None)
+    costs = {cost_class(trials[0]): Cost(step=0.3, rest=0.0) if timed else None, cost_class(trials[1]): None}
+    with progress:
+        progress("plan", None, trials)
+        progress("timing", None, 2)
+        progress("estimate", None, estimate(trials, costs, 1, 2, 3.0, "a processor"))
+    said = progress.console.file.getvalue()
+    assert said.startswith(first)
+    assert ("; 2 of 4 trials were not timed." in said) == timed
+    assert not progress.estimated

@@ -9,6 +9,9 @@ of their deviations T B and T (1 - B), where T and B are independent (chi square
     j E[ P(|t| > k sqrt(j max(B, 1/m))) ],   t Student's of j (n - 1) degrees of freedom,
 
 at most, for m recipes of n seeds, and k is the least number for which that is the level or less for every j.
+
+All this is of gaps that are drawn apart. Where they are correlated, Bonferroni's sum over means still holds, but the
+deviations are no longer independent: several small ones come together. What that adds is left to the level.
 """
 
 import functools

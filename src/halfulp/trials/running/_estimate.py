@@ -17,7 +17,9 @@ class Estimate:
     """About how long a comparison takes on this machine.
 
     Attributes:
-        seconds: From start to end of the training, the timing of a few steps included; None where nothing was timed.
+        seconds: From start to end of the training, the timing of a few steps included, of the trials that were timed;
+            None where there are none.
+        untimed: How many trials were not timed: the whole takes longer by them.
         of_trial: Seconds of each trial on its worker, by key; what was not timed is missing.
         of_task: Seconds of the trials of each task, were they alone.
         workers: How many processes train at once.
@@ -25,6 +27,7 @@ class Estimate:
     """
 
     seconds: float | None
+    untimed: int
     of_trial: Mapping[str, float]
     of_task: Mapping[str, float]
     workers: int
@@ -60,9 +63,10 @@ def estimate(
         name: makespan([of_trial[t.key] for t in trials if t.task.name == name and t.key in of_trial], workers)
         for name in dict.fromkeys(trial.task.name for trial in trials)
     }
-    known = len(of_trial) == len(trials) and bool(trials)
-    seconds = spent + makespan([of_trial[trial.key] for trial in trials], workers) if known else None
-    return Estimate(seconds, of_trial, {name: s for name, s in of_task.items() if s}, workers, processor)
+    known = [of_trial[trial.key] for trial in trials if trial.key in of_trial]
+    seconds = spent + makespan(known, workers) if known else None
+    tasks = {name: s for name, s in of_task.items() if s}
+    return Estimate(seconds, len(trials) - len(known), of_trial, tasks, workers, processor)
 
 
 def makespan(seconds: Iterable[float], workers: int, busy: Sequence[float] = ()) -> float:

@@ -69,16 +69,17 @@ class _Worker:
 def work(trials: Sequence[Trial], workers: int, probes: Sequence[Probe] = ()) -> Generator[Event, None, None]:
     """Train all trials and yield ("start", trial, None), ("progress", trial, (step, loss)), ("done", trial, result).
 
-    Probes come first; each yields ("timed", its trial, a Cost or None).
+    Probes come first; each yields ("timed", its trial, a Cost or None), and no trial starts before the last one did.
     Leaving the loop early, by an exception or otherwise, ends the workers.
 
     Raises:
         TrialError: a trial crashed or its worker died; the other workers are ended.
     """
     waiting: list[Trial | Probe] = [*reversed(trials), *reversed(probes)]
-    unfinished = len(waiting)
+    unfinished, untimed = len(waiting), len(probes)
     with tempfile.TemporaryDirectory(prefix="halfulp-") as logs, contextlib.ExitStack() as stack:
         crew: dict[Any, _Worker] = {}
+        idle: list[_Worker] = []
         for number in range(min(workers, unfinished)):
             worker = _Worker(number, logs)
             stack.callback(worker.end)
@@ -91,9 +92,12 @@ def work(trials: Sequence[Trial], workers: int, probes: Sequence[Probe] = ()) ->
                     yield kind, worker.trial, content
                 if kind in ("done", "timed"):
                     unfinished -= 1
-                if kind != "progress" and waiting:
+                untimed -= kind == "timed"
+                if kind != "progress":
+                    idle.append(worker)
+                while idle and waiting and (isinstance(waiting[-1], Probe) or not untimed):
                     job = waiting.pop()
-                    worker.give(job)
+                    idle.pop(0).give(job)
                     if isinstance(job, Trial):
                         yield "start", job, None
 

@@ -13,10 +13,12 @@ from ._plan import Trial
 
 # The first steps of a process import and compile: they are run before the clock starts.
 _WARM, _TIMED = 2, 12
+# Of a short trial no more than this part is timed, but never less than tells a median.
+_PART, _FEWEST = 4, 3
 # A loop of a task's own has no batches to cut off: it is run with so few steps.
 _OWN_LOOP = 60
 # Shorter trials take about as long as it takes to time them.
-_SHORTEST = 60
+_SHORTEST = 10
 _CHUNK = 256
 # What two recipes may differ in and still take about as long.
 _ALIKE = ("name", "description", "weight_update", "perturb", "gradient_scale", "gradient_rounding")
@@ -54,7 +56,7 @@ def cost_class(trial: Trial) -> str:
 
 
 def probes(trials: Sequence[Trial]) -> list[Probe]:
-    """One probe per class of cost; none of what is short, or must run in the process that asks for it."""
+    """One probe per class of cost; none of trials below ten steps, or that run in the process that asks for them."""
     first: dict[str, Trial] = {}
     for trial in trials:
         if trial.steps >= _SHORTEST and not trial.task.in_process:
@@ -72,7 +74,7 @@ def measure(trial: Trial, data: Data, clock: Clock = time.perf_counter) -> Cost 
             return _own_loop(trial, data, clock)
         _run(trial, data, _WARM, clock)
         begun = clock()
-        marks = _run(trial, data, _TIMED, clock)
+        marks = _run(trial, data, min(_TIMED, max(_FEWEST, trial.steps // _PART)), clock)
         return _cost(begun, marks, clock(), _evaluated(trial, data))
     except Exception:
         return None
@@ -109,7 +111,7 @@ def _own_loop(trial: Trial, data: Data, clock: Clock) -> Cost | None:
     def report(step: int, loss: float) -> None:
         marks.append(clock())
 
-    steps = min(_OWN_LOOP, trial.steps // 20)
+    steps = min(_OWN_LOOP, max(_FEWEST, trial.steps // 20))
     own: Any = trial.task
     begun = clock()
     own.trial(trial.recipe, trial.seed, steps, data, report)

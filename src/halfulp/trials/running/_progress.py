@@ -70,14 +70,22 @@ class Progress:
 
     def _estimate(self, trial: None, found: Estimate) -> None:
         self.left.take(found)
-        self.estimated = found.seconds is not None
+        self.estimated = not found.untimed
         self.bars.update(self.overall, said="")
         if found.seconds is None:
+            self.console.print("How long it takes is not known: no trial could be timed.", soft_wrap=True)
             return
         workers = f"{found.workers} worker{'' if found.workers == 1 else 's'} of one thread"
         each = ", ".join(f"{task} {in_words(seconds)}" for task, seconds in found.of_task.items())
         each = f" ({each})" if len(found.of_task) > 1 else ""
-        self.console.print(f"About {in_words(found.seconds)}{each} by {workers} on {found.processor}.", soft_wrap=True)
+        about, rest = "About", ""
+        if found.untimed:
+            about, rest = (
+                "At least",
+                f"; {found.untimed} of {found.untimed + len(found.of_trial)} trials were not timed",
+            )
+        said = f"{about} {in_words(found.seconds)}{each} by {workers} on {found.processor}{rest}."
+        self.console.print(said, soft_wrap=True)
         self._show_left()
 
     def _show_left(self) -> None:

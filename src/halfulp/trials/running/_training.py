@@ -60,7 +60,7 @@ class Training:
                     if len(costs) == len(timed):
                         spent = time.monotonic() - start
                         found = estimate(missing, costs, workers, _pool.cores(), spent, processor_line())
-                        self._estimated = found.seconds
+                        self._estimated = None if found.untimed else found.seconds
                         self._listen("estimate", None, found)
                     continue
                 if kind == "done":
@@ -130,9 +130,9 @@ def training(
 
 
 def _work(trials: Sequence[Trial], workers: int, timed: Sequence[Probe]) -> Generator[_pool.Event, None, None]:
-    """Train in this process what must be, and all other trials in workers."""
-    yield from _in_process.work([trial for trial in trials if trial.task.in_process])
+    """Train in workers, then in this process what must be: no trial starts before the others were timed."""
     yield from _pool.work([trial for trial in trials if not trial.task.in_process], workers, timed)
+    yield from _in_process.work([trial for trial in trials if trial.task.in_process])
 
 
 def _nobody(kind: str, trial: Trial | None, content: Any) -> None:
