@@ -225,7 +225,7 @@ def _doubts(found: dict[str, Any]) -> Iterator[str]:
         yield f"products of 16-bit tensors on the processor are refused: {wrong.removeprefix('ValueError: ')}"
     version = _version("torch")
     if version is not None and is_older(version, TESTED):
-        yield f"torch {version} is older than {TESTED}, on which the whole test suite runs: here one step of every system"
+        yield f"torch {version} is older than {TESTED}, on which the whole test suite runs; docs/compatibility.md"
     has = set(instructions())
     if not has:
         yield "the instructions of this processor are not known: torch's and Numba's own detection decides"
