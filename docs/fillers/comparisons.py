@@ -126,4 +126,8 @@ def compare_setting() -> str:
     minutes, workers = data["run"]["seconds"] / 60, data["run"]["workers"]
     processor = data["run"].get("processor", "the CPU")
     spent = f"{minutes:.1f} minutes by {workers} workers of one thread on {processor}"
+    limited = RESULTS / "compare-avx2.json"
+    if limited.exists():
+        run = json.loads(limited.read_text(encoding="utf-8"))["run"]
+        spent += f"; {run['seconds'] / 60:.1f} with its instructions above AVX2 switched off (docs/results/{limited.name})"
     return f"`halfulp compare`: {spent} ({said}; docs/results/compare.json)."

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 
 import torch
 
+from ..kernels import constant_result
+
 NARROW = (torch.bfloat16, torch.float16)
 VARIABLE = "HALFULP_FLOAT32_PRODUCTS"
 WISHES = ("auto", "always", "never")
 _forced: tuple[torch.dtype, ...] | None = None
 
 
+@constant_result
 def widened_dtypes() -> tuple[torch.dtype, ...]:
     """Return the dtypes whose products on the CPU are computed in float32.
 

@@ -228,9 +228,11 @@ _local = _Local()
 
 def _run(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module's forward pass, under the mode where the model has numbers of a dtype that is widened."""
-    dtypes = widened_dtypes()
     mark = vars(module).get(_MARK)
-    if not dtypes or mark is None or _is_active() or is_exporting():
+    if mark is None or is_exporting():
+        return forward(*args, **kwargs)
+    dtypes = widened_dtypes()
+    if not dtypes or _is_active():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         if mark == _EAGER:
