@@ -211,7 +211,9 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "torch._scaled_mm on the CPU": _has_scaled_product,
     "an embedding's compiled gradient that counts every index": _compiles_embeddings,
     "derivative of aminmax": _has_derivative_of_aminmax,
-    "a cast to float8_e4m3fn that saturates": lambda: torch.tensor(1e3).to(torch.float8_e4m3fn).float().isfinite().item(),
+    "a cast to float8_e4m3fn that saturates": lambda: (
+        torch.tensor(1e3).to(torch.float8_e4m3fn).float().isfinite().item()
+    ),
     "random operators that Inductor keeps in order": _keeps_random_order,
     "flash attention of grouped queries on the CPU": _takes_groups,
     "exponential_ that draws the same numbers in every dtype": _draws_alike,

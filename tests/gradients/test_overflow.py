@@ -94,7 +94,8 @@ def test_a_spike_in_the_flow_leaves_the_sites_above_alone(measured, seed):
     after = sites(run.scaler)
     above = ("global", "7", "5")
     assert [after[key] for key in above] == [before[key] for key in above]
-    assert after["0"] == before["0"] - 10
+    # The largest gradient may lie so near a power of two that a later batch's is beyond it.
+    assert abs(after["0"] - (before["0"] - 10)) <= 1
     assert all(run.scaler.sites()[key].overflows == 0 for key in above)
 
 
@@ -152,8 +153,10 @@ def test_a_spike_of_the_loss_skips_nothing(measured, seed):
     run.factor = 2.0**10
     assert all(run.step() for _ in range(3))
     run.settle(16)
-    # The gradients are 2^10 times the old ones, so that every exponent is 10 less in the end.
-    assert own(run.scaler) == {key: exponent - 10 for key, exponent in before.items()}
+    # The gradients are 2^10 times the old ones, so that every exponent is 10 less in the end, or one from it where the
+    # largest gradient lies near a power of two.
+    assert own(run.scaler).keys() == before.keys()
+    assert all(abs(exponent - (before[key] - 10)) <= 1 for key, exponent in own(run.scaler).items())
     run.factor = 1.0
     run.settle(48)
     assert own(run.scaler) == before
@@ -169,8 +172,10 @@ def test_a_spike_of_all_gradients_in_the_model_is_over_in_two_steps(measured, se
     assert applied[0] is False
     assert applied[2] is True
     run.settle(8)
-    # The gradients are 2^10 times the old ones, so that every exponent is 10 less in the end.
-    assert own(run.scaler) == {key: exponent - 10 for key, exponent in before.items()}
+    # The gradients are 2^10 times the old ones, so that every exponent is 10 less in the end, or one from it where the
+    # largest gradient lies near a power of two.
+    assert own(run.scaler).keys() == before.keys()
+    assert all(abs(exponent - (before[key] - 10)) <= 1 for key, exponent in own(run.scaler).items())
     run.model[-1].spike = 1.0
     run.settle(48)
     assert own(run.scaler) == before

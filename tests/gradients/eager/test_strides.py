@@ -125,7 +125,10 @@ def test_edges_keep_the_strides_of_every_gradient_and_output(kind, mode, seed, m
         return look
 
     monkeypatch.setattr(Backward, "_make_edge_hook", watching)
-    assert_same(scrambled(seed, scaler, lambda: scaler.scale(run()).backward(), model), wanted)
+    # Random exponents of two sites may be equal, and an edge between them then gives its gradient on as it is.
+    for more in range(4):
+        if not checked:
+            assert_same(scrambled(seed + more, scaler, lambda: scaler.scale(run()).backward(), model), wanted)
     assert same_bits(run().detach(), loss)
     assert all(one == seen[0] for one in seen)
     assert checked
