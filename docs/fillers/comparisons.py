@@ -129,5 +129,7 @@ def compare_setting() -> str:
     limited = RESULTS / "compare-avx2.json"
     if limited.exists():
         run = json.loads(limited.read_text(encoding="utf-8"))["run"]
-        spent += f"; {run['seconds'] / 60:.1f} with its instructions above AVX2 switched off (docs/results/{limited.name})"
+        spent += (
+            f"; {run['seconds'] / 60:.1f} with its instructions above AVX2 switched off (docs/results/{limited.name})"
+        )
     return f"`halfulp compare`: {spent} ({said}; docs/results/compare.json)."
