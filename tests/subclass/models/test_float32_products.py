@@ -648,6 +648,16 @@ def test_views_stay_views_and_autocast_narrows_what_it_narrows():
             assert hu.float32_products(Angles())(torch.tensor([1001.0, 10.01])).dtype == torch.float32
 
 
+@DTYPES
+def test_what_torch_refuses_in_16_bits_stays_refused(dtype):
+    class Inverse(nn.Module):
+        def forward(self, x):
+            return torch.linalg.matrix_power(x, -1)
+
+    with float32_products_of(dtype), pytest.raises(RuntimeError, match="Low precision dtypes not supported"):
+        hu.float32_products(Inverse())(torch.eye(3, dtype=dtype))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_compiled_derivatives_of_derivatives(fresh_compiler):
     model = hu.float32_products(nn.Linear(3, 1, bias=False).half())

@@ -12,32 +12,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..._torch_versions import saved_tensor_hooks
 from ...environment._narrow_products import NARROW, widened_dtypes
 from ...kernels import constant_result, note
-from ._product_functions import CELLS
+from . import _product_functions as _functions
 
 _CONVOLUTIONS = {
     *("conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 }
-# Elementwise products add nothing up, and torch has no narrow kernels for the sparse ones and for cdist.
-_WIDENED = (
-    CELLS
-    | _CONVOLUTIONS
-    | {
-        *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "addmv"),
-        *(
-            "linear",
-            "bilinear",
-            "inner",
-            "dot",
-            "vdot",
-            "einsum",
-            "tensordot",
-            "chain_matmul",
-            "multi_dot",
-            "matrix_power",
-        ),
-        *("convolution", "_convolution", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"),
-    }
-)
+# Products that stay torch's: elementwise ones, which add nothing up; sparse ones; those that torch refuses, or takes in
+# part, in 16 bits. Whole attention is a function in Python, whose products come here one by one.
+_LEFT = {
+    *("addr", "outer", "ger", "kron", "linalg_vecdot"),
+    *("smm", "sspaddmm", "hspmm", "_sparse_mm", "sparse_sampled_addmm"),
+    *("cdist", "matrix_power", "_scaled_mm", "_grouped_mm", "multi_head_attention_forward"),
+}
 _IN_PLACE = {"addmm_", "addbmm_", "baddbmm_", "addmv_"}
 # What torch.autocast computes in its dtype on the CPU, of the above; not when it is given out=.
 _UNDER_AUTOCAST = _CONVOLUTIONS | {
@@ -51,7 +37,7 @@ _HOLDERS = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.linalg
 PRODUCTS: dict[Any, str] = {
     getattr(holder, name): name
     for holder in _HOLDERS
-    for name in sorted(_WIDENED | _IN_PLACE)
+    for name in sorted(((_functions.PRODUCTS | _functions.CELLS) - _LEFT) | _IN_PLACE)
     if callable(getattr(holder, name, None))
 }
 _autograd: Any = torch._C._autograd
@@ -196,24 +182,20 @@ class _Operands:
     def pack(self, kept: Tensor) -> Any:
         """Return what autograd holds of a tensor until the backward pass."""
         source, stride = self._sources.get(kept.untyped_storage()._cdata, (None, ()))
-        if source is None:
-            # Detached, as what a node keeps of its own output would keep the node.
-            source = kept.detach()
-            narrow = source.to(self._dtype) if source.dtype == torch.float32 else source
-            if narrow is source or not torch.equal(narrow.float(), source):
-                return _Kept(source if self._outer is None else self._outer[0](source), None, None)
-            # An operand that torch has copied into another order.
-            source, stride, kept = narrow, narrow.float().stride(), source
-            view: tuple[Any, ...] = stride, kept.size(), kept.stride(), 0
-            if stride != kept.stride():
-                return _Kept(kept if self._outer is None else self._outer[0](kept), None, None)
-        else:
-            view = stride, kept.size(), kept.stride(), kept.storage_offset()
+        # Detached, as what a node keeps of its own output would keep the node; memory and count of writes are shared.
+        kept, offset = kept.detach(), kept.storage_offset()
+        if source is None and kept.dtype == torch.float32:
+            # An operand that torch has copied into another order is exact in 16 bits, too.
+            narrow = kept.to(self._dtype)
+            wide = narrow.float()
+            if wide.stride() == kept.stride() and torch.equal(wide, kept):
+                source, stride, offset = narrow, kept.stride(), 0
+        view = None if source is None else (stride, kept.size(), kept.stride(), offset)
+        held = kept if source is None else source
         if self._outer is not None:
-            return _Kept(self._outer[0](source), view, None)
-        # A detached tensor shares the memory and its count of writes, and holds no graph.
-        source = source.detach()
-        return _Kept(source, view, None if source.is_inference() else source._version)
+            return _Kept(self._outer[0](held), view, None)
+        held = held.detach()
+        return _Kept(held, view, None if view is None or held.is_inference() else held._version)
 
     def unpack(self, kept: _Kept) -> Tensor:
         """Return the tensor that was packed.
