@@ -238,6 +238,7 @@ DAMAGED = [
     ("state", "progress", ["111000", [1.0, 1, True, 0, 0, 0], [1, math.nan, True, 0, 0, 0], [True, 1, True, 0, 0, 0]]),
     ("state", "progress", [[1, 1, True, 0, 2, 0], [1, 1, True, 0, 0, -1]]),
     ("site", "memory", [ABSENT, None, [], [0, 0, 0, 1], [False, -1, 0, 1], [False, 0, 0.5, 1], [True, 0, 0, 0]]),
+    ("site", "memory", [[False, 0, 0, 1, 0], [False, 0, 0, 1, -1, 1], [False, 0, 0, 1, 0, 0], [False, 0, 0, 1, 0, 17]]),
     ("site", "exponent", [ABSENT, None, "3", True, 3.0, math.nan, 61, -61]),
     ("global", "exponent", [ABSENT, 17]),
     ("site", "merged", [ABSENT, True, 3]),

@@ -98,3 +98,21 @@ os._exit(0)
 
 def test_processes_agree_on_the_least_exponent(in_two_processes):
     in_two_processes(AGREE)
+
+
+def test_an_overflow_that_was_another_sites_leaves_no_trace():
+    """A site that is suspected twice in a row, and was neither time the one, is not held down for twice as long."""
+    site = Site("0", Site("global", None, 16), 14)
+    site.note_overflow(16, 32, 14, doubted=True)
+    assert site.until == 48
+    site.acquit()
+    assert (site.overflow, site.until, site.patience) == (None, 0, 1)
+    site.note_overflow(17, 32, 14, doubted=True)
+    assert (site.until, site.patience) == (49, 1)
+    # One of its own after that counts in full, and the next one soon after it twice.
+    site.note_overflow(18, 32, 12, doubted=False)
+    site.forget_overflow()
+    site.note_overflow(60, 32, 12, doubted=True)
+    assert (site.until, site.patience) == (60 + 64, 2)
+    site.acquit()
+    assert (site.until, site.patience) == (50, 1)

@@ -65,11 +65,13 @@ class Overflow:
         exponent: The lowest one at which it lately did overflow, or may have.
         doubted: Whether that may have been another site's, of the same iteration.
         strikes: How many overflows in a row are remembered.
+        before: The site's `until` and `patience` before the first of them, which it has again if none was its own.
     """
 
     exponent: int
     doubted: bool
-    strikes: int = 1
+    strikes: int
+    before: tuple[int, int]
 
 
 class Proposal(NamedTuple):
@@ -156,18 +158,27 @@ class Site:
         ``doubted``: it may have been another site's.
         """
         if self.overflow is None:
+            before = self.until, self.patience
             since, usual = iteration - self.until, memory * self.patience
             recent = self.until > 0 and since < _CALM * usual
             self.patience = min(MOST_PATIENCE, 2 * self.patience) if recent else 1
-            self.overflow = Overflow(exponent, doubted)
+            self.overflow = Overflow(exponent, doubted, 1, before)
         else:
             known = self.overflow
-            self.overflow = Overflow(min(known.exponent, exponent), doubted and known.doubted, known.strikes + 1)
+            known.exponent = min(known.exponent, exponent)
+            known.doubted = doubted and known.doubted
+            known.strikes += 1
         self.until = iteration + memory * self.patience
 
     def forget_overflow(self) -> None:
         """Forget the overflow, so that the exponent may rise to it again."""
         self.overflow = None
+
+    def acquit(self) -> None:
+        """Undo what `note_overflow` did, as the overflow was another site's."""
+        if self.overflow is not None:
+            self.until, self.patience = self.overflow.before
+            self.overflow = None
 
     @property
     def may_be_free(self) -> bool:
@@ -246,9 +257,9 @@ class Sites:
         return {site: site.overflow for site in self if site.overflow is not None and site.overflow.doubted}
 
     def acquit(self) -> None:
-        """Forget the overflows that may have been another site's."""
+        """Undo the overflows that may have been another site's, as it is known now whose they were."""
         for site in self.doubted():
-            site.forget_overflow()
+            site.acquit()
 
     def merge(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass, any that will be met."""

@@ -50,8 +50,9 @@ def _remembered(site: Site) -> dict[str, Any]:
     """Return a site's record of overflows as plain data."""
     overflow = site.overflow
     if overflow is None:
-        return {"overflowed": None, "memory": [False, site.until, 0, site.patience]}
-    return {"overflowed": overflow.exponent, "memory": [overflow.doubted, site.until, overflow.strikes, site.patience]}
+        return {"overflowed": None, "memory": [False, site.until, 0, site.patience, site.until, site.patience]}
+    memory = [overflow.doubted, site.until, overflow.strikes, site.patience, *overflow.before]
+    return {"overflowed": overflow.exponent, "memory": memory}
 
 
 def sites_by_name(state_dict: Any) -> Any:
@@ -126,10 +127,15 @@ def _is_reference(given: object) -> bool:
 
 
 def _is_memory(given: object) -> bool:
-    if not isinstance(given, (list, tuple)) or len(given) != 4:
+    # Older states have four: until and patience of before an overflow are those of after it there.
+    if not isinstance(given, (list, tuple)) or len(given) not in (4, 6):
         return False
     doubted, *counts = given
-    return isinstance(doubted, bool) and all(map(_is_whole, counts)) and 1 <= counts[2] <= MOST_PATIENCE
+    return isinstance(doubted, bool) and all(map(_is_whole, counts)) and _are_patient(counts[2::2])
+
+
+def _are_patient(given: list[int]) -> bool:
+    return all(1 <= patience <= MOST_PATIENCE for patience in given)
 
 
 def _is_history(given: object) -> bool:
@@ -164,7 +170,10 @@ _SITE: _Wanted = {
     "narrow": ("True or False", lambda given: isinstance(given, bool)),
     "overflows": ("a whole number", _is_whole),
     "overflowed": (f"None or {_AN_EXPONENT}", lambda given: given is None or _is_exponent(given)),
-    "memory": (f"[doubted, until, strikes, patience from 1 to {MOST_PATIENCE}]", _is_memory),
+    "memory": (
+        f"[doubted, until, strikes, patience from 1 to {MOST_PATIENCE}, and until and patience before the overflow]",
+        _is_memory,
+    ),
     "history": ("a list of dicts with the largest magnitude of each kind, which is finite", _is_history),
 }
 _REFERENCE: _Wanted = {
@@ -228,8 +237,8 @@ def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
         site.measured = values["measured"]
         site.format = narrow if values["narrow"] else None
         site.overflows = values["overflows"]
-        doubted, site.until, strikes, site.patience = values["memory"]
-        lowest = values["overflowed"]
-        site.overflow = None if lowest is None else Overflow(lowest, doubted, strikes)
+        doubted, site.until, strikes, site.patience, *before = values["memory"]
+        lowest, usual = values["overflowed"], (site.until, site.patience)
+        site.overflow = None if lowest is None else Overflow(lowest, doubted, strikes, tuple(before) or usual)
         site.history.clear()
         site.history.extend(dict(entry) for entry in values["history"])
