@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import abc
+import math
 from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-from ..gradients._pytree import map_tensors
+from ..gradients._pytree import map_tensors, memoized
+from ..subclass.models._float32_products import class_of
 
 _PLAIN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Measured on the CPU, and as torch.autocast has it: with float32 weights these take narrow inputs and compute in
 # float32; without weights they keep narrow means. layer_norm sums its weight's gradient in the narrow dtype.
 _MIXED = (nn.modules.batchnorm._NormBase,)
+# Where a module that is given a cast copy of its argument finds the argument, and the copy's version when it was made.
+_SOURCE = "_halfulp_cast_of"
 
 
 class _Cast:
@@ -22,14 +28,28 @@ class _Cast:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
+
+class _InputCast(_Cast, abc.ABC):
+    """A forward pre-hook that casts inputs; ``marks`` copies for `ReturnWrites`."""
+
+    def __init__(self, dtype: torch.dtype, marks: bool) -> None:
+        super().__init__(dtype)
+        self.marks = marks
+
+    @abc.abstractmethod
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """A forward pre-hook."""
+
     def inputs(self, args: tuple, kwargs: dict, dtype: torch.dtype) -> tuple[tuple, dict] | None:
-        """Positional and keyword inputs, cast; None where nothing changes."""
+        """Positional and keyword inputs, cast; what is given twice stays one tensor; None where nothing changes."""
+        change = marked_cast if self.marks and not torch.compiler.is_compiling() else cast
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            return None if args[0].dtype == dtype else ((cast(args[0], dtype),), kwargs)
-        return map_tensors(args, lambda x: cast(x, dtype), False), map_tensors(kwargs, lambda x: cast(x, dtype), False)
+            return None if args[0].dtype == dtype else ((change(args[0], dtype),), kwargs)
+        once = memoized(lambda x: change(x, dtype))
+        return map_tensors(args, once, False), map_tensors(kwargs, once, False)
 
 
-class CastInputs(_Cast):
+class CastInputs(_InputCast):
     """A forward pre-hook that casts inputs to the dtype of the module's own parameters."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -40,7 +60,7 @@ class CastInputs(_Cast):
         return self.inputs(args, kwargs, self.dtype)
 
 
-class WidenInputs(_Cast):
+class WidenInputs(_InputCast):
     """A forward pre-hook of a module that is kept in float32: casts its inputs to float32."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -56,12 +76,64 @@ class CastOutputs(_Cast):
         return map_tensors(output, lambda x: cast(x, self.dtype), False)
 
 
+class ReturnWrites(_Cast):
+    """A forward hook that writes what a module wrote into a cast copy of an argument into the argument."""
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        """A forward hook."""
+        map_tensors((args, kwargs), _return_writes, False)
+
+
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A plain floating tensor in another dtype; any other tensor as it is."""
-    return x.to(dtype) if x.dtype in _PLAIN and x.dtype != dtype else x
+    """Return a plain floating tensor in another dtype, finite where it is finite; any other tensor as it is.
+
+    A number beyond the dtype's largest becomes that one, as a mask of `torch.finfo(torch.float32).min` does, whose
+    infinity in place of it would make rows that are masked everywhere NaN.
+    """
+    if x.dtype not in _PLAIN or x.dtype == dtype:
+        return x
+    y = x.to(dtype)
+    largest = torch.finfo(dtype).max
+    if largest < torch.finfo(x.dtype).max:
+        with torch.no_grad():
+            given, made = _stored(x), _stored(y)
+            if not _can_be_asked(made) or not math.isfinite(made.sum(dtype=torch.float32)):
+                made.copy_(torch.where(given.isinf(), made, made.clamp(-largest, largest)))
+    return y
 
 
-def install(model: nn.Module, islands: set[str], dtype: torch.dtype) -> None:
+def _stored(x: Tensor) -> Tensor:
+    """Return the strided tensor of a nested or sparse one's elements."""
+    if x.layout == torch.sparse_coo:
+        return x._values()
+    return x.values() if x.is_nested or x.layout != torch.strided else x
+
+
+def _can_be_asked(y: Tensor) -> bool:
+    """Return whether a tensor's numbers can be read without a device synchronisation, a graph break or an error."""
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
+    return type(y) is Tensor and y.device.type == "cpu" and not recorded
+
+
+def marked_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `cast`; a copy says what it is one of, for `ReturnWrites`."""
+    y = cast(x, dtype)
+    if y is not x:
+        setattr(y, _SOURCE, (x, y._version))
+    return y
+
+
+def _return_writes(y: Tensor) -> Tensor:
+    """Write the elements that changed since `marked_cast` made a copy into what it is one of; the copy is returned."""
+    source, version = y.__dict__.pop(_SOURCE, (None, 0))
+    if source is not None and y._version != version:
+        with torch.no_grad():
+            unchanged = y == cast(source, y.dtype)
+        source.copy_(torch.where(unchanged, source, y.to(source.dtype)))
+    return y
+
+
+def install(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> None:
     """Install the hooks: modules get inputs in their dtype, and the model returns float32.
 
     Args:
@@ -72,11 +144,21 @@ def install(model: nn.Module, islands: set[str], dtype: torch.dtype) -> None:
     for name, module in model.named_modules():
         if name in islands:
             if not isinstance(module, _MIXED) or module.weight is None:
-                module.register_forward_pre_hook(WidenInputs(torch.float32), with_kwargs=True)
+                _cast_inputs(module, torch.float32, WidenInputs)
             if module is not model:
                 module.register_forward_hook(CastOutputs(dtype))
-        elif not inside(name, islands) and _has_weights(module) and _multiplies(module):
-            module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+        elif inside(name, islands):
+            continue
+        elif isinstance(module, ParametrizationList):
+            for parametrization in module:
+                _cast_inputs(parametrization, torch.float32, WidenInputs)
+            module.register_forward_hook(CastOutputs(dtype))
+        elif isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
+            _cast_inputs(module, torch.float32, WidenInputs)
+            for layer in filter(_has_weights, module.modules()):
+                layer.register_forward_hook(CastOutputs(torch.float32))
+        elif isinstance(module, _MIXED) or (_has_weights(module) and _multiplies(module)):
+            _cast_inputs(module, dtype, CastInputs)
     model.register_forward_hook(CastOutputs(torch.float32))
 
 
@@ -84,7 +166,15 @@ def install_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast what the model's modules with parameters are given to a wider dtype, in which they keep all digits."""
     for module in model.modules():
         if _has_weights(module):
-            module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+            _cast_inputs(module, dtype, CastInputs)
+
+
+def _cast_inputs(module: nn.Module, dtype: torch.dtype, kind: type[_InputCast]) -> None:
+    """Install the hooks that cast what a module is given; torch's own modules write into none of it."""
+    writes = not class_of(module).__module__.startswith("torch.nn.")
+    module.register_forward_pre_hook(kind(dtype, writes), with_kwargs=True)
+    if writes:
+        module.register_forward_hook(ReturnWrites(dtype), with_kwargs=True)
 
 
 def remove(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
@@ -37,11 +37,14 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
 
     Parameters become what the recipe says and stay the same objects, tied ones tied, frozen ones frozen. Under a
     recipe with ``param_dtype`` of 16 bits norms (``recipe.float32``) keep float32 weights and statistics and compute
-    in float32, and every tensor is cast where it meets weights: the inputs of a layer to the dtype of its parameters,
-    those of a norm to float32 and its output back, and what the model returns to float32, so that a loss has all
-    digits. Integers, buffers and what meets no weight (masks, positions) stay as they are: a module around layers has
-    its inputs cast only if it owns a parameter called weight; another one of its own (a class token) meets them by
-    torch's type promotion, and in a product of two dtypes torch raises.
+    in float32, as do layers of your own whose weights are vectors alone (scales, frequencies of positions), and every
+    tensor is cast where it meets weights: the inputs of a layer to the dtype of its parameters, those of a norm to
+    float32 and its output back, and what the model returns to float32, so that a loss has all digits. A cast keeps
+    finite numbers finite (a mask of ``torch.finfo(torch.float32).min`` becomes the narrow dtype's), what is given twice
+    one tensor, and writes into an argument (a cache) visible, but in compiled graphs, where they are lost. Integers,
+    buffers and what meets no weight (masks, positions) stay as they are: a module around layers has its inputs cast
+    only if it owns a parameter called weight; another one of its own (a class token) meets them by torch's type
+    promotion, and in a product of two dtypes torch raises. `halfulp.explain` says what each module gets.
 
     Afterwards make the optimizer, by `halfulp.recipes.optimizer` (the recipe's own weight updates and states) or by
     hand (``hu.optim.AdamW(model.named_parameters(), weight_update="kahan")``; leave ``param_dtype=`` out). The low
@@ -177,7 +180,7 @@ def _param_dtype(recipe: Recipe) -> torch.dtype:
     return dtype
 
 
-def _to_narrow(model: nn.Module, kept: set[str], dtype: torch.dtype) -> tuple[str, ...]:
+def _to_narrow(model: nn.Module, kept: Container[str], dtype: torch.dtype) -> tuple[str, ...]:
     """Narrow the parameters that are not kept, and install casts between the two kinds."""
     keeps = kept_parameters(model, kept)
     for parameter in model.parameters():

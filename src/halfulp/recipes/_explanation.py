@@ -13,7 +13,7 @@ from .._messages import listed
 from .._qualified_names import pattern_of
 from . import _catalog
 from ._casts import inside
-from ._plan import assign, check, island_globs, kept_parameters
+from ._plan import assign, check, islands, kept_parameters
 from ._products import eight_bit_products, rounded_gradients
 from ._recipe import Recipe
 
@@ -101,8 +101,8 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
     """
     recipe = _catalog.get(recipe)
     check(model, recipe)
-    globs = island_globs(model, recipe)
-    walk = _Walk(recipe, globs, kept_parameters(model, set(globs)), assign(recipe, model))
+    kept = islands(model, recipe)
+    walk = _Walk(recipe, kept, kept_parameters(model, kept), assign(recipe, model))
     plans = tuple(walk.plan(name, module) for name, module in model.named_modules())
     return Explanation(recipe, plans, walk.before, walk.after)
 
@@ -110,8 +110,10 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
 class _Walk:
     """The modules in order: which parameters were met before, and the bytes so far."""
 
-    def __init__(self, recipe: Recipe, globs: dict[str, str], keeps: set[int], updates: dict[str, str | None]) -> None:
-        self._recipe, self._globs, self._keeps, self._updates = recipe, globs, keeps, updates
+    def __init__(
+        self, recipe: Recipe, islands: dict[str, str], keeps: set[int], updates: dict[str, str | None]
+    ) -> None:
+        self._recipe, self._islands, self._keeps, self._updates = recipe, islands, keeps, updates
         self._first: dict[int, str] = {}
         self.before: int = 0
         self.after: int = 0
@@ -147,12 +149,12 @@ class _Walk:
 
     def _kept(self, name: str) -> str:
         """Why a module stays float32; empty where it does not."""
-        if not inside(name, self._globs):
+        if not inside(name, self._islands):
             return ""
-        if name in self._globs:
-            return f"matches {self._globs[name]!r}"
-        outer = next(island for island in self._globs if inside(name, {island}))
-        return f"in {outer!r}, which matches {self._globs[outer]!r}"
+        if name in self._islands:
+            return self._islands[name]
+        outer = next(island for island in self._islands if inside(name, {island}))
+        return f"in {outer!r}, which {self._islands[outer]}"
 
     def _why_kept(self, name: str, own: dict[str, nn.Parameter], stays: set[str]) -> str:
         kept = self._kept(name)

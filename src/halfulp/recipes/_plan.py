@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .._messages import a_kind
+from ..subclass.models._float32_products import class_of
 from ._casts import inside
 from ._recipe import NORMS, Recipe
 
@@ -27,34 +29,37 @@ def check(model: nn.Module, recipe: Recipe) -> None:
             raise TypeError(f"a recipe starts from float32 parameters, but {name!r} is {parameter.dtype}; {cure}")
 
 
-def islands(model: nn.Module, recipe: Recipe) -> set[str]:
-    """The qualified names of the modules that a narrow recipe keeps in float32, the outermost ones.
+def islands(model: nn.Module, recipe: Recipe) -> dict[str, str]:
+    """Return the names of the modules that a narrow recipe keeps in float32, the outermost ones, each with why.
 
-    Raises:
-        ValueError: a glob of the recipe's own that matches no module.
-    """
-    return set(island_globs(model, recipe))
-
-
-def island_globs(model: nn.Module, recipe: Recipe) -> dict[str, str]:
-    """The same, each with the glob that it matches.
+    These are the ones that the recipe's globs match, losses with weights, modules whose weight is computed from float32
+    buffers before each forward pass, and, where norms are kept, modules whose weights enter no product (`_scales`).
 
     Raises:
         ValueError: a glob of the recipe's own that matches no module.
 
     >>> from halfulp import recipes
-    >>> island_globs(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
-    {'1': '*Norm*'}
+    >>> islands(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
+    {'1': "matches '*Norm*'"}
     """
     if not recipe.narrow:
         return {}
     found: dict[str, str] = {}
     matched: set[str] = set()
+    keeps_norms = set(NORMS) <= set(recipe.float32)
     for name, module in model.named_modules():
         globs = [glob for glob in recipe.float32 if _matches(glob, name, module)]
         matched.update(globs)
-        if globs and not inside(name, found):
-            found[name] = globs[0]
+        if inside(name, found):
+            continue
+        if globs:
+            found[name] = f"matches {globs[0]!r}"
+        elif any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
+            found[name] = "has a spectral norm with float32 buffers"
+        elif isinstance(module, nn.modules.loss._Loss) and any(True for _ in module.parameters()):
+            found[name] = "is a loss, which is computed with all digits"
+        elif keeps_norms and module is not model and _scales(module):
+            found[name] = "has vectors alone, which scale or shift"
     for glob in recipe.float32:
         if glob not in matched and glob not in NORMS:
             raise ValueError(
@@ -62,6 +67,17 @@ def island_globs(model: nn.Module, recipe: Recipe) -> dict[str, str]:
                 "no class of its modules without children; globs are matched against both"
             )
     return found
+
+
+def _scales(module: nn.Module) -> bool:
+    """Return whether a layer of nobody's but the user's has vectors alone: frequencies of positions, scales of layers.
+
+    Its products are element by element, where frequencies times positions need all digits and which cost nothing.
+    """
+    if class_of(module).__module__.startswith("torch.nn.") or any(True for _ in module.children()):
+        return False
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    return bool(own) and all(parameter.ndim <= 1 for parameter in own)
 
 
 def check_range(model: nn.Module, recipe: Recipe, keeps: set[int]) -> None:
@@ -77,7 +93,7 @@ def check_range(model: nn.Module, recipe: Recipe, keeps: set[int]) -> None:
             )
 
 
-def kept_parameters(model: nn.Module, kept: set[str]) -> set[int]:
+def kept_parameters(model: nn.Module, kept: Container[str]) -> set[int]:
     """The ids of the parameters that lie in islands, under any of their names."""
     inner = [module for name, module in model.named_modules() if inside(name, kept)]
     return {id(p) for module in inner for p in module._parameters.values() if p is not None}
