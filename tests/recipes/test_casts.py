@@ -109,6 +109,23 @@ def test_writes_into_an_argument_are_seen(recipe: str, seed: int) -> None:
     assert bool(ours.weight.grad.any())
 
 
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(4), nn.BatchNorm1d(4), nn.GroupNorm(2, 4)], ids=lambda x: type(x).__name__
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_model_that_is_cast_after_its_conversion_is_refused(norm: nn.Module, dtype: torch.dtype, seed: int) -> None:
+    model = recipes.convert(nn.Sequential(nn.Linear(4, 4), copy.deepcopy(norm)), "bf16-kahan")
+    model(torch.randn(3, 4))
+    twin = copy.deepcopy(model).to(dtype)
+    with pytest.raises(
+        TypeError, match=r"parameter '1\.weight' is torch\.\w+, but halfulp.convert keeps .*Norm.* in float32"
+    ):
+        twin(torch.randn(3, 4))
+    # What it advises works.
+    assert recipes.revert(twin).to(torch.bfloat16)(torch.randn(3, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    model(torch.randn(3, 4))
+
+
 class Frequencies(nn.Module):
     """Times multiplied by frequencies, as networks of diffusion embed them."""
 

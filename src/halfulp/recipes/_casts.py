@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from .._messages import a_kind
 from ..gradients._pytree import map_tensors, memoized
 from ..subclass.models._float32_products import class_of
 
@@ -66,6 +67,29 @@ class WidenInputs(_InputCast):
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """A forward pre-hook."""
         return self.inputs(args, kwargs, self.dtype)
+
+
+class StaysFloat32(_Cast):
+    """A forward pre-hook of a module that is kept in float32: refuses parameters that something has cast since."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(torch.float32)
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        """A forward pre-hook.
+
+        Raises:
+            TypeError: a parameter is not float32 any more.
+        """
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.dtype != torch.float32 and parameter.dtype in _PLAIN:
+                raise TypeError(
+                    f"parameter '{f'{self.name}.{key}'.lstrip('.')}' is {parameter.dtype}, but halfulp.convert keeps "
+                    f"{a_kind(module)} in float32: the model was cast as a whole afterwards, by model.to(dtype) or a "
+                    "trainer's precision='bf16-true'; leave that out (precision='32-true'), as the model is converted "
+                    "already, or call halfulp.revert(model) before it"
+                )
 
 
 class CastOutputs(_Cast):
@@ -142,6 +166,8 @@ def install(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> No
         dtype: of what islands hand on.
     """
     for name, module in model.named_modules():
+        if inside(name, islands) and any(x is not None for x in module._parameters.values()):
+            module.register_forward_pre_hook(StaysFloat32(name))
         if name in islands:
             if not isinstance(module, _MIXED) or module.weight is None:
                 _cast_inputs(module, torch.float32, WidenInputs)
