@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 import tarfile
 import zipfile
 from pathlib import Path
@@ -12,10 +13,19 @@ from typing import Any
 import torch
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
+# Weights hardly compress; what unpacks to more than this many times its size, and to more than so many bytes, is none.
+_MOST_RATIO, _MOST_BYTES = 100, 2**30
+
+_UNREADABLE = (
+    *(RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, MemoryError),
+    *(OverflowError, zipfile.BadZipFile, struct.error),
+)
 
 
 def load_torch_file(path: Path) -> Any:
     """Return what a file of torch.save holds: mapped if it is a zip archive, as torch has written since 1.6.
+
+    An archive that somebody has zipped again, with compression, is unpacked in memory.
 
     Raises:
         ValueError: it is truncated, no file of torch.save, or holds more than tensors and plain data.
@@ -28,16 +38,37 @@ def load_torch_file(path: Path) -> Any:
             f"{path} is a tar archive, of a folder or as torch wrote files before 0.2: unpack it, or load it in "
             "the torch that wrote it and save it again"
         )
+    mapped = is_zip and not _is_compressed(path)
     try:
-        return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(_refusal(path, error)) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except _UNREADABLE as error:
         said = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {said}): it is damaged, or of "
             "another kind; give a checkpoint in safetensors, torch.save, a sharded folder, or DCP"
         ) from None
+
+
+def _is_compressed(path: Path) -> bool:
+    """Return whether a zip archive has compressed members, whose bytes cannot be mapped.
+
+    Raises:
+        ValueError: it would exhaust the memory.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except _UNREADABLE:
+        return False  # torch says what is wrong with it
+    size, packed = sum(one.file_size for one in members), path.stat().st_size
+    if size > _MOST_BYTES and size > _MOST_RATIO * packed:
+        raise ValueError(
+            f"{path} unpacks to {size / 1e9:.1f} GB from {packed / 1e6:.1f} MB, which no weights do: not read; if "
+            "it is yours, unpack it, and pack it again without compression (zip -0 -r)"
+        )
+    return any(one.compress_type != zipfile.ZIP_STORED for one in members)
 
 
 def _is_cut_zip(path: Path) -> bool:
