@@ -92,6 +92,36 @@ def test_groups_of_a_file_in_the_models_order(tmp_path, seed, rule, first):
     assert read(tmp_path, wanted) == (set(wanted), "")
 
 
+@pytest.mark.parametrize(
+    ("weights", "states"), [("", ""), ("net.", ""), ("", "net."), ("net.", "model.inner."), ("", "_forward_module.")]
+)
+def test_states_under_names_with_a_prefix_of_their_own(tmp_path, seed, weights, states):
+    """As Lightning and distributed checkpoints save them: by name, and not by the weights' name."""
+    model = Model()
+    wanted = save(tmp_path, model, by_rule(model, RULES["matrices"]), alphabetical=False)
+    saved = torch.load(tmp_path / "optimizer.pt")
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    order = [
+        name for wanted_first in (True, False) for name, p in model.named_parameters() if (p.dim() >= 2) is wanted_first
+    ]
+    names = dict(zip(numbers, order, strict=True))
+    renamed = {states + names[number]: state for number, state in saved["state"].items()}
+    groups = [{**group, "params": [states + names[k] for k in group["params"]]} for group in saved["param_groups"]]
+    model_state = {weights + name: value for name, value in model.state_dict().items()}
+    file = tmp_path / "a.ckpt"
+    torch.save({"state_dict": model_state, "optimizer_states": [{"state": renamed, "param_groups": groups}]}, file)
+    assert read(file, {weights + name: moment for name, moment in wanted.items()}) == (
+        {weights + n for n in wanted},
+        "",
+    )
+    renamed["a.stranger"] = renamed.pop(states + names[0])
+    groups[0]["params"][groups[0]["params"].index(states + names[0])] = "a.stranger"
+    torch.save({"state_dict": model_state, "optimizer_states": [{"state": renamed, "param_groups": groups}]}, file)
+    unseen: list[str] = []
+    named_states(open_checkpoint(file), unseen)
+    assert "no tensor of the checkpoint has such a name" in " ".join(unseen)
+
+
 def test_an_alphabet_leaves_the_layers_of_a_shape_that_no_other_has(tmp_path, seed):
     model = Model()
     wanted = save(tmp_path, model, by_rule(model, RULES["trainer"]))

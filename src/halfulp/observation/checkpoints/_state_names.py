@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from ..._messages import listed
 from ..._qualified_names import pattern_of
 from ...kernels import address, plain
 from ...optim.parameters._random_identity import plain_names
@@ -55,10 +56,46 @@ def named_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedSt
                     f"{lost} of {len(members)} optimizer states of the checkpoint have no names and no order: they "
                     f"were not compared; make the optimizer from model.named_parameters(), which saves names{known}"
                 )
+        names = _as_weights(names, checkpoint.tensors)
+        strange = [name for name in names.values() if name not in checkpoint.tensors]
+        if strange:
+            unseen.append(
+                f"the optimizer's states of {listed(strange)} were not compared: no tensor of the checkpoint has such "
+                "a name; save weights and states under the same names"
+            )
         groups = dict(members)
         for key, name in names.items():
             found[name] = _named_state(optimizer.state.get(key) or {}, groups[key])
     return found
+
+
+def _as_weights(names: dict[Any, str], tensors: Collection[str]) -> dict[Any, str]:
+    """Return names as the weights have them, where one prefix alone, of a wrapper or of a module, sets both apart."""
+    strange = next((name for name in names.values() if name not in tensors), None)
+    if strange is None:
+        return names
+    found = []
+    for prefix, other in dict.fromkeys(_other_prefixes(strange, tensors)):
+        changed = {key: other + name.removeprefix(prefix) for key, name in names.items()}
+        if all(name.startswith(prefix) for name in names.values()) and all(x in tensors for x in changed.values()):
+            found.append(changed)
+    return found[0] if len(found) == 1 else names
+
+
+def _other_prefixes(name: str, tensors: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield a name's beginning and what stands in its place, for every tensor whose name ends in the same parts."""
+    own = name.split(".")
+    for tensor in tensors:
+        parts = tensor.split(".")
+        same = 0
+        while same < min(len(own), len(parts)) and own[-1 - same] == parts[-1 - same]:
+            same += 1
+        if same:
+            yield _prefix(own[:-same]), _prefix(parts[:-same])
+
+
+def _prefix(parts: list[str]) -> str:
+    return "".join(f"{part}." for part in parts)
 
 
 def _named_state(state: dict[str, Any], group: dict[str, Any]) -> NamedState:
