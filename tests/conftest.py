@@ -167,8 +167,12 @@ def _has_derivative_of_aminmax() -> bool:
 
 
 def _keeps_random_order() -> bool:
+    """Inductor before torch 2.12 runs first what writes into a tensor, here the last one."""
+
     def draw(x: torch.Tensor) -> list[torch.Tensor]:
-        return [hu.quantize(x, name, hu.Stochastic()) for name in ("bf16", "tf32", "e5m2", "e4m3fnuz")]
+        into = torch.empty_like(x)
+        drawn = [hu.quantize(x, name, hu.Stochastic()) for name in ("bf16", "tf32")]
+        return [*drawn, hu.quantize(x, "bf16", hu.Stochastic(), out=into)]
 
     import halfulp as hu
 
@@ -213,6 +217,9 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "derivative of aminmax": _has_derivative_of_aminmax,
     "a cast to float8_e4m3fn that saturates": lambda: (
         torch.tensor(1e3).to(torch.float8_e4m3fn).float().isfinite().item()
+    ),
+    "a cast of NaN to float16 that sets the first bit alone": lambda: (
+        torch.tensor(float("nan")).half().view(torch.int16).item() & 0x7FFF == 0x7E00
     ),
     "random operators that Inductor keeps in order": _keeps_random_order,
     "flash attention of grouped queries on the CPU": _takes_groups,

@@ -88,22 +88,29 @@ def find_dtype(name: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-# Older: nothing is lost; whether a graph is exported is read from the flag of torch.export, and from what traces it.
-if hasattr(torch.compiler, "is_exporting"):
-    is_exporting = torch.compiler.is_exporting
+# torch.compiler.is_exporting of torch 2.7 to 2.11 says yes in every graph that Dynamo traces, and 2.6 has none: the flag
+# of torch.export is read, and what traces the graph. Older: nothing is lost; the flag has another name.
+_compiler: Any = torch.compiler
+if hasattr(_compiler, "_is_exporting_flag"):
+
+    def is_exporting() -> bool:
+        """Return whether torch.export records what runs."""
+        return _compiler._is_exporting_flag or (_compiler.is_dynamo_compiling() and _traced_for_export())
+
 else:
 
     def is_exporting() -> bool:
         """Return whether torch.export records what runs."""
-        compiler: Any = torch.compiler
-        return compiler._is_compiling_flag or (compiler.is_dynamo_compiling() and _traced_for_export())
+        return _compiler._is_compiling_flag or (_compiler.is_dynamo_compiling() and _traced_for_export())
 
-    def _traced_for_export() -> bool:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
 
-        return InstructionTranslator.current_tx().export
+def _traced_for_export() -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    vars(_traced_for_export)["_dynamo_marked_constant"] = True  # Dynamo calls it as it traces
+    return InstructionTranslator.current_tx().export
+
+
+vars(_traced_for_export)["_dynamo_marked_constant"] = True  # Dynamo calls it as it traces
 
 
 # Older: one setting for all backends; products that it might narrow take float64, on every device.
