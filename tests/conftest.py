@@ -183,6 +183,14 @@ def _keeps_random_order() -> bool:
     return all(map(torch.equal, *found))
 
 
+def _rounds_softmax_once() -> bool:
+    """The CPU kernel of torch 2.6 rounds the sum within to bfloat16, too."""
+    gradient, y = torch.linspace(-1, 2, 64).square(), torch.linspace(-2, 2, 64).softmax(-1).bfloat16()
+    backward = torch.ops.aten._softmax_backward_data
+    narrow = backward(gradient.bfloat16(), y, -1, torch.bfloat16)
+    return torch.equal(narrow, backward(gradient.bfloat16().float(), y.float(), -1, torch.float32).bfloat16())
+
+
 def _takes_groups() -> bool:
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -221,6 +229,8 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "a cast of NaN to float16 that sets the first bit alone": lambda: (
         torch.tensor(float("nan")).half().view(torch.int16).item() & 0x7FFF == 0x7E00
     ),
+    "settings of precision per backend": lambda: hasattr(torch.backends.mkldnn, "matmul"),
+    "a backward pass of bfloat16 softmax that rounds once": _rounds_softmax_once,
     "random operators that Inductor keeps in order": _keeps_random_order,
     "flash attention of grouped queries on the CPU": _takes_groups,
     "exponential_ that draws the same numbers in every dtype": _draws_alike,
