@@ -88,8 +88,8 @@ def find_dtype(name: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-# torch.compiler.is_exporting of torch 2.7 to 2.11 says yes in every graph that Dynamo traces, and 2.6 has none: the flag
-# of torch.export is read, and what traces the graph. Older: nothing is lost; the flag has another name.
+# torch.compiler.is_exporting of torch 2.7 to 2.11 says yes in every graph that Dynamo traces, and 2.6 has none.
+# Older: nothing is lost; the flag of torch.export has another name.
 _compiler: Any = torch.compiler
 if hasattr(_compiler, "_is_exporting_flag"):
 

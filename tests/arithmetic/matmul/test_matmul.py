@@ -300,9 +300,7 @@ def test_parameters_and_tensors_that_require_gradients(seed):
 
 @pytest.mark.parametrize("setting", ["for all", "backends", "backends.mkldnn", "backends.mkldnn.matmul"])
 @pytest.mark.parametrize(("dtype", "components", "bits"), [(BF16, 3, 20), (F16, 2, 20), (F32, 1, 21), (F64, 2, 104)])
-def test_fewer_bits_for_float32_products_are_not_taken(
-    seed, setting, dtype, components, bits, needs_torch
-):
+def test_fewer_bits_for_float32_products_are_not_taken(seed, setting, dtype, components, bits, needs_torch):
     a, b = (split(torch.randn(40, 40, dtype=F64), dtype, components) for _ in range(2))
     plain = matmul(a, b, components, dtype)
     if setting == "for all":
