@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _needs_torch  # noqa: F401
 from ._messages import ENVIRONMENT
@@ -127,6 +128,16 @@ else:
     def has_whole_products(device_type: str) -> bool:
         """Return whether torch multiplies float32 matrices in float32, not in TensorFloat32 or bfloat16."""
         return torch.get_float32_matmul_precision() == "highest"
+
+
+# Older: nothing is lost; the factors that a solution keeps are the transpose's, as those of a determinant are.
+@functools.cache
+def solves_by_transpose() -> bool:
+    """Return whether torch.linalg.solve's backward pass takes the factors of a contiguous matrix's transpose."""
+    with _disable_current_modes():
+        matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device="cpu")
+        factors = torch.ops.aten._linalg_solve_ex.default(matrix, matrix)[1]
+        return factors[0, 0].item() == 2  # the largest of the first row, not of the first column
 
 
 @contextlib.contextmanager
