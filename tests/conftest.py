@@ -229,6 +229,8 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "a cast of NaN to float16 that sets the first bit alone": lambda: (
         torch.tensor(float("nan")).half().view(torch.int16).item() & 0x7FFF == 0x7E00
     ),
+    "torch.export of tensor subclasses": lambda: not is_older(torch.__version__, "2.7"),
+    "strict torch.export of tensor subclasses and modules with hooks": lambda: not is_older(torch.__version__, "2.11"),
     "settings of precision per backend": lambda: hasattr(torch.backends.mkldnn, "matmul"),
     "a backward pass of bfloat16 softmax that rounds once": _rounds_softmax_once,
     "random operators that Inductor keeps in order": _keeps_random_order,
