@@ -191,6 +191,14 @@ def _rounds_softmax_once() -> bool:
     return torch.equal(narrow, backward(gradient.bfloat16().float(), y.float(), -1, torch.float32).bfloat16())
 
 
+def _adds_products_once() -> bool:
+    """The CPU kernel of torch 2.6 rounds the product before it adds."""
+    added, matrix, vector = torch.ones(9), torch.zeros(9, 17), torch.zeros(17)
+    matrix[:, 0] = vector[0] = 1.859375  # 1 + 1.859375^2 is past a tie, once rounded before the tie
+    narrow = torch.addmv(added.bfloat16(), matrix.bfloat16(), vector.bfloat16())
+    return torch.equal(narrow, torch.addmv(added, matrix, vector).bfloat16())
+
+
 def _takes_groups() -> bool:
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -231,6 +239,7 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     ),
     "torch.export of tensor subclasses": lambda: not is_older(torch.__version__, "2.7"),
     "strict torch.export of tensor subclasses and modules with hooks": lambda: not is_older(torch.__version__, "2.11"),
+    "addmv of bfloat16 that rounds once": _adds_products_once,
     "settings of precision per backend": lambda: hasattr(torch.backends.mkldnn, "matmul"),
     "a backward pass of bfloat16 softmax that rounds once": _rounds_softmax_once,
     "random operators that Inductor keeps in order": _keeps_random_order,
