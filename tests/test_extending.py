@@ -196,9 +196,9 @@ def test_what_is_registered_passes_the_laws_of_the_library(forked, monkeypatch):
     code, printed = forked(script, *loaded, *options, "tests/laws", patience=900)
     assert code == 0, printed[-4000:]
     laws = dict(LAWS)
-    if not HAS_GRADIENT_DTYPE:
-        laws.pop("optim/test_fused_steps")
-        assert re.search(r"SKIPPED .*Tensor.grad_dtype", printed)
+    if not HAS_GRADIENT_DTYPE:  # steps of 16-bit parameters by float32 gradients are skipped, with that reason
+        assert printed.count("(Tensor.grad_dtype)") >= 1
+        del laws["optim/test_fused_steps"], laws["optim/test_optimizers"]
     for law, entry in laws.items():
         assert re.search(rf"PASSED \S*{law}\.py::\w+\[.*{entry}", printed), (law, entry)
 
