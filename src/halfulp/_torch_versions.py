@@ -135,7 +135,7 @@ else:
 def solves_by_transpose() -> bool:
     """Return whether torch.linalg.solve's backward pass takes the factors of a contiguous matrix's transpose."""
     with _disable_current_modes():
-        matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device="cpu")
+        matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float32, device="cpu")
         factors = torch.ops.aten._linalg_solve_ex.default(matrix, matrix)[1]
         return factors[0, 0].item() == 2  # the largest of the first row, not of the first column
 
