@@ -240,6 +240,9 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "torch.export of tensor subclasses": lambda: not is_older(torch.__version__, "2.7"),
     "strict torch.export of tensor subclasses and modules with hooks": lambda: not is_older(torch.__version__, "2.11"),
     "addmv of bfloat16 that rounds once": _adds_products_once,
+    "_fused_rms_norm with its statistics": lambda: (
+        hasattr(torch.ops.aten, "_fused_rms_norm") and len(torch.ops.aten._fused_rms_norm.default._schema.returns) == 2
+    ),
     "settings of precision per backend": lambda: hasattr(torch.backends.mkldnn, "matmul"),
     "a backward pass of bfloat16 softmax that rounds once": _rounds_softmax_once,
     "random operators that Inductor keeps in order": _keeps_random_order,
