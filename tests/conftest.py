@@ -199,6 +199,12 @@ def _adds_products_once() -> bool:
     return torch.equal(narrow, torch.addmv(added, matrix, vector).bfloat16())
 
 
+def _has_store_clones() -> bool:
+    from halfulp._torch_versions import HAS_STORE_CLONES
+
+    return HAS_STORE_CLONES
+
+
 def _takes_groups() -> bool:
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -243,6 +249,8 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "_fused_rms_norm with its statistics": lambda: (
         hasattr(torch.ops.aten, "_fused_rms_norm") and len(torch.ops.aten._fused_rms_norm.default._schema.returns) == 2
     ),
+    "Store.clone, by which observations of several processes meet": _has_store_clones,
+    "all operators of the pinned version, whose rules the page counts": lambda: not is_older(torch.__version__, PINNED),
     "settings of precision per backend": lambda: hasattr(torch.backends.mkldnn, "matmul"),
     "a backward pass of bfloat16 softmax that rounds once": _rounds_softmax_once,
     "random operators that Inductor keeps in order": _keeps_random_order,
