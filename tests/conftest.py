@@ -167,8 +167,12 @@ def _has_derivative_of_aminmax() -> bool:
 
 
 def _keeps_random_order() -> bool:
+    """Inductor before torch 2.12 runs first what writes into a tensor, here the last one."""
+
     def draw(x: torch.Tensor) -> list[torch.Tensor]:
-        return [hu.quantize(x, name, hu.Stochastic()) for name in ("bf16", "tf32", "e5m2", "e4m3fnuz")]
+        into = torch.empty_like(x)
+        drawn = [hu.quantize(x, name, hu.Stochastic()) for name in ("bf16", "tf32")]
+        return [*drawn, hu.quantize(x, "bf16", hu.Stochastic(), out=into)]
 
     import halfulp as hu
 
@@ -177,6 +181,28 @@ def _keeps_random_order() -> bool:
         torch.manual_seed(0)
         found.append(run(x))
     return all(map(torch.equal, *found))
+
+
+def _rounds_softmax_once() -> bool:
+    """The CPU kernel of torch 2.6 rounds the sum within to bfloat16, too."""
+    gradient, y = torch.linspace(-1, 2, 64).square(), torch.linspace(-2, 2, 64).softmax(-1).bfloat16()
+    backward = torch.ops.aten._softmax_backward_data
+    narrow = backward(gradient.bfloat16(), y, -1, torch.bfloat16)
+    return torch.equal(narrow, backward(gradient.bfloat16().float(), y.float(), -1, torch.float32).bfloat16())
+
+
+def _adds_products_once() -> bool:
+    """The CPU kernel of torch 2.6 rounds the product before it adds."""
+    added, matrix, vector = torch.ones(9), torch.zeros(9, 17), torch.zeros(17)
+    matrix[:, 0] = vector[0] = 1.859375  # 1 + 1.859375^2 is past a tie, once rounded before the tie
+    narrow = torch.addmv(added.bfloat16(), matrix.bfloat16(), vector.bfloat16())
+    return torch.equal(narrow, torch.addmv(added, matrix, vector).bfloat16())
+
+
+def _has_store_clones() -> bool:
+    from halfulp._torch_versions import HAS_STORE_CLONES
+
+    return HAS_STORE_CLONES
 
 
 def _takes_groups() -> bool:
@@ -214,6 +240,19 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "a cast to float8_e4m3fn that saturates": lambda: (
         torch.tensor(1e3).to(torch.float8_e4m3fn).float().isfinite().item()
     ),
+    "a cast of NaN to float16 that sets the first bit alone": lambda: (
+        torch.tensor(float("nan")).half().view(torch.int16).item() & 0x7FFF == 0x7E00
+    ),
+    "torch.export of tensor subclasses": lambda: not is_older(torch.__version__, "2.7"),
+    "strict torch.export of tensor subclasses and modules with hooks": lambda: not is_older(torch.__version__, "2.11"),
+    "addmv of bfloat16 that rounds once": _adds_products_once,
+    "_fused_rms_norm with its statistics": lambda: (
+        hasattr(torch.ops.aten, "_fused_rms_norm") and len(torch.ops.aten._fused_rms_norm.default._schema.returns) == 2
+    ),
+    "Store.clone, by which observations of several processes meet": _has_store_clones,
+    "all operators of the pinned version, whose rules the page counts": lambda: not is_older(torch.__version__, PINNED),
+    "settings of precision per backend": lambda: hasattr(torch.backends.mkldnn, "matmul"),
+    "a backward pass of bfloat16 softmax that rounds once": _rounds_softmax_once,
     "random operators that Inductor keeps in order": _keeps_random_order,
     "flash attention of grouped queries on the CPU": _takes_groups,
     "exponential_ that draws the same numbers in every dtype": _draws_alike,

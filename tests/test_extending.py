@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import halfulp as hu
+from halfulp._torch_versions import HAS_GRADIENT_DTYPE
 
 HERE = Path(__file__).resolve().parents[1] / "examples" / "extending"
 FILES = sorted(path.name for path in HERE.glob("*.py"))
@@ -194,7 +195,11 @@ def test_what_is_registered_passes_the_laws_of_the_library(forked, monkeypatch):
     script = f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport pytest\nsys.exit(pytest.main(sys.argv[1:]))\n"
     code, printed = forked(script, *loaded, *options, "tests/laws", patience=900)
     assert code == 0, printed[-4000:]
-    for law, entry in LAWS.items():
+    laws = dict(LAWS)
+    if not HAS_GRADIENT_DTYPE:  # steps of 16-bit parameters by float32 gradients are skipped, with that reason
+        assert printed.count("(Tensor.grad_dtype)") >= 1
+        del laws["optim/test_fused_steps"], laws["optim/test_optimizers"]
+    for law, entry in laws.items():
         assert re.search(rf"PASSED \S*{law}\.py::\w+\[.*{entry}", printed), (law, entry)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import halfulp as hu
+from halfulp._torch_floor import is_older
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
@@ -51,6 +52,7 @@ MODELS = {
     "converted to scaled tensors": _converted("scaled-fp16"),
     "with a scaler": lambda x: (_with_scaler(_net()), x),
 }
+SUBCLASSES = ("scalify", "multicomponent", "converted to scaled tensors")
 _scalers = []
 
 
@@ -59,10 +61,15 @@ def _with_scaler(model):
     return model
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch.export.load before 2.12
 @pytest.mark.parametrize(
     ("kind", "strict"), [*((kind, False) for kind in MODELS), ("scalify", True), ("converted to bfloat16", True)]
 )
-def test_an_exported_model_gives_the_same_numbers(kind, strict, seed):
+def test_an_exported_model_gives_the_same_numbers(kind, strict, seed, needs_torch):
+    if strict:
+        needs_torch("strict torch.export of tensor subclasses and modules with hooks")
+    elif kind in SUBCLASSES:
+        needs_torch("torch.export of tensor subclasses")
     model, x = MODELS[kind](torch.randn(4, 6))
     with torch.no_grad():
         wanted = model(x)
@@ -87,7 +94,8 @@ for kind in kinds:
 """
 
 
-def test_an_exported_file_runs_in_another_process(seed, tmp_path, forked):
+def test_an_exported_file_runs_in_another_process(seed, tmp_path, forked, needs_torch):
+    needs_torch("torch.export of tensor subclasses")
     kinds = ["multicomponent", "scalify"]
     for kind in kinds:
         model, x = MODELS[kind](torch.randn(4, 6))
@@ -113,7 +121,10 @@ def test_an_emulated_model_is_not_recorded(recorder, seed):
     model, x = _net(), torch.randn(4, 6)
     with hu.emulate(model, "e8m3"):
         wanted = model(x)
-        with pytest.raises(Exception, match=r"would record an emulated model without its roundings.*remove\(\)"):
+        said = r"would record an emulated model without its roundings.*remove\(\)"
+        if is_older(torch.__version__, "2.11") and recorder.startswith("torch.export"):
+            said += r'|(?s:Observed exception.*NotImplementedError\(untraceable\("torch.export"\)\))'  # no message
+        with pytest.raises(Exception, match=said):
             RECORDERS[recorder](model, x)
         assert torch.equal(model(x), wanted)
     if recorder != "make_fx fake":  # which takes no real parameters

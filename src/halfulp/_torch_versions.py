@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _needs_torch  # noqa: F401
 from ._messages import ENVIRONMENT
@@ -88,22 +89,29 @@ def find_dtype(name: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-# Older: nothing is lost; whether a graph is exported is read from the flag of torch.export, and from what traces it.
-if hasattr(torch.compiler, "is_exporting"):
-    is_exporting = torch.compiler.is_exporting
+# torch.compiler.is_exporting of torch 2.7 to 2.11 says yes in every graph that Dynamo traces, and 2.6 has none.
+# Older: nothing is lost; the flag of torch.export has another name.
+_compiler: Any = torch.compiler
+if hasattr(_compiler, "_is_exporting_flag"):
+
+    def is_exporting() -> bool:
+        """Return whether torch.export records what runs."""
+        return _compiler._is_exporting_flag or (_compiler.is_dynamo_compiling() and _traced_for_export())
+
 else:
 
     def is_exporting() -> bool:
         """Return whether torch.export records what runs."""
-        compiler: Any = torch.compiler
-        return compiler._is_compiling_flag or (compiler.is_dynamo_compiling() and _traced_for_export())
+        return _compiler._is_compiling_flag or (_compiler.is_dynamo_compiling() and _traced_for_export())
 
-    def _traced_for_export() -> bool:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
 
-        return InstructionTranslator.current_tx().export
+def _traced_for_export() -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    vars(_traced_for_export)["_dynamo_marked_constant"] = True  # Dynamo calls it as it traces
+    return InstructionTranslator.current_tx().export
+
+
+vars(_traced_for_export)["_dynamo_marked_constant"] = True  # Dynamo calls it as it traces
 
 
 # Older: one setting for all backends; products that it might narrow take float64, on every device.
@@ -120,6 +128,16 @@ else:
     def has_whole_products(device_type: str) -> bool:
         """Return whether torch multiplies float32 matrices in float32, not in TensorFloat32 or bfloat16."""
         return torch.get_float32_matmul_precision() == "highest"
+
+
+# Older: nothing is lost; the factors that a solution keeps are the transpose's, as those of a determinant are.
+@functools.cache
+def solves_by_transpose() -> bool:
+    """Return whether torch.linalg.solve's backward pass takes the factors of a contiguous matrix's transpose."""
+    with _disable_current_modes():
+        matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float32, device="cpu")
+        factors = torch.ops.aten._linalg_solve_ex.default(matrix, matrix)[1]
+        return factors[0, 0].item() == 2  # the largest of the first row, not of the first column
 
 
 @contextlib.contextmanager

@@ -33,6 +33,10 @@ def both(function, shapes):
     return (y.bfloat16(), z), [(a.grad.bfloat16(), b.grad) for a, b in zip(native, emulated)]
 
 
+def softmax(x):
+    return torch.softmax(x, -1)
+
+
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [
@@ -61,7 +65,7 @@ def test_exact(seed, function, shapes):
         (F.linear, [(4, 8, 64), (32, 64)]),
         (torch.matmul, [(4, 8, 64), (4, 64, 8)]),
         (F.conv2d, [(2, 8, 8, 8), (4, 8, 3, 3), (4,)]),
-        (lambda x: torch.softmax(x, -1), [(16, 64)]),
+        (softmax, [(16, 64)]),
         (torch.sigmoid, [(16, 64)]),
         (torch.tanh, [(16, 64)]),
         (torch.exp, [(16, 64)]),
@@ -71,8 +75,10 @@ def test_exact(seed, function, shapes):
         (lambda x: x.mean(), [(16, 64)]),
     ],
 )
-def test_up_to_the_order_of_sums(seed, function, shapes):
+def test_up_to_the_order_of_sums(seed, function, shapes, needs_torch):
     """At most an ulp, in at most 2% of the elements: a float32 sum in another order, seen through a tie."""
+    if function is softmax:
+        needs_torch("a backward pass of bfloat16 softmax that rounds once")
     outputs, gradients = both(function, shapes)
     for a, b in (outputs, *gradients):
         # A sum with cancellation differs by more of its own ulps; measure against the size of the tensor then.

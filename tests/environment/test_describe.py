@@ -143,15 +143,17 @@ def test_a_processor_of_which_torch_says_something_else_is_named(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(_describe, "instructions", lambda: has)
     monkeypatch.setattr(_describe.platform, "machine", lambda: machine)
+    monkeypatch.setattr(_describe, "_version", lambda package: None)  # an older torch is a doubt of its own
     found = {"torch": {"processor capability": capability}, "products": products}
     doubts = list(_describe._doubts(found))
     assert len(doubts) == (doubt is not None), doubts
     assert doubt is None or doubt in doubts[0]
 
 
-def test_products_follow_what_switches_instructions_off(in_process) -> None:
+def test_products_follow_what_switches_instructions_off(in_bare_process) -> None:
+    # oneDNN reads its variable once: before it does, in some versions of torch as torch._dynamo is imported.
     program = "from halfulp.environment import describe\nprint(describe()['products'])"
-    assert "'bfloat16': 'float32 (no instructions)'" in in_process(program, 7, ONEDNN_MAX_CPU_ISA="SSE41")
+    assert "'bfloat16': 'float32 (no instructions)'" in in_bare_process(program, ONEDNN_MAX_CPU_ISA="SSE41")
 
 
 def test_a_misspelt_wish_for_products_is_a_doubt(in_process) -> None:

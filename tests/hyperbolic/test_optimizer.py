@@ -63,6 +63,7 @@ def test_sparse_gradients_move_their_rows_only(space, draw, make):
     assert torch.allclose(results[0][[1, 4]], results[1][[1, 4]], rtol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # by torch 2.11
 @pytest.mark.parametrize("components", [1, 2])
 def test_sparse_rows_of_components(space, draw, make, components):
     weight = start(space, draw, 6, components)

@@ -113,6 +113,7 @@ def test_what_is_no_contract_model_or_optimizer_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # by torch 2.8 itself
 def test_it_travels_in_a_distributed_checkpoint(tmp_path, needs_torch):
     needs_torch("distributed.checkpoint.save(no_dist=)")
     from torch.distributed.checkpoint import FileSystemWriter, save

@@ -27,6 +27,8 @@ from .rules.elementwise._powers import constant
 from .rules.networks._interpolation import BY_FACTORS, FORWARD
 
 aten = torch_operators("aten")
+# The mode in which AOTAutograd traces: older versions of torch say that they compile to Dynamo alone.
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 # Those in which operands meet one another, or a constant, before they meet all others. Those that hand all operands to
 # one operator with a rule, as linear does, and those that write running statistics, as batch_norm, need none.
@@ -90,7 +92,8 @@ def _in_compiled_steps(steps: Callable) -> Callable:
     """Interpolation where a compiler traces: torch takes it apart there before a rule is asked."""
 
     def interpolate(x: Any, *arguments: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling() or not isinstance(x, MCTensor) or result_type((x,)).fits_float64:
+        traced = torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE) is not None
+        if not traced or not isinstance(x, MCTensor) or result_type((x,)).fits_float64:
             return NotImplemented
         return steps(x, *arguments, **options)
 

@@ -298,20 +298,31 @@ def test_parameters_and_tensors_that_require_gradients(seed):
     assert torch.equal(matmul((a,), (a,), 2, F32)[0], matmul((a.detach(),), (a.detach(),), 2, F32)[0])
 
 
-@pytest.mark.parametrize("backend", [torch.backends, torch.backends.mkldnn, torch.backends.mkldnn.matmul])
+@pytest.mark.parametrize("setting", ["for all", "backends", "backends.mkldnn", "backends.mkldnn.matmul"])
 @pytest.mark.parametrize(("dtype", "components", "bits"), [(BF16, 3, 20), (F16, 2, 20), (F32, 1, 21), (F64, 2, 104)])
-def test_fewer_bits_for_float32_products_are_not_taken(seed, backend, dtype, components, bits):
+def test_fewer_bits_for_float32_products_are_not_taken(seed, setting, dtype, components, bits, needs_torch):
     a, b = (split(torch.randn(40, 40, dtype=F64), dtype, components) for _ in range(2))
     plain = matmul(a, b, components, dtype)
-    before = backend.fp32_precision
+    if setting == "for all":
+        read, write, words = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, ("medium", "high")
+    else:
+        needs_torch("settings of precision per backend")
+        backend = {
+            "backends": lambda: torch.backends,
+            "backends.mkldnn": lambda: torch.backends.mkldnn,
+            "backends.mkldnn.matmul": lambda: torch.backends.mkldnn.matmul,
+        }[setting]()
+        read, words = lambda: backend.fp32_precision, ("bf16", "tf32")
+        write = lambda word: setattr(backend, "fp32_precision", word)  # noqa: E731
+    before = read()
     try:
-        for precision in ("bf16", "tf32"):
-            backend.fp32_precision = precision
+        for precision in words:
+            write(precision)
             made, bound = matmul(a, b, components, dtype, error=True)
             assert _errors(a, b, made, bound) <= -bits
-            assert backend.fp32_precision == precision
+            assert read() == precision
     finally:
-        backend.fp32_precision = before
+        write(before)
     assert all(torch.equal(x, y) for x, y in zip(plain, matmul(a, b, components, dtype), strict=True))
 
 

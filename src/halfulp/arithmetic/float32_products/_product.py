@@ -43,6 +43,7 @@ PRODUCTS: dict[Any, str] = {
 _autograd: Any = torch._C._autograd
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _FLOATS = (torch.float32, *NARROW)
+_SEQUENCES = (list, tuple)  # Dynamo of torch 2.6 cannot trace `list | tuple`
 _CHANGED = (
     "a tensor of a product that was computed in float32 (hu.float32_products) has been modified by an inplace "
     "operation before its gradient was computed: it is at version {found}; expected version {saved} instead"
@@ -228,7 +229,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of nested arguments."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, _SEQUENCES):
         for item in value:
             yield from tensors_in(item)
     elif isinstance(value, dict):
@@ -240,7 +241,7 @@ def _mapped(value: Any, dtypes: tuple[torch.dtype, ...], change: Callable[[Tenso
     """Return nested arguments with the tensors of some dtypes changed."""
     if isinstance(value, Tensor):
         return change(value) if value.dtype in dtypes else value
-    if isinstance(value, list | tuple):
+    if isinstance(value, _SEQUENCES):
         items = [_mapped(item, dtypes, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):

@@ -228,7 +228,7 @@ _local = _Local()
 
 def _run(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module's forward pass, under the mode where the model has numbers of a dtype that is widened."""
-    mark = vars(module).get(_MARK)
+    mark = module.__dict__.get(_MARK)  # vars() of a module is more than torch 2.6 can trace
     if mark is None or is_exporting():
         return forward(*args, **kwargs)
     dtypes = widened_dtypes()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .... import arithmetic
+from ...._torch_versions import solves_by_transpose
 from ....kernels import torch_operators
 from ....subclass._in_backward import COMPONENTS, gives_plain_gradient
 from ..._mctensor import MCTensor
@@ -100,7 +101,7 @@ def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -
     columns = b.unsqueeze(-1) if vector else b
     x, information = _with_info(lambda a, b: _solve(a, b, left, form), a, columns)
     _check_information(information, "torch.linalg.solve_ex", check_errors)
-    return (x.squeeze(-1) if vector else x), *_factors(a), information
+    return (x.squeeze(-1) if vector else x), *_factors(a, solves_by_transpose()), information
 
 
 @implements(aten.linalg_lu_solve.default)
