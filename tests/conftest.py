@@ -213,6 +213,16 @@ def _has_source_rank() -> bool:
     return "src_data_rank" in inspect.signature(parallelize_module).parameters
 
 
+def _steps_later_parameters() -> bool:
+    optimizer, later = torch.optim.Adagrad([torch.ones(1, requires_grad=True)]), torch.ones(1, requires_grad=True)
+    later.sum().backward()
+    optimizer.param_groups[0]["params"][0] = later
+    with contextlib.suppress(KeyError):
+        optimizer.step()
+        return True
+    return False
+
+
 # What tests of halfulp build on and only newer versions of torch do (what halfulp does: halfulp._torch_versions).
 TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "fully_shard on the CPU": lambda: hasattr(torch.cpu.Stream, "record_event"),
@@ -233,6 +243,10 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "a backward pass of bfloat16 softmax that rounds once": _rounds_softmax_once,
     "random operators that Inductor keeps in order": _keeps_random_order,
     "flash attention of grouped queries on the CPU": _takes_groups,
+    "AdamW that saves that its decay is decoupled": lambda: (
+        "decoupled_weight_decay" in torch.optim.AdamW([torch.ones(1)]).defaults
+    ),
+    "Adagrad that steps parameters which came after it was made": _steps_later_parameters,
     "exponential_ that draws the same numbers in every dtype": _draws_alike,
 }
 
