@@ -26,6 +26,7 @@ import pytest
 import torch
 
 from halfulp._torch_floor import is_older
+from halfulp._torch_versions import HAS_STORE_CLONES
 
 ROOT = Path(__file__).parents[1]
 PINNED = "2.13"  # of constraints.txt
@@ -243,6 +244,8 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "a backward pass of bfloat16 softmax that rounds once": _rounds_softmax_once,
     "random operators that Inductor keeps in order": _keeps_random_order,
     "flash attention of grouped queries on the CPU": _takes_groups,
+    "torch.nn.functional.grouped_mm": lambda: hasattr(torch.nn.functional, "grouped_mm"),
+    "observations that compare ranks": lambda: HAS_STORE_CLONES,
     "AdamW that saves that its decay is decoupled": lambda: (
         "decoupled_weight_decay" in torch.optim.AdamW([torch.ones(1)]).defaults
     ),
