@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from halfulp._torch_floor import is_older
-from halfulp._torch_versions import HAS_STORE_CLONES
+from halfulp._torch_versions import HAS_SAVED_HOOKS, HAS_STORE_CLONES
 
 ROOT = Path(__file__).parents[1]
 PINNED = "2.13"  # of constraints.txt
@@ -224,6 +224,16 @@ def _steps_later_parameters() -> bool:
     return False
 
 
+def _keeps_casts() -> bool:
+    """The C++ that Inductor of torch 2.6 writes leaves out casts to bfloat16 and back, whatever it is told."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return (x * 1.1).to(torch.bfloat16).float() + 0.1
+
+    x = torch.linspace(0, 1, 64)
+    return torch.equal(torch.compile(run, options={"emulate_precision_casts": True})(x), run(x))
+
+
 # What tests of halfulp build on and only newer versions of torch do (what halfulp does: halfulp._torch_versions).
 TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "fully_shard on the CPU": lambda: hasattr(torch.cpu.Stream, "record_event"),
@@ -245,8 +255,10 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "random operators that Inductor keeps in order": _keeps_random_order,
     "flash attention of grouped queries on the CPU": _takes_groups,
     "torch.nn.functional.grouped_mm": lambda: hasattr(torch.nn.functional, "grouped_mm"),
+    "SavedTensor.unpack_hook": lambda: HAS_SAVED_HOOKS,
+    "Inductor's emulate_precision_casts on the CPU": _keeps_casts,
     "observations that compare ranks": lambda: HAS_STORE_CLONES,
-    "AdamW that saves that its decay is decoupled": lambda: (
+    "a saved option that tells Adam's decay from AdamW's": lambda: (
         "decoupled_weight_decay" in torch.optim.AdamW([torch.ones(1)]).defaults
     ),
     "Adagrad that steps parameters which came after it was made": _steps_later_parameters,
