@@ -134,8 +134,10 @@ SAME = [
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_gradients_have_the_bits_of_the_eager_front_end(name, seed):
+def test_gradients_have_the_bits_of_the_eager_front_end(name, seed, needs_torch):
     """Both round the same gradients, at the same sites; benchmarks/bench_compiled_formats.py has all architectures."""
+    if name == "in-place-sums":
+        needs_torch("add_(x, alpha=) that Dynamo keeps whole")
     make = functools.partial(_own, OWN[name]) if name in OWN else functools.partial(build, name)
     eager, compiled = both(lambda: make(seed % 1000), seed % 1000, format="e5m2")
     assert eager.keys() == compiled.keys()
@@ -143,7 +145,7 @@ def test_gradients_have_the_bits_of_the_eager_front_end(name, seed):
         assert same_bits(compiled[key], gradient), key
 
 
-def test_every_derivative_is_of_a_function(seed, monkeypatch):
+def test_every_derivative_is_of_a_function(seed, monkeypatch, needs_torch):
     """Sums of gradients are of none; the eager front end's bits hang on what all others are of."""
     unnamed, named = [], 0
 
@@ -156,6 +158,7 @@ def test_every_derivative_is_of_a_function(seed, monkeypatch):
         unnamed.extend(node.format_node() for node in made if not node.meta.get("fwd_source_fn_stack"))
 
     monkeypatch.setattr(_compiled, "name_functions", checked)
+    needs_torch("slices of some dimensions alone")  # in torch 2.6 the others' are copies of no function
     for case in (_own(Written, seed), build("in-place-columns", seed % 1000)):
         scaler = hu.AdaptiveGradScaler(case.model, format="e5m2")
         run = torch.compile(case.model, backend=scaler.backend("aot_eager"))
