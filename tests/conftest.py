@@ -26,6 +26,7 @@ import pytest
 import torch
 
 from halfulp._torch_floor import is_older
+from halfulp._torch_versions import HAS_SAVED_HOOKS, HAS_STORE_CLONES
 
 ROOT = Path(__file__).parents[1]
 PINNED = "2.13"  # of constraints.txt
@@ -227,6 +228,44 @@ def _has_source_rank() -> bool:
     return "src_data_rank" in inspect.signature(parallelize_module).parameters
 
 
+def _steps_later_parameters() -> bool:
+    optimizer, later = torch.optim.Adagrad([torch.ones(1, requires_grad=True)]), torch.ones(1, requires_grad=True)
+    later.sum().backward()
+    optimizer.param_groups[0]["params"][0] = later
+    with contextlib.suppress(KeyError):
+        optimizer.step()
+        return True
+    return False
+
+
+def _keeps_casts() -> bool:
+    """The C++ that Inductor of torch 2.6 writes leaves out casts to bfloat16 and back, whatever it is told."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return (x * 1.1).to(torch.bfloat16).float() + 0.1
+
+    x = torch.linspace(0, 1, 64)
+    return torch.equal(torch.compile(run, options={"emulate_precision_casts": True})(x), run(x))
+
+
+def _keeps_alpha() -> bool:
+    """Dynamo before torch 2.12 writes a product and a sum, so that there is one gradient more to round."""
+    targets = []
+
+    def count(module: torch.fx.GraphModule, inputs: list) -> Callable:
+        targets.extend(node for node in module.graph.nodes if node.op.startswith("call_"))
+        return module.forward
+
+    x = torch.ones(2)
+    torch.compile(lambda x: x.clone().add_(x, alpha=0.5), backend=count)(x)
+    return len(targets) == 2
+
+
+def _slices_some_alone() -> bool:
+    x = torch.ones(2, 4, requires_grad=True)
+    return type(x[:, ::2].grad_fn.next_functions[0][0]).__name__ == "AccumulateGrad"
+
+
 # What tests of halfulp build on and only newer versions of torch do (what halfulp does: halfulp._torch_versions).
 TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "fully_shard on the CPU": lambda: hasattr(torch.cpu.Stream, "record_event"),
@@ -255,6 +294,19 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "a backward pass of bfloat16 softmax that rounds once": _rounds_softmax_once,
     "random operators that Inductor keeps in order": _keeps_random_order,
     "flash attention of grouped queries on the CPU": _takes_groups,
+    "torch.nn.functional.grouped_mm": lambda: hasattr(torch.nn.functional, "grouped_mm"),
+    "Tag.cudagraph_unsafe": lambda: hasattr(torch.Tag, "cudagraph_unsafe"),
+    "torch.compiler.is_exporting, which transformers calls": lambda: hasattr(torch.compiler, "is_exporting"),
+    "a ReduceOp that collectives of tensor classes can read": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
+    "add_(x, alpha=) that Dynamo keeps whole": _keeps_alpha,
+    "slices of some dimensions alone": _slices_some_alone,
+    "SavedTensor.unpack_hook": lambda: HAS_SAVED_HOOKS,
+    "Inductor's emulate_precision_casts on the CPU": _keeps_casts,
+    "observations that compare ranks": lambda: HAS_STORE_CLONES,
+    "a saved option that tells Adam's decay from AdamW's": lambda: (
+        "decoupled_weight_decay" in torch.optim.AdamW([torch.ones(1)]).defaults
+    ),
+    "Adagrad that steps parameters which came after it was made": _steps_later_parameters,
     "exponential_ that draws the same numbers in every dtype": _draws_alike,
 }
 

@@ -140,6 +140,48 @@ def solves_by_transpose() -> bool:
         return factors[0, 0].item() == 2  # the largest of the first row, not of the first column
 
 
+# Older: nothing is lost; the partitioner's tag says which nodes of a joint graph are the backward pass's, and their
+# stacks which add gradients up, to which torch before 2.9 gives a function of the forward pass.
+if hasattr(torch.fx.traceback, "_mark_autograd_backward"):
+
+    def is_backward(node: torch.fx.Node) -> bool:
+        """Return whether a node of a joint graph is the backward pass's."""
+        return bool(node.meta.get("autograd_backward"))
+
+else:
+
+    def is_backward(node: torch.fx.Node) -> bool:
+        """Return whether a node of a joint graph is the backward pass's."""
+        return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def adds_gradients(node: torch.fx.Node) -> bool:
+    """Return whether a node of a joint graph adds up the gradients of a tensor that is used several times."""
+    return bool(node.meta.get("is_gradient_acc")) or "Gradient addition node" in (node.stack_trace or "")
+
+
+# Older: nothing is lost; what the outermost module calls is named here, as torch names what inner ones call alone.
+NAMES_ALL_FUNCTIONS = hasattr(torch.fx.traceback, "GRADIENT_ACC_SPECIAL_STACK")  # of the same version
+
+
+# Older: nothing is lost; the name of where Dynamo found a tensor is a method.
+def name_of_source(source: Any) -> str:
+    """Return where Dynamo found a tensor, as an expression."""
+    return source.name() if callable(source.name) else source.name
+
+
+# Older: all_reduce, reduce and reduce_scatter of scaled tensors refuse; functional collectives name what they do.
+def name_of_reduction(boxed: Any) -> str:
+    """Return the name of a collective's reduction, such as SUM.
+
+    Raises:
+        NotImplementedError: torch does not say.
+    """
+    if not hasattr(boxed, "op"):
+        raise lacks("collectives of scaled tensors need to read the ReduceOp", "send x.decode()")
+    return torch.distributed.ReduceOp.RedOpType(boxed.op()).name
+
+
 @contextlib.contextmanager
 def partitioned_by(partition: Any, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Let Inductor partition joint graphs by a function with a `uuid`; yields the settings to compile with.

@@ -9,6 +9,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp import rounding
+from halfulp._torch_versions import adds_gradients, is_backward
 from halfulp.gradients.compiled import _backend as _compiled
 from halfulp.gradients.compiled._graph_functions import name_functions
 from halfulp.gradients.compiled._runtime_operators import factors_of_edges, observed, rounded, watched, watched_loss
@@ -133,8 +134,10 @@ SAME = [
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_gradients_have_the_bits_of_the_eager_front_end(name, seed):
+def test_gradients_have_the_bits_of_the_eager_front_end(name, seed, needs_torch):
     """Both round the same gradients, at the same sites; benchmarks/bench_compiled_formats.py has all architectures."""
+    if name == "in-place-sums":
+        needs_torch("add_(x, alpha=) that Dynamo keeps whole")
     make = functools.partial(_own, OWN[name]) if name in OWN else functools.partial(build, name)
     eager, compiled = both(lambda: make(seed % 1000), seed % 1000, format="e5m2")
     assert eager.keys() == compiled.keys()
@@ -142,19 +145,20 @@ def test_gradients_have_the_bits_of_the_eager_front_end(name, seed):
         assert same_bits(compiled[key], gradient), key
 
 
-def test_every_derivative_is_of_a_function(seed, monkeypatch):
+def test_every_derivative_is_of_a_function(seed, monkeypatch, needs_torch):
     """Sums of gradients are of none; the eager front end's bits hang on what all others are of."""
     unnamed, named = [], 0
 
     def checked(joint):
         nonlocal named
         name_functions(joint)
-        made = [node for node in joint.graph.nodes if node.meta.get("autograd_backward") and node.op == "call_function"]
-        made = [node for node in made if not node.meta.get("is_gradient_acc")]
+        made = [node for node in joint.graph.nodes if is_backward(node) and node.op == "call_function"]
+        made = [node for node in made if not adds_gradients(node)]
         named += len(made)
         unnamed.extend(node.format_node() for node in made if not node.meta.get("fwd_source_fn_stack"))
 
     monkeypatch.setattr(_compiled, "name_functions", checked)
+    needs_torch("slices of some dimensions alone")  # in torch 2.6 the others' are copies of no function
     for case in (_own(Written, seed), build("in-place-columns", seed % 1000)):
         scaler = hu.AdaptiveGradScaler(case.model, format="e5m2")
         run = torch.compile(case.model, backend=scaler.backend("aot_eager"))
@@ -336,6 +340,7 @@ def test_nothing_is_rounded_without_a_scaled_loss(seed):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:Graph break due to unsupported builtin:UserWarning")  # torch 2.6, where it breaks
 def test_a_graph_that_breaks_is_refused_where_its_rest_would_not_be_rounded(seed):
     class Broken(nn.Module):
         def __init__(self):
@@ -353,5 +358,6 @@ def test_a_graph_that_breaks_is_refused_where_its_rest_would_not_be_rounded(seed
 
 
 @pytest.mark.parametrize("operator", [factors_of_edges, observed, rounded, watched, watched_loss])
-def test_no_cuda_graph_replays_what_the_scaler_decides(operator):
+def test_no_cuda_graph_replays_what_the_scaler_decides(operator, needs_torch):
+    needs_torch("Tag.cudagraph_unsafe")
     assert torch.Tag.cudagraph_unsafe in operator.tags

@@ -119,7 +119,8 @@ def test_healthy_runs_have_no_findings_above_a_note():
         assert found.passed, str(found)
 
 
-def test_weight_decay_that_the_format_cannot_hold_is_lost():
+def test_weight_decay_that_the_format_cannot_hold_is_lost(needs_torch):
+    needs_torch("a saved option that tells Adam's decay from AdamW's")
     saved, *_ = run(torch.bfloat16, 1e-2, weight_decay=0.01)
     decays = [state.decay for state in hu.audit(*saved).states.values()]
     assert all(decay is not None for decay in decays)

@@ -28,5 +28,6 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_ranks_that_hold_different_weights_are_found_and_equal_ones_are_not(in_two_processes):
+def test_ranks_that_hold_different_weights_are_found_and_equal_ones_are_not(in_two_processes, needs_torch):
+    needs_torch("observations that compare ranks")
     in_two_processes(SCRIPT)

@@ -93,9 +93,11 @@ dist.destroy_process_group()
 """
 
 
-def test_replicas_and_shards(in_two_processes):
+def test_replicas_and_shards(in_two_processes, needs_torch):
+    needs_torch("observations that compare ranks")
     in_two_processes(START + CHECK)
 
 
-def test_flat_shards_are_no_replicas(in_two_processes):
+def test_flat_shards_are_no_replicas(in_two_processes, needs_torch):
+    needs_torch("observations that compare ranks")
     in_two_processes(START + FLAT)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import halfulp as hu
-from halfulp.observation.observing.processes import _mailbox
+from halfulp.observation.observing.processes import _mailbox, _processes
 from halfulp.observation.observing.processes._hashes import hashes
 from halfulp.observation.observing.processes._mailbox import Mailbox
 from halfulp.observation.observing.processes._rank_summary import RankSummary, StepSummary, in_both, keys_array
@@ -90,10 +90,26 @@ class SilentStore:
         return ask
 
 
-def test_a_server_that_stands_ends_no_run(monkeypatch):
+def test_a_server_that_stands_ends_no_run(monkeypatch, needs_torch):
+    needs_torch("observations that compare ranks")
     store = SilentStore()
-    monkeypatch.setattr(_mailbox, "_get_default_store", lambda: store)
     monkeypatch.setattr(_mailbox, "PATIENCE", 0.2)
+    seen = _observed_by_the_first_of_three(store, monkeypatch)
+    assert len(seen) == 5
+    assert seen.record.unseen == ["ranks 1, 2 not compared (the process group's store cannot be reached: TimeoutError)"]
+    store.end.set()
+
+
+def test_where_stores_cannot_be_cloned_ranks_stay_apart_and_it_is_said(monkeypatch):
+    for module in (_mailbox, _processes):
+        monkeypatch.setattr(module, "HAS_STORE_CLONES", False)
+    seen = _observed_by_the_first_of_three(SilentStore(), monkeypatch)
+    assert len(seen) == 5
+    assert seen.record.unseen == [f"ranks 1, 2 not compared ({_mailbox.lacking_clones()})"]
+
+
+def _observed_by_the_first_of_three(store, monkeypatch):
+    monkeypatch.setattr(_mailbox, "_get_default_store", lambda: store)
     for name, answer in (("is_initialized", True), ("get_rank", 0), ("get_world_size", 3)):
         monkeypatch.setattr(dist, name, lambda answer=answer: answer)
     model = torch.nn.Linear(4, 4)
@@ -103,9 +119,7 @@ def test_a_server_that_stands_ends_no_run(monkeypatch):
             store.silent = step >= 2
             model(torch.randn(2, 4)).sum().backward()
             optimizer.step()
-    assert len(seen) == 5
-    assert seen.record.unseen == ["ranks 1, 2 not compared (the process group's store cannot be reached: TimeoutError)"]
-    store.end.set()
+    return seen
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7])

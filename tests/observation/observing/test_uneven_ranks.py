@@ -259,27 +259,33 @@ dist.destroy_process_group()
 """
 
 
-def test_observing_on_one_rank_alone_and_then_on_both(in_two_processes):
+def test_observing_on_one_rank_alone_and_then_on_both(in_two_processes, needs_torch):
+    needs_torch("observations that compare ranks")
     in_two_processes(START + ONE_RANK + JOINED + END)
 
 
-def test_a_rank_that_fails_or_stops(in_two_processes):
+def test_a_rank_that_fails_or_stops(in_two_processes, needs_torch):
+    needs_torch("observations that compare ranks")
     in_two_processes(START + FAILING + STOPPED)
 
 
-def test_three_ranks_of_which_two_share_a_model(in_processes):
+def test_three_ranks_of_which_two_share_a_model(in_processes, needs_torch):
+    needs_torch("observations that compare ranks")
     in_processes(START.replace("world_size=2", "world_size=3") + THREE + END, count=3)
 
 
-def test_a_rank_that_begins_later(in_two_processes):
+def test_a_rank_that_begins_later(in_two_processes, needs_torch):
+    needs_torch("observations that compare ranks")
     in_two_processes(START + LATE + END)
 
 
-def test_a_zero_redundancy_optimizer_counts_once(in_two_processes):
+def test_a_zero_redundancy_optimizer_counts_once(in_two_processes, needs_torch):
+    needs_torch("observations that compare ranks")
     in_two_processes(START + ZERO)
 
 
-def test_a_group_without_a_store_is_said(in_process):
+def test_a_group_without_a_store_is_said(in_process, needs_torch):
+    needs_torch("observations that compare ranks")
     in_process(
         """
 import torch, halfulp as hu

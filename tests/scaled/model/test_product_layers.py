@@ -91,13 +91,15 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("name", FACTORS)
-def test_the_last_multiplication_keeps_narrow_factors_that_nothing_else_keeps(name, seed):
+def test_the_last_multiplication_keeps_narrow_factors_that_nothing_else_keeps(name, seed, needs_torch):
+    needs_torch("SavedTensor.unpack_hook")
     activation, expected = FACTORS[name]
     model, x = hu.scalify(Activated(activation)), torch.randn(8, 8)
     assert kept_factors(model, x) == expected
 
 
-def test_a_narrow_factor_costs_gradients_one_rounding_and_can_be_differentiated_again(seed, monkeypatch):
+def test_a_narrow_factor_costs_gradients_one_rounding_and_can_be_differentiated_again(seed, monkeypatch, needs_torch):
+    needs_torch("SavedTensor.unpack_hook")
     models = [hu.scalify(Gated())]
     models.append(copy.deepcopy(models[0]))
     x, found = torch.randn(32, 8), []
@@ -113,7 +115,8 @@ def test_a_narrow_factor_costs_gradients_one_rounding_and_can_be_differentiated_
     assert not all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_where_saved_tensors_have_hooks_already_factors_stay_as_they_are(seed):
+def test_where_saved_tensors_have_hooks_already_factors_stay_as_they_are(seed, needs_torch):
+    needs_torch("SavedTensor.unpack_hook")
     model, x = hu.scalify(Activated(FACTORS["of a sum"][0])), torch.randn(8, 8)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert kept_factors(model, x) == [(torch.float16, True), (torch.float32, True)]

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from ..._torch_versions import NAMES_ALL_FUNCTIONS, adds_gradients, is_backward
+
 # Where torch keeps the functions of forward nodes, and those of backward nodes.
 _OWN, _FORWARD = "source_fn_stack", "fwd_source_fn_stack"
 
@@ -26,9 +28,11 @@ def name_functions(joint: GraphModule) -> None:
         number = node.meta.get("seq_nr")
         if node.op != "call_function" or number is None:
             continue
-        if not node.meta.get("autograd_backward"):
+        if not is_backward(node):
             forward.setdefault(number, node.meta.get(_OWN))
-        elif not node.meta.get("is_gradient_acc"):
+        elif adds_gradients(node):
+            node.meta.pop(_FORWARD, None)
+        else:
             unnamed.setdefault(number, []).append(node)
     for number, made in unnamed.items():
         if number not in forward:
@@ -36,3 +40,6 @@ def name_functions(joint: GraphModule) -> None:
             stack = forward.get(number - 1 if begins_empty else number + 1)
             for node in made:
                 node.meta[_FORWARD] = stack
+        elif not NAMES_ALL_FUNCTIONS:
+            for node in made:
+                node.meta[_FORWARD] = forward[number]

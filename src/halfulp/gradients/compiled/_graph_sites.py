@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from ..._torch_versions import name_of_source
 from .._site import GLOBAL
 from ..eager._backward import Backward
 from ..eager._products import OperatorKind, kind_of, name_of
@@ -227,7 +228,8 @@ class _Walk:
 
 def owner(node: Node, parameter: nn.Parameter, backward: Backward) -> str:
     """The qualified name of the module that holds a parameter."""
-    return listed(parameter, backward) or _path(node.meta["grapharg"].source.name).rpartition(".")[0] or "model"
+    found = listed(parameter, backward)
+    return found or _path(name_of_source(node.meta["grapharg"].source)).rpartition(".")[0] or "model"
 
 
 def listed(parameter: Tensor, backward: Backward) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ...._torch_versions import HAS_STORE_CLONES
+from ...._torch_versions import HAS_STORE_CLONES, lacks
 
 ROOT = "halfulp/observe"
 PATIENCE = 5.0
@@ -136,10 +136,16 @@ def answered(ask: Callable[[], Answer]) -> Answer:
     return answers[0]
 
 
+def lacking_clones() -> NotImplementedError:
+    """Return the refusal to compare ranks over the run's own store, whose requests would wait for others."""
+    feature = "ranks are compared over a clone of the process group's store"
+    return lacks(feature, "read the observation of each rank by itself")
+
+
 def _own_connection(store: Any) -> Any:
     """A store of its own connection, so that no thread that waits at the run's own is waited for."""
     if not HAS_STORE_CLONES:
-        raise RuntimeError("this torch's stores cannot be cloned, and requests to a shared one would wait for others")
+        raise lacking_clones()
     own = store.clone()
     server = own
     while isinstance(server, dist.PrefixStore):

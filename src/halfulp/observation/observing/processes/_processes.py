@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...._torch_versions import HAS_STORE_CLONES
 from ....rounding import mix64
 from ...sampling._sample_places import name_key, place_key
 from ...sampling._totals import AMAX, AMIN
 from .._notebook import Notebook
 from ._hashes import hashes
-from ._mailbox import Mailbox
+from ._mailbox import Mailbox, lacking_clones
 from ._placements import ranks_that_share, replicated, shards_of
 from ._rank_summary import Array, RankSummary, StepSummary, in_both, keys_array
 from ._sentences import Heard, sentences
@@ -166,7 +167,8 @@ class Processes:
             act()
         except Exception as error:
             # Its words may hold hosts, which neither page nor JSON is to hold.
-            self._failed = f"the process group's store cannot be reached: {type(error).__name__}"
+            reason = f"the process group's store cannot be reached: {type(error).__name__}"
+            self._failed = reason if HAS_STORE_CLONES else str(lacking_clones())
             self._mailbox = None
 
     # what is said ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from ...._torch_versions import name_of_reduction
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
 from ..._dtypes import EIGHT_BITS
@@ -78,9 +79,9 @@ def _kind(op: Any, name: str) -> str:
     """Return the name of a reduction from its boxed operator.
 
     Raises:
-        NotImplementedError: none of sum, average, maximum and minimum.
+        NotImplementedError: none of sum, average, maximum and minimum, or torch does not say which.
     """
-    kind = dist.ReduceOp.RedOpType(op.op()).name
+    kind = name_of_reduction(op)
     if kind not in ("SUM", "AVG", "MAX", "MIN"):
         raise NotImplementedError(
             f"{name} of scaled tensors by {kind}: allowed are SUM, AVG, MAX and MIN; for others send x.decode()"
