@@ -32,7 +32,7 @@ from .parameters._narrow_groups import (
     refuse_unused_update,
     updates_in_effect,
 )
-from .parameters._outside_writes import drop_stale
+from .parameters._outside_writes import SavedPayload, drop_stale, follow_version
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
 from .parameters._plan_cache import PlanCache
 from .parameters._random_identity import Identity, assign_identities, follow_parameters, note_identities
@@ -109,7 +109,7 @@ class Optimizer(CheckpointMixin):
         _whole_states.watch()
         self._plans = PlanCache()
         self._outside_states: TensorMap[dict[str, Any]] = TensorMap()
-        self._checksums: TensorMap[torch.Tensor] = TensorMap()
+        self._saved_payloads: TensorMap[SavedPayload] = TensorMap()
         self._identities: TensorMap[Identity] = TensorMap()
         self._note_identities()
 
@@ -187,7 +187,7 @@ class Optimizer(CheckpointMixin):
         state = self.state[parameter]
         complete_state(state, spec, group, parameter, name)
         options = options or self._plans.options_of(group)
-        return self._plans.renew(parameter, spec, state, options, name, identity, self._checksums.pop(parameter))
+        return self._plans.renew(parameter, spec, state, options, name, identity, self._saved_payloads.pop(parameter))
 
     def _plan(self, group: dict[str, Any], position: int, gradient: Store | None = None) -> ParameterPlan:
         """Return a parameter's valid plan, for gradients of some store if one is given."""
@@ -234,8 +234,9 @@ class Optimizer(CheckpointMixin):
         if len(self.state) > sum(len(group["params"]) for group in self.param_groups):
             self._follow_groups()
         batches: dict[tuple[int, bool], Batch] = {}
+        waiting: list[ParameterPlan] = []
         for group in self.param_groups:
-            self._collect(group, batches)
+            self._collect(group, batches, waiting)
         self._check_wrappers(bool(batches))
         for batch in batches.values():
             compile_kernels(batch)
@@ -247,6 +248,11 @@ class Optimizer(CheckpointMixin):
                     warn_if_mostly_lost(batch.plans)
         finally:
             self._plans.end_step()
+        # A parameter cut from the same tensor as another shares its counter, which the other's step has moved.
+        for batch in batches.values() if len(batches) > 1 else ():
+            batch.follow_versions()
+        for plan in waiting:
+            follow_version(plan)
 
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check wrappers around the model at the first step, before which wrapping must have happened."""
@@ -272,8 +278,10 @@ class Optimizer(CheckpointMixin):
         """Refuse the options that choose another implementation in torch.optim."""
         refuse_torch_switches(type(self).__name__, **{name: group.get(name) for name in SWITCHES})
 
-    def _collect(self, group: dict[str, Any], batches: dict[tuple[int, bool], Batch]) -> None:
-        """Sort a group's parameters with gradients into batches of one step specification."""
+    def _collect(
+        self, group: dict[str, Any], batches: dict[tuple[int, bool], Batch], waiting: list[ParameterPlan]
+    ) -> None:
+        """Sort a group's parameters with gradients into batches of one step specification; unwritten others wait."""
         rule, interval, states = self.rule(group), group["report_interval"], self.state
         constants: dict[int, tuple[float, ...]] = {}
         options = self._plans.options_of(group)
@@ -284,9 +292,11 @@ class Optimizer(CheckpointMixin):
         known = self._plans.by_id
         for position, parameter in enumerate(group["params"]):
             gradient = self._gradient(parameter)
-            if gradient is None:
-                continue
             plan = known.get(id(parameter))
+            if gradient is None:
+                if plan is not None and plan.payload_version and plan.payload_version.version == parameter._version:
+                    waiting.append(plan)
+                continue
             scale = 1.0
             if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
                 gradient, scale = gradient_memory(local(gradient), parameter, name_of(group, position))

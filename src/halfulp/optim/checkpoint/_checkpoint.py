@@ -12,15 +12,18 @@ from ..._messages import differences, listed
 from ...formats import Format
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from ..parameters._checksums import checksums_of, checksums_to_save
+from ..parameters._checksums import checksums_to_save
 from ..parameters._local_tensors import is_dtensor, local, memory, placed_like
 from ..parameters._outside_writes import (
     CHECKSUMS,
+    PAYLOAD_KEYS,
+    SavedPayload,
     auxiliary_tensors_beside,
     current_auxiliary_tensors,
     is_written,
     mark_current,
     mark_loaded,
+    saved_payload,
 )
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._plan_cache import PlanCache
@@ -41,7 +44,7 @@ class CheckpointMixin(torch.optim.Optimizer):
     """state_dict, load_state_dict and their float32 counterparts, for Optimizer, which has the rest."""
 
     _plans: PlanCache
-    _checksums: TensorMap[torch.Tensor]
+    _saved_payloads: TensorMap[SavedPayload]
 
     if TYPE_CHECKING:
 
@@ -82,7 +85,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         return saved
 
     def _auxiliary_tensors_to_save(self, group: dict, position: int) -> dict[str, object]:
-        """Return valid auxiliary tensors of a parameter written from outside, and checksums of its payload."""
+        """Return valid auxiliary tensors of a parameter written from outside, and what tells of its payload."""
         try:
             plan = self._plan(group, position)
         except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
@@ -93,8 +96,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         if is_written(plan):
             names = (name for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store))
             auxiliary.update(zip(names, current_auxiliary_tensors(plan)))
-        checksums = checksums_of(plan)
-        return auxiliary if checksums is None else {**auxiliary, CHECKSUMS: checksums}
+        return {**auxiliary, **saved_payload(plan)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
@@ -154,7 +156,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             for name, tensor in tensors.items():
                 local(held[name]).copy_(local(tensor))
             held["step"] = steps_made(state, "")
-            mark_loaded(self._plans[parameter], state.get(CHECKSUMS))
+            mark_loaded(self._plans[parameter], state)
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
@@ -167,7 +169,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         plan = self._plan(group, position)
         steps_made(state, plan.name)
         fitted: dict[str, torch.Tensor] = {}
-        used = {"step", CHECKSUMS, "payload_checksum"}  # the latter in older files, which are trusted
+        used = {"step", *PAYLOAD_KEYS, "payload_checksum"}  # the latter in older files, which are trusted
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in STORAGE_SUFFIXES}
             fitted |= fit_state(plan, group, codec, rule_state, names, state)
@@ -290,25 +292,25 @@ class CheckpointMixin(torch.optim.Optimizer):
         """For copy and pickle: caches are left out, and made again."""
         self._follow_groups()
         state: dict[str, Any] = super().__getstate__()
-        kept: list[tuple[torch.Tensor, object]] = []
+        kept: list[tuple[torch.Tensor, SavedPayload]] = []
         held = state["state"] = state["state"].copy()
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
-                checksums = saved.pop(CHECKSUMS, None)
-                if checksums is not None:
-                    kept.append((parameter, checksums))
+                payload = {name: saved.pop(name) for name in PAYLOAD_KEYS if name in saved}
+                if payload:
+                    kept.append((parameter, SavedPayload.of(payload, self._plans[parameter])))
                 if saved:
                     held[parameter] = {**held[parameter], **saved}
-        return {**state, "_checksums": kept}
+        return {**state, "_saved_payloads": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from `__getstate__`."""
-        kept = state.pop("_checksums", ())
+        kept = state.pop("_saved_payloads", ())
         super().__setstate__(state)
         self._start_caches()
-        for parameter, checksums in kept:
-            self._checksums[parameter] = checksums
+        for parameter, saved in kept:
+            self._saved_payloads[parameter] = saved
 
 
 def _could_be_a_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
