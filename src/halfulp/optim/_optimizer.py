@@ -36,8 +36,9 @@ from .parameters._outside_writes import SavedPayload, drop_stale, follow_version
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
 from .parameters._plan_cache import PlanCache
 from .parameters._random_identity import Identity, assign_identities, follow_parameters, note_identities
-from .parameters._state_tensors import complete_state
+from .parameters._state_tensors import BEGUN, complete_state
 from .parameters._tensor_map import TensorMap
+from .parameters._weights import set_weight, weight_to_carry
 from .rules._update_rule import UpdateRule, check_states
 from .states._float8 import PAYLOADS
 from .states._stalled import stall_widths
@@ -185,9 +186,13 @@ class Optimizer(CheckpointMixin):
         spec = self._step_spec(group, parameter, gradient, name)
         refuse_other_dtype(parameter, spec, name)
         state = self.state[parameter]
+        carried = weight_to_carry(self._plans.get(parameter), spec, state)
         complete_state(state, spec, group, parameter, name)
-        options = options or self._plans.options_of(group)
-        return self._plans.renew(parameter, spec, state, options, name, identity, self._saved_payloads.pop(parameter))
+        options, saved = options or self._plans.options_of(group), self._saved_payloads.pop(parameter)
+        plan = self._plans.renew(parameter, spec, state, options, name, identity, saved)
+        if carried is not None:
+            set_weight(plan, carried)
+        return plan
 
     def _plan(self, group: dict[str, Any], position: int, gradient: Store | None = None) -> ParameterPlan:
         """Return a parameter's valid plan, for gradients of some store if one is given."""
@@ -315,7 +320,8 @@ class Optimizer(CheckpointMixin):
                     f"{tuple(plan.shape)}: set .grad to None after a parameter has changed its shape"
                 )
             step = plan.state["step"] + 1
-            numbers = constants.get(step) or constants.setdefault(step, tuple(rule.values(group, step)))
+            age = step - plan.state.get(BEGUN, 0)
+            numbers = constants.get(age) or constants.setdefault(age, tuple(rule.values(group, age)))
             held = plan.payload_version
             if held is not None and held.version != parameter._version:
                 drop_stale(plan)
@@ -351,15 +357,20 @@ class Optimizer(CheckpointMixin):
         return lost_update_report(self._plans.values(), tuple(stalled.items()))
 
     def bytes_per_parameter(self) -> float:
-        """Bytes of weights (and copies kept after outside writes), auxiliary tensors, states, gradients per element."""
+        """Bytes of weights (and copies kept after outside writes), auxiliary tensors, states, gradients per element.
+
+        A frozen parameter has none but its own until it is stepped.
+        """
         total = elements = 0
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
-                plan = self._plan(group, position)
-                held = [*own_parts(parameter), *plan.tensors.values(), *plan.watched]
-                held += [parameter.scale] if plan.spec.scaled else []
+                held = [*own_parts(parameter)]
+                if parameter.requires_grad or self.state.get(parameter):
+                    plan = self._plan(group, position)
+                    held += [*plan.tensors.values(), *plan.watched]
+                    held += [parameter.scale] if plan.spec.scaled else []
+                    total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize
                 total += sum(tensor.numel() * tensor.element_size() for tensor in held)
-                total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize
                 elements += local(parameter).numel()
         return total / elements if elements else 0.0
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import halfulp as hu
-
 from halfulp.optim.parameters import _outside_writes
 
 from ...laws.optim.cases import UPDATES, differing, narrow_updates, snapshot

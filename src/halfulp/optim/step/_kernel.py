@@ -39,14 +39,20 @@ from ..states._scaled import higher
 from ..states._state import Int8Blocks
 from ._spec import Draw, StepSpec, bits_of, draws_of, pointer_count, state_pointers
 
-SIGNATURE = "void(int64, int64, int64[:,::1], int64[:,::1], int64[::1], float32[:,::1], uint32[:,::1], float64[:,::1], uint64[::1])"
+SIGNATURE = (
+    "void(int64, int64, int64[:,::1], int64[:,::1], int64[::1], float32[:,::1], uint32[:,::1], float64[:,::1], "
+    "uint64[::1])"
+)
 METER = ("seen", "cancelled", "wanted", "kept")
 TILE = 1024
 
 
 @functools.cache
 def compiled(spec: StepSpec) -> Callable:
-    """Return the kernel `step(first, last, chunks, pointers, rows, constants, keys, meter, digests)` of a specification."""
+    """Return the kernel of a specification.
+
+    It is `step(first, last, chunks, pointers, rows, constants, keys, meter, digests)`.
+    """
     if spec.in_parameter:
         return compiled(dataclasses.replace(spec, in_parameter=False))
     namespace: dict = {}
