@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from ..formats import Format
+from ..kernels import keeping_subnormals
 from ..subclass.models import _gathered_states as _whole_states
 from ._group_options import (
     SWITCHES,
@@ -234,6 +235,7 @@ class Optimizer(CheckpointMixin):
         self._take_step()
         return loss
 
+    @keeping_subnormals()
     def _take_step(self) -> None:
         """Step every parameter that has a gradient."""
         if len(self.state) > sum(len(group["params"]) for group in self.param_groups):

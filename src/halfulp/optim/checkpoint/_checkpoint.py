@@ -11,6 +11,7 @@ import torch
 
 from ..._messages import differences, listed
 from ...formats import Format
+from ...kernels import keeping_subnormals
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..parameters._checksums import checksums_to_save
@@ -205,6 +206,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             )
         return fitted
 
+    @keeping_subnormals()
     def float32_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the model's state_dict with every parameter as its float32 weight, auxiliary tensors included.
 
@@ -242,6 +244,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 found[name] = value.clone() if isinstance(value, torch.Tensor) else value
         return found
 
+    @keeping_subnormals()
     def load_float32_state_dict(self, model: torch.nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Set the model from float32 weights, the bits that its parameters cannot hold going into auxiliary tensors.
 
