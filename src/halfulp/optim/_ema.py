@@ -330,7 +330,7 @@ def _auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.Tenso
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
             if parameter in names and (optimizer.state.get(parameter) or isinstance(parameter, MCTensor)):
-                plan = optimizer._plan(group, position)
+                plan = optimizer._plan_to_read(group, position)
                 if plan.spec.update.auxiliary_tensors(plan.spec.store):
                     found[names[parameter]] = plan
     return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import torch
@@ -186,6 +187,11 @@ class Optimizer(CheckpointMixin):
         (_, identity), name = self._identities[parameter], name_of(group, position)
         spec = self._step_spec(group, parameter, gradient, name)
         refuse_other_dtype(parameter, spec, name)
+        copied = self._saved_payloads.get(parameter)
+        if copied is not None and copied.update not in (None, spec.update):
+            # A copy whose group was given another weight update before its first step.
+            with _under(group, copied.update):
+                self._new_plan(group, position, gradient)
         state = self.state[parameter]
         carried = weight_to_carry(self._plans.get(parameter), spec, state)
         complete_state(state, spec, group, parameter, name)
@@ -204,6 +210,17 @@ class Optimizer(CheckpointMixin):
             likely = PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32])
             plan = self._new_plan(group, position, gradient or likely, options)
         return plan
+
+    def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan:
+        """Return a parameter's valid plan under the weight update that has written it, which a look leaves as it is."""
+        parameter, update = group["params"][position], group["weight_update"]
+        known, copied = self._plans.get(parameter), self._saved_payloads.get(parameter)
+        if known is not None:
+            update = known.options.weight_update
+        elif copied is not None and copied.update is not None:
+            update = copied.update
+        with _under(group, update):
+            return self._plan(group, position)
 
     def _clear_plans(self) -> None:
         """Make every plan anew before it is used again, under the identities that the groups say."""
@@ -379,3 +396,13 @@ class Optimizer(CheckpointMixin):
     def __repr__(self) -> str:
         """torch.optim's description, then how each dtype is updated, then the lost updates."""
         return f"{super().__repr__()}\n{updates_in_effect(self)}\n{self.report()}"
+
+
+@contextlib.contextmanager
+def _under(group: dict[str, Any], update: Any) -> Iterator[None]:
+    """A context in which a group has a weight update, whatever it was given since."""
+    chosen, group["weight_update"] = group["weight_update"], update
+    try:
+        yield
+    finally:
+        group["weight_update"] = chosen

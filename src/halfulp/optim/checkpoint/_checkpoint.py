@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,7 @@ class CheckpointMixin(torch.optim.Optimizer):
     if TYPE_CHECKING:
 
         def _plan(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
+        def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
         def _follow_groups(self) -> None: ...
         def _clear_plans(self) -> None: ...
         def _start_caches(self) -> None: ...
@@ -71,19 +73,22 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the state_dict before the post hooks have run."""
         self._follow_groups()
+        places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
+        # First: where a group was given another weight update, it takes the state over.
+        held = [self.state.get(group["params"][position]) for group, position in places]
+        beside = [self._auxiliary_tensors_to_save(*place) if state else {} for place, state in zip(places, held)]
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:
             saved = super().state_dict()
         finally:
             self._optimizer_state_dict_post_hooks = hooks
-        places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
         for number, state in saved["state"].items():
             if not isinstance(number, int):  # what a hook, or the user, keeps for no parameter
                 continue
             group, position = places[number]
-            parameter, state = group["params"][position], {**state, **self._auxiliary_tensors_to_save(group, position)}
-            held = {name: _as_saved(name, value, state, parameter) for name, value in state.items()}
-            saved["state"][number] = codec_versions(state) | held
+            parameter, state = group["params"][position], {**state, **beside[number]}
+            placed = {name: _as_saved(name, value, state, parameter) for name, value in state.items()}
+            saved["state"][number] = codec_versions(state) | placed
         saved["param_groups"] = [_plain_group(group) for group in saved["param_groups"]]
         return saved
 
@@ -289,7 +294,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 continue
             tensor, mine = held[their_name][0], group["params"][position]
             if isinstance(tensor, torch.nn.Parameter) and _could_be_a_copy(tensor, mine):
-                found[their_name] = self._plan(group, position) if self.state.get(mine) else None
+                found[their_name] = self._plan_to_read(group, position) if self.state.get(mine) else None
         if not found and any(isinstance(tensor, torch.nn.Parameter) for tensor, _ in held.values()):
             raise ValueError(
                 "no parameter of this model is stepped by this optimizer: give the model that it was made for, or, to "
@@ -304,7 +309,7 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _read_plan(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> ParameterPlan | None:
         """Return a parameter's plan if it has any state: without one it is its own weight, and gets none by a look."""
         has_state = isinstance(tensor, MCTensor) or (isinstance(tensor, torch.Tensor) and self.state.get(tensor))
-        return self._plan_of(tensor, places) if has_state else None
+        return self._plan_to_read(*places[id(tensor)]) if has_state and id(tensor) in places else None
 
     def _plan_of(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> ParameterPlan | None:
         place = places.get(id(tensor))
@@ -321,7 +326,8 @@ class CheckpointMixin(torch.optim.Optimizer):
                 saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
                 payload = {name: saved.pop(name) for name in PAYLOAD_KEYS if name in saved}
                 if payload:
-                    kept.append((parameter, SavedPayload.of(payload, self._plans[parameter])))
+                    plan = self._plans[parameter]
+                    kept.append((parameter, replace(SavedPayload.of(payload, plan), update=plan.spec.update)))
                 if saved:
                     held[parameter] = {**held[parameter], **saved}
         return {**state, "_saved_payloads": kept}

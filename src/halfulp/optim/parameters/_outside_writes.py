@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..weight_updates._weight_update import WeightUpdate
 from ._checksums import any_row_differs, checksums_from_saved, checksums_of
 from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
 from ._payload_digests import PayloadDigests, digests_of
@@ -47,12 +48,14 @@ class SavedPayload:
         payload: the copy of it that is kept for some steps after a write from outside, if one is.
         steps: for how many more steps.
         scale: the scale that the copy is under.
+        update: the weight update whose auxiliary tensors they are; None in files, whose groups say it.
     """
 
     checksums: torch.Tensor | None
     payload: torch.Tensor | None = None
     steps: int = 0
     scale: float = 1.0
+    update: WeightUpdate | None = None
 
     @classmethod
     def of(cls, state: Mapping[str, Any], plan: ParameterPlan) -> SavedPayload:
