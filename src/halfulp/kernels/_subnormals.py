@@ -1,7 +1,8 @@
 """Subnormal numbers stay numbers in kernels, whatever the process has told its processor.
 
-`torch.set_flush_denormal(True)`, which some imports call, makes a thread's float arithmetic take subnormal numbers for 0
-(FTZ and DAZ). A kernel and its reference in torch would then give other bits than without it, and than each other.
+`torch.set_flush_denormal(True)`, which some imports call, makes a thread's float arithmetic take subnormal numbers
+for 0 (FTZ and DAZ). A kernel and its reference in torch would then give other bits than without it, and than each
+other.
 """
 
 from __future__ import annotations

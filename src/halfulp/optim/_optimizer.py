@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
@@ -40,7 +39,7 @@ from .parameters._plan_cache import PlanCache
 from .parameters._random_identity import Identity, assign_identities, follow_parameters, note_identities
 from .parameters._state_tensors import BEGUN, complete_state
 from .parameters._tensor_map import TensorMap
-from .parameters._weights import set_weight, weight_to_carry
+from .parameters._weights import set_carried, under, weight_to_carry
 from .rules._update_rule import UpdateRule, check_states
 from .states._float8 import PAYLOADS
 from .states._stalled import stall_widths
@@ -178,9 +177,22 @@ class Optimizer(CheckpointMixin):
                     self.state[parameter] = self._outside_states.pop(parameter)
 
     def _new_plan(
-        self, group: dict[str, Any], position: int, gradient: Store, options: PlanOptions | None = None
+        self,
+        group: dict[str, Any],
+        position: int,
+        gradient: Store,
+        options: PlanOptions | None = None,
+        carry: bool = True,
     ) -> ParameterPlan:
-        """Make a parameter's plan, and the state tensors that it lacks; `options` are its group's, if known."""
+        """Make a parameter's plan, and the state tensors that it lacks.
+
+        Args:
+            group: of the parameter.
+            position: in it.
+            gradient: how its gradients are stored.
+            options: of the group, if known.
+            carry: whether a weight update that the group was given since takes the weight over.
+        """
         parameter = group["params"][position]
         if parameter not in self._identities or parameter in self._outside_states:
             self._follow_groups()
@@ -190,25 +202,27 @@ class Optimizer(CheckpointMixin):
         copied = self._saved_payloads.get(parameter)
         if copied is not None and copied.update not in (None, spec.update):
             # A copy whose group was given another weight update before its first step.
-            with _under(group, copied.update):
+            with under(group, copied.update):
                 self._new_plan(group, position, gradient)
         state = self.state[parameter]
-        carried = weight_to_carry(self._plans.get(parameter), spec, state)
+        carried = weight_to_carry(self._plans.get(parameter), spec, state) if carry else None
         complete_state(state, spec, group, parameter, name)
         options, saved = options or self._plans.options_of(group), self._saved_payloads.pop(parameter)
         plan = self._plans.renew(parameter, spec, state, options, name, identity, saved)
         if carried is not None:
-            set_weight(plan, carried)
+            set_carried(plan, carried)
         return plan
 
-    def _plan(self, group: dict[str, Any], position: int, gradient: Store | None = None) -> ParameterPlan:
-        """Return a parameter's valid plan, for gradients of some store if one is given."""
+    def _plan(
+        self, group: dict[str, Any], position: int, gradient: Store | None = None, *, carry: bool = True
+    ) -> ParameterPlan:
+        """Return a parameter's valid plan, for gradients of some store if one is given; `carry` as in `_new_plan`."""
         parameter = group["params"][position]
         plan, options = self._plans.get(parameter), self._plans.options_of(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
         if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
             likely = PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32])
-            plan = self._new_plan(group, position, gradient or likely, options)
+            plan = self._new_plan(group, position, gradient or likely, options, carry)
         return plan
 
     def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan:
@@ -219,7 +233,7 @@ class Optimizer(CheckpointMixin):
             update = known.options.weight_update
         elif copied is not None and copied.update is not None:
             update = copied.update
-        with _under(group, update):
+        with under(group, update):
             return self._plan(group, position)
 
     def _clear_plans(self) -> None:
@@ -385,7 +399,7 @@ class Optimizer(CheckpointMixin):
             for position, parameter in enumerate(group["params"]):
                 held = [*own_parts(parameter)]
                 if parameter.requires_grad or self.state.get(parameter):
-                    plan = self._plan(group, position)
+                    plan = self._plan_to_read(group, position)
                     held += [*plan.tensors.values(), *plan.watched]
                     held += [parameter.scale] if plan.spec.scaled else []
                     total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize
@@ -396,13 +410,3 @@ class Optimizer(CheckpointMixin):
     def __repr__(self) -> str:
         """torch.optim's description, then how each dtype is updated, then the lost updates."""
         return f"{super().__repr__()}\n{updates_in_effect(self)}\n{self.report()}"
-
-
-@contextlib.contextmanager
-def _under(group: dict[str, Any], update: Any) -> Iterator[None]:
-    """A context in which a group has a weight update, whatever it was given since."""
-    chosen, group["weight_update"] = group["weight_update"], update
-    try:
-        yield
-    finally:
-        group["weight_update"] = chosen

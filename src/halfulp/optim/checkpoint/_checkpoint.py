@@ -32,16 +32,19 @@ from ..parameters._plan_cache import PlanCache
 from ..parameters._random_identity import plain_names
 from ..parameters._state_tensors import BEGUN, STORAGE_SUFFIXES, set_initial
 from ..parameters._tensor_map import TensorMap
-from ..parameters._weights import set_weight
+from ..parameters._weights import set_weight, under
 from ..states._int8_blocks import scale_shape
 from ..states._scaled import finite_amax
 from ..states._state import StateChoice, as_state
 from ..step._scales import weight_scale
-from ..weight_updates._weight_update import WeightUpdate
+from ..weight_updates._weight_update import WeightUpdate, weight_update
 from ._extra_states import is_extra_state, set_extra_states
 from ._fitted_states import begun, checked_shape, fit_state, is_kept_by_some_optimizer, steps_made
 from ._saved_states import block_of, codec_versions
 from ._state_dict_validation import checked_groups, checked_state
+
+# In a saved state: the weight update that wrote it, where its group has been given another since.
+UPDATE = "weight_update"
 
 
 class CheckpointMixin(torch.optim.Optimizer):
@@ -52,7 +55,7 @@ class CheckpointMixin(torch.optim.Optimizer):
 
     if TYPE_CHECKING:
 
-        def _plan(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
+        def _plan(self, group: dict[str, Any], position: int, *, carry: bool = True) -> ParameterPlan: ...
         def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
         def _follow_groups(self) -> None: ...
         def _clear_plans(self) -> None: ...
@@ -95,12 +98,14 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _auxiliary_tensors_to_save(self, group: dict, position: int) -> dict[str, object]:
         """Return valid auxiliary tensors of a parameter written from outside, and what tells of its payload."""
         try:
-            plan = self._plan(group, position)
+            plan = self._plan_to_read(group, position)
         except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
             return {}
+        # A group that was given another weight update takes its parameters over at the next step.
+        is_to_change = group["weight_update"] not in (None, plan.spec.update, plan.spec.update.name)
+        auxiliary: dict[str, object] = {UPDATE: plan.spec.update.to_dict()} if is_to_change else {}
         if plan.payload_version is None:
-            return {}
-        auxiliary: dict[str, object] = {}
+            return auxiliary
         if is_written(plan):
             names = (name for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store))
             auxiliary.update(zip(names, current_auxiliary_tensors(plan)))
@@ -160,9 +165,11 @@ class CheckpointMixin(torch.optim.Optimizer):
                 self.state.pop(parameter, None)
                 self._plans.pop(parameter)
                 continue
-            held = self.state[parameter]
+            held, spec = self.state[parameter], self._plans[parameter].spec
+            for name in [name for name in held if is_kept_by_some_optimizer(name) and name not in spec.tensors]:
+                del held[name]
             for name, value in tensors.items():
-                if name in self._plans[parameter].spec.tensors:
+                if name in spec.tensors:
                     local(held[name]).copy_(local(value))
                 else:
                     held[name] = copy.deepcopy(value)
@@ -186,10 +193,17 @@ class CheckpointMixin(torch.optim.Optimizer):
         """
         if not state:
             return {}
-        plan = self._plan(group, position)
+        with under(group, weight_update(state[UPDATE]) if UPDATE in state else group["weight_update"]):
+            plan = self._plan(group, position, carry=False)
         steps_made(state, plan.name)
         fitted: dict[str, Any] = {}
-        used = {"step", BEGUN, *PAYLOAD_KEYS, "payload_checksum"}  # the latter in older files, which are trusted
+        used = {
+            "step",
+            BEGUN,
+            UPDATE,
+            *PAYLOAD_KEYS,
+            "payload_checksum",
+        }  # the latter in older files, which are trusted
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in STORAGE_SUFFIXES}
             fitted |= fit_state(plan, group, codec, rule_state, names, state)
@@ -324,6 +338,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
+                saved.pop(UPDATE, None)
                 payload = {name: saved.pop(name) for name in PAYLOAD_KEYS if name in saved}
                 if payload:
                     plan = self._plans[parameter]
