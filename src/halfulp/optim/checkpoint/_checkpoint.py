@@ -39,7 +39,7 @@ from ..states._state import StateChoice, as_state
 from ..step._scales import weight_scale
 from ..weight_updates._weight_update import WeightUpdate, weight_update
 from ._extra_states import is_extra_state, set_extra_states
-from ._fitted_states import begun, checked_shape, fit_state, is_kept_by_some_optimizer, steps_made
+from ._fitted_states import begun, checked_shape, fit_state, is_auxiliary, is_kept_by_some_optimizer, steps_made
 from ._saved_states import block_of, codec_versions
 from ._state_dict_validation import checked_groups, checked_state
 
@@ -166,7 +166,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 self._plans.pop(parameter)
                 continue
             held, spec = self.state[parameter], self._plans[parameter].spec
-            for name in [name for name in held if is_kept_by_some_optimizer(name) and name not in spec.tensors]:
+            for name in [name for name in held if is_auxiliary(name) and name not in spec.tensors]:
                 del held[name]
             for name, value in tensors.items():
                 if name in spec.tensors:
