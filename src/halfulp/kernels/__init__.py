@@ -17,6 +17,7 @@ from ._index_map import CHUNK, IndexMap, chunk_table, chunks
 from ._opaque_frames import constant_result, uncompiled, untraced
 from ._operator import define_operator
 from ._plain_memory import address, has_own_memory, overlaps_itself, plain, plain_address, resolved
+from ._subnormals import keeping_subnormals
 from ._threads import SERIAL_BELOW, run_chunks
 from ._torch_operators import absent_operators, present, torch_operators
 from ._trace import (

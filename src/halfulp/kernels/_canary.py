@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._messages import ENVIRONMENT
+from ._subnormals import keeping_subnormals
 
 
 class KernelMismatchError(RuntimeError):
@@ -39,8 +40,8 @@ def check_bits(
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """A context without the caller's dispatch modes (FakeTensorMode, an emulated region) and without autograd."""
-    with _disable_current_modes(), torch.no_grad():
+    """A context without the caller's dispatch modes (FakeTensorMode, an emulated region), autograd, flushed numbers."""
+    with _disable_current_modes(), torch.no_grad(), keeping_subnormals():
         yield
 
 

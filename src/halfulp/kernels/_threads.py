@@ -16,12 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from ._subnormals import keep_subnormals, keeping_subnormals
+
 SERIAL_BELOW = 65_536
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
 
 
+@keeping_subnormals()
 def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
     """Call kernel(first, last, *arguments) so that every chunk is covered once.
 
@@ -49,7 +52,10 @@ def _executor(threads: int) -> ThreadPoolExecutor:
     global _pool, _pool_size
     with _lock:
         if _pool is None or _pool_size < threads:
-            _pool, _pool_size = ThreadPoolExecutor(threads, thread_name_prefix="halfulp"), threads
+            _pool, _pool_size = (
+                ThreadPoolExecutor(threads, thread_name_prefix="halfulp", initializer=keep_subnormals),
+                threads,
+            )
         return _pool
 
 

@@ -329,8 +329,8 @@ def _auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.Tenso
     names = {tensor: name for name, tensor in live.items()}
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
-            if parameter in names:
-                plan = optimizer._plan(group, position)
+            if parameter in names and (optimizer.state.get(parameter) or isinstance(parameter, MCTensor)):
+                plan = optimizer._plan_to_read(group, position)
                 if plan.spec.update.auxiliary_tensors(plan.spec.store):
                     found[names[parameter]] = plan
     return found

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from ..formats import Format
+from ..kernels import keeping_subnormals
 from ..subclass.models import _gathered_states as _whole_states
 from ._group_options import (
     SWITCHES,
@@ -32,12 +33,13 @@ from .parameters._narrow_groups import (
     refuse_unused_update,
     updates_in_effect,
 )
-from .parameters._outside_writes import drop_stale
+from .parameters._outside_writes import SavedPayload, drop_stale, follow_version
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
 from .parameters._plan_cache import PlanCache
 from .parameters._random_identity import Identity, assign_identities, follow_parameters, note_identities
-from .parameters._state_tensors import complete_state
+from .parameters._state_tensors import BEGUN, complete_state
 from .parameters._tensor_map import TensorMap
+from .parameters._weights import set_carried, under, weight_to_carry
 from .rules._update_rule import UpdateRule, check_states
 from .states._float8 import PAYLOADS
 from .states._stalled import stall_widths
@@ -109,7 +111,7 @@ class Optimizer(CheckpointMixin):
         _whole_states.watch()
         self._plans = PlanCache()
         self._outside_states: TensorMap[dict[str, Any]] = TensorMap()
-        self._checksums: TensorMap[torch.Tensor] = TensorMap()
+        self._saved_payloads: TensorMap[SavedPayload] = TensorMap()
         self._identities: TensorMap[Identity] = TensorMap()
         self._note_identities()
 
@@ -175,29 +177,64 @@ class Optimizer(CheckpointMixin):
                     self.state[parameter] = self._outside_states.pop(parameter)
 
     def _new_plan(
-        self, group: dict[str, Any], position: int, gradient: Store, options: PlanOptions | None = None
+        self,
+        group: dict[str, Any],
+        position: int,
+        gradient: Store,
+        options: PlanOptions | None = None,
+        carry: bool = True,
     ) -> ParameterPlan:
-        """Make a parameter's plan, and the state tensors that it lacks; `options` are its group's, if known."""
+        """Make a parameter's plan, and the state tensors that it lacks.
+
+        Args:
+            group: of the parameter.
+            position: in it.
+            gradient: how its gradients are stored.
+            options: of the group, if known.
+            carry: whether a weight update that the group was given since takes the weight over.
+        """
         parameter = group["params"][position]
         if parameter not in self._identities or parameter in self._outside_states:
             self._follow_groups()
         (_, identity), name = self._identities[parameter], name_of(group, position)
         spec = self._step_spec(group, parameter, gradient, name)
         refuse_other_dtype(parameter, spec, name)
+        copied = self._saved_payloads.get(parameter)
+        if copied is not None and copied.update not in (None, spec.update):
+            # A copy whose group was given another weight update before its first step.
+            with under(group, copied.update):
+                self._new_plan(group, position, gradient)
         state = self.state[parameter]
+        carried = weight_to_carry(self._plans.get(parameter), spec, state) if carry else None
         complete_state(state, spec, group, parameter, name)
-        options = options or self._plans.options_of(group)
-        return self._plans.renew(parameter, spec, state, options, name, identity, self._checksums.pop(parameter))
+        options, saved = options or self._plans.options_of(group), self._saved_payloads.pop(parameter)
+        plan = self._plans.renew(parameter, spec, state, options, name, identity, saved)
+        if carried is not None:
+            set_carried(plan, carried)
+        return plan
 
-    def _plan(self, group: dict[str, Any], position: int, gradient: Store | None = None) -> ParameterPlan:
-        """Return a parameter's valid plan, for gradients of some store if one is given."""
+    def _plan(
+        self, group: dict[str, Any], position: int, gradient: Store | None = None, *, carry: bool = True
+    ) -> ParameterPlan:
+        """Return a parameter's valid plan, for gradients of some store if one is given; `carry` as in `_new_plan`."""
         parameter = group["params"][position]
         plan, options = self._plans.get(parameter), self._plans.options_of(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
         if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
             likely = PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32])
-            plan = self._new_plan(group, position, gradient or likely, options)
+            plan = self._new_plan(group, position, gradient or likely, options, carry)
         return plan
+
+    def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan:
+        """Return a parameter's valid plan under the weight update that has written it, which a look leaves as it is."""
+        parameter, update = group["params"][position], group["weight_update"]
+        known, copied = self._plans.get(parameter), self._saved_payloads.get(parameter)
+        if known is not None:
+            update = known.options.weight_update
+        elif copied is not None and copied.update is not None:
+            update = copied.update
+        with under(group, update):
+            return self._plan(group, position)
 
     def _clear_plans(self) -> None:
         """Make every plan anew before it is used again, under the identities that the groups say."""
@@ -229,13 +266,15 @@ class Optimizer(CheckpointMixin):
         self._take_step()
         return loss
 
+    @keeping_subnormals()
     def _take_step(self) -> None:
         """Step every parameter that has a gradient."""
         if len(self.state) > sum(len(group["params"]) for group in self.param_groups):
             self._follow_groups()
         batches: dict[tuple[int, bool], Batch] = {}
+        waiting: list[ParameterPlan] = []
         for group in self.param_groups:
-            self._collect(group, batches)
+            self._collect(group, batches, waiting)
         self._check_wrappers(bool(batches))
         for batch in batches.values():
             compile_kernels(batch)
@@ -247,6 +286,11 @@ class Optimizer(CheckpointMixin):
                     warn_if_mostly_lost(batch.plans)
         finally:
             self._plans.end_step()
+        # A parameter cut from the same tensor as another shares its counter, which the other's step has moved.
+        for batch in batches.values() if len(batches) > 1 else ():
+            batch.follow_versions()
+        for plan in waiting:
+            follow_version(plan)
 
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check wrappers around the model at the first step, before which wrapping must have happened."""
@@ -272,8 +316,10 @@ class Optimizer(CheckpointMixin):
         """Refuse the options that choose another implementation in torch.optim."""
         refuse_torch_switches(type(self).__name__, **{name: group.get(name) for name in SWITCHES})
 
-    def _collect(self, group: dict[str, Any], batches: dict[tuple[int, bool], Batch]) -> None:
-        """Sort a group's parameters with gradients into batches of one step specification."""
+    def _collect(
+        self, group: dict[str, Any], batches: dict[tuple[int, bool], Batch], waiting: list[ParameterPlan]
+    ) -> None:
+        """Sort a group's parameters with gradients into batches of one step specification; unwritten others wait."""
         rule, interval, states = self.rule(group), group["report_interval"], self.state
         constants: dict[int, tuple[float, ...]] = {}
         options = self._plans.options_of(group)
@@ -284,9 +330,11 @@ class Optimizer(CheckpointMixin):
         known = self._plans.by_id
         for position, parameter in enumerate(group["params"]):
             gradient = self._gradient(parameter)
-            if gradient is None:
-                continue
             plan = known.get(id(parameter))
+            if gradient is None:
+                if plan is not None and plan.payload_version and plan.payload_version.version == parameter._version:
+                    waiting.append(plan)
+                continue
             scale = 1.0
             if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
                 gradient, scale = gradient_memory(local(gradient), parameter, name_of(group, position))
@@ -305,7 +353,8 @@ class Optimizer(CheckpointMixin):
                     f"{tuple(plan.shape)}: set .grad to None after a parameter has changed its shape"
                 )
             step = plan.state["step"] + 1
-            numbers = constants.get(step) or constants.setdefault(step, tuple(rule.values(group, step)))
+            age = step - plan.state.get(BEGUN, 0)
+            numbers = constants.get(age) or constants.setdefault(age, tuple(rule.values(group, age)))
             held = plan.payload_version
             if held is not None and held.version != parameter._version:
                 drop_stale(plan)
@@ -341,15 +390,20 @@ class Optimizer(CheckpointMixin):
         return lost_update_report(self._plans.values(), tuple(stalled.items()))
 
     def bytes_per_parameter(self) -> float:
-        """Bytes of weights (and copies kept after outside writes), auxiliary tensors, states, gradients per element."""
+        """Bytes of weights (and copies kept after outside writes), auxiliary tensors, states, gradients per element.
+
+        A frozen parameter has none but its own until it is stepped.
+        """
         total = elements = 0
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
-                plan = self._plan(group, position)
-                held = [*own_parts(parameter), *plan.tensors.values(), *plan.watched]
-                held += [parameter.scale] if plan.spec.scaled else []
+                held = [*own_parts(parameter)]
+                if parameter.requires_grad or self.state.get(parameter):
+                    plan = self._plan_to_read(group, position)
+                    held += [*plan.tensors.values(), *plan.watched]
+                    held += [parameter.scale] if plan.spec.scaled else []
+                    total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize
                 total += sum(tensor.numel() * tensor.element_size() for tensor in held)
-                total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize
                 elements += local(parameter).numel()
         return total / elements if elements else 0.0
 

@@ -86,7 +86,8 @@ def _amax(width: ir.IntType) -> Callable:
 
 
 def _load_64(builder, address, i):
-    return builder.load(builder.gep(builder.inttoptr(address, _I64.as_pointer()), [i]), align=8)
+    # Some read the words of narrower elements, which may begin anywhere.
+    return builder.load(builder.gep(builder.inttoptr(address, _I64.as_pointer()), [i]), align=1)
 
 
 def _store_64(builder, address, i, value):

@@ -2,50 +2,61 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..._messages import differences, listed
 from ...formats import Format
+from ...kernels import keeping_subnormals
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from ..parameters._checksums import checksums_of, checksums_to_save
+from ..parameters._checksums import checksums_to_save
 from ..parameters._local_tensors import is_dtensor, local, memory, placed_like
 from ..parameters._outside_writes import (
     CHECKSUMS,
+    PAYLOAD_KEYS,
+    SavedPayload,
     auxiliary_tensors_beside,
     current_auxiliary_tensors,
     is_written,
-    mark_current,
     mark_loaded,
+    saved_payload,
 )
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._plan_cache import PlanCache
 from ..parameters._random_identity import plain_names
-from ..parameters._state_tensors import STORAGE_SUFFIXES, set_initial
+from ..parameters._state_tensors import BEGUN, STORAGE_SUFFIXES, set_initial
 from ..parameters._tensor_map import TensorMap
+from ..parameters._weights import set_weight, under
 from ..states._int8_blocks import scale_shape
 from ..states._scaled import finite_amax
 from ..states._state import StateChoice, as_state
 from ..step._scales import weight_scale
-from ..weight_updates._weight_update import WeightUpdate
-from ._fitted_states import checked_shape, fit_state, steps_made
+from ..weight_updates._weight_update import WeightUpdate, weight_update
+from ._extra_states import is_extra_state, set_extra_states
+from ._fitted_states import begun, checked_shape, fit_state, is_auxiliary, is_kept_by_some_optimizer, steps_made
 from ._saved_states import block_of, codec_versions
 from ._state_dict_validation import checked_groups, checked_state
+
+# In a saved state: the weight update that wrote it, where its group has been given another since.
+UPDATE = "weight_update"
 
 
 class CheckpointMixin(torch.optim.Optimizer):
     """state_dict, load_state_dict and their float32 counterparts, for Optimizer, which has the rest."""
 
     _plans: PlanCache
-    _checksums: TensorMap[torch.Tensor]
+    _saved_payloads: TensorMap[SavedPayload]
 
     if TYPE_CHECKING:
 
-        def _plan(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
+        def _plan(self, group: dict[str, Any], position: int, *, carry: bool = True) -> ParameterPlan: ...
+        def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
         def _follow_groups(self) -> None: ...
         def _clear_plans(self) -> None: ...
         def _start_caches(self) -> None: ...
@@ -65,36 +76,40 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the state_dict before the post hooks have run."""
         self._follow_groups()
+        places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
+        # First: where a group was given another weight update, it takes the state over.
+        held = [self.state.get(group["params"][position]) for group, position in places]
+        beside = [self._auxiliary_tensors_to_save(*place) if state else {} for place, state in zip(places, held)]
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:
             saved = super().state_dict()
         finally:
             self._optimizer_state_dict_post_hooks = hooks
-        places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
         for number, state in saved["state"].items():
             if not isinstance(number, int):  # what a hook, or the user, keeps for no parameter
                 continue
             group, position = places[number]
-            parameter, state = group["params"][position], {**state, **self._auxiliary_tensors_to_save(group, position)}
-            held = {name: _as_saved(name, value, state, parameter) for name, value in state.items()}
-            saved["state"][number] = codec_versions(state) | held
+            parameter, state = group["params"][position], {**state, **beside[number]}
+            placed = {name: _as_saved(name, value, state, parameter) for name, value in state.items()}
+            saved["state"][number] = codec_versions(state) | placed
         saved["param_groups"] = [_plain_group(group) for group in saved["param_groups"]]
         return saved
 
     def _auxiliary_tensors_to_save(self, group: dict, position: int) -> dict[str, object]:
-        """Return valid auxiliary tensors of a parameter written from outside, and checksums of its payload."""
+        """Return valid auxiliary tensors of a parameter written from outside, and what tells of its payload."""
         try:
-            plan = self._plan(group, position)
+            plan = self._plan_to_read(group, position)
         except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
             return {}
+        # A group that was given another weight update takes its parameters over at the next step.
+        is_to_change = group["weight_update"] not in (None, plan.spec.update, plan.spec.update.name)
+        auxiliary: dict[str, object] = {UPDATE: plan.spec.update.to_dict()} if is_to_change else {}
         if plan.payload_version is None:
-            return {}
-        auxiliary: dict[str, object] = {}
+            return auxiliary
         if is_written(plan):
             names = (name for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store))
             auxiliary.update(zip(names, current_auxiliary_tensors(plan)))
-        checksums = checksums_of(plan)
-        return auxiliary if checksums is None else {**auxiliary, CHECKSUMS: checksums}
+        return {**auxiliary, **saved_payload(plan)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
@@ -129,8 +144,9 @@ class CheckpointMixin(torch.optim.Optimizer):
         for group, chosen in zip(self.param_groups, options):
             group.update(chosen)
         self._clear_plans()
+        is_own = all("identities" in saved for saved in state_dict["param_groups"])
         try:
-            trial = [(*one, self._fit_tensors(*one)) for one in given]
+            trial = [(*one, self._fit_tensors(*one, is_own)) for one in given]
         except Exception:
             for group, old in zip(self.param_groups, before):
                 group.clear()
@@ -139,7 +155,6 @@ class CheckpointMixin(torch.optim.Optimizer):
                 del self.state[parameter]
             self._clear_plans()
             raise
-        is_own = all("identities" in saved for saved in state_dict["param_groups"])
         for group, position, state, tensors in trial:
             parameter = group["params"][position]
             if not state and not is_own and parameter in self._plans:
@@ -150,24 +165,45 @@ class CheckpointMixin(torch.optim.Optimizer):
                 self.state.pop(parameter, None)
                 self._plans.pop(parameter)
                 continue
-            held = self.state[parameter]
-            for name, tensor in tensors.items():
-                local(held[name]).copy_(local(tensor))
+            held, spec = self.state[parameter], self._plans[parameter].spec
+            for name in [name for name in held if is_auxiliary(name) and name not in spec.tensors]:
+                del held[name]
+            for name, value in tensors.items():
+                if name in spec.tensors:
+                    local(held[name]).copy_(local(value))
+                else:
+                    held[name] = copy.deepcopy(value)
             held["step"] = steps_made(state, "")
-            mark_loaded(self._plans[parameter], state.get(CHECKSUMS))
+            held.pop(BEGUN, None)
+            held.update(begun(state, held["step"]))
+            mark_loaded(self._plans[parameter], state)
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
         self.state.update({key: value for key, value in state_dict["state"].items() if key not in numbers})
 
-    def _fit_tensors(self, group: dict, position: int, state: Mapping) -> dict[str, torch.Tensor]:
-        """Return the saved tensors in the dtypes and layouts of this optimizer."""
+    def _fit_tensors(self, group: dict, position: int, state: Mapping, is_own: bool) -> dict[str, Any]:
+        """Return the saved tensors in the dtypes and layouts of this optimizer, and the user's own entries.
+
+        Args:
+            group: of the parameter.
+            position: in it.
+            state: what was saved.
+            is_own: whether an optimizer of this library saved it, where the user may have put entries of his own.
+        """
         if not state:
             return {}
-        plan = self._plan(group, position)
+        with under(group, weight_update(state[UPDATE]) if UPDATE in state else group["weight_update"]):
+            plan = self._plan(group, position, carry=False)
         steps_made(state, plan.name)
-        fitted: dict[str, torch.Tensor] = {}
-        used = {"step", CHECKSUMS, "payload_checksum"}  # the latter in older files, which are trusted
+        fitted: dict[str, Any] = {}
+        used = {
+            "step",
+            BEGUN,
+            UPDATE,
+            *PAYLOAD_KEYS,
+            "payload_checksum",
+        }  # the latter in older files, which are trusted
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in STORAGE_SUFFIXES}
             fitted |= fit_state(plan, group, codec, rule_state, names, state)
@@ -175,11 +211,13 @@ class CheckpointMixin(torch.optim.Optimizer):
             used.add(name)
             if name in state:
                 fitted[name] = checked_shape(plan, name, state[name], plan.tensors[name], exact=True)
-            elif _is_own_file(state):
+            elif is_own:
                 raise ValueError(
                     f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
                 )
         foreign = [key for key in state if key not in used and state[key] is not None]
+        if is_own and not any(is_kept_by_some_optimizer(key) for key in foreign):
+            return fitted | {key: state[key] for key in foreign}
         if foreign:
             raise ValueError(
                 f"state of parameter {plan.name} holds {listed(foreign)}, which {type(self).__name__} with "
@@ -187,6 +225,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             )
         return fitted
 
+    @keeping_subnormals()
     def float32_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the model's state_dict with every parameter as its float32 weight, auxiliary tensors included.
 
@@ -202,11 +241,11 @@ class CheckpointMixin(torch.optim.Optimizer):
             ValueError: a model none of whose parameters are known here.
         """
         found, places = {}, self._positions()
-        held = {name: (t, self._plan_of(t, places)) for name, t in model.state_dict(keep_vars=True).items()}
-        named = {} if any(plan is not None for _, plan in held.values()) else self._copied_plans(held)
+        held = {name: (t, self._read_plan(t, places)) for name, t in model.state_dict(keep_vars=True).items()}
+        named = {} if any(id(t) in places for t, _ in held.values()) else self._copied_plans(held)
         for name, (tensor, plan) in held.items():
             value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
-            if plan is not None or name in named:
+            if plan is not None or named.get(name) is not None:
                 if plan is None:
                     auxiliary: Sequence[torch.Tensor]
                     plan, payloads = named[name], [memory(value).contiguous()]
@@ -218,12 +257,13 @@ class CheckpointMixin(torch.optim.Optimizer):
                 found[name] = placed_like(decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)
-            elif isinstance(value, torch.Tensor) and value.is_floating_point():
+            elif isinstance(value, torch.Tensor) and value.is_floating_point() and not is_extra_state(name):
                 found[name] = value.to(torch.float32, copy=True)
             else:
                 found[name] = value.clone() if isinstance(value, torch.Tensor) else value
         return found
 
+    @keeping_subnormals()
     def load_float32_state_dict(self, model: torch.nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Set the model from float32 weights, the bits that its parameters cannot hold going into auxiliary tensors.
 
@@ -238,6 +278,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
             raise ValueError(f"the state_dict {differences(missing, foreign)}: give one with the model's own names")
+        extra = {name: state_dict.pop(name) for name in tuple(state_dict) if is_extra_state(name)}
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:
             raise ValueError(f"{listed(wrong)} are not of the model's shapes: give a state_dict of this model")
@@ -248,20 +289,17 @@ class CheckpointMixin(torch.optim.Optimizer):
                 if plan is None:
                     own[name].copy_(value)
                     continue
-                parts, value = _contiguous_parts(plan), local(value.detach()).float().contiguous()
+                value = local(value.detach()).float().contiguous()
                 if plan.spec.scaled:
                     scale = weight_scale(plan.spec.store.dtype, own[name].scale.item(), finite_amax(value))
                     own[name].scale.fill_(scale)
                     value = value / scale
-                plan.spec.update.fill(plan.spec.store, parts, value)
-                for part, filled in zip(plan.parts, parts):
-                    if part.data_ptr() != filled.data_ptr():
-                        part.copy_(filled)
-                mark_current(plan)
+                set_weight(plan, value)
+            set_extra_states(model, extra)
 
-    def _copied_plans(self, held: Mapping[str, tuple]) -> dict[str, ParameterPlan]:
+    def _copied_plans(self, held: Mapping[str, tuple]) -> dict[str, ParameterPlan | None]:
         """Return the plans of the parameters that those of another model are copies of, by name."""
-        found: dict[str, ParameterPlan] = {}
+        found: dict[str, ParameterPlan | None] = {}
         named = [(name, group, k) for group in self.param_groups for k, name in enumerate(group.get("param_names", ()))]
         theirs = dict(zip(plain_names(held), held))
         for (name, group, position), plain in zip(named, plain_names(name for name, _, _ in named), strict=True):
@@ -270,7 +308,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 continue
             tensor, mine = held[their_name][0], group["params"][position]
             if isinstance(tensor, torch.nn.Parameter) and _could_be_a_copy(tensor, mine):
-                found[their_name] = self._plan(group, position)
+                found[their_name] = self._plan_to_read(group, position) if self.state.get(mine) else None
         if not found and any(isinstance(tensor, torch.nn.Parameter) for tensor, _ in held.values()):
             raise ValueError(
                 "no parameter of this model is stepped by this optimizer: give the model that it was made for, or, to "
@@ -282,6 +320,11 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Return group and position of every parameter, by its id."""
         return {id(p): (group, k) for group in self.param_groups for k, p in enumerate(group["params"])}
 
+    def _read_plan(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> ParameterPlan | None:
+        """Return a parameter's plan if it has any state: without one it is its own weight, and gets none by a look."""
+        has_state = isinstance(tensor, MCTensor) or (isinstance(tensor, torch.Tensor) and self.state.get(tensor))
+        return self._plan_to_read(*places[id(tensor)]) if has_state and id(tensor) in places else None
+
     def _plan_of(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> ParameterPlan | None:
         place = places.get(id(tensor))
         return None if place is None else self._plan(*place)
@@ -290,25 +333,27 @@ class CheckpointMixin(torch.optim.Optimizer):
         """For copy and pickle: caches are left out, and made again."""
         self._follow_groups()
         state: dict[str, Any] = super().__getstate__()
-        kept: list[tuple[torch.Tensor, object]] = []
+        kept: list[tuple[torch.Tensor, SavedPayload]] = []
         held = state["state"] = state["state"].copy()
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
-                checksums = saved.pop(CHECKSUMS, None)
-                if checksums is not None:
-                    kept.append((parameter, checksums))
+                saved.pop(UPDATE, None)
+                payload = {name: saved.pop(name) for name in PAYLOAD_KEYS if name in saved}
+                if payload:
+                    plan = self._plans[parameter]
+                    kept.append((parameter, replace(SavedPayload.of(payload, plan), update=plan.spec.update)))
                 if saved:
                     held[parameter] = {**held[parameter], **saved}
-        return {**state, "_checksums": kept}
+        return {**state, "_saved_payloads": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from `__getstate__`."""
-        kept = state.pop("_checksums", ())
+        kept = state.pop("_saved_payloads", ())
         super().__setstate__(state)
         self._start_caches()
-        for parameter, checksums in kept:
-            self._checksums[parameter] = checksums
+        for parameter, saved in kept:
+            self._saved_payloads[parameter] = saved
 
 
 def _could_be_a_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -322,10 +367,7 @@ def _reset_states(plan: ParameterPlan, group: Mapping) -> None:
         tensor.zero_()
     set_initial(plan.spec, group, plan.tensors)
     plan.state["step"] = 0
-
-
-def _contiguous_parts(plan: ParameterPlan) -> list[torch.Tensor]:
-    return [part.contiguous() for part in plan.parts]
+    plan.state.pop(BEGUN, None)
 
 
 def _as_saved(name: str, value: object, state: Mapping, parameter: torch.Tensor) -> object:
@@ -365,7 +407,3 @@ def _plain_state(given: StateChoice) -> object:
     state = as_state(given, torch.float32)
     dtype = state.dtype if isinstance(state.dtype, str) else str(state.dtype).removeprefix("torch.")
     return {"dtype": dtype, "rounding": state.rounding, "block": state.block}
-
-
-def _is_own_file(state: Mapping) -> bool:
-    return isinstance(state.get("step"), int)

@@ -10,11 +10,19 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..parameters._local_tensors import local
 from ..parameters._parameter_plan import ParameterPlan
-from ..parameters._state_tensors import set_initial
+from ..parameters._state_tensors import BEGUN, STORAGE_SUFFIXES, set_initial
 from ..rules._update_rule import StateSlot
 from ..states._state import Codec
+from ..states._storage import STORES
+from ..weight_updates._weight_update import REGISTRY
 from ._saved_states import ABSENT, check_version, saved_value
 from ._state_dict_validation import whole_step
+
+# The names of the states of torch.optim's optimizers, under which others keep theirs too.
+_TORCH_STATES = (
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
+    "sum", "mu_product", "mu", "eta", "ax", "prev", "step_size", "row_var", "col_var", "variance",
+)  # fmt: skip
 
 
 def steps_made(state: Mapping, name: str) -> int:
@@ -22,6 +30,29 @@ def steps_made(state: Mapping, name: str) -> int:
     if "step" not in state and isinstance(state.get("momentum_buffer"), torch.Tensor):
         return 1
     return whole_step(state, name)
+
+
+def begun(state: Mapping, step: int) -> dict[str, int]:
+    """Return the saved entry that says when the states began, if there is one."""
+    held = state.get(BEGUN)
+    return {BEGUN: held} if isinstance(held, int) and 0 < held <= step else {}
+
+
+def is_auxiliary(name: str) -> bool:
+    """Return whether an entry of a saved state is an auxiliary tensor of a weight update."""
+    stores = [STORES[dtype] for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    auxiliary = {key for update in REGISTRY.values() for store in stores for key, _ in update.auxiliary_tensors(store)}
+    return name in auxiliary or name.startswith("component_")
+
+
+def is_kept_by_some_optimizer(name: str) -> bool:
+    """Return whether an entry of a saved state is an auxiliary tensor, or a state of torch.optim's or a wrapped one.
+
+    >>> [is_kept_by_some_optimizer(name) for name in ("low_bits", "max_exp_avg_sq", "exp_avg_codes", "my_importance")]
+    [True, True, True, False]
+    """
+    forms = {f"{state}{suffix}" for state in _TORCH_STATES for suffix in STORAGE_SUFFIXES}
+    return is_auxiliary(name) or name in forms or name.startswith("base.")
 
 
 def fit_state(

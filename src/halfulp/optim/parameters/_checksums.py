@@ -15,16 +15,25 @@ from ._local_tensors import is_dtensor
 from ._parameter_plan import ParameterPlan
 
 
-def checksums_of(plan: ParameterPlan) -> torch.Tensor | None:
-    """Return one checksum per row that this process holds; None for a parameter without memory."""
-    payload = plan.payloads[0]
+def checksums_of(
+    plan: ParameterPlan, payload: torch.Tensor | None = None, scale: float | None = None
+) -> torch.Tensor | None:
+    """Return one checksum per row that this process holds; None for a parameter without memory.
+
+    Args:
+        plan: of the parameter.
+        payload: a copy of its payload in place of the present one.
+        scale: that the copy is under.
+    """
+    payload = plan.payloads[0] if payload is None else payload
     if payload.is_meta:
         return None
     if not _is_by_rows(plan.parameter):
         rows = payload.shape[0] if payload.dim() else 1
         return torch.zeros(rows, dtype=torch.int64, device=payload.device)
-    scale = zlib.crc32(plan.scale.hex().encode()) if plan.spec.scaled else 0
-    found = row_checksums(payload) + scale
+    found = row_checksums(payload)
+    if plan.spec.scaled:
+        found += zlib.crc32((plan.scale if scale is None else scale).hex().encode())
     return torch.where(found == 0, 1, found)
 
 

@@ -1,33 +1,99 @@
 """Writes to a parameter from outside its optimizer, and how they reset the auxiliary tensors beside it.
 
 An auxiliary tensor (a residual, low bits, a master copy) belongs to the payload that it was stored beside. If the
-parameter's version counter or address shows a write from outside, the auxiliary tensors are reset at the elements that
-differ from that payload, or at all elements if the payload is not known: the float32 value is then what was written.
+parameter's version counter or address shows a write from outside, the payload is compared with the one that the last
+step wrote: with a copy of it if there is one, else by digests (`_payload_digests`). Equal bits are the same weight,
+whatever happened to the parameter meanwhile: a perturbation that was taken back, a swap, a write to another parameter
+that shares the counter. Else the auxiliary tensors are reset at the elements that differ, or at all elements without a
+copy: the float32 value is then what was written.
+
 After such a write a copy of the payload is kept for some steps, so that a clamp or a projection at every step costs no
-bit of the elements that it does not change. A write through `.data`, which no counter shows, is detected element by
-element in the kernel (`_residual_bound`). Files and copies hold checksums of the payload that their auxiliary tensors
-belong to, because version counters are not saved (`_checksum`).
+bit of the elements that it does not change. Files and copies of an optimizer hold that copy, and go on with it. A write
+through `.data`, which no counter shows, is detected element by element in the kernel (`_residual_bound`). Files and
+copies hold checksums of the payload that their auxiliary tensors belong to, because version counters are not saved
+(`_checksum`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 
+from ..weight_updates._weight_update import WeightUpdate
 from ._checksums import any_row_differs, checksums_from_saved, checksums_of
 from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
+from ._payload_digests import PayloadDigests, digests_of
 from ._tensor_map import TensorMap
 
 WATCHED_STEPS = 1000
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _restored: TensorMap[tuple[int, int]] = TensorMap()
 CHECKSUMS = "payload_checksums"
+# In files and copies: for how many steps a copy of the payload is kept, its scale, and the copy; or nothing. It is a
+# tuple, and there in every file, because torch.distributed.checkpoint wants the tensors that a reader has to be there.
+COPY = "payload_copy"
+PAYLOAD_KEYS = (CHECKSUMS, COPY)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SavedPayload:
+    """What a file or a copy of an optimizer tells of the payload that a parameter's auxiliary tensors belong to.
+
+    Attributes:
+        checksums: of its rows; None if the file has none.
+        payload: the copy of it that is kept for some steps after a write from outside, if one is.
+        steps: for how many more steps.
+        scale: the scale that the copy is under.
+        update: the weight update whose auxiliary tensors they are; None in files, whose groups say it.
+    """
+
+    checksums: torch.Tensor | None
+    payload: torch.Tensor | None = None
+    steps: int = 0
+    scale: float = 1.0
+    update: WeightUpdate | None = None
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], plan: ParameterPlan) -> SavedPayload:
+        """Return what a saved state holds, for the rows of this process."""
+        checksums, kept = checksums_from_saved(state.get(CHECKSUMS), plan), state.get(COPY)
+        if not (isinstance(kept, tuple) and len(kept) == 3 and isinstance(kept[2], torch.Tensor)):
+            return cls(checksums)
+        (steps, scale, payload), now = kept, plan.payloads[0]
+        if (payload.dtype, payload.shape) == (now.dtype, now.shape):
+            payload = payload.to(now.device, copy=True)
+            found = checksums_of(plan, payload, scale)
+            if checksums is None or found is None or not any_row_differs(checksums, found):
+                return cls(checksums, payload, steps, scale)
+        return cls(checksums, None, steps, scale)  # another process's part of a sharded parameter
+
+    def version(self, memory: torch.Tensor) -> PayloadVersion:
+        """Return it as the version of auxiliary tensors that were loaded or copied beside some memory."""
+        return PayloadVersion(ANY_VERSION, memory, self.payload, self.steps, self.scale, self.checksums)
+
+
+def saved_payload(plan: ParameterPlan) -> dict[str, Any]:
+    """Return what is saved of a payload beside its auxiliary tensors, valid as `current_auxiliary_tensors` are."""
+    held, checksums = plan.payload_version, checksums_of(plan)
+    if held is None or checksums is None:
+        return {}
+    # A write is answered at the next step: what begins then has already begun in the file.
+    begins = _begins_a_copy(plan)
+    is_old_memory = held.version == MOVED and not held.steps and held.digests is None
+    if not begins and (held.payload is None or is_old_memory):
+        return {CHECKSUMS: checksums, COPY: ()}
+    return {
+        CHECKSUMS: checksums,
+        COPY: (WATCHED_STEPS - 1 if begins else held.steps, plan.scale, plan.payloads[0].clone()),
+    }
 
 
 def payload_version_of(
-    parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None, checksums: torch.Tensor | None = None
+    parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None, saved: SavedPayload | None = None
 ) -> PayloadVersion:
     """Return the payload version for a new plan, carried over from the plans before it.
 
@@ -35,31 +101,43 @@ def payload_version_of(
         parameter: as the user holds it.
         part: its memory.
         held: as it was recorded last, None if there is none.
-        checksums: of the payload that the auxiliary tensors belong to, if these are a copy without a plan yet.
+        saved: of the payload that the auxiliary tensors belong to, if these are a copy without a plan yet.
     """
     memory = part.detach()
     if held is None:
-        version = parameter._version if checksums is None else ANY_VERSION
-        return PayloadVersion(version, memory, checksums=checksums)
+        return PayloadVersion(parameter._version, memory) if saved is None else saved.version(memory)
     old = held.memory
     if held.version in (ANY_VERSION, MOVED) or old.data_ptr() == memory.data_ptr() or old.shape != memory.shape:
         return replace(held, memory=memory)
-    if held.version == parameter._version:  # not written in place before it moved: the old memory tells
-        return PayloadVersion(MOVED, memory, old.clone() if held.steps else old, held.steps, held.scale)
-    return PayloadVersion(MOVED, memory, held.payload, held.steps, held.scale)
+    # Without digests the old memory tells, unless it was written in place before the parameter moved.
+    if held.version == parameter._version and held.digests is None:
+        return replace(held, version=MOVED, memory=memory, payload=old.clone() if held.steps else old)
+    return replace(held, version=MOVED, memory=memory)
 
 
 def is_written(plan: ParameterPlan) -> bool:
-    """Return whether a parameter was written from outside since its auxiliary tensors were stored."""
+    """Return whether a parameter holds other bits than those that its auxiliary tensors were stored beside.
+
+    Off the CPU, where the answer would have to be waited for, a version that differs counts as other bits.
+    """
     held = plan.payload_version
     if held is None:
         return False
+    version = plan.parameter._version
+    if held.version == version or _restored.get(plan.parameter) == (held.version, version):
+        return False
+    known = _known_payload(plan)
+    if known is not None and known.shape == plan.payloads[0].shape:
+        now = plan.payloads[0]
+        is_waited_for = not now.is_cpu and held.version != ANY_VERSION
+        return is_waited_for or known.dtype != now.dtype or bool((_bits(now) != _bits(known.to(now.device))).any())
     if held.version == ANY_VERSION:
         now = None if held.checksums is None else checksums_of(plan)
         return held.checksums is not None and now is not None and any_row_differs(held.checksums, now)
-    parameter = plan.parameter
-    version = parameter._version
-    return held.version != version and _restored.get(parameter) != (held.version, version)
+    if held.digests is None or held.scale != plan.scale:
+        return True
+    found = digests_of(plan.payloads[0], plan.index_map)
+    return found is None or not np.array_equal(found, held.digests.row(held.row))
 
 
 def current_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
@@ -73,6 +151,14 @@ def _known_payload(plan: ParameterPlan) -> torch.Tensor | None:
     """Return the copy of the payload that the auxiliary tensors belong to, if it is in the present scale."""
     held = plan.payload_version
     return held.payload if held is not None and held.scale == plan.scale else None
+
+
+def _begins_a_copy(plan: ParameterPlan) -> bool:
+    """Return whether the next step begins to keep a copy of the payload: after a move the old memory is one."""
+    held = plan.payload_version
+    if held is None or not is_written(plan):
+        return False
+    return held.version != MOVED or _known_payload(plan) is None
 
 
 def auxiliary_tensors_beside(
@@ -103,35 +189,86 @@ def _reset(
 def drop_stale(plan: ParameterPlan) -> None:
     """Reset the auxiliary tensors of elements that were written from outside, before a step."""
     held = plan.payload_version
-    if held is None or not is_written(plan):
+    if held is None:
         return
+    if not is_written(plan):
+        if held.version != ANY_VERSION:
+            follow_version(plan)
+        return
+    begins = _begins_a_copy(plan)
     _reset(plan, plan.auxiliary_tensors, plan.payloads[0], _known_payload(plan))
-    if held.version != MOVED:  # after a move the old memory holds the payload; after a write in place nothing does
-        held.payload = torch.empty_like(held.memory) if held.payload is None else held.payload
+    if begins:
+        # The old memory after a move is the user's.
+        held.payload = held.payload if held.steps else None
         held.steps = WATCHED_STEPS
-    mark_current(plan)
+    _mark(plan, held, None, 0)
 
 
-def mark_current(plan: ParameterPlan) -> None:
-    """Record that the auxiliary tensors belong to the present payload: the optimizer has written both."""
+def follow_version(plan: ParameterPlan) -> None:
+    """Record the parameter's version as that of its payload, whose bits are as they were."""
+    held = plan.payload_version
+    if held is not None:
+        held.version = plan.parameter._version
+
+
+def mark_stepped(
+    plans: Sequence[ParameterPlan], stepped: Sequence[torch.Tensor], digests: PayloadDigests | None
+) -> None:
+    """Do what `mark_current` does after a step.
+
+    Args:
+        plans: of the parameters.
+        stepped: their tensors.
+        digests: of their payloads in the same order, if the step has computed them.
+    """
+    for row, (plan, tensor) in enumerate(zip(plans, stepped)):
+        if not plan.tracks_writes:
+            continue
+        held = plan.record.payload_version
+        if digests is None or held is None or held.payload is not None or held.steps or not plan.plain:
+            mark_current(plan, digests, row)
+        else:
+            held.version, held.digests, held.row = tensor._version, digests, row
+
+
+def mark_current(plan: ParameterPlan, digests: PayloadDigests | None = None, row: int = 0) -> None:
+    """Record that the auxiliary tensors belong to the present payload: the optimizer has written both.
+
+    Args:
+        plan: of the parameter.
+        digests: of the payload, if whoever wrote it has computed them; else they are computed here.
+        row: of this parameter in them.
+    """
     held = plan.payload_version
     if held is None:
         return
-    held.version, held.scale = plan.parameter._version, plan.scale
-    if held.steps and held.payload is not None:
+    if digests is None:
+        found = digests_of(plan.payloads[0], plan.index_map)
+        digests, row = (None if found is None else PayloadDigests.of_one(found)), 0
+    _mark(plan, held, digests, row)
+
+
+def mark_carried(plan: ParameterPlan) -> None:
+    """Do what `mark_current` does between two steps, which shortens the life of no copy."""
+    held = plan.payload_version
+    if held is not None:
+        held.steps += held.steps > 0
+        mark_current(plan)
+
+
+def _mark(plan: ParameterPlan, held: PayloadVersion, digests: PayloadDigests | None, row: int) -> None:
+    held.version, held.scale, held.digests, held.row = plan.parameter._version, plan.scale, digests, row
+    if held.steps:
         held.steps -= 1
-        held.payload.copy_(held.memory)
+        held.payload = held.memory.clone() if held.payload is None else held.payload.copy_(held.memory)
     else:
         held.payload = None
 
 
-def mark_loaded(plan: ParameterPlan, checksums: object) -> None:
-    """Record that auxiliary tensors were loaded, and the checksums of the payload that they belong to."""
+def mark_loaded(plan: ParameterPlan, state: Mapping[str, Any]) -> None:
+    """Record that auxiliary tensors were loaded, with what the saved state tells of their payload."""
     if plan.payload_version is not None:
-        memory = plan.payload_version.memory
-        plan.record.payload_version = PayloadVersion(
-            ANY_VERSION, memory, checksums=checksums_from_saved(checksums, plan)
-        )
+        plan.record.payload_version = SavedPayload.of(state, plan).version(plan.payload_version.memory)
 
 
 def note_restored(tensor: torch.Tensor, before: int, after: int) -> None:

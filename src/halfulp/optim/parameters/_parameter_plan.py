@@ -13,6 +13,7 @@ from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
 from ..step._spec import StepSpec
 from ._local_tensors import index_map_of, local, memory, own_parts, scale_of
+from ._payload_digests import PayloadDigests
 
 # Stand for a version counter in `PayloadVersion`.
 ANY_VERSION, MOVED = -1, -2
@@ -49,6 +50,8 @@ class PayloadVersion:
         steps: how many more steps the copy is kept for.
         scale: a scaled parameter's scale, in whose units its auxiliary tensors are.
         checksums: of each row of the payload that loaded auxiliary tensors belong to; None if the file has none.
+        digests: of the payload, as the step that wrote it computed them; None where none does.
+        row: of this parameter in them.
     """
 
     version: int
@@ -57,6 +60,8 @@ class PayloadVersion:
     steps: int = 0
     scale: float = 1.0
     checksums: torch.Tensor | None = None
+    digests: PayloadDigests | None = None
+    row: int = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -13,7 +13,7 @@ from ..step._spec import StepSpec
 from ..step._tables import Table
 from ._local_tensors import local, memory
 from ._narrowing import is_kept
-from ._outside_writes import payload_version_of
+from ._outside_writes import SavedPayload, payload_version_of
 from ._parameter_plan import ParameterPlan, ParameterRecord, PlanOptions, stored_choice
 from ._step_spec import step_spec_of
 from ._tensor_map import TensorMap
@@ -61,7 +61,7 @@ class PlanCache(TensorMap[ParameterPlan]):
         options: PlanOptions,
         name: str,
         identity: int,
-        checksums: torch.Tensor | None,
+        saved: SavedPayload | None,
     ) -> ParameterPlan:
         """Make a parameter's plan, in place of the one that is not valid any more.
 
@@ -72,13 +72,13 @@ class PlanCache(TensorMap[ParameterPlan]):
             options: of its group.
             name: of the parameter, for messages.
             identity: that keys its random bits.
-            checksums: of the payload that the auxiliary tensors belong to, if these are a copy without a plan so far.
+            saved: of the payload that the auxiliary tensors belong to, if these are a copy without a plan so far.
         """
         known = self.get(parameter)
         record = ParameterRecord() if known is None else known.record
         plan = ParameterPlan.of(parameter, self.reference(parameter), spec, state, options, name, identity, record)
         if plan.tracks_writes:
-            record.payload_version = payload_version_of(parameter, memory(parameter), record.payload_version, checksums)
+            record.payload_version = payload_version_of(parameter, memory(parameter), record.payload_version, saved)
         self[parameter] = plan
         return plan
 

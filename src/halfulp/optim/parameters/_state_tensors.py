@@ -14,12 +14,16 @@ from ._local_tensors import local
 
 # What the names of a state's tensors end in, over all storages.
 STORAGE_SUFFIXES = ("", "_codes", "_scale", "_residual")
+# How many steps a parameter had made when the states of its rule began, if that was later than the parameter.
+BEGUN = "states_begun"
 
 
 def complete_state(
     state: MutableMapping[str, Any], spec: StepSpec, group: Mapping, parameter: torch.Tensor, name: str
 ) -> None:
     """Add the tensors that a parameter's state lacks, and its step number.
+
+    States that all begin after some steps, as where a momentum is switched on, are noted: the rule counts from there.
 
     Raises:
         ValueError: a tensor of another shape or dtype than is needed, or a part of a state without the rest of it.
@@ -34,6 +38,9 @@ def complete_state(
         new = {key: torch.zeros(shape, dtype=dtype, device=device) for key, (shape, dtype) in missing.items()}
         set_initial(spec, group, new)
         state.update(new)
+        of_rule = {key for names in spec.state_tensors for key in names}
+        if of_rule and of_rule <= missing.keys() and state.get("step", 0):
+            state[BEGUN] = state["step"]
     state.setdefault("step", 0)
 
 

@@ -8,8 +8,9 @@ import torch
 
 from ...kernels import plain
 from ..parameters._local_tensors import local, own_parts
-from ..parameters._outside_writes import mark_current
+from ..parameters._outside_writes import follow_version, mark_stepped
 from ..parameters._parameter_plan import ParameterPlan
+from ..parameters._payload_digests import PayloadDigests
 from ._spec import StepSpec
 
 Copies = tuple[torch.Tensor, ...]
@@ -31,6 +32,7 @@ class Batch:
         constants: the rule's; equal ones of one group are one object.
         copies: by row, copies without gaps of a parameter's own tensors, where these have some; the step writes to
             the copies, and `finish` copies the values back.
+        digests: of the payloads as written, if the step computed them.
     """
 
     spec: StepSpec
@@ -41,6 +43,7 @@ class Batch:
     steps: list[int] = field(default_factory=list)
     constants: list[tuple[float, ...]] = field(default_factory=list)
     copies: dict[int, Copies] = field(default_factory=dict)
+    digests: PayloadDigests | None = None
 
     def add(
         self,
@@ -79,5 +82,9 @@ class Batch:
                 part.copy_(copy)
         for plan, step in zip(self.plans, self.steps):
             plan.state["step"] = step
-            if plan.tracks_writes:
-                mark_current(plan)
+        mark_stepped(self.plans, self.stepping, self.digests)
+
+    def follow_versions(self) -> None:
+        """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""
+        for plan in self.plans:
+            follow_version(plan)

@@ -24,6 +24,7 @@ from ...kernels.scalar._operations import (
     word,
 )
 from ...rounding._random_bits import WEYL, draw, stream_start
+from ..parameters._payload_digests import payload_digest
 from ..states._int8_device_functions import (
     GROW,
     HUGE,
@@ -38,14 +39,20 @@ from ..states._scaled import higher
 from ..states._state import Int8Blocks
 from ._spec import Draw, StepSpec, bits_of, draws_of, pointer_count, state_pointers
 
-SIGNATURE = "void(int64, int64, int64[:,::1], int64[:,::1], int64[::1], float32[:,::1], uint32[:,::1], float64[:,::1])"
+SIGNATURE = (
+    "void(int64, int64, int64[:,::1], int64[:,::1], int64[::1], float32[:,::1], uint32[:,::1], float64[:,::1], "
+    "uint64[::1])"
+)
 METER = ("seen", "cancelled", "wanted", "kept")
 TILE = 1024
 
 
 @functools.cache
 def compiled(spec: StepSpec) -> Callable:
-    """Return the kernel `step(first, last, chunks, pointers, rows, constants, keys, meter)` of a specification."""
+    """Return the kernel of a specification.
+
+    It is `step(first, last, chunks, pointers, rows, constants, keys, meter, digests)`.
+    """
     if spec.in_parameter:
         return compiled(dataclasses.replace(spec, in_parameter=False))
     namespace: dict = {}
@@ -67,7 +74,7 @@ def bindings(spec: StepSpec) -> dict[str, object]:
         "decode_signed": decode_signed, "decode_squared": decode_squared, "encode_signed": encode_signed,
         "encode_squared": encode_squared, "BLOCK": np.int64(spec.block or 1), "HUGE": HUGE, "GROW": GROW,
         "HUGE_SQUARED": HUGE_SQUARED, "SHRINK": SHRINK, "UNIT": np.float32(1.0), "ZERO": np.float32(0.0),
-        "higher": higher, "update_rule": OwnNames(spec.rule.update),
+        "higher": higher, "payload_digest": OwnNames(payload_digest), "update_rule": OwnNames(spec.rule.update),
     }  # fmt: skip
     if spec.rule.error_feedback is not None:
         bound["feedback_rule"] = OwnNames(spec.rule.error_feedback)
@@ -80,7 +87,7 @@ def bindings(spec: StepSpec) -> dict[str, object]:
 def source(spec: StepSpec) -> str:
     """Return the kernel's source."""
     lines = [
-        "def step(first, last, chunks, pointers, rows, constants, keys, meter):",
+        "def step(first, last, chunks, pointers, rows, constants, keys, meter, digests):",
         *_buffers(spec),
         "    for c in range(first, last):",
         "        t, begin, index = chunks[c, 0], chunks[c, 1], chunks[c, 3]",
@@ -92,6 +99,7 @@ def source(spec: StepSpec) -> str:
         *(_blocked_loop(spec) if spec.block else _plain_loop(spec)),
         *(_meter_out(METER) if spec.metered else []),
         *(_meter_out([f"real({name})" for name in amax_names(spec)]) if spec.finds_amax else []),
+        *(_digest(spec) if spec.digests else []),
         *_keep_buffers(spec),
     ]
     return "\n".join(lines) + "\n"
@@ -159,6 +167,11 @@ def _indent(lines: Sequence[str], depth: int) -> list[str]:
 
 def _meter_out(names: Sequence[str]) -> list[str]:
     return _indent([f"meter[c, {j}] = {name}" for j, name in enumerate(names)], 8)
+
+
+def _digest(spec: StepSpec) -> list[str]:
+    size = spec.store.dtype.itemsize
+    return [f"        digests[c] = payload_digest(a0 + begin * {size}, (end - begin) * {size})"]
 
 
 def amax_names(spec: StepSpec) -> list[str]:

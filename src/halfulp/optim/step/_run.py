@@ -23,6 +23,7 @@ from ...kernels import (
 )
 from ...rounding._random_bits import mix64_many
 from ..parameters._parameter_plan import ParameterPlan
+from ..parameters._payload_digests import PayloadDigests
 from ..parameters._plan_cache import PlanCache
 from ._batch import Batch
 from ._kernel import compiled
@@ -123,6 +124,7 @@ def _run_compiled(spec: StepSpec, batch: Batch, plans: PlanCache) -> tuple[np.nd
     rows = {id(constants): constants for constants in batch.constants}
     numbers = {key: row for row, key in enumerate(rows)}
     meter = np.zeros((len(table.chunks) if spec.metered or spec.finds_amax else 0, METER_COLUMNS))
+    digests = np.empty(len(table.chunks) if spec.digests else 0, np.uint64)
     run_chunks(
         kernel,
         table.chunks[:, 2],
@@ -132,7 +134,10 @@ def _run_compiled(spec: StepSpec, batch: Batch, plans: PlanCache) -> tuple[np.nd
         np.array(list(rows.values()), np.float32).reshape(len(rows), -1),
         _keys(spec, batch.steps, table.keyed).view(np.uint32),
         meter,
+        digests,
     )
+    if spec.digests:
+        batch.digests = PayloadDigests(digests, table.ends)
     if spec.metered:
         _count(meter, table.chunks, batch.plans)
     return meter, table
@@ -200,7 +205,8 @@ def checked(spec: StepSpec):
 
 def _run_numba(kernel, table, pointers, constants, keys) -> np.ndarray:
     meter = np.zeros((len(table), METER_COLUMNS))
-    kernel(0, len(table), table, pointers, np.zeros(1, np.int64), constants, keys.view(np.uint32), meter)
+    digests = np.zeros(len(table), np.uint64)
+    kernel(0, len(table), table, pointers, np.zeros(1, np.int64), constants, keys.view(np.uint32), meter, digests)
     return meter
 
 

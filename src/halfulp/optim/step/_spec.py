@@ -87,6 +87,11 @@ class StepSpec:
         return bool(self.block) and not self.scaled and squares and self.rule.homogeneous is not None
 
     @property
+    def digests(self) -> bool:
+        """Whether a compiled step computes digests of the payload, to which auxiliary tensors belong."""
+        return bool(self.update.auxiliary_tensors(self.store)) and not self.finds_amax
+
+    @property
     def assigns(self) -> bool:
         """Whether the new weight itself is written, instead of the sum of the old one and a difference."""
         return self.rule.assigns and not self.update.compensates

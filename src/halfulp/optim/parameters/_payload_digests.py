@@ -1,0 +1,109 @@
+"""Digests of a payload, one per chunk, by which a step that finds it written knows whether it holds the same bits.
+
+A step computes them while a chunk is in the cache, so that they cost no pass over memory of their own. With v_j the
+chunk's bytes as little-endian words of 64 bits, zeros behind the last one, and k_j = j c mod 2^64,
+
+    sum_j  v_j + low(v_j xor k_j) high(v_j xor k_j)  mod 2^64,
+
+the product of the halves of 32 bits. Bits that differ cancel by chance alone, once in about 2^32 chunks. Digests live
+in one process and are not saved: files hold checksums of rows (`_checksums`), on which processes that share a parameter
+agree.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...kernels import IndexMap, address, chunks, compile_kernel, plain, run_chunks, select_engine
+from ...kernels.scalar._operations import add64, and64, load8, load64, or64, shl64, shr64, widen, xor64
+
+# 2^64 / golden ratio, odd (Knuth, vol. 3, 6.4).
+STEP = np.uint64(0x9E3779B97F4A7C15)
+NONE, LOW, HALF, BYTE = (np.uint64(n) for n in (0, 0xFFFFFFFF, 32, 8))
+SIGNATURE = "void(int64, int64, int64[:,::1], int64, int64, uint64[::1])"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PayloadDigests:
+    """The digests that one step computed of the payloads of its batch.
+
+    Attributes:
+        values: uint64 array, one per chunk.
+        ends: how many chunks the payloads up to each of the batch have.
+    """
+
+    values: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of_one(cls, values: np.ndarray) -> PayloadDigests:
+        """Return the digests of one payload, in row 0."""
+        return cls(values, np.array([len(values)]))
+
+    def row(self, row: int) -> np.ndarray:
+        """Return the digests of one payload."""
+        return self.values[self.ends[row - 1] if row else 0 : self.ends[row]]
+
+
+def digests_of(payload: torch.Tensor, index_map: IndexMap) -> np.ndarray | None:
+    """Return a payload's digests; None off the CPU, where a step computes none.
+
+    Args:
+        payload: local.
+        index_map: the parameter's place in the whole, along whose chunks it is cut.
+    """
+    if payload.device.type != "cpu":
+        return None
+    payload = plain(payload.detach(), "a parameter").contiguous()
+    table, size = chunks(index_map, 0), payload.element_size()
+    if select_engine("cpu") == "numba":
+        found = np.zeros(len(table), np.uint64)
+        run_chunks(_kernel(), table[:, 2], table, address(payload), size, found)
+        return found
+    memory = payload.reshape(-1).view(torch.uint8).numpy()
+    pieces = [memory[begin * size : (begin + length) * size] for _, begin, length, _ in table.tolist()]
+    return np.array([_digest(piece) for piece in pieces], np.uint64)
+
+
+def _digest(memory: np.ndarray) -> np.uint64:
+    """Return the digest of some bytes, by NumPy."""
+    words = np.zeros(len(memory) // 8 + 1, np.uint64)
+    words.view(np.uint8)[: len(memory)] = memory
+    mixed = words ^ (np.arange(1, len(words) + 1, dtype=np.uint64) * STEP)
+    return (words + (mixed & LOW) * (mixed >> HALF)).sum(dtype=np.uint64)
+
+
+@functools.cache
+def _kernel() -> Callable:
+    return compile_kernel(digest_all, SIGNATURE, {})
+
+
+def digest_all(first, last, table, payload, size, found):
+    """Kernel: the digests of some chunks."""
+    for c in range(first, last):
+        found[c] = payload_digest(payload + table[c, 1] * size, table[c, 2] * size)
+
+
+def payload_digest(start, count):
+    """Device function: the digest of some bytes."""
+    whole = count // 8
+    total, key = NONE, STEP
+    for j in range(whole):
+        total = add64(total, digest_term(load64(start, j), key))
+        key = add64(key, STEP)
+    rest, place = NONE, NONE
+    for j in range(8 * whole, count):
+        rest = or64(rest, shl64(widen(load8(start, j)), place))
+        place = add64(place, BYTE)
+    return add64(total, digest_term(rest, key))
+
+
+def digest_term(value, key):
+    """Device function: what one word adds."""
+    mixed = xor64(value, key)
+    return add64(value, and64(mixed, LOW) * shr64(mixed, HALF))

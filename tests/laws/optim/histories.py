@@ -1,0 +1,201 @@
+"""Random histories of an optimizer, each lived twice: once as it is, once with all that must change no bit."""
+
+import copy
+import pickle
+import random
+
+import torch
+
+import halfulp as hu
+
+from .cases import UPDATES, differing, narrow_updates, snapshot
+
+SHAPES = ((6, 4), (5,), (3, 2, 2), (1,))
+
+
+class World:
+    """Named bfloat16 parameters, some cut from one tensor, and their optimizer."""
+
+    def __init__(self, groups, parameters, **options):
+        self.groups, self.parameters, self.options = groups, parameters, options
+        self.optimizer = self._made()
+
+    def _made(self):
+        first, *others = [[(name, self.parameters[name]) for name in group] for group in self.groups]
+        optimizer = hu.optim.AdamW(first, **self.options)
+        for group in others:
+            optimizer.add_param_group({"params": group})
+        return optimizer
+
+    @property
+    def model(self):
+        return torch.nn.ParameterDict({name.replace(".", "_"): p for name, p in self.parameters.items()})
+
+    def fresh(self):
+        """A world of other numbers with the same groups."""
+        parameters = {name: torch.nn.Parameter(torch.randn_like(p)) for name, p in self.parameters.items()}
+        new = World(copy.deepcopy(self.groups), parameters, **self.options)
+        for mine, theirs in zip(new.optimizer.param_groups, self.optimizer.param_groups):
+            mine["weight_update"] = theirs["weight_update"]
+        return new
+
+
+# What the run itself does: (world, chooser) -> nothing. Both lives draw the same numbers.
+
+
+def step(world, chooser, of_all=False):
+    generator = torch.Generator().manual_seed(chooser.randrange(2**40))
+    names = sorted(world.parameters)
+    without = chooser.choice(names) if not of_all and chooser.random() < 0.4 else None
+    for name in names:
+        gradient = torch.randn(world.parameters[name].shape, generator=generator).bfloat16()
+        world.parameters[name].grad = None if name == without else gradient
+    world.optimizer.step()
+
+
+def clamp(world, chooser):
+    some(world, chooser).clamp_(-0.5, 0.5)
+
+
+def mask(world, chooser):
+    some(world, chooser)[0] = 0.0
+
+
+def project(world, chooser):
+    weight = some(world, chooser)
+    weight.mul_((1.0 / weight.float().norm().clamp(min=1.0)).bfloat16())
+
+
+def clamp_in_new_memory(world, chooser):
+    weight = some(world, chooser)
+    weight.data = weight.data.clamp(-0.7, 0.7)
+
+
+def rate(world, chooser):
+    for group in world.optimizer.param_groups:
+        group["lr"] = chooser.choice((1e-3, 2e-3))
+
+
+def another_weight_update(world, chooser):
+    updates = [name for name in narrow_updates() if not UPDATES[name].feeds_back]
+    chosen = UPDATES[chooser.choice(updates)]
+    for group in world.optimizer.param_groups:
+        group["weight_update"] = chosen
+
+
+def new_group(world, chooser):
+    generator = torch.Generator().manual_seed(chooser.randrange(2**40))
+    name = f"new.{len(world.parameters)}"
+    world.parameters[name] = torch.nn.Parameter(torch.randn(chooser.choice(SHAPES), generator=generator).bfloat16())
+    world.groups.append([name])
+    world.optimizer.add_param_group({"params": [(name, world.parameters[name])]})
+
+
+def replaced(world, chooser):
+    """Pruning and its like: another parameter stands in the place of one, and begins anew."""
+    group = chooser.choice(world.optimizer.param_groups)
+    position = chooser.randrange(len(group["params"]))
+    name = group["param_names"][position]
+    new = torch.nn.Parameter(group["params"][position].detach().flip(0).clone())
+    world.parameters[name] = group["params"][position] = new
+
+
+def float32_weights(world, chooser):
+    held = world.optimizer.float32_state_dict(world.model)
+    world.optimizer.load_float32_state_dict(world.model, {name: value * 0.75 for name, value in held.items()})
+
+
+COMMON = (step, clamp, mask, project, clamp_in_new_memory, rate, another_weight_update, new_group, replaced)
+COMMON += (float32_weights,)
+WEIGHTS = (12, 2, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5)
+
+
+# What changes no bit: (world, chooser) -> the world that goes on.
+
+
+def excursion(world, chooser):
+    weight = some(world, chooser)
+    old = weight.data if (held := chooser.random() < 0.3) else weight.detach().clone()
+    if held or chooser.random() < 0.3:
+        weight.data = old + 0.125
+    else:
+        weight.add_(0.125)
+    if chooser.random() < 0.3:
+        world.optimizer.float32_state_dict(world.model)
+    if held or chooser.random() < 0.5:
+        weight.data = old
+    else:
+        weight.copy_(old)
+    return world
+
+
+def copied(world, chooser):
+    return copy.deepcopy(world)
+
+
+def pickled(world, chooser):
+    return pickle.loads(pickle.dumps(world))
+
+
+def resumed(world, chooser):
+    files = copy.deepcopy(({n: p.detach() for n, p in world.parameters.items()}, world.optimizer.state_dict()))
+    new = world.fresh() if chooser.random() < 0.7 else world
+
+    def load_model():
+        for name, value in files[0].items():
+            new.parameters[name].copy_(value)
+
+    acts = [load_model, lambda: new.optimizer.load_state_dict(files[1])]
+    for act in acts if chooser.random() < 0.5 else reversed(acts):
+        act()
+    return new
+
+
+def looked_at(world, chooser):
+    world.optimizer.float32_state_dict(world.model), world.optimizer.state_dict(), str(world.optimizer)
+    return world
+
+
+HARMLESS = (excursion, excursion, excursion, copied, pickled, resumed, resumed, looked_at)
+
+
+def some(world, chooser):
+    return world.parameters[chooser.choice(sorted(world.parameters))]
+
+
+def live(seed: int, disturbed: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Live the history of a seed; return all bits at its end, and what happened."""
+    chooser, other = random.Random(seed), random.Random(seed + 1)
+    torch.manual_seed(seed)
+    whole = torch.randn(9, 4).bfloat16()
+    tensors = [*whole.chunk(3), *(torch.randn(shape).bfloat16() for shape in SHAPES)]
+    parameters = {f"w.{k}": torch.nn.Parameter(tensor) for k, tensor in enumerate(tensors)}
+    names = list(parameters)
+    cut = chooser.randrange(1, len(names))
+    update = chooser.choice(narrow_updates())
+    options = {
+        "lr": 1e-3,
+        "weight_update": UPDATES[update],
+        "state_dtype": chooser.choice((None, torch.float32, torch.bfloat16)),
+    }
+    world, told = World([names[:cut], names[cut:]], parameters, **options), [update]
+    with torch.no_grad(), hu.kernels.engine("reference"):
+        for _ in range(10):
+            (act,) = chooser.choices(COMMON, WEIGHTS)
+            if UPDATES[update].feeds_back and act is another_weight_update:
+                act = step
+            for _ in range(other.randrange(3) if disturbed else 0):
+                harmless = other.choice(HARMLESS)
+                told.append(f"({harmless.__name__})")
+                world = harmless(world, other)
+            told.append(act.__name__)
+            act(world, chooser)
+        step(world, chooser, of_all=True)  # answers the writes since the last one
+        return snapshot(world.optimizer), told
+
+
+def differs(seed: int) -> str:
+    """Return what differs between the two lives of a history; "" where nothing does."""
+    (plain, _), (disturbed, told) = live(seed, False), live(seed, True)
+    found = differing(plain, disturbed)
+    return f"history {seed}: {', '.join(found)} after {' '.join(told)}" if found else ""

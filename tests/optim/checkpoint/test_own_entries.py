@@ -1,0 +1,122 @@
+"""What users and modules keep beside weights and moments: entries of the state, extra states, frozen parameters."""
+
+import copy
+
+import pytest
+import torch
+
+import halfulp as hu
+
+
+class Counting(torch.nn.Linear):
+    """A module with a state of its own, which is no tensor."""
+
+    seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen, "scale": torch.ones(2, dtype=torch.bfloat16)}
+
+    def set_extra_state(self, state):
+        self.seen, self.scale = state["seen"], state["scale"]
+
+
+def _stepped(kind=hu.optim.AdamW, **options):
+    weight = torch.nn.Parameter(torch.randn(8).bfloat16())
+    optimizer = kind([("weight", weight)], **options)
+    _step(weight, optimizer)
+    return weight, optimizer
+
+
+def _step(weight, optimizer):
+    weight.grad = torch.ones_like(weight)
+    with hu.kernels.engine("reference"):
+        optimizer.step()
+
+
+def test_extra_states_go_out_and_come_back():
+    model = torch.nn.Sequential(Counting(4, 4), torch.nn.Sequential(Counting(4, 2)))
+    model[0].seen, model[1][0].seen = 3, 5
+    optimizer = hu.optim.AdamW(model.named_parameters(), param_dtype=torch.bfloat16)
+    file = optimizer.float32_state_dict(model)
+    assert file["0._extra_state"]["scale"].dtype == torch.bfloat16, "a module's state is its own"
+    other = torch.nn.Sequential(Counting(4, 4), torch.nn.Sequential(Counting(4, 2)))
+    target = hu.optim.AdamW(other.named_parameters(), param_dtype=torch.bfloat16)
+    target.load_float32_state_dict(other, {f"module.{name}": value for name, value in file.items()})
+    assert (other[0].seen, other[1][0].seen) == (3, 5)
+    assert torch.equal(target.float32_state_dict(other)["0.weight"], file["0.weight"])
+
+
+def test_looks_allocate_nothing_for_frozen_parameters():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2)).bfloat16()
+    model[0].requires_grad_(False)
+    optimizer = hu.optim.AdamW(model.named_parameters(), weight_update="split")
+    expected = {name: value.float() for name, value in model.state_dict().items()}
+    elements = sum(p.numel() for p in model.parameters())
+    stepped = sum(p.numel() for p in model[1].parameters())
+    assert optimizer.bytes_per_parameter() == 2 + (2 + 2 + 2 + 2) * stepped / elements
+    for _ in range(2):
+        found = optimizer.float32_state_dict(model)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    copied = optimizer.float32_state_dict(copy.deepcopy(model))
+    assert all(torch.equal(copied[name], value) for name, value in expected.items())
+    hu.optim.EMA(model, 0.5, optimizer=optimizer).update()
+    held = {id(p) for p, state in optimizer.state.items() if state}
+    assert not held & {id(p) for p in model[0].parameters()}
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_users_entry_in_the_state_is_saved_and_loaded(seed, fresh):
+    weight, optimizer = _stepped()
+    optimizer.state[weight]["importance"] = torch.arange(3)
+    optimizer.state[weight]["seen"] = {"often": 2}
+    optimizer.state["run"] = 7
+    file = copy.deepcopy(optimizer.state_dict())
+    if fresh:
+        weight, optimizer = _stepped()
+    optimizer.load_state_dict(file)
+    assert torch.equal(optimizer.state[weight]["importance"], torch.arange(3))
+    assert (optimizer.state[weight]["seen"], optimizer.state["run"]) == ({"often": 2}, 7)
+    assert optimizer.state[weight]["importance"] is not file["state"][0]["importance"]
+
+
+def test_another_weight_updates_tensors_are_still_refused(seed):
+    _, optimizer = _stepped(weight_update="split")
+    file = optimizer.state_dict()
+    file["state"][0]["master"] = torch.zeros(8)
+    with pytest.raises(ValueError, match="master"):
+        optimizer.load_state_dict(file)
+
+
+def test_a_torch_file_whose_step_is_a_whole_number_is_a_torch_file(seed):
+    weight = torch.nn.Parameter(torch.randn(8))
+    theirs = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(8)
+    theirs.step()
+    file = theirs.state_dict()
+    file["state"][0]["step"] = 1
+    ours, optimizer = _stepped(weight_update="split")
+    optimizer.load_state_dict(file)
+    assert torch.equal(optimizer.state[ours]["exp_avg"].float(), file["state"][0]["exp_avg"].bfloat16().float())
+
+
+@pytest.mark.parametrize("resumed", [None, "before the switch", "before the first step after it", "after it"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_momentum_that_is_switched_on_later_begins_undampened(seed, resumed, nesterov):
+    dampening = 0.0 if nesterov else 0.5
+    start, found = torch.randn(8), []
+    for kind in (torch.optim.SGD, hu.optim.SGD):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = kind([weight], lr=0.1, dampening=dampening)
+        generator = torch.Generator().manual_seed(2)
+        for step in range(6):
+            times = {"before the switch": 2, "before the first step after it": 3, "after it": 4}
+            if resumed and kind is hu.optim.SGD and step == times[resumed]:
+                file = copy.deepcopy(optimizer.state_dict())
+                optimizer = kind([weight], lr=0.1, dampening=dampening)
+                optimizer.load_state_dict(file)
+            if step == 2:
+                optimizer.param_groups[0].update(momentum=0.9, nesterov=nesterov)
+            weight.grad = torch.randn(8, generator=generator)
+            optimizer.step()
+        found.append(weight.detach())
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
