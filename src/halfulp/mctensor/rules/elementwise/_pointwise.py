@@ -14,6 +14,7 @@ from ....subclass._in_backward import COMPONENTS
 from ..._mctensor import MCTensor
 from ..._registry import implements
 from ..._result_type import evaluate, operand_parts, result_type
+from ..._stand_ins import saturated
 from ..._write import check_takes_fractions, computing_type, write, write_value, writes_directly
 
 aten = torch_operators("aten")
@@ -73,6 +74,8 @@ def _update(name: str, x: Tensor, *operands: Any) -> Tensor:
         return x
     form = computing_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
+    if x._scale is not None:
+        result = saturated(result, name, operands)
     return write(x, result, lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0])
 
 
