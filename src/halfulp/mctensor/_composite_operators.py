@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from ..kernels import present, torch_operators, under_transform, untraced
 from ..subclass._in_place import functional_form
+from . import _number_arguments, _plain_results
 from ._derivation import write_results
 from ._formula_constants import IRRATIONAL, formula
-from ._mctensor import ENTRY_KEY, MCTensor
+from ._mctensor import ENTRY_KEY, ENTRY_KEY_NAME, MCTensor
 from ._plain_operands import encode_plain_operands, has_plain
 from ._result_type import result_type
 from .rules.elementwise._powers import constant
@@ -63,16 +64,16 @@ def _entry(operator: OpOverload) -> Callable:
 
     def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # Inside a transform of torch.func a tensor may be one of its own around an MCTensor.
-        if own is not None:
-            result = NotImplemented if under_transform() else own(*arguments, **options)
+        if own is not None and not under_transform():
+            result = own(*arguments, **options)
             if result is not NotImplemented:
                 return result
-        elif has_plain(arguments, options) and not under_transform():
+        if has_plain(arguments, options) and not under_transform():
             leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
             if any(isinstance(x, MCTensor) for x in leaves):
                 form = result_type(leaves)
                 arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
-        with formula(operator, (arguments, options)) if own is None else nullcontext():
+        with formula(operator, (arguments, options)) if operator in COMPOSITES or own is None else nullcontext():
             return operator.redispatch(keys.remove(ENTRY_KEY), *arguments, **options)
 
     return untraced(entered)
@@ -100,6 +101,7 @@ def _in_compiled_steps(steps: Callable) -> Callable:
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
 OWN = {aten.special_ndtr.default: ndtr}
 OWN |= {operator: _in_compiled_steps(rule) for operator, rule in (FORWARD | BY_FACTORS).items()}
+OWN |= _number_arguments.OWN | _plain_results.OWN
 
 
 def _with_out(operator: OpOverload) -> Callable:
@@ -112,7 +114,8 @@ def _with_out(operator: OpOverload) -> Callable:
     return untraced(entered)
 
 
-for _operators, _entering in (((*COMPOSITES, *DIFFERENTIATED, *OWN), _entry), (REPLACED, _with_out)):
+_ENTERED = dict.fromkeys((*COMPOSITES, *DIFFERENTIATED, *OWN))
+for _operators, _entering in ((_ENTERED, _entry), (REPLACED, _with_out)):
     for _operator in present(_operators):
         _name = _operator.name().removeprefix("aten::")
-        _library.impl(_name, _entering(_operator), "TESTING_ONLY_GenericMode", with_keyset=True)
+        _library.impl(_name, _entering(_operator), ENTRY_KEY_NAME, with_keyset=True)
