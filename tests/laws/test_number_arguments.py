@@ -3,12 +3,9 @@
 Each call has numbers that float32 lacks; float64 on the decoded values is the oracle. Numbers that torch's own table of
 samples (op_db) gives are bumped off float32 by `bench_op_coverage`'s entries in `test_samples`."""
 
-import random
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves, tree_map
 
 from halfulp import MCTensor
 

@@ -42,7 +42,9 @@ def test_every_function_of_init_is_here():
     assert public == set(INITS)
 
 
-@pytest.mark.parametrize(("mean", "std", "low", "high"), [(0.0, 1.0, -0.1, 0.1), (0.1, 0.3, -0.2, 0.1), (0.0, 1.0, 3, 4)])
+@pytest.mark.parametrize(
+    ("mean", "std", "low", "high"), [(0.0, 1.0, -0.1, 0.1), (0.1, 0.3, -0.2, 0.1), (0.0, 1.0, 3, 4)]
+)
 @pytest.mark.filterwarnings("ignore:mean is more")
 def test_truncated_draws_stay_within_the_bounds_as_written(mean, std, low, high, seed):
     weight = MCTensor.encode(torch.zeros(2000), 2, torch.float32)
@@ -56,7 +58,8 @@ def test_truncated_draws_stay_within_the_bounds_as_written(mean, std, low, high,
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_new_tensors(dtype):
     x = MCTensor.encode([1.5, 2.5, 3.5], 3, dtype)
-    for made in (x.new_tensor([0.1, 0.3]), x.new([0.1, 0.3]), x.new_tensor(torch.tensor([0.1, 0.3], dtype=torch.float64))):
+    plain = torch.tensor([0.1, 0.3], dtype=torch.float64)
+    for made in (x.new_tensor([0.1, 0.3]), x.new([0.1, 0.3]), x.new_tensor(plain), x.new(plain)):
         assert isinstance(made, MCTensor)
         assert made.dtype == dtype
         assert len(made.components) == 3

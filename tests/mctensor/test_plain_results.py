@@ -100,9 +100,13 @@ def test_points_between_two_tensors(steps, seed):
     a, b = encoded(), encoded()
     for other in (b, 0.3):
         plain = other.decode() if isinstance(other, MCTensor) else torch.tensor(other, dtype=torch.float64)
-        assert same(torch.linspace(a, other, steps), torch.linspace(a.decode(), plain, steps), 1e-12)
-        assert same(torch.linspace(other, a, steps), torch.linspace(plain, a.decode(), steps), 1e-12)
-    wanted = torch.logspace(a.decode(), b.decode(), steps, 3.3)
+        assert same(
+            torch.linspace(a, other, steps), torch.linspace(a.decode(), plain, steps, dtype=torch.float64), 1e-12
+        )
+        assert same(
+            torch.linspace(other, a, steps), torch.linspace(plain, a.decode(), steps, dtype=torch.float64), 1e-12
+        )
+    wanted = torch.logspace(a.decode(), b.decode(), steps, 3.3, dtype=torch.float64)
     assert same(torch.logspace(a, b, steps, 3.3), wanted, 1e-11 * wanted.abs().max().item())
 
 

@@ -27,7 +27,7 @@ _data: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its 
 # Of what pickle stores; a file of another layout is refused.
 SAVED_LAYOUT = 1
 
-# A dispatch key above autograd's of which torch's operators have no kernel: see _composite_operators. torch left it to
+# A dispatch key above autograd's of which torch's operators have no kernel: see entry. torch left it to
 # extensions, of which the one that used it is no longer maintained.
 ENTRY_KEY_NAME = "DeferredInit"
 ENTRY_KEY = torch._C._dispatch_key_parse(ENTRY_KEY_NAME)

@@ -37,19 +37,35 @@ def without_large_constants(operands: Sequence[Any], wide: list[Parts]) -> list[
     return [_clamped(parts, large[i], limit) if i in large else parts for i, parts in enumerate(wide)]
 
 
+def without_large_elements(result: Parts, operands: Sequence[Any]) -> Parts:
+    """Return a result's float64 components, those that are large brought nearer to the others if an operand is plain.
+
+    Args:
+        result: of an operator that writes at places.
+        operands: all that it was given.
+    """
+    plain = [x for x in operands if _is_plain(x)]
+    if not any(_may_hold(_is_large(x)) for x in plain) or not _may_hold(places := _is_large(result[0])):
+        return result
+    return _clamped(result, places, _limit(magnitude(torch.where(places, 0.0, result[0]))))
+
+
 def saturated(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
     """Return a result's float64 components, brought nearer to the others where plain operands make it large.
 
     Args:
         result: of an elementwise function.
-        name: of the function.
-        operands: its own, x first.
+        name: of the function: "div", a name of another with factors, "addcmul" for x + b c, "addcdiv" for x + b / c.
+        operands: x, and one other, or b, c and a number.
     """
-    large = [_leads_to_large(x, name) for x in operands if isinstance(x, Tensor) and not isinstance(x, MCTensor)]
-    if len(operands) > 2 and not any(isinstance(x, MCTensor) for x in operands[1:]):
-        first, second = (x.double() if isinstance(x, Tensor) else float(x) for x in operands[1:])
-        product = first * second
-        large.append(_is_large(product) if isinstance(product, Tensor) and product.dim() else None)
+    if name in ("addcmul", "addcdiv") and not any(isinstance(x, MCTensor) for x in operands[1:]):
+        first, second, *factors = (x.double() if isinstance(x, Tensor) else float(x) for x in operands[1:])
+        product = first / second if name == "addcdiv" else first * second
+        for factor in factors:
+            product = product * factor
+        large = [_is_large(product) if isinstance(product, Tensor) and product.dim() else None]
+    else:
+        large = [_leads_to_large(x, name) for x in operands if _is_plain(x)]
     places = [place for place in large if place is not None and _may_hold(place)]
     if not places or result[0].shape != torch.broadcast_shapes(result[0].shape, *(p.shape for p in places)):
         return result
@@ -60,8 +76,12 @@ def saturated(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
     return _clamped(result, found, _limit(magnitude(torch.where(found, 0.0, result[0]))))
 
 
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, MCTensor) and x.is_floating_point()
+
+
 def _leads_to_large(x: Tensor, name: str) -> Tensor | None:
-    if not x.dim() or not x.is_floating_point():
+    if not x.dim():
         return None
     return (x.abs() <= 1 / STAND_IN) & (x != 0) if name == "div" else _is_large(x)
 

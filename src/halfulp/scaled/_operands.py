@@ -213,7 +213,12 @@ def is_stand_in_free(x: Tensor, size: float, is_negative: bool = True) -> bool:
 
 
 def scale_beside_stand_ins(
-    x: Tensor, storage: torch.dtype, size: float = STAND_IN, least: float = LEAST_STAND_IN, is_negative: bool = True
+    x: Tensor,
+    storage: torch.dtype,
+    size: float = STAND_IN,
+    least: float = LEAST_STAND_IN,
+    is_negative: bool = True,
+    is_wide: bool = False,
 ) -> Tensor:
     """Return the scale of a plain operand, measured without large numbers that stand for infinity.
 
@@ -222,6 +227,7 @@ def scale_beside_stand_ins(
         storage: of the payload that it meets.
         size: the magnitude from which on a number is large.
         least: to which at least it may saturate.
+        is_wide: whether the payload, and what results are written into, has float32's range.
         is_negative: only negative numbers, as masks write them.
     """
     if not x.dim() or not x.numel() or is_stand_in_free(x, size, is_negative):
@@ -232,7 +238,9 @@ def scale_beside_stand_ins(
         amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()
     else:
         scale, amax = _measured_at_once(x.detach().to(torch.float32), size, is_negative)
-    lowest = (amax / torch.finfo(torch.float32).max).to(torch.float32)
+    # Wide payloads leave room for products of the largest; narrow ones let it saturate.
+    top = _powers.HUGE if is_wide else torch.finfo(torch.float32).max
+    lowest = (amax / top).to(torch.float32)
     lowest = torch.where(amax >= size, lowest.clamp(min=least / torch.finfo(storage).max), lowest)
     return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import _powers_of_two as _powers
 from ._operands import LEAST_STAND_IN, STAND_IN, encode_values, is_stand_in_free, operand, scale_beside_stand_ins
-from ._scaled_tensor import ScaledTensor
+from ._scaled_tensor import ScaledTensor, wrap
 
 # Narrower ranges hold less beside other numbers.
 _STAND_IN = {torch.float8_e4m3fn: 2.0**12}
@@ -45,7 +45,14 @@ def addend(x: Any, like: ScaledTensor, factor: Any = 1.0) -> ScaledTensor:
     storage = like._payload.dtype
     size = _size_of(storage, factor)
     least = min(LEAST_STAND_IN * size / stand_in_size(storage), size)
-    return encode_values(x, torch.float32, scale_beside_stand_ins(x, storage, size, least, is_negative=False))
+    is_wide = storage in (torch.float32, torch.bfloat16) and like._home != torch.float16
+    scale = scale_beside_stand_ins(x, storage, size, least, is_negative=False, is_wide=is_wide)
+    made = encode_values(x, torch.float32, scale)
+    if is_wide or is_stand_in_free(x, _powers.HUGE, is_negative=False):
+        return made
+    # Products of what saturates stay finite.
+    held = made._payload.clamp(-_powers.HUGE, _powers.HUGE)
+    return wrap(torch.where(made._payload.isfinite(), held, made._payload), made._scale, made.dtype)
 
 
 def large_elements(x: Any, like: ScaledTensor, factor: Any = 1.0, inverse: bool = False) -> Tensor | None:

@@ -78,8 +78,11 @@ def _least_scale(constant: ScaledTensor, storage: torch.dtype) -> Tensor:
 def constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.dtype) -> Tensor:
     """Return a constant's payload under a scale; a constant that stands for infinity saturates."""
     payload = to_float32(constant)
-    moved = _powers.times(payload, _powers.ratio(constant._scale, scale)).clamp(-FLOAT32_MAX, FLOAT32_MAX)
     largest = torch.finfo(storage).max
+    moved = _powers.times(payload, _powers.ratio(constant._scale, scale)).clamp(-FLOAT32_MAX, FLOAT32_MAX)
+    if storage == torch.bfloat16:  # to which float32's largest number would be rounded as infinity
+        held = (largest / scale).clamp(max=largest)
+        moved = torch.minimum(torch.maximum(moved, -held), held)
     stands_in = (moved.abs() > largest) & (payload.abs() * constant._scale >= _stand_in(storage))
     enough = _powers.maximum_scale(torch.full_like(scale, largest), LEAST_STAND_IN / scale)
     return torch.where(payload.isinf(), payload, torch.where(stands_in, moved.sign() * enough, moved))
@@ -120,6 +123,9 @@ def _payload_of(constant: float, scale: float, storage: torch.dtype) -> float:
     if not math.isfinite(constant):
         return constant
     payload, largest = constant / scale, torch.finfo(storage).max
+    if storage == torch.bfloat16:
+        held = min(largest, largest / scale)
+        return min(max(payload, -held), held)
     if abs(payload) > largest and abs(constant) >= _stand_in(storage):
         return math.copysign(min(max(largest, LEAST_STAND_IN / scale), FLOAT32_MAX), constant)
     return min(max(payload, -FLOAT32_MAX), FLOAT32_MAX)

@@ -63,8 +63,8 @@ def _binary_in_place(name: str) -> Callable:
     return function
 
 
-def _update(name: str, x: Tensor, *operands: Any) -> Tensor:
-    """Write f(operands) into x."""
+def _update(name: str, x: Tensor, *operands: Any, given: tuple[str, tuple] | None = None) -> Tensor:
+    """Write f(operands) into x; `given` is the function and the operands of which they were made."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
         return write_value(x, evaluate(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
@@ -75,7 +75,7 @@ def _update(name: str, x: Tensor, *operands: Any) -> Tensor:
     form = computing_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
     if x._scale is not None:
-        result = saturated(result, name, operands)
+        result = saturated(result, *(given or (name, operands)))
     return write(x, result, lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0])
 
 
@@ -149,13 +149,15 @@ def _plain_product(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple
 @implements(aten.addcmul_.default)
 def addcmul_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
     """x + value b c, into x."""
-    return _update("addcmul", x, x, *_plain_product(b, c, value, False, result_type((x, b, c))))
+    factors = _plain_product(b, c, value, False, result_type((x, b, c)))
+    return _update("addcmul", x, x, *factors, given=("addcmul", (x, b, c, value)))
 
 
 @implements(aten.addcdiv_.default)
 def addcdiv_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
     """x + value b / c, into x."""
-    return _update("addcmul", x, x, *_plain_product(b, c, value, True, result_type((x, b, c))))
+    factors = _plain_product(b, c, value, True, result_type((x, b, c)))
+    return _update("addcmul", x, x, *factors, given=("addcdiv", (x, b, c, value)))
 
 
 @implements(aten.lerp.Scalar, aten.lerp.Tensor)

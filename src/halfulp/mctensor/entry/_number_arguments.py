@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..kernels import torch_operators
-from ._mctensor import MCTensor
-from ._plain_operands import encode_plain_operands, has_plain
-from ._result_type import result_type
+from ...kernels import torch_operators
+from .._mctensor import MCTensor
+from .._plain_operands import encode_plain_operands, has_plain
+from .._result_type import result_type
 
 aten = torch_operators("aten")
 
@@ -28,9 +28,7 @@ def _with_components(steps: Callable) -> Callable:
         if not any(isinstance(x, MCTensor) for x in leaves):
             return NotImplemented
         if has_plain(arguments, options):
-            arguments, options = encode_plain_operands(
-                (arguments, options), result_type(leaves), with_gradients=True
-            )
+            arguments, options = encode_plain_operands((arguments, options), result_type(leaves), with_gradients=True)
         return steps(*arguments, **options)
 
     return own

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import torch_operators
-from ._mctensor import MCTensor
+from ...kernels import torch_operators
+from .._mctensor import MCTensor
 
 aten = torch_operators("aten")
 
