@@ -13,11 +13,13 @@ from ..subclass._in_backward import COMPONENTS, FIRST, gives_plain_gradient, in_
 from ..subclass._quotient_formulas import in_quotient_formula
 from ._encode import integer_components, number_components, number_in_float32
 from ._mctensor import MCTensor, wrap
-from ._scale import divide_by_scale, magnitude, scale_for, to_float64
+from ._scale import divide_by_scale, keep_nonzero, magnitude, scale_for, to_float64
 from ._stand_ins import without_large_constants
 
 # float64 holds every value of so many bits that the components promise.
 _WIDE_BITS = 53
+# A sum of positive numbers is not to become 0 beside large ones: it may be divided by.
+SUMS = ("add", "sub", "addcmul", "hypot")
 _FACTORS = ("mul", "div", "addcmul")
 
 
@@ -141,7 +143,9 @@ def run_pointwise(name: str, operands: list[Parts], form: ResultType) -> Tensor:
     if gives_plain_gradient(form.gradients, form.has_gradient):
         return pointwise(name, *operands, components=1, dtype=form.dtype)[0]
     if form.scaled:
-        return make_scaled(pointwise(name, *operands, components=float64_count(form), dtype=torch.float64), form)
+        wide = pointwise(name, *operands, components=float64_count(form), dtype=torch.float64)
+        made = make_scaled(wide, form)
+        return wrap(keep_nonzero(made._parts, wide), made._scale, form.gradients) if name in SUMS else made
     return wrap(pointwise(name, *operands, components=form.components, dtype=form.dtype), None, form.gradients)
 
 

@@ -13,7 +13,7 @@ from ....kernels import torch_operators
 from ....subclass._in_backward import COMPONENTS
 from ..._mctensor import MCTensor
 from ..._registry import implements
-from ..._result_type import evaluate, operand_parts, result_type
+from ..._result_type import SUMS, evaluate, operand_parts, result_type
 from ..._stand_ins import saturated
 from ..._write import check_takes_fractions, computing_type, write, write_value, writes_directly
 
@@ -76,7 +76,8 @@ def _update(name: str, x: Tensor, *operands: Any, given: tuple[str, tuple] | Non
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
     if x._scale is not None:
         result = saturated(result, *(given or (name, operands)))
-    return write(x, result, lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0])
+    exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
+    return write(x, result, exact, is_sum=name in SUMS)
 
 
 for _name, _operator in UNARY.items():
