@@ -24,6 +24,7 @@ from ..subclass.models._parameter_holders import check_holders
 from . import _state_dict as _state_dict
 from ._encode import check_count, check_dtype
 from ._mctensor import MCTensor
+from .entry import _recurrent_inputs
 from .rules.networks import _recurrent as _recurrent
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -53,8 +54,8 @@ def multicomponent(
     DistributedDataParallel averages gradients as plain tensors.
 
     Args:
-        model: any module; its parameters are floating tensors, plain or MCTensors. Inputs have the components' dtype
-            or are MCTensors; a wider dtype widens the results.
+        model: any module; its parameters are floating tensors, plain or MCTensors. Inputs are MCTensors or
+            plain, of any floating dtype: they enter with all digits, and a wider dtype widens the results.
         components: 1 to 4.
         dtype: of the components, one of float16, bfloat16, float32 and float64; each parameter's own by default.
         where: which parameters and such buffers, a glob over qualified names ("encoder.*.weight"), several of them, or
@@ -88,6 +89,7 @@ def multicomponent(
     for ref in found:
         ref.module.__dict__.setdefault(_BEFORE, {}).setdefault(ref.key, ref.value.dtype)
     put_converted(model, found, values, wrappers)
+    _recurrent_inputs.install(model)
     return model
 
 
@@ -122,6 +124,7 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
         return _to_single_component(ref, dtype if dtype and ref.is_parameter else before)
 
     put_plain(model, found, converted(found, plain), wrappers)
+    _recurrent_inputs.remove(model)
     for module in model.modules():
         module.__dict__.pop(_BEFORE, None)
     return model

@@ -17,10 +17,11 @@ from ..subclass._collectives import collective_rule, is_collective
 from ..subclass._in_backward import gives_plain_gradient, unrounded_results
 from ..subclass._in_place import functional_form, is_written
 from ._formula_constants import formula
-from ._mctensor import MCTensor, decoded
+from ._mctensor import MCTensor, decoded, wrap
 from ._plain_operands import encode_plain_operands, has_plain
 from ._registry import RULES, derives, implements
-from ._result_type import ResultType, make_result, result_type
+from ._result_type import ResultType, make_result, parts_of, result_type
+from ._stand_ins import without_large_elements
 from ._write import check_takes_fractions, copy_received, write_value
 
 aten = torch_operators("aten")
@@ -78,7 +79,10 @@ def in_float64(operator: Callable[..., Any], arguments: tuple, options: dict, fo
     wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in _FLOATS]
     form = form or result_type(leaves, dtype=wanted[0] if wanted else None)
     arguments, options = tree_map(_wide, (arguments, options))
-    return tree_map(lambda x: make_result((x,), form) if _is_floating(x) else x, operator(*arguments, **options))
+    results = operator(*arguments, **options)
+    if form.scaled:
+        results = tree_map(lambda x: without_large_elements((x,), leaves)[0] if _is_floating(x) else x, results)
+    return tree_map(lambda x: make_result((x,), form) if _is_floating(x) else x, results)
 
 
 def _wide(x: Any) -> Any:
@@ -212,12 +216,21 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
             check_takes_fractions(target)
     for target, result in zip(targets, results, strict=True):
         if isinstance(target, MCTensor) or isinstance(result, MCTensor):
-            write_value(target, result)
+            write_value(target, _beside_constants(target, result, given))
         else:
             target.copy_(result)
     if not operator._schema.returns:
         return None
     return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _beside_constants(target: Tensor, result: Any, given: dict) -> Any:
+    """Return what is written, where plain operands do not decide the scale of the memory."""
+    if not isinstance(target, MCTensor) or target._scale is None or not isinstance(result, Tensor):
+        return result
+    parts = tuple(part.double() for part in parts_of(result, target.device))
+    found = without_large_elements(parts, tree_leaves(given))
+    return result if found is parts else wrap(found, None, target._gradients)
 
 
 def _refuse(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:

@@ -44,6 +44,17 @@ def encode_components(
     return tuple(part.contiguous() for part in parts), held
 
 
+def new_tensor(data: Any, components: int, dtype: torch.dtype, scaled: bool, device: Any) -> Any:
+    """Return the components and the scale of `x.new_tensor`; a plain tensor of a dtype that components cannot have."""
+    if dtype not in PRECISION:
+        return torch.tensor(data.decode() if hasattr(data, "decode") else data, dtype=dtype, device=device)
+    if isinstance(data, Tensor) and not data.is_floating_point():
+        data = data.double()
+    return encode_components(
+        data.detach() if isinstance(data, Tensor) else data, components, dtype, "auto" if scaled else "none", device
+    )
+
+
 def from_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
     """Return the components and the scale of `MCTensor.from_components`."""
     tensors = tuple(components)

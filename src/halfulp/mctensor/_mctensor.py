@@ -27,17 +27,18 @@ _data: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its 
 # Of what pickle stores; a file of another layout is refused.
 SAVED_LAYOUT = 1
 
-# A dispatch key above autograd's of which torch's operators have no kernel: see _composite_operators. torch names it so
-# because none of its own tensors carries it.
-ENTRY_KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
+# A dispatch key above autograd's of which torch's operators have no kernel: see entry. torch left it to
+# extensions, of which the one that used it is no longer maintained.
+ENTRY_KEY_NAME = "DeferredInit"
+ENTRY_KEY = torch._C._dispatch_key_parse(ENTRY_KEY_NAME)
 _entry_keys = torch._C.DispatchKeySet(ENTRY_KEY)
 _fallthrough = torch.library.Library("_", "IMPL")
 try:
-    _fallthrough.fallback(torch.library.fallthrough_kernel, "TESTING_ONLY_GenericMode")
+    _fallthrough.fallback(torch.library.fallthrough_kernel, ENTRY_KEY_NAME)
 except RuntimeError as error:
     raise ImportError(
-        "another library in this process has taken the dispatch key TESTING_ONLY_GenericMode, which torch has one of: "
-        "use halfulp.mctensor and that library in processes of their own"
+        f"another library in this process has taken the dispatch key {ENTRY_KEY_NAME}, which torch has one of: use "
+        " halfulp.mctensor and that library in processes of their own"
     ) from error
 
 
@@ -56,7 +57,6 @@ class MCTensor(torch.Tensor):
     scale is adapted to the result; where there is none, values beyond float16's range, and those that `copy_` and
     indexed assignment would make infinite, raise and nothing is written. A plain tensor that is written into takes the
     value rounded once. `x.to(dtype)` changes the components' dtype and keeps their number; `decode` leaves MCTensors.
-    torch itself rounds a number to `x.dtype` in `torch.where(mask, x, 0.1)`: use `x.masked_fill(~mask, 0.1)`.
 
     Gradients are plain tensors of the components' dtype (`gradients="first"`, as in the paper), or MCTensors
     (`gradients="components"`); results inherit it, "components" winning.
@@ -233,6 +233,31 @@ class MCTensor(torch.Tensor):
 
     def __format__(self, specification: str) -> str:
         return format(self.item(), specification) if self.dim() == 0 and specification else repr(self)
+
+    def new_tensor(  # type: ignore[override]
+        self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
+    ) -> Tensor:
+        """A tensor of data with all digits: an MCTensor like this one, or a plain tensor of another kind of dtype."""
+        kind, place = dtype or self.dtype, device or self.device
+        made = _numbers.new_tensor(data, len(self._parts), kind, self._scale is not None, place)
+        made = wrap(*made, self._gradients) if isinstance(made, tuple) else made
+        return made.requires_grad_(requires_grad)
+
+    def new(self, *arguments: Any, device: Any = None) -> Tensor:  # type: ignore[override]
+        """torch's old constructor: of sizes without values, or of data; always an MCTensor like this one."""
+        if len(arguments) == 1 and not isinstance(arguments[0], (int, torch.Size)):
+            return self.new_tensor(arguments[0], device=device)
+        sizes = arguments[0] if arguments and isinstance(arguments[0], torch.Size) else arguments or (0,)
+        made: Tensor = self.new_empty(sizes, device=device)
+        return made
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **options: Any) -> Any:  # type: ignore[override]
+        """The name of torch's type of the components, or `to` a dtype or a type of this name."""
+        if dtype is None:
+            return self._parts[0].type()
+        if not isinstance(dtype, torch.dtype):
+            dtype = torch.empty(0, device="cpu").type(dtype).dtype
+        return self.to(dtype, non_blocking=non_blocking)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # torch would round a number to the components' dtype before anyone else sees it.

@@ -10,12 +10,16 @@ from torch import Tensor
 
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
 from ..subclass._in_backward import COMPONENTS, FIRST, gives_plain_gradient, in_backward
+from ..subclass._quotient_formulas import in_quotient_formula
 from ._encode import integer_components, number_components, number_in_float32
 from ._mctensor import MCTensor, wrap
-from ._scale import divide_by_scale, magnitude, scale_for, to_float64
+from ._scale import divide_by_scale, keep_nonzero, magnitude, scale_for, to_float64
+from ._stand_ins import without_large_constants
 
 # float64 holds every value of so many bits that the components promise.
 _WIDE_BITS = 53
+# A sum of positive numbers is not to become 0 beside large ones: it may be divided by.
+SUMS = ("add", "sub", "addcmul", "hypot")
 _FACTORS = ("mul", "div", "addcmul")
 
 
@@ -80,6 +84,10 @@ def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Re
         rank = 1 if x.dim() else 0
         known = kinds[rank]
         kinds[rank] = kind if known is None or known is kind else torch.promote_types(known, kind)
+    if dtype is None and in_quotient_formula():
+        promoted = kinds[1] or kinds[0]
+        if promoted == torch.float16:  # one scale would lose a 1 beside 2^40; two float32 hold what four float16 do
+            return ResultType(torch.float32, min(count, 2), gradients, False, device, has_gradient)
     dtype = dtype or kinds[1] or kinds[0]
     scaled = dtype in scales or (dtype == torch.float16 and bool(scales))
     return ResultType(dtype, count, gradients, scaled, device, has_gradient)
@@ -135,7 +143,9 @@ def run_pointwise(name: str, operands: list[Parts], form: ResultType) -> Tensor:
     if gives_plain_gradient(form.gradients, form.has_gradient):
         return pointwise(name, *operands, components=1, dtype=form.dtype)[0]
     if form.scaled:
-        return make_scaled(pointwise(name, *operands, components=float64_count(form), dtype=torch.float64), form)
+        wide = pointwise(name, *operands, components=float64_count(form), dtype=torch.float64)
+        made = make_scaled(wide, form)
+        return wrap(keep_nonzero(made._parts, wide), made._scale, form.gradients) if name in SUMS else made
     return wrap(pointwise(name, *operands, components=form.components, dtype=form.dtype), None, form.gradients)
 
 
@@ -161,10 +171,12 @@ def make_scaled(wide: Parts, form: ResultType) -> MCTensor:
 
 def align_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
     """Return operands as components of one dtype, number and scale, for an operator that copies elements."""
+    operands = list(operands)
     parts = [parts_of(x, form.device) for x in operands]
     if not form.scaled:
         return [_round_to_components(part, form.components, form.dtype) for part in parts], None
     wide = [tuple(part.double() for part in some) for some in parts]
+    wide = without_large_constants(operands, wide)
     scale = scale_for(torch.stack([magnitude(some[0]) for some in wide]).amax(), form.dtype)
     return [divide_by_scale(some, scale, form.components, form.dtype) for some in wide], scale
 

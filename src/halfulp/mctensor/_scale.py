@@ -44,6 +44,14 @@ def divide_by_scale(wide: Parts, scale: Tensor, components: int, dtype: torch.dt
     return renormalize(tuple(part / scale for part in wide), components, dtype)
 
 
+def keep_nonzero(parts: Parts, wide: Parts) -> Parts:
+    """Return scaled components of which none is 0 where the value is not: what is divided by a sum stays finite."""
+    least = torch.finfo(parts[0].dtype).smallest_normal * torch.finfo(parts[0].dtype).eps
+    vanished = (parts[0] == 0) & (wide[0] != 0)
+    held = torch.full_like(parts[0], least).copysign(wide[0].to(parts[0].dtype))
+    return (torch.where(vanished, held, parts[0]), *parts[1:])
+
+
 def power_of_two(scale: Tensor | float, device: torch.device) -> Tensor:
     """Return a scale as a 0-d float32 tensor.
 

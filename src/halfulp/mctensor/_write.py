@@ -11,7 +11,7 @@ from torch import Tensor
 from ..arithmetic import Parts, renormalize
 from ._mctensor import MCTensor, decoded
 from ._result_type import ResultType, float64_count, parts_of
-from ._scale import HEADROOM, divide_by_scale, magnitude, scale_for
+from ._scale import HEADROOM, divide_by_scale, keep_nonzero, magnitude, scale_for
 
 # A payload whose largest magnitude has fallen by so many binades is rescaled, so that small values keep their digits.
 _ROOM_BELOW = 8
@@ -47,10 +47,11 @@ def computing_type(x: MCTensor) -> ResultType:
     return form._replace(dtype=torch.float64, components=float64_count(form))
 
 
-def write(x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None) -> Tensor:
+def write(x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None, is_sum: bool = False) -> Tensor:
     """Copy a result's components, without a scale, into x; all its views see it.
 
     exact: makes the result in float64, to tell an infinity from a finite value that does not fit.
+    is_sum: whether the result is a sum, of which no element becomes 0 beside large ones.
 
     Raises:
         RuntimeError: the result is larger than x.
@@ -61,7 +62,7 @@ def write(x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None) ->
     if not isinstance(x, MCTensor):
         return x.copy_(renormalize(parts, 1, x.dtype)[0])
     if x._scale is not None:
-        return _write_scaled(x, x._scale, parts)
+        return _write_scaled(x, x._scale, parts, is_sum)
     if len(parts) != len(x._parts) or parts[0].dtype != x.dtype:
         parts = renormalize(parts, len(x._parts), x.dtype)
     check_fits(x, parts[0], exact)
@@ -139,11 +140,12 @@ def check_fits(x: MCTensor, first: Tensor, exact: Callable[[], Tensor] | None) -
         )
 
 
-def _write_scaled(x: MCTensor, scale: Tensor, parts: Parts) -> MCTensor:
+def _write_scaled(x: MCTensor, scale: Tensor, parts: Parts, is_sum: bool) -> MCTensor:
     wide = tuple(part.double() for part in parts)
     wanted = _wanted_scale(x, scale, magnitude(wide[0]))
     _rescale(x, scale, wanted)
-    for target, part in zip(x._parts, divide_by_scale(wide, scale, len(x._parts), x.dtype)):
+    held = divide_by_scale(wide, scale, len(x._parts), x.dtype)
+    for target, part in zip(x._parts, keep_nonzero(held, wide) if is_sum else held):
         target.copy_(part)
     return x
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,13 @@ def check_storage(dtype: object) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or dtype not in STORAGES:
         raise ValueError(f"dtype={dtype}: a payload is one of {', '.join(map(str, STORAGES))}")
     return dtype
+
+
+@dataclass(frozen=True)
+class Transient:
+    """The home of a float32 result that lives within one formula, and outside of it is rounded to a storage."""
+
+    storage: torch.dtype
 
 
 def check_home(home: object) -> torch.dtype | None:

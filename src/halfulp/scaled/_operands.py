@@ -181,7 +181,7 @@ def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
         if x.is_complex():
             raise ComplexOperand
         x = x if x.is_floating_point() else x.to(like.dtype)
-        return encode_values(x, torch.float32, _scale_beside_stand_ins(x, like._payload.dtype))
+        return encode_values(x, torch.float32, scale_beside_stand_ins(x, like._payload.dtype))
     if isinstance(x, complex):
         raise ComplexOperand
     value = float(x)
@@ -204,30 +204,54 @@ STAND_IN = 2.0**24
 LEAST_STAND_IN = 128.0
 
 
-def _scale_beside_stand_ins(x: Tensor, storage: torch.dtype) -> Tensor:
-    """Return the scale of a plain operand, measured without the large negatives that masks write for minus infinity."""
-    if not x.dim() or not x.numel():
-        return rms_scale(x, torch.float32)
-    if _powers.is_concrete(x) and not x.requires_grad and x.dtype == torch.float32 and x.amin().item() > -STAND_IN:
+def is_stand_in_free(x: Tensor, size: float, is_negative: bool = True) -> bool:
+    """Return whether values are concrete and none is as large as what stands for infinity."""
+    if not (_powers.is_concrete(x) and not x.requires_grad and x.dtype == torch.float32 and x.numel()):
+        return False
+    low, high = (bound.item() for bound in torch.aminmax(x)) if not is_negative else (x.amin().item(), 0.0)
+    return -size < low and high < size
+
+
+def scale_beside_stand_ins(
+    x: Tensor,
+    storage: torch.dtype,
+    size: float = STAND_IN,
+    least: float = LEAST_STAND_IN,
+    is_negative: bool = True,
+    is_wide: bool = False,
+) -> Tensor:
+    """Return the scale of a plain operand, measured without large numbers that stand for infinity.
+
+    Args:
+        x: the operand.
+        storage: of the payload that it meets.
+        size: the magnitude from which on a number is large.
+        least: to which at least it may saturate.
+        is_wide: whether the payload, and what results are written into, has float32's range.
+        is_negative: only negative numbers, as masks write them.
+    """
+    if not x.dim() or not x.numel() or is_stand_in_free(x, size, is_negative):
         return rms_scale(x, torch.float32)
     if _powers.is_concrete(x) or x.dtype == torch.float64:
-        large = x <= -STAND_IN
+        large = x <= -size if is_negative else x.abs() >= size
         scale = rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
         amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()
     else:
-        scale, amax = _measured_at_once(x.detach().to(torch.float32), STAND_IN)
-    lowest = (amax / torch.finfo(torch.float32).max).to(torch.float32)
-    lowest = torch.where(amax >= STAND_IN, lowest.clamp(min=LEAST_STAND_IN / torch.finfo(storage).max), lowest)
+        scale, amax = _measured_at_once(x.detach().to(torch.float32), size, is_negative)
+    # Wide payloads leave room for products of the largest; narrow ones let it saturate.
+    top = _powers.HUGE if is_wide else torch.finfo(torch.float32).max
+    lowest = (amax / top).to(torch.float32)
+    lowest = torch.where(amax >= size, lowest.clamp(min=least / torch.finfo(storage).max), lowest)
     return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
 
 
-def _measured_at_once(x: Tensor, stand_in: float) -> tuple[Tensor, Tensor]:
+def _measured_at_once(x: Tensor, stand_in: float, is_negative: bool = True) -> tuple[Tensor, Tensor]:
     """Return that scale and the largest finite magnitude, in one float32 pass that compilers can fuse.
 
     Squares that leave float32's range leave the largest magnitude to go by; so do tensors of nothing but stand-ins.
     """
     size = torch.nan_to_num(x.abs(), 0.0, 0.0, 0.0)
-    is_other = x > -stand_in
+    is_other = x > -stand_in if is_negative else size < stand_in
     others = torch.where(is_other, size, 0.0)
     amax, top = size.amax(), others.amax()
     squares, count = others.square().sum(), others.count_nonzero().clamp(min=1)

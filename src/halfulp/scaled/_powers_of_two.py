@@ -147,10 +147,17 @@ def ratio(scale: Tensor, other: Tensor) -> Tensor | float:
     return (scale / other).clamp(min=SMALLEST)
 
 
-def ratio_clamped(scale: Tensor, other: Tensor) -> Tensor | float:
-    """Return the factor that brings a payload to another, deciding scale, at most 2^100: stand-ins stay finite."""
+def brought_under(payload: Tensor, scale: Tensor, other: Tensor) -> Tensor:
+    """Return a float32 payload under another, deciding scale, where stand-ins for infinity stay finite.
+
+    Traced, the factor is at most 2^100, so that nothing but a product is to be computed.
+    """
     factor = ratio(scale, other)
-    return factor.clamp(max=HUGE) if isinstance(factor, Tensor) else min(factor, HUGE)
+    if isinstance(factor, Tensor):
+        return times(payload, factor.clamp(max=HUGE))
+    moved = times(payload, factor)
+    largest = torch.finfo(torch.float32).max
+    return moved if factor <= HUGE else torch.where(payload.isfinite(), moved.clamp(-largest, largest), payload)
 
 
 def times(payload: Tensor, factor: Tensor | float) -> Tensor:

@@ -12,10 +12,11 @@ from torch import Tensor
 from ..kernels import require_float64, resolved, untraced
 from ..subclass import graph_key
 from ..subclass._pickle import register_collate
+from ..subclass._quotient_formulas import in_quotient_formula
 from ..subclass._rule_table import Given
 from ..subclass.models._data_parallel import refuses_fully_shard
 from . import _powers_of_two as _powers
-from ._dtypes import check_home, check_logical, check_storage
+from ._dtypes import Transient, check_home, check_logical, check_storage
 from ._powers_of_two import PowerRounding
 from ._registry import CLASS_FUNCTIONS, RULES, ComplexOperand, implements, promoted_rule_of, rule_of
 
@@ -48,7 +49,7 @@ class ScaledTensor(torch.Tensor):
 
     _payload: Tensor
     _scale: Tensor
-    _home: torch.dtype | None = None
+    _home: torch.dtype | Transient | None = None
 
     __torch_function__: ClassVar[Callable[..., Any]] = torch._C._disabled_torch_function_impl
 
@@ -90,7 +91,7 @@ class ScaledTensor(torch.Tensor):
     ) -> Any:
         try:
             home = home_of(arguments, options)
-            if home is not None:
+            if home is not None or in_quotient_formula():
                 return promoted_rule_of(operator)(home, arguments, options or {})
             return rule_of(operator)(*arguments, **(options or {}))
         except ComplexOperand:
@@ -163,7 +164,7 @@ class ScaledTensor(torch.Tensor):
         >>> x.exp().payload.dtype, (x.exp() * x).payload.dtype, (x.exp() @ x.mT).payload.dtype
         (torch.float32, torch.float32, torch.float16)
         """
-        return self._home
+        return None if type(self._home) is Transient else self._home
 
     # torch's distributed checkpoints look up every entry of a state_dict as an attribute of the module or tensor.
     payload_scale = scale

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..subclass._quotient_formulas import in_quotient_formula
 from . import _powers_of_two as _powers
-from ._dtypes import EIGHT_BITS
+from ._dtypes import EIGHT_BITS, Transient, common_storage
 from ._families import FAMILIES
 from ._float8 import rms_scale_float32
 from ._operands import quick_rms_scale, to_float32, to_storage
-from ._registry import FAMILY_OF, class_function, rule_of
-from ._scaled_tensor import ScaledTensor, wrap
+from ._registry import CLASS_FUNCTIONS, FAMILY_OF, class_function, rule_of
+from ._scaled_tensor import ScaledTensor, home_of, wrap
 
 WideMode = Literal["autocast", "none"]
 WIDE_MODES = ("autocast", "none")
@@ -60,6 +61,12 @@ def is_above_home(x: Any) -> bool:
     return type(x) is ScaledTensor and x._home is not None and x._payload.dtype == torch.float32
 
 
+def _is_wide(x: Any) -> bool:
+    if type(x) is ScaledTensor or not isinstance(x, Tensor):
+        return is_above_home(x)
+    return bool(x.dim()) and x.dtype in (torch.float32, torch.float64)
+
+
 def with_float32_payload(x: Any) -> Any:
     """Return a scaled tensor with a float32 payload, and anything else unchanged."""
     if type(x) is not ScaledTensor or x._payload.dtype == torch.float32:
@@ -89,8 +96,11 @@ def operands_in_home(arguments: tuple, options: dict) -> tuple[tuple, dict]:
 
 
 def operands_in_widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Widen every payload to float32 if one is; lists are left to their rules."""
-    if any(map(is_above_home, arguments)) or any(map(is_above_home, options.values())):
+    """Widen every payload to float32 if one is, or a plain tensor is; lists are left to their rules.
+
+    autocast promotes a narrow result that meets a plain float32 tensor: its range may be all that holds the result.
+    """
+    if any(map(_is_wide, arguments)) or any(map(_is_wide, options.values())):
         return tuple(map(with_float32_payload, arguments)), {
             name: with_float32_payload(x) for name, x in options.items()
         }
@@ -161,12 +171,24 @@ def operands_of(operator: OpOverload) -> Operands | None:
 
 @class_function
 def make_promoted_rule(operator: OpOverload) -> Callable:
-    """Return an operator's rule for operands of which one has a home, which the results then have too."""
+    """Return an operator's rule for operands of which one has a home, which the results then have too.
+
+    Steps of a formula that divides by a sum have float32 operands, with a home and without.
+    """
     prepare = operands_of(operator)
     writes = operator._schema.is_mutable
     accumulates = operator._schema.name.removeprefix("aten::") in _OF_ACCUMULATION
 
-    def run(home: torch.dtype, arguments: tuple, options: dict) -> Any:
+    def run(home: torch.dtype | Transient | None, arguments: tuple, options: dict) -> Any:
+        if in_quotient_formula():
+            if type(home) is not torch.dtype:
+                return _run_transient(operator, arguments, options)
+            arguments, options = (arguments, options) if writes else operands_in_float32(arguments, options)
+        elif type(home) is Transient:
+            arguments, options = _map_tensors(_from_transient, arguments, options)
+            home = home_of(arguments, options)
+            if home is None:
+                return rule_of(operator)(*arguments, **options)
         if prepare is not None:
             arguments, options = prepare(arguments, options)
         results = rule_of(operator)(*arguments, **options)
@@ -186,6 +208,31 @@ def _with_home(results: Any, home: torch.dtype, written: Container[int]) -> Any:
         for result in results:
             _with_home(result, home, written)
     return results
+
+
+def _run_transient(operator: OpOverload, arguments: tuple, options: dict) -> Any:
+    """Run a step of a formula that divides by a sum, on float32 payloads, without a home.
+
+    What it makes of nothing but saved values is a step in between; what such a step and others make is a gradient.
+    """
+    given = [x for x in tree_leaves((arguments, options)) if type(x) is ScaledTensor]
+    saved = [x._payload.dtype for x in given if type(x._home) is not Transient]
+    if operator._schema.is_mutable or not given:
+        return rule_of(operator)(*arguments, **options)
+    results = rule_of(operator)(*operands_in_float32(arguments, options)[0], **operands_in_float32((), options)[1])
+    storage = common_storage(saved or [x._home.storage for x in given])  # type: ignore[union-attr]
+    for result in tree_leaves(results):
+        if type(result) is ScaledTensor and result._payload.dtype != storage:
+            result._home = Transient(storage)
+    return tree_map(_from_transient, results) if 0 < len(saved) < len(given) else results
+
+
+def _from_transient(x: Any) -> Any:
+    """Round a result of a step in between to the storage of what the step was given."""
+    if type(x) is not ScaledTensor or type(x._home) is not Transient:
+        return x
+    rounded: ScaledTensor = CLASS_FUNCTIONS["with_dtypes"](x, x.dtype, x._home.storage)
+    return rounded
 
 
 # Operators that autograd runs as a gradient is stored in, or added to, a parameter's `grad`.

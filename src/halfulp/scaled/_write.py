@@ -63,9 +63,21 @@ def write(x: Tensor, value: Any) -> Tensor:
             payload = to_float32(value)
             payload = payload.masked_fill(payload != 0, torch.inf)
         _check_fits(x, payload, value)
+    if x._payload.dtype == torch.bfloat16 and payload.dtype == torch.float32:
+        payload = _held_in_bfloat16(payload, scale)
     x._payload.copy_(payload if payload.dtype == x._payload.dtype else to_storage(payload, x._payload.dtype))
     x._scale.copy_(scale)
     return x
+
+
+def _held_in_bfloat16(payload: Tensor, scale: Tensor) -> Tensor:
+    """Keep finite numbers that bfloat16 would round to infinity, as float32's largest: they saturate."""
+    largest = torch.finfo(torch.bfloat16).max
+    held = (largest / scale).clamp(max=largest)
+    if _powers.is_concrete(payload) and (not payload.numel() or payload.abs().amax().item() <= held.item()):
+        return payload
+    clamped = torch.minimum(torch.maximum(payload, -held), held)
+    return torch.where(payload.isfinite(), clamped, payload)
 
 
 def covers_memory(x: ScaledTensor) -> bool:

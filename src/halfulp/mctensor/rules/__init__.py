@@ -1,7 +1,7 @@
 """All families of rules, imported so that they are registered."""
 
-from .. import _composite_operators as _composite_operators
 from .. import _decode as _decode
+from ..entry import _composite_operators as _composite_operators
 from .elementwise import _activations as _activations
 from .elementwise import _comparison as _comparison
 from .elementwise import _pointwise as _pointwise

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _powers_of_two as _powers
 from .._operands import LEAST_STAND_IN, first_scaled, operand, storage_of, to_float32
+from .._plain_addends import addend, large_elements, saturated
 from .._scaled_tensor import ScaledTensor
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -31,7 +32,7 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     zeros of any scale a constant's own power of two is taken, for a large one what it needs.
     """
     like, storage = first_scaled(operands), storage_of(operands)
-    tensors = {i: operand(x, like) for i, x in enumerate(operands) if not is_constant(x)}
+    tensors = {i: addend(x, like) for i, x in enumerate(operands) if not is_constant(x)}
     constants = {i: operand(x, like) for i, x in enumerate(operands) if i not in tensors}
     filled = {i for i, x in tensors.items() if is_filled(x)}
     if len(filled) < len(tensors):
@@ -39,7 +40,8 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     scale = _powers.deciding_scale(*(x._scale for x in tensors.values()))
     if constants:
         scale = with_room(scale, storage, *constants.values())
-    payloads = {i: _powers.times(to_float32(x), _powers.ratio_clamped(x._scale, scale)) for i, x in tensors.items()}
+    payloads = {i: _powers.brought_under(to_float32(x), x._scale, scale) for i, x in tensors.items()}
+    payloads = {i: saturated(p, scale, storage, large_elements(operands[i], like)) for i, p in payloads.items()}
     payloads |= {i: constant_payload(x, scale, storage) for i, x in constants.items()}
     return [payloads[i] for i in range(len(operands))], scale
 
@@ -76,8 +78,11 @@ def _least_scale(constant: ScaledTensor, storage: torch.dtype) -> Tensor:
 def constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.dtype) -> Tensor:
     """Return a constant's payload under a scale; a constant that stands for infinity saturates."""
     payload = to_float32(constant)
-    moved = _powers.times(payload, _powers.ratio(constant._scale, scale)).clamp(-FLOAT32_MAX, FLOAT32_MAX)
     largest = torch.finfo(storage).max
+    moved = _powers.times(payload, _powers.ratio(constant._scale, scale)).clamp(-FLOAT32_MAX, FLOAT32_MAX)
+    if storage == torch.bfloat16:  # to which float32's largest number would be rounded as infinity
+        held = (largest / scale).clamp(max=largest)
+        moved = torch.minimum(torch.maximum(moved, -held), held)
     stands_in = (moved.abs() > largest) & (payload.abs() * constant._scale >= _stand_in(storage))
     enough = _powers.maximum_scale(torch.full_like(scale, largest), LEAST_STAND_IN / scale)
     return torch.where(payload.isinf(), payload, torch.where(stands_in, moved.sign() * enough, moved))
@@ -118,6 +123,9 @@ def _payload_of(constant: float, scale: float, storage: torch.dtype) -> float:
     if not math.isfinite(constant):
         return constant
     payload, largest = constant / scale, torch.finfo(storage).max
+    if storage == torch.bfloat16:
+        held = min(largest, largest / scale)
+        return min(max(payload, -held), held)
     if abs(payload) > largest and abs(constant) >= _stand_in(storage):
         return math.copysign(min(max(largest, LEAST_STAND_IN / scale), FLOAT32_MAX), constant)
     return min(max(payload, -FLOAT32_MAX), FLOAT32_MAX)

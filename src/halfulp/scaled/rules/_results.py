@@ -113,7 +113,7 @@ def align(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtyp
     tensors = [operand(x, like) for x in operands]
     scale = _powers.deciding_scale(*(x._scale for x in tensors))
     storage = storage_of(operands)
-    payloads = [_powers.times(to_float32(x), _powers.ratio_clamped(x._scale, scale)) for x in tensors]
+    payloads = [_powers.brought_under(to_float32(x), x._scale, scale) for x in tensors]
     payloads = [_saturated(p, given, storage) for p, given in zip(payloads, operands)]
     return payloads, scale, storage, logical_of(operands)
 

@@ -1,4 +1,4 @@
-"""Rules of GELU, whose constants need more digits than torch's own formula has."""
+"""Rules of GELU, whose constants need more digits than torch's own formula has, and of the random leaky ReLU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ....kernels import torch_operators
 from ..._derivation import beyond_float64
+from ..._registry import implements
 from ._powers import PI, constant
 
 aten = torch_operators("aten")
@@ -38,6 +39,19 @@ def gelu_backward(gradient: Any, x: Any, *, approximate: str = "none") -> Tensor
         return gradient * ((1 + bent) + x * (1 - bent * bent) * slope) * 0.5
     density = (x * x * -0.5).exp() * (constant(PI, x) * 2).rsqrt()
     return gradient * (_normal(x) * 0.5 + x * density)
+
+
+@implements(aten.rrelu_with_noise.default)
+def rrelu_with_noise(
+    x: Any, noise: Any, lower: Any = 1 / 8, upper: Any = 1 / 3, training: bool = False, generator: Any = None
+) -> Tensor:
+    """x, below zero times a slope: drawn, and written into the noise, or the middle one."""
+    if not training:
+        return torch.where(x > 0, x, x * ((lower + upper) / 2))
+    slopes = torch.empty(x.shape, dtype=torch.float64, device=x.device).uniform_(lower, upper, generator=generator)
+    slopes = torch.where(x > 0, 1.0, slopes).to(x.dtype)
+    noise.copy_(slopes)
+    return x * slopes
 
 
 def _normal(x: Any) -> Tensor:

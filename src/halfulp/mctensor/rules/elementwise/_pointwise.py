@@ -13,7 +13,8 @@ from ....kernels import torch_operators
 from ....subclass._in_backward import COMPONENTS
 from ..._mctensor import MCTensor
 from ..._registry import implements
-from ..._result_type import evaluate, operand_parts, result_type
+from ..._result_type import SUMS, evaluate, operand_parts, result_type
+from ..._stand_ins import saturated
 from ..._write import check_takes_fractions, computing_type, write, write_value, writes_directly
 
 aten = torch_operators("aten")
@@ -62,8 +63,8 @@ def _binary_in_place(name: str) -> Callable:
     return function
 
 
-def _update(name: str, x: Tensor, *operands: Any) -> Tensor:
-    """Write f(operands) into x."""
+def _update(name: str, x: Tensor, *operands: Any, given: tuple[str, tuple] | None = None) -> Tensor:
+    """Write f(operands) into x; `given` is the function and the operands of which they were made."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
         return write_value(x, evaluate(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
@@ -73,7 +74,10 @@ def _update(name: str, x: Tensor, *operands: Any) -> Tensor:
         return x
     form = computing_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
-    return write(x, result, lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0])
+    if x._scale is not None:
+        result = saturated(result, *(given or (name, operands)))
+    exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
+    return write(x, result, exact, is_sum=name in SUMS)
 
 
 for _name, _operator in UNARY.items():
@@ -146,13 +150,15 @@ def _plain_product(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple
 @implements(aten.addcmul_.default)
 def addcmul_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
     """x + value b c, into x."""
-    return _update("addcmul", x, x, *_plain_product(b, c, value, False, result_type((x, b, c))))
+    factors = _plain_product(b, c, value, False, result_type((x, b, c)))
+    return _update("addcmul", x, x, *factors, given=("addcmul", (x, b, c, value)))
 
 
 @implements(aten.addcdiv_.default)
 def addcdiv_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
     """x + value b / c, into x."""
-    return _update("addcmul", x, x, *_plain_product(b, c, value, True, result_type((x, b, c))))
+    factors = _plain_product(b, c, value, True, result_type((x, b, c)))
+    return _update("addcmul", x, x, *factors, given=("addcdiv", (x, b, c, value)))
 
 
 @implements(aten.lerp.Scalar, aten.lerp.Tensor)

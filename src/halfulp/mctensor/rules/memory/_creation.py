@@ -85,6 +85,12 @@ def zero_(x: MCTensor) -> Tensor:
     return x
 
 
+@implements(aten.eye.out, aten.eye.m_out)
+def eye_out(*sizes: int, out: Tensor) -> Tensor:
+    """Write ones into the diagonal, zeros elsewhere."""
+    return write_value(out, torch.eye(*sizes, dtype=torch.float64, device=out.device))
+
+
 def _new_like(operator: OpOverload) -> Callable:
     """Return the rule of an operator that makes a tensor like a given one: its first component; the others are zero."""
 

@@ -117,6 +117,14 @@ for _operator, (_target, _position) in _NUMBER_OVERLOADS.items():
     implements(_operator)(_of_a_number(_target, _position))
 
 
+@implements(aten._pack_padded_sequence.default)
+def pack_padded_sequence(x: MCTensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """The steps of all sequences one after the other, and how many there are of each."""
+    packed = [aten._pack_padded_sequence.default(part, lengths, batch_first) for part in x._parts]
+    scale = None if x._scale is None else x._scale.clone()
+    return wrap(tuple(rows for rows, _ in packed), scale, x._gradients), packed[0][1]
+
+
 def _concatenation(operator: OpOverload) -> Callable:
     def concatenate(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
         form = result_type(tensors)

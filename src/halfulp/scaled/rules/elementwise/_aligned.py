@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..._operands import (
     storage_of,
     to_float32,
 )
+from ..._plain_addends import addend, large_elements, saturated
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
 from .._constants import align_with_constants, constants_under
@@ -33,28 +34,51 @@ from .._vocabulary import aligned, homogeneous, unit_scale
 aten = torch_operators("aten")
 # The largest eps: numbers added to keep a divisor from 0 are no larger.
 _LARGEST_EPS = 1e-3
+# Payload types whose smallest number is no larger, next to which it is as good as 0.
+_SMALL = 2.0**-16
 
 
 def scaled_by_number(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, float]:
     """Return x with the power of two next to a number in its scale, and the rest of the number."""
+    x = addend(x, like, factor)
     if factor == 1:
         return x, 1.0
-    x = operand(x, like)
     power = _powers.power_of(abs(float(factor))) if factor else 1.0
     scale, rest = _powers.product(x._scale, power)
     wide = wrap(_powers.times(to_float32(x), rest), scale, x.dtype)
     return wide, float(factor) / power
 
 
+def _sum(operator: Callable, a: Any, b: Any, alpha: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, torch.dtype]:
+    """Return both payloads, op(a, alpha b) and the scale of the three, and the storage."""
+    like = first_scaled((a, b))
+    storage = storage_of((a, b))
+    moved, factor = scaled_by_number(b, alpha, like)
+    (x, y), scale, *_ = align(addend(a, like), moved)
+    total = operator(x, y, alpha=factor)
+    total = saturated(total, scale, storage, large_elements(a, like), large_elements(b, like, alpha))
+    return x, y, total, scale, storage
+
+
 @implements(aten.add.Tensor, aten.add.Scalar, family="alignment")
 def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     """a + alpha b under the larger scale."""
-    moved, factor = scaled_by_number(b, alpha, first_scaled((a, b)))
-    (x, y), scale, *_ = align(a, moved)
-    total, storage = torch.add(x, y, alpha=factor), storage_of((a, b))
+    x, y, total, scale, storage = _sum(torch.add, a, b, alpha)
     made_up = make_scaled_to_fit(total, scale, storage, logical_of((a, b)))
     # The eps of an optimizer or a normalisation must not vanish: it keeps a divisor from 0.
-    return keep_nonzero(made_up, total) if _vanishes(b, scale, storage) else made_up
+    if _vanishes(b, scale, storage):
+        return keep_nonzero(made_up, total)
+    return _keep_sum_of_one_sign(made_up, total, x, y)
+
+
+def _keep_sum_of_one_sign(rounded: ScaledTensor, total: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Keep sums of numbers of one sign from rounding to 0: what is divided by a sum of positives is finite."""
+    if smallest(rounded._payload.dtype) > _SMALL or rounded._payload.dtype in (torch.float32, torch.bfloat16):
+        return rounded
+    if _powers.is_concrete(total) and not bool(((rounded._payload == 0) & (total != 0)).any()):
+        return rounded
+    is_one_sign = ((x >= 0) & (y >= 0)) | ((x <= 0) & (y <= 0))
+    return keep_nonzero(rounded, torch.where(is_one_sign, total, 0.0))
 
 
 def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
@@ -77,9 +101,8 @@ def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
 @implements(aten.sub.Tensor, aten.sub.Scalar, family="alignment")
 def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     """a - alpha b under the larger scale."""
-    moved, factor = scaled_by_number(b, alpha, first_scaled((a, b)))
-    (x, y), scale, *_ = align(a, moved)
-    return make_scaled_to_fit(torch.sub(x, y, alpha=factor), scale, storage_of((a, b)), logical_of((a, b)))
+    *_, total, scale, storage = _sum(torch.sub, a, b, alpha)
+    return make_scaled_to_fit(total, scale, storage, logical_of((a, b)))
 
 
 @implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")
@@ -116,7 +139,8 @@ def where(condition: Tensor, a: Any, b: Any) -> Tensor:
 def hypot(a: Any, b: Any) -> Tensor:
     """The root of a^2 + b^2 under the larger scale."""
     (x, y), scale, storage, dtype = align(a, b)
-    return make_scaled_to_fit(torch.hypot(x, y), scale, storage, dtype)
+    total = torch.hypot(x, y)
+    return keep_nonzero(make_scaled_to_fit(total, scale, storage, dtype), total)
 
 
 @implements(aten.cat.default, family="alignment")

@@ -104,8 +104,7 @@ def scatter_value_with(x: Any, dim: int, index: Tensor, value: Any, *, reduce: s
 @implements(aten.index_add.default, family="indexing")
 def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -> Tensor:
     """A source, alpha times, added at indices of a dimension."""
-    moved, factor = scaled_by_number(source, alpha, first_scaled((x, source)))
-    moved = operand(moved, first_scaled((x, source)))
+    moved, factor = (source, 1.0) if alpha == 1 else scaled_by_number(source, alpha, first_scaled((x, source)))
     return write_aligned(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
 
 

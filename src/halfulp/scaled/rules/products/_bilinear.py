@@ -27,6 +27,7 @@ from ..._operands import (
     storage_of,
     to_float32,
 )
+from ..._plain_addends import addend, large_elements, saturated
 from ..._powers_of_two import power_of
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
@@ -186,12 +187,14 @@ def mul(a: Any, b: Any) -> Tensor:
             return wrap(a._payload.clone(), scale, dtype)
         return make_result(to_float32(a) * mantissa, scale, rest, a._payload.dtype, dtype)
     like = first_scaled((a, b))
-    x, y = operand(a, like), operand(b, like)
+    x, y = addend(a, like), addend(b, like)
     scale, rest = _powers.product(x._scale, y._scale)
     # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
     is_square = a is b and not _powers.is_concrete(x._payload)
     storage = torch.float32 if is_square else storage_of((a, b))
-    return make_result(to_float32(x) * to_float32(y), scale, rest, storage, dtype)
+    values = to_float32(x) * to_float32(y)
+    values = saturated(values, scale, storage, large_elements(a, like), large_elements(b, like))
+    return make_result(values, scale, rest, storage, dtype)
 
 
 @implements(aten.div.Tensor, aten.div.Scalar, family="bilinear")
@@ -205,10 +208,12 @@ def div(a: Any, b: Any) -> Tensor:
         scale, rest = _powers.product(a._scale, 1.0 / power)
         return make_result(to_float32(a) / mantissa, scale, rest, a._payload.dtype, dtype)
     like = first_scaled((a, b))
-    x, y = operand(a, like), operand(b, like)
+    x, y = addend(a, like), addend(b, like)
     scale, rest = _powers.product(x._scale, reciprocal_of_scale(y._scale))
     rest = _powers_of_zeros(y._scale, rest)
-    return make_result(to_float32(x) / to_float32(y), scale, rest, storage_of((a, b)), dtype)
+    values, storage = to_float32(x) / to_float32(y), storage_of((a, b))
+    values = saturated(values, scale, storage, large_elements(a, like), large_elements(b, like, inverse=True))
+    return make_result(values, scale, rest, storage, dtype)
 
 
 def _powers_of_zeros(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
@@ -249,6 +254,7 @@ def add_scaled_product(
     beta: Any = 1,
     alpha: Any = 1,
     quotient: bool = False,
+    of_matrices: bool = False,
     separate: OpOverload | None = None,
 ) -> ScaledTensor:
     """beta base + alpha a b, computed and rounded once, under the larger of the two parts' scales.
@@ -256,19 +262,25 @@ def add_scaled_product(
     Args:
         base, a, b: scaled or plain tensors.
         compute: gives the result for float32 payloads and the numbers beta and alpha: addmm's arithmetic.
-        spread: what brings the product's payload back, a power of two.
+        sum_scale: what brings the product's payload back, a power of two.
         beta, alpha: numbers.
         quotient: a / b takes the place of a b.
+        of_matrices: a b is a product of matrices, whose elements all have a say in its scale.
         separate: the product of matrices alone, where compute is one and a sum.
     """
     like = first_scaled((base, a, b))
     storage, dtype = product_storage((base, a, b)), logical_of((base, a, b))
-    as_factor = product_operand if separate else operand
-    base, x, y = operand(base, like), as_factor(a, like), as_factor(b, like)
+    as_factor = product_operand if separate else operand if of_matrices else addend
+    large = [large_elements(base, like, beta)]
+    base, x, y = addend(base, like, beta), as_factor(a, like), as_factor(b, like)
     factors = (x._scale, reciprocal_of_scale(y._scale) if quotient else y._scale)
     own, _ = _powers.product(base._scale, split_number(beta)[1])
     own = zero_scale_like(base) if not is_symbolic(beta) and beta == 0 else own
     other, _ = _powers.product(*factors, split_number(alpha)[1], sum_scale)
+    if not of_matrices:
+        added, places = _plain_product(a, b, like, alpha, quotient)
+        other = other if added is None else added._scale
+        large += places
     scale = _powers.maximum_scale(own, other)
     of_base, of_product = product_over(base._scale, scale=scale), product_over(*factors, scale=scale)
     if quotient:
@@ -276,15 +288,25 @@ def add_scaled_product(
     start, left, right = _for_product(base, x, y) if separate else (to_float32(base), to_float32(x), to_float32(y))
     if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
         y = compute(start, left, right, _in_range(beta * of_base), _in_range(alpha * of_product))
-        return make_result(y, scale, 1.0, storage, dtype)
+        return make_result(saturated(y, scale, storage, *large), scale, 1.0, storage, dtype)
     if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
         # Factors after the product fuse with what follows; before it they would cost a pass over a matrix.
-        return make_scaled_to_fit(
-            separate(left, right) * (alpha * of_product) + start * (beta * of_base), scale, storage, dtype
-        )
+        y = separate(left, right) * (alpha * of_product) + start * (beta * of_base)
+        return make_scaled_to_fit(saturated(y, scale, storage, *large), scale, storage, dtype)
     # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
     left, right = (left * of_product, right) if quotient else (left, right * of_product)
-    return make_scaled_to_fit(compute(start * of_base, left, right, beta, alpha), scale, storage, dtype)
+    y = compute(start * of_base, left, right, beta, alpha)
+    return make_scaled_to_fit(saturated(y, scale, storage, *large), scale, storage, dtype)
+
+
+def _plain_product(
+    a: Any, b: Any, like: ScaledTensor, alpha: Any, quotient: bool
+) -> tuple[ScaledTensor | None, list[Tensor | None]]:
+    """Return alpha a b (a / b) of two plain operands, None of others, and where it stands for infinity."""
+    if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor) or is_symbolic(alpha):
+        return None, [large_elements(a, like, alpha), large_elements(b, like, alpha, inverse=quotient)]
+    product = (a / b if quotient else a * b).to(torch.float32)
+    return addend(product * alpha, like), [large_elements(product, like, alpha)]
 
 
 def _in_range(number: Any) -> Any:
@@ -299,7 +321,9 @@ def _added_product(operator: OpOverload, terms: Callable[[Any, Any], int], separ
 
     def added(base: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
         sum_scale = sqrt_of_count(terms(a, b))
-        return add_scaled_product(base, a, b, compute, sum_scale=sum_scale, beta=beta, alpha=alpha, separate=separate)
+        return add_scaled_product(
+            *(base, a, b, compute), sum_scale=sum_scale, beta=beta, alpha=alpha, of_matrices=True, separate=separate
+        )
 
     return implements(operator, family="bilinear")(added)
 

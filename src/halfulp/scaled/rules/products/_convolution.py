@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
-from ..._operands import first_scaled, logical_of, make_scaled_to_fit, multiplicand, operand, to_float32
+from ..._operands import first_scaled, logical_of, make_scaled_to_fit, multiplicand, to_float32
+from ..._plain_addends import addend, large_elements, saturated
 from ..._registry import implements
 from .._results import make_result, sqrt_of_count
 from ._bilinear import product_over, product_storage
@@ -31,14 +32,17 @@ def convolution(
     x, weight = multiplicand(x, like), multiplicand(weight, like)
     sum_scale = sqrt_of_count(_terms(weight, transposed, groups=rest[-1], of_output=True))
     scale, _ = _powers.product(x._scale, weight._scale, sum_scale)
-    start = None
+    start, large = None, None
     if bias is not None:
-        bias = operand(bias, like)
+        large = large_elements(bias, like)
+        large = large if large is None else large.reshape(-1, *[1] * (weight.dim() - 2))
+        bias = addend(bias, like)
         scale = _powers.maximum_scale(scale, bias._scale)
         start = _powers.times(to_float32(bias), product_over(bias._scale, scale=scale))
     kernel = _powers.times(to_float32(weight), product_over(x._scale, weight._scale, scale=scale))
     values = aten.convolution.default(to_float32(x), kernel, start, stride, padding, dilation, transposed, *rest)
-    return make_scaled_to_fit(values, scale, product_storage(given), logical_of(given))
+    storage = product_storage(given)
+    return make_scaled_to_fit(saturated(values, scale, storage, large), scale, storage, logical_of(given))
 
 
 @implements(aten.convolution_backward.default, family="bilinear")

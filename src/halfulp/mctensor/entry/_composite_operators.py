@@ -16,15 +16,17 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from ..kernels import present, torch_operators, under_transform, untraced
-from ..subclass._in_place import functional_form
-from ._derivation import write_results
-from ._formula_constants import IRRATIONAL, formula
-from ._mctensor import ENTRY_KEY, MCTensor
-from ._plain_operands import encode_plain_operands, has_plain
-from ._result_type import result_type
-from .rules.elementwise._powers import constant
-from .rules.networks._interpolation import BY_FACTORS, FORWARD
+from ...kernels import present, torch_operators, under_transform, untraced
+from ...subclass._in_place import functional_form
+from .._derivation import write_results
+from .._formula_constants import IRRATIONAL, formula
+from .._mctensor import ENTRY_KEY, ENTRY_KEY_NAME, MCTensor
+from .._plain_operands import encode_plain_operands, has_plain
+from .._result_type import result_type
+from ..rules.elementwise._powers import constant
+from ..rules.networks._interpolation import BY_FACTORS, FORWARD
+from . import _number_arguments, _plain_results
+from ._promoted_operands import PROMOTED, in_one_dtype
 
 aten = torch_operators("aten")
 # The mode in which AOTAutograd traces: older versions of torch say that they compile to Dynamo alone.
@@ -56,26 +58,31 @@ DIFFERENTIATED = (
 REPLACED = tuple(
     getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads() if "out" in name
 )
+_PROMOTED = frozenset(present(PROMOTED))
+# Keys above would find the way back to this one.
+_BELOW = torch._C._dispatch_keyset_full_after(ENTRY_KEY)
 _library = torch.library.Library("aten", "IMPL")
 
 
 def _entry(operator: OpOverload) -> Callable:
     """An operator's kernel under the key: its function in OWN, else torch's steps of operands that have components."""
-    own = OWN.get(operator)
+    own, is_promoted, is_formula = OWN.get(operator), operator in _PROMOTED, operator in _FORMULAS
 
     def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # Inside a transform of torch.func a tensor may be one of its own around an MCTensor.
-        if own is not None:
-            result = NotImplemented if under_transform() else own(*arguments, **options)
+        if not under_transform():
+            result = NotImplemented if own is None else own(*arguments, **options)
             if result is not NotImplemented:
                 return result
-        elif has_plain(arguments, options) and not under_transform():
-            leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
-            if any(isinstance(x, MCTensor) for x in leaves):
-                form = result_type(leaves)
-                arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
-        with formula(operator, (arguments, options)) if own is None else nullcontext():
-            return operator.redispatch(keys.remove(ENTRY_KEY), *arguments, **options)
+            if is_promoted:
+                arguments, options = in_one_dtype((arguments, options))
+            if is_formula and has_plain(arguments, options):
+                leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
+                if any(isinstance(x, MCTensor) for x in leaves):
+                    form = result_type(leaves)
+                    arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
+        with formula(operator, (arguments, options)) if is_formula else nullcontext():
+            return operator.redispatch(keys & _BELOW, *arguments, **options)
 
     return untraced(entered)
 
@@ -103,6 +110,8 @@ def _in_compiled_steps(steps: Callable) -> Callable:
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
 OWN = {aten.special_ndtr.default: ndtr}
 OWN |= {operator: _in_compiled_steps(rule) for operator, rule in (FORWARD | BY_FACTORS).items()}
+_FORMULAS = frozenset(present((*COMPOSITES, *DIFFERENTIATED)))
+OWN |= _number_arguments.OWN | _plain_results.OWN
 
 
 def _with_out(operator: OpOverload) -> Callable:
@@ -115,7 +124,8 @@ def _with_out(operator: OpOverload) -> Callable:
     return untraced(entered)
 
 
-for _operators, _entering in (((*COMPOSITES, *DIFFERENTIATED, *OWN), _entry), (REPLACED, _with_out)):
+_ENTERED = dict.fromkeys((*COMPOSITES, *DIFFERENTIATED, *OWN, *PROMOTED))
+for _operators, _entering in ((_ENTERED, _entry), (REPLACED, _with_out)):
     for _operator in present(_operators):
         _name = _operator.name().removeprefix("aten::")
-        _library.impl(_name, _entering(_operator), "TESTING_ONLY_GenericMode", with_keyset=True)
+        _library.impl(_name, _entering(_operator), ENTRY_KEY_NAME, with_keyset=True)

@@ -1,0 +1,1 @@
+"""Operators that are taken apart, or whose operands are encoded, before autograd sees them."""

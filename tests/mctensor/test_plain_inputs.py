@@ -1,0 +1,133 @@
+"""Plain inputs of another dtype than the components': they enter every layer with all digits."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves, tree_map
+
+from halfulp import MCTensor, multicomponent
+from halfulp.mctensor import single_component
+
+r = torch.randn
+LAYERS = {
+    "Linear": (lambda: nn.Linear(4, 3), lambda: (r(2, 4),)),
+    "Bilinear": (lambda: nn.Bilinear(4, 3, 2), lambda: (r(5, 4), r(5, 3))),
+    "PReLU": (lambda: nn.PReLU(4), lambda: (r(2, 4),)),
+    "Conv1d": (lambda: nn.Conv1d(3, 4, 2), lambda: (r(2, 3, 6),)),
+    "Conv2d": (lambda: nn.Conv2d(3, 4, 2), lambda: (r(2, 3, 6, 6),)),
+    "Conv2d without bias": (lambda: nn.Conv2d(3, 4, 2, bias=False), lambda: (r(2, 3, 6, 6),)),
+    "Conv2d same": (lambda: nn.Conv2d(3, 4, 3, padding="same", padding_mode="reflect"), lambda: (r(2, 3, 6, 6),)),
+    "Conv3d": (lambda: nn.Conv3d(3, 4, 2), lambda: (r(2, 3, 4, 4, 4),)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(3, 4, 2), lambda: (r(2, 3, 6),)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(3, 4, 2), lambda: (r(2, 3, 5, 5),)),
+    "ConvTranspose3d": (lambda: nn.ConvTranspose3d(3, 4, 2), lambda: (r(2, 3, 3, 3, 3),)),
+    "LSTM": (lambda: nn.LSTM(3, 4, 2, bidirectional=True), lambda: (r(5, 2, 3),)),
+    "LSTM with states": (lambda: nn.LSTM(3, 4), lambda: (r(5, 2, 3), (r(1, 2, 4), r(1, 2, 4)))),
+    "LSTM projected": (lambda: nn.LSTM(3, 4, proj_size=2), lambda: (r(5, 2, 3),)),
+    "GRU": (lambda: nn.GRU(3, 4, batch_first=True), lambda: (r(2, 5, 3),)),
+    "RNN": (lambda: nn.RNN(3, 4, nonlinearity="relu"), lambda: (r(5, 2, 3),)),
+    "LSTMCell": (lambda: nn.LSTMCell(3, 4), lambda: (r(2, 3),)),
+    "GRUCell": (lambda: nn.GRUCell(3, 4), lambda: (r(2, 3),)),
+    "RNNCell": (lambda: nn.RNNCell(3, 4), lambda: (r(2, 3),)),
+    "attention": (lambda: nn.MultiheadAttention(4, 2), lambda: (r(3, 2, 4), r(3, 2, 4), r(3, 2, 4))),
+    "attention of three": (
+        lambda: nn.MultiheadAttention(4, 2, kdim=3, vdim=5, add_bias_kv=True),
+        lambda: (r(3, 2, 4), r(3, 2, 3), r(3, 2, 5)),
+    ),
+    "encoder": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), lambda: (r(3, 2, 4),)),
+    "decoder": (lambda: nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0), lambda: (r(3, 2, 4), r(3, 2, 4))),
+    "LayerNorm": (lambda: nn.LayerNorm(4), lambda: (r(2, 4),)),
+    "RMSNorm": (lambda: nn.RMSNorm(4, eps=0.1), lambda: (r(2, 4),)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), lambda: (r(2, 4, 3),)),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(4), lambda: (r(3, 4, 2, 2),)),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(4, affine=True), lambda: (r(2, 4, 3),)),
+}
+# Components, and the digits of a result of float32 inputs, which float32 has with two components of 16 bits.
+NEAR = {torch.float16: 1e-10, torch.bfloat16: 1e-10, torch.float32: 1e-10, torch.float64: 1e-13}
+ROUNDED = {torch.float16: 2.0**-8, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-20, torch.float64: 2.0**-20}
+
+
+def floats(tree):
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_takes_plain_float32(name, training, dtype, seed):
+    make, given = LAYERS[name]
+    start = make().double().train(training)
+    with torch.no_grad():
+        for parameter in start.parameters():
+            parameter.copy_(MCTensor.encode(parameter, 2, dtype).decode())
+    model = multicomponent(copy.deepcopy(start), 2, dtype)
+    inputs = given()
+
+    def run(layer, wide):
+        entered = tree_map(lambda x: (x.double() if wide else x.clone()).requires_grad_(), inputs)
+        out = layer(*entered)
+        sum(((y + 1) * (y + 1)).sum() for y in floats(out)).backward()
+        return floats(out), [x.grad for x in floats(entered)], [p.grad for p in layer.parameters()]
+
+    for found, wanted in zip(run(model, False), run(start, True)):
+        for x, y in zip(found, wanted, strict=True):
+            if y.grad_fn is not None:
+                assert isinstance(x, MCTensor), name
+                buffers = [buffer.dtype for buffer in model.buffers() if buffer.is_floating_point()]
+                assert x.dtype == (buffers or [torch.promote_types(torch.float32, dtype)])[0]
+                assert (x.detach().decode() - y.detach()).abs().max() <= NEAR[dtype] * max(1.0, y.abs().max().item())
+            else:
+                x = x.decode() if isinstance(x, MCTensor) else x.double()
+                assert (x - y).abs().max() <= ROUNDED[dtype] * max(1.0, y.abs().max().item()), name
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("dtype", NEAR)
+def test_packed_plain_sequences(kind, dtype, seed):
+    start = kind(3, 4, batch_first=True).double()
+    with torch.no_grad():
+        for parameter in start.parameters():
+            parameter.copy_(MCTensor.encode(parameter, 2, dtype).decode())
+    model = multicomponent(copy.deepcopy(start), 2, dtype)
+    sequences = [r(n, 3) for n in (5, 3, 4)]
+    packed = pack_sequence(sequences, enforce_sorted=False)
+    for out in (model(packed)[0], model(input=packed)[0]):
+        found, _ = pad_packed_sequence(out, batch_first=True)
+        wanted, _ = pad_packed_sequence(start(pack_sequence([x.double() for x in sequences], False))[0], True)
+        assert isinstance(found, MCTensor)
+        assert (found.decode() - wanted).abs().max() <= NEAR[dtype]
+
+
+def test_a_recurrent_layer_keeps_its_own_weights(seed):
+    model = multicomponent(nn.LSTM(3, 4), 2, torch.bfloat16)
+    out, _ = model(r(5, 2, 3))
+    assert out.dtype == torch.float32
+    assert [p.dtype for p in model._flat_weights] == [torch.bfloat16] * 4
+    assert model._flat_weights[0] is model.weight_ih_l0
+    with pytest.raises(RuntimeError, match="input"):
+        model(r(5, 2, 7))
+    assert model._flat_weights[0] is model.weight_ih_l0
+    out.sum().backward()
+    assert model.weight_ih_l0.grad.dtype == torch.bfloat16
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other(r(5, 2, 3))[0].dtype == torch.float32
+    narrow = MCTensor.encode(r(5, 2, 3), 2, torch.bfloat16)
+    assert model(narrow)[0].dtype == torch.bfloat16
+    back = single_component(model, torch.float32)
+    assert not back._forward_pre_hooks or "_promote" not in str(back._forward_pre_hooks)
+    assert type(back(r(5, 2, 3))[0]) is torch.Tensor
+
+
+def test_every_layer_with_a_weight_is_listed():
+    names = {name for name, kind in vars(nn).items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
+    listed = {type(make()).__name__ for make, _ in LAYERS.values()} | {"MultiheadAttention"}
+    weighted = {
+        name for name in names if name.startswith(("Conv", "LSTM", "GRU", "RNN", "PReLU", "Bilinear", "Linear"))
+    }
+    assert weighted <= listed | {"RNNBase", "RNNCellBase"}
