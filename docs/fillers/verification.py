@@ -11,6 +11,12 @@ def compatibility() -> str:
 
 
 @place
+def suites() -> str:
+    """Under which versions every test runs."""
+    return all_tables("suites")
+
+
+@place
 def verdicts() -> str:
     """How often compare says what, by gap, noise and seeds."""
     columns = ("gap", "noise", *(f"{seeds} seeds" for seeds in (3, 5, 10, 20, 40)))

@@ -143,7 +143,6 @@ def test_a_processor_of_which_torch_says_something_else_is_named(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(_describe, "instructions", lambda: has)
     monkeypatch.setattr(_describe.platform, "machine", lambda: machine)
-    monkeypatch.setattr(_describe, "_version", lambda package: None)  # an older torch is a doubt of its own
     found = {"torch": {"processor capability": capability}, "products": products}
     doubts = list(_describe._doubts(found))
     assert len(doubts) == (doubt is not None), doubts
@@ -165,8 +164,3 @@ def test_a_misspelt_wish_for_products_is_a_doubt(in_process) -> None:
 def test_the_package_hands_on_what_it_says() -> None:
     assert environment.processor_line()
     assert os.cpu_count() is None or environment.core_count() <= os.cpu_count()
-
-
-def test_an_older_torch_than_the_suite_runs_on_is_a_doubt(monkeypatch):
-    monkeypatch.setattr(_describe, "_version", lambda package: "2.8.0" if package == "torch" else None)
-    assert any("torch 2.8.0 is older than 2.13" in doubt for doubt in _describe.describe()["doubts"])

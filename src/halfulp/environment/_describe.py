@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .._torch_floor import FLOOR, TESTED, is_older
+from .._torch_floor import FLOOR, is_older
 from ._processor import BFLOAT16, FLOAT16, core_count, instructions, known_instructions, processor_name
 
 _PACKAGES = ("torch", "numpy", "numba", "llvmlite", "triton", "safetensors", "typer", "rich", "jinja2")
@@ -223,9 +223,6 @@ def _doubts(found: dict[str, Any]) -> Iterator[str]:
     wrong = str(found["products"].get("error", ""))
     if wrong.startswith("ValueError: "):
         yield f"products of 16-bit tensors on the processor are refused: {wrong.removeprefix('ValueError: ')}"
-    version = _version("torch")
-    if version is not None and is_older(version, TESTED):
-        yield f"torch {version} is older than {TESTED}, on which the whole test suite runs; docs/compatibility.md"
     has = set(instructions())
     if not has:
         yield "the instructions of this processor are not known: torch's and Numba's own detection decides"
