@@ -41,12 +41,14 @@ def test_every_code_decodes_and_encodes_back(name):
 
 
 @pytest.mark.parametrize("name", STORES)
-def test_nearest_is_torchs_and_infinities_do_not_become_numbers(seed, name):
+def test_nearest_is_torchs_and_infinities_do_not_become_numbers(seed, name, needs_torch):
     store = STORES[name]
+    if name == "e4m3fn":
+        needs_torch("a cast to float8_e4m3fn that saturates")
     values = _values(store)
     finite, encoded = values.isfinite(), store.encode(values, None)
     assert same_bits(_picked(encoded, finite), _picked(values.to(store.dtype), finite))
-    assert not encoded[~finite].float().isfinite().any()
+    assert not encoded.float()[~finite].isfinite().any()
 
 
 @pytest.mark.parametrize("name", STORES)
