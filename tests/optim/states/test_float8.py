@@ -22,6 +22,11 @@ def _every_code(store):
     return torch.arange(256).to(torch.uint8).view(store.dtype)
 
 
+def _picked(codes, mask):
+    # torch 2.6 cannot index eight-bit floats.
+    return codes.view(torch.uint8)[mask].view(codes.dtype)
+
+
 @pytest.mark.parametrize("name", STORES)
 def test_every_code_decodes_and_encodes_back(name):
     store = STORES[name]
@@ -32,16 +37,18 @@ def test_every_code_decodes_and_encodes_back(name):
     assert same_bits(real, pieces)
     for random in (None, torch.full(codes.shape, 2**32 - 1)):
         again = store.encode(real, random)
-        assert same_bits(again[~real.isinf()], codes[~real.isinf()])
+        assert same_bits(_picked(again, ~real.isinf()), _picked(codes, ~real.isinf()))
 
 
 @pytest.mark.parametrize("name", STORES)
-def test_nearest_is_torchs_and_infinities_do_not_become_numbers(seed, name):
+def test_nearest_is_torchs_and_infinities_do_not_become_numbers(seed, name, needs_torch):
     store = STORES[name]
+    if name == "e4m3fn":
+        needs_torch("a cast to float8_e4m3fn that saturates")
     values = _values(store)
     finite, encoded = values.isfinite(), store.encode(values, None)
-    assert same_bits(encoded[finite], values.to(store.dtype)[finite])
-    assert not encoded[~finite].float().isfinite().any()
+    assert same_bits(_picked(encoded, finite), _picked(values.to(store.dtype), finite))
+    assert not encoded.float()[~finite].isfinite().any()
 
 
 @pytest.mark.parametrize("name", STORES)

@@ -231,7 +231,9 @@ def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | s
     parts = [torch.zeros(shape, dtype=spec.store.dtype, device="cpu")]
     parts += [torch.zeros(shape, dtype=dtype, device="cpu") for _, dtype in spec.update.auxiliary_tensors(spec.store)]
     spec.update.fill(spec.store, parts, value)
-    parts[0][11], parts[0][12:14], parts[0][14] = torch.inf, 0.0, parts[0][30]  # as somebody else may have written them
+    # As somebody else may have written them; torch 2.6 takes no infinity for eight bits, but casts it.
+    parts[0][11] = torch.tensor(torch.inf, dtype=torch.float32, device="cpu").to(spec.store.dtype)
+    parts[0][12:14], parts[0][14] = 0.0, parts[0][30]
     parts, gradient = [part.to(device) for part in parts], gradient.to(spec.gradient.dtype).to(device)
     states = [
         [torch.zeros(size, dtype=dtype, device=device) for size, dtype in codec.tensors("state", shape).values()]
