@@ -36,7 +36,13 @@ from .parameters._narrow_groups import (
 from .parameters._outside_writes import SavedPayload, drop_stale, follow_version
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
 from .parameters._plan_cache import PlanCache
-from .parameters._random_identity import Identity, assign_identities, follow_parameters, note_identities
+from .parameters._random_identity import (
+    Identity,
+    assign_identities,
+    follow_parameters,
+    note_identities,
+    part_in_backward,
+)
 from .parameters._state_tensors import BEGUN, complete_state
 from .parameters._tensor_map import TensorMap
 from .parameters._weights import set_carried, under, weight_to_carry
@@ -271,6 +277,8 @@ class Optimizer(CheckpointMixin):
         """Step every parameter that has a gradient."""
         if len(self.state) > sum(len(group["params"]) for group in self.param_groups):
             self._follow_groups()
+        if not self._stepped and part_in_backward(self.param_groups, self.state):
+            self._clear_plans()
         batches: dict[tuple[int, bool], Batch] = {}
         waiting: list[ParameterPlan] = []
         for group in self.param_groups:

@@ -24,8 +24,11 @@ def check(model: nn.Module, recipe: Recipe) -> None:
         if is_lazy(parameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one batch through the model first")
         if parameter.dtype != torch.float32:
-            floating = parameter.dtype.is_floating_point
-            cure = "call model.float() or build the model in float32" if floating else "make it a buffer"
+            cure = "make it a buffer"
+            if parameter.dtype.is_floating_point:
+                cure = "call model.float() or build the model in float32"
+            elif parameter.dtype.is_complex:
+                cure = "make torch.view_as_real(it) the parameter, and take torch.view_as_complex of that in forward"
             raise TypeError(f"a recipe starts from float32 parameters, but {name!r} is {parameter.dtype}; {cure}")
 
 

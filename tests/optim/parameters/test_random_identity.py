@@ -3,6 +3,7 @@
 import torch
 
 import halfulp as hu
+from halfulp.optim.parameters._random_identity import name_identity
 
 
 def _step(groups, **options):
@@ -51,3 +52,36 @@ def test_a_group_added_later_goes_on_counting():
     first.grad = second.grad = torch.full_like(first, 2.0**-9)
     optimizer.step()
     assert [p.detach().tolist() for p in (first, second)] == [p.tolist() for p in _step(_ones(2))]
+
+
+def _trained_in_backward(count, steps=2, named=False):
+    """Layers of equal weights and gradients, an optimizer each, stepped in backward."""
+    layers = [torch.nn.Parameter(torch.ones(256).bfloat16()) for _ in range(count)]
+    optimizers = []
+    for number, layer in enumerate(layers):
+        given = [(f"layers.{number}", layer)] if named else [layer]
+        optimizer = hu.optim.SGD(given, lr=2.0**-12, weight_update="stochastic")
+        layer.register_post_accumulate_grad_hook(lambda parameter, optimizer=optimizer: optimizer.step())
+        optimizers.append(optimizer)
+    with hu.kernels.engine("reference"):
+        for _ in range(steps):
+            for layer in layers:
+                layer.grad = None
+            sum(layer.float().sum() for layer in layers).backward()
+    return layers, optimizers
+
+
+def test_optimizers_that_step_in_backward_share_no_bits_and_repeat():
+    layers, optimizers = _trained_in_backward(15)
+    assert len({tuple(layer.tolist()) for layer in layers}) == 15
+    again, _ = _trained_in_backward(15)
+    assert all(torch.equal(one, other) for one, other in zip(layers, again))
+    file = optimizers[3].state_dict()
+    resumed = hu.optim.SGD([torch.nn.Parameter(layers[3].detach().clone())], lr=2.0**-12, weight_update="stochastic")
+    resumed.load_state_dict(file)
+    assert resumed.param_groups[0]["identities"] == optimizers[3].param_groups[0]["identities"]
+
+
+def test_names_stay_the_identities_in_backward():
+    _, optimizers = _trained_in_backward(3, named=True)
+    assert [o.param_groups[0]["identities"] for o in optimizers] == [[name_identity(f"layers.{k}")] for k in range(3)]

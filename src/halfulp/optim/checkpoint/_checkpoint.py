@@ -245,15 +245,16 @@ class CheckpointMixin(torch.optim.Optimizer):
         named = {} if any(id(t) in places for t, _ in held.values()) else self._copied_plans(held)
         for name, (tensor, plan) in held.items():
             value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
-            if plan is not None or named.get(name) is not None:
+            known = plan or named.get(name)
+            if known is not None:
                 if plan is None:
                     auxiliary: Sequence[torch.Tensor]
-                    plan, payloads = named[name], [memory(value).contiguous()]
-                    auxiliary = auxiliary_tensors_beside(plan, payloads[0], plan.payloads[0])
+                    payloads = [memory(value).contiguous()]
+                    auxiliary = auxiliary_tensors_beside(known, payloads[0], known.payloads[0])
                 else:
                     payloads, auxiliary = [part.contiguous() for part in plan.payloads], current_auxiliary_tensors(plan)
-                decoded = plan.spec.update.read(plan.spec.store, [*payloads, *auxiliary])
-                decoded = decoded * tensor.scale if plan.spec.scaled else decoded.clone()
+                decoded = known.spec.update.read(known.spec.store, [*payloads, *auxiliary])
+                decoded = decoded * tensor.scale if known.spec.scaled else decoded.clone()
                 found[name] = placed_like(decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)

@@ -132,8 +132,8 @@ def is_written(plan: ParameterPlan) -> bool:
         is_waited_for = not now.is_cpu and held.version != ANY_VERSION
         return is_waited_for or known.dtype != now.dtype or bool((_bits(now) != _bits(known.to(now.device))).any())
     if held.version == ANY_VERSION:
-        now = None if held.checksums is None else checksums_of(plan)
-        return held.checksums is not None and now is not None and any_row_differs(held.checksums, now)
+        rows = None if held.checksums is None else checksums_of(plan)
+        return held.checksums is not None and rows is not None and any_row_differs(held.checksums, rows)
     if held.digests is None or held.scale != plan.scale:
         return True
     found = digests_of(plan.payloads[0], plan.index_map)

@@ -68,6 +68,12 @@ def store_of(dtype: torch.dtype, format_store: Store | None, name: str, scaled: 
         if format_store is not None:
             raise ValueError(f"format= is for plain float32 parameters, but {name} is scaled: leave format out")
         return PAYLOADS[dtype]
+    if dtype.is_complex:
+        raise ValueError(
+            f"parameter {name} is {dtype}: allowed are bfloat16, float16 and float32; give complex parameters to an "
+            "optimizer of torch.optim, which takes them, and the others to this one; or store "
+            "torch.view_as_real(parameter) as the parameter and use torch.view_as_complex(parameter) in forward"
+        )
     if dtype not in STORES:
         raise ValueError(f"parameter {name} is {dtype}: allowed are bfloat16, float16 and float32; convert it first")
     if format_store is None:

@@ -37,7 +37,6 @@ from ._float32_copies import (
     shadow_of,
 )
 from ._outside_state import checked_outside_state, marks_of, outside_state, restore_outside_state
-from ._refusals import refuse_writes_outside_steps
 
 # What the groups of the two optimizers do not share.
 _APART = (*OWN, "params", "param_names")
@@ -83,8 +82,7 @@ def wrap(
     Raises:
         TypeError: neither an optimizer nor something that makes one, or parameters missing or given twice.
         ValueError: an optimizer of hu.optim, an option that both sides claim, or what Optimizer refuses.
-        NotImplementedError: differentiable=True, a state_dtype, or an optimizer that regroups its parameters, holds
-            another optimizer (Lookahead) or writes parameters between steps (schedule-free).
+        NotImplementedError: differentiable=True, a state_dtype, or an optimizer that cannot follow (Lookahead).
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -139,7 +137,6 @@ class Wrapped(ExplicitGradientOptimizer):
         shadows: dict[torch.Tensor, torch.Tensor],
         **narrow: Unpack[NarrowOptions],
     ) -> None:
-        refuse_writes_outside_steps(base)
         claimed = sorted(set(OWN) & base.defaults.keys())
         if claimed:
             raise ValueError(
@@ -419,5 +416,5 @@ class Wrapped(ExplicitGradientOptimizer):
 
 
 def _in_place(plan: ParameterPlan) -> bool:
-    """Return whether a parameter is plain float32, so that it is its own shadow."""
+    """Return whether a parameter is plain float32: its own shadow."""
     return plan.spec.store is F32
