@@ -1,9 +1,9 @@
 """Law: constants, masks and other plain operands never decide a scale, in place as out of place, in both tensors.
 
-Each operator with an addend, a factor or a choice meets a plain operand that is large at a few places, as masks of -1e9,
-penalties of 1 + 1e8 m and last distances of 1e10 are. Everywhere else the result has the digits it would have without,
-and where the plain operand is large it is as large as infinity is for a softmax, and finite. A new operator of the
-families that meet plain operands joins the list, or is named with what makes it none of them."""
+Each operator with an addend, a factor or a choice meets a plain operand that is large at a few places, as masks of
+-1e9, penalties of 1 + 1e8 m and last distances of 1e10 are. Everywhere else the result has the digits it would have
+without, and where the plain operand is large it is as large as infinity is for a softmax, and finite. A new operator of
+the families that meet plain operands joins the list, or is named with what makes it none of them."""
 
 import random
 

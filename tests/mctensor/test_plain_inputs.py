@@ -130,4 +130,17 @@ def test_every_layer_with_a_weight_is_listed():
     weighted = {
         name for name in names if name.startswith(("Conv", "LSTM", "GRU", "RNN", "PReLU", "Bilinear", "Linear"))
     }
-    assert weighted <= listed | {"RNNBase", "RNNCellBase"}
+    assert weighted <= listed | {"RNNBase", "RNNCellBase", "LinearCrossEntropyLoss"}
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="this torch has no such loss")
+@pytest.mark.parametrize("dtype", NEAR)
+def test_a_loss_with_a_weight(dtype, seed):
+    model = multicomponent(nn.LinearCrossEntropyLoss(4, 3), 2, dtype)
+    plain = single_component(copy.deepcopy(model), torch.float64)
+    for parameter, own in zip(plain.parameters(), model.parameters()):
+        parameter.data.copy_(own.detach().decode())
+    x, target = r(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    loss = model(x, target)
+    assert isinstance(loss, MCTensor)
+    assert abs(loss.item() - plain(x.double(), target).item()) <= NEAR[dtype]

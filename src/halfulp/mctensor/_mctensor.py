@@ -240,7 +240,7 @@ class MCTensor(torch.Tensor):
         """A tensor of data with all digits: an MCTensor like this one, or a plain tensor of another kind of dtype."""
         kind, place = dtype or self.dtype, device or self.device
         made = _numbers.new_tensor(data, len(self._parts), kind, self._scale is not None, place)
-        made = wrap(*made, self._gradients) if isinstance(made, tuple) else made
+        made = wrap(made[0], made[1], self._gradients) if isinstance(made, tuple) else made
         return made.requires_grad_(requires_grad)
 
     def new(self, *arguments: Any, device: Any = None) -> Tensor:  # type: ignore[override]
@@ -251,7 +251,7 @@ class MCTensor(torch.Tensor):
         made: Tensor = self.new_empty(sizes, device=device)
         return made
 
-    def type(self, dtype: Any = None, non_blocking: bool = False, **options: Any) -> Any:  # type: ignore[override]
+    def type(self, dtype: Any = None, non_blocking: bool = False, **options: Any) -> Any:
         """The name of torch's type of the components, or `to` a dtype or a type of this name."""
         if dtype is None:
             return self._parts[0].type()
@@ -342,7 +342,7 @@ class MCTensor(torch.Tensor):
         return wrap((to_plain(self),), None, FIRST) if self._gradients == FIRST else self
 
     @untraced
-    def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
+    def __coerce_same_metadata_as_tangent__(self, context: Any, expected: Any = None) -> Tensor | None:
         if expected is torch.Tensor:
             return to_plain(self)
         return _tangent(self, context) if expected in (None, MCTensor) else None

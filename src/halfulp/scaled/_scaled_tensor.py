@@ -49,7 +49,7 @@ class ScaledTensor(torch.Tensor):
 
     _payload: Tensor
     _scale: Tensor
-    _home: torch.dtype | Transient | None = None
+    _home: Any = None  # a dtype, or within a formula a Transient
 
     __torch_function__: ClassVar[Callable[..., Any]] = torch._C._disabled_torch_function_impl
 
@@ -164,7 +164,8 @@ class ScaledTensor(torch.Tensor):
         >>> x.exp().payload.dtype, (x.exp() * x).payload.dtype, (x.exp() @ x.mT).payload.dtype
         (torch.float32, torch.float32, torch.float16)
         """
-        return None if type(self._home) is Transient else self._home
+        home: torch.dtype | None = None if type(self._home) is Transient else self._home
+        return home
 
     # torch's distributed checkpoints look up every entry of a state_dict as an attribute of the module or tensor.
     payload_scale = scale

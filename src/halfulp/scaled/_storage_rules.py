@@ -179,7 +179,7 @@ def make_promoted_rule(operator: OpOverload) -> Callable:
     writes = operator._schema.is_mutable
     accumulates = operator._schema.name.removeprefix("aten::") in _OF_ACCUMULATION
 
-    def run(home: torch.dtype | Transient | None, arguments: tuple, options: dict) -> Any:
+    def run(home: Any, arguments: tuple, options: dict) -> Any:
         if in_quotient_formula():
             if type(home) is not torch.dtype:
                 return _run_transient(operator, arguments, options)
@@ -220,7 +220,7 @@ def _run_transient(operator: OpOverload, arguments: tuple, options: dict) -> Any
     if operator._schema.is_mutable or not given:
         return rule_of(operator)(*arguments, **options)
     results = rule_of(operator)(*operands_in_float32(arguments, options)[0], **operands_in_float32((), options)[1])
-    storage = common_storage(saved or [x._home.storage for x in given])  # type: ignore[union-attr]
+    storage = common_storage(saved or [x._home.storage for x in given])
     for result in tree_leaves(results):
         if type(result) is ScaledTensor and result._payload.dtype != storage:
             result._home = Transient(storage)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
+from ...kernels import untraced
 from .._mctensor import MCTensor
 from ._promoted_operands import in_one_dtype
 
@@ -38,6 +39,7 @@ def remove(model: nn.Module) -> None:
                 module._forward_hooks_always_called.pop(key, None)
 
 
+@untraced
 def _promote(module: Any, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
     if hasattr(module, "_update_flat_weights"):  # else forward would, where parameters are new objects
         module._update_flat_weights()
@@ -52,6 +54,7 @@ def _promote(module: Any, arguments: tuple, options: dict) -> tuple[tuple, dict]
     return _closed((arguments, options), packed)
 
 
+@untraced
 def _restore(module: Any, arguments: tuple, results: Any) -> None:
     own = module.__dict__.pop(_OWN_WEIGHTS, None)
     if own is not None:
