@@ -269,6 +269,9 @@ def _slices_some_alone() -> bool:
 # What tests of halfulp build on and only newer versions of torch do (what halfulp does: halfulp._torch_versions).
 TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "fully_shard on the CPU": lambda: hasattr(torch.cpu.Stream, "record_event"),
+    "fully_shard on the CPU that averages gradients, not sums them": lambda: (
+        hasattr(torch.cpu.Stream, "record_event") and not is_older(torch.__version__, "2.11")
+    ),
     "parallelize_module(src_data_rank=)": _has_source_rank,
     "AveragedModel beside a model of another dtype": _averages_over_dtypes,
     "_c10d_functional::_wrap_tensor_autograd": _wraps_collectives,

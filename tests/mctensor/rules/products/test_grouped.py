@@ -111,6 +111,6 @@ def test_a_mixture_of_experts_trains(components, dtype, bound, seed):
 
 def test_compiled(seed, fresh_compiler):
     a, b = operands("rows", 2, torch.float32)
-    ends = torch.tensor(ENDS, dtype=torch.int32)
-    compiled = torch.compile(lambda a, b: F.grouped_mm(a, b, offs=ends), fullgraph=True, backend="aot_eager")
+    ends, grouped_mm = torch.tensor(ENDS, dtype=torch.int32), F.grouped_mm
+    compiled = torch.compile(lambda a, b: grouped_mm(a, b, offs=ends), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(a, b), F.grouped_mm(a, b, offs=ends))
