@@ -246,3 +246,16 @@ def test_masks_in_components_that_were_converted(seed):
     wanted = scores.decode().masked_fill(mask, -1e9).softmax(-1)
     assert (scores.masked_fill(mask, -1e9).softmax(-1).decode() - wanted).abs().max() < 1e-5
     assert (torch.where(mask, -1e9, scores).softmax(-1).decode() - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["sub", "mul", "addmm", "where", "addcmul"])
+@pytest.mark.parametrize("home", [None, torch.float16])
+def test_compiled_operators_go_by_the_same_law(name, home, fresh_compiler, seed):
+    m, call = torch.zeros(SHAPE), OUT_OF_PLACE[name]
+    m[0, 1] = m[2, 3] = 1.0
+    s, a, b = (ScaledTensor.encode(torch.randn(n), home=home) for n in (SHAPE, (4, 5), (5, 6)))
+    found = values(torch.compile(lambda s, a, b: call(s, a, b, m, -1e9), backend="aot_eager")(s, a, b))
+    wanted, others = call(*(values(x).float() for x in (s, a, b)), m, -1e9).double(), ~m.bool()
+    assert (found - wanted)[others].abs().max() <= 2e-3 * wanted[others].abs().max()
+    assert (found[m.bool()].abs() >= 100).all()
+    assert torch.equal(found[m.bool()].sign(), wanted[m.bool()].sign())

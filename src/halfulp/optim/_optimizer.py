@@ -79,7 +79,7 @@ class Optimizer(CheckpointMixin):
             into auxiliary tensors beside them.
         format: a Format or its name: parameters stay float32 tensors and hold values of that format.
         seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Two optimizers
-            over unnamed parameters, or over parameters of the same names, share them: give the second another seed.
+            over unnamed parameters, or of equal names, share them unless they begin in one backward: seed the second.
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
     """
 

@@ -42,10 +42,11 @@ def addend(x: Any, like: ScaledTensor, factor: Any = 1.0) -> ScaledTensor:
     """
     if not _is_plain(x):
         return operand(x, like)
-    storage = like._payload.dtype
+    # What a home of float16 keeps in float32 for now is to fit float16 in the end.
+    storage = torch.float16 if like._home == torch.float16 else like._payload.dtype
     size = _size_of(storage, factor)
     least = min(LEAST_STAND_IN * size / stand_in_size(storage), size)
-    is_wide = storage in (torch.float32, torch.bfloat16) and like._home != torch.float16
+    is_wide = storage in (torch.float32, torch.bfloat16)
     scale = scale_beside_stand_ins(x, storage, size, least, is_negative=False, is_wide=is_wide)
     made = encode_values(x, torch.float32, scale)
     if is_wide or is_stand_in_free(x, _powers.HUGE, is_negative=False):
