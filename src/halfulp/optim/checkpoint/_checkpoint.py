@@ -211,7 +211,9 @@ class CheckpointMixin(torch.optim.Optimizer):
             used.add(name)
             if name in state:
                 fitted[name] = checked_shape(plan, name, state[name], plan.tensors[name], exact=True)
-            elif is_own:
+            elif is_own and isinstance(
+                state["step"], int
+            ):  # others' states under this optimizer's groups count in tensors
                 raise ValueError(
                     f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
                 )
