@@ -113,8 +113,12 @@ class Session:
         self._stopped = False
 
     def stage(self, parts: Sequence[Part]) -> None:
-        """Run some parts at the same time, but those that share this process."""
-        with ThreadPoolExecutor(1 if self.one_process else max(1, len(parts))) as pool:
+        """Run some parts at the same time, but those that share this process, which run in its main thread."""
+        if self.one_process:
+            for part in parts:
+                self.part(part)
+            return
+        with ThreadPoolExecutor(max(1, len(parts))) as pool:
             try:
                 list(pool.map(self.part, parts))
             except BaseException:  # an interruption reaches this process alone
