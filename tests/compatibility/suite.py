@@ -16,10 +16,11 @@ import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from run import ROOT, interpreter
-
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks._results import Result, Table, load, machine, save
+sys.path.insert(0, str(Path(__file__).parent))
+from benchmarks._results import Result, Table, load, machine, save  # noqa: E402
+from run import interpreter  # noqa: E402
 
 PAIRS = ("2.6.0:3.11", "2.8.0:3.11", "2.11.0:3.12")
 SEED = 1234567
