@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfulp import recipes
+from halfulp.kernels import same_bits
 from halfulp.recipes._casts import cast
 
 LEAST = torch.finfo(torch.float32).min
@@ -35,9 +36,9 @@ def test_a_cast_keeps_finite_numbers_finite(dtype: torch.dtype, wide: torch.dtyp
         wanted.reshape(3, 37).T,
     ]
     for given, right in zip(views, expected, strict=True):
-        torch.testing.assert_close(cast(given, dtype), right, rtol=0, atol=0, equal_nan=True)
+        assert same_bits(cast(given, dtype), right)
     whole = torch.vmap(lambda row: cast(row, dtype))(x.reshape(3, 37))
-    torch.testing.assert_close(whole, wanted.reshape(3, 37), rtol=0, atol=0, equal_nan=True)
+    assert same_bits(whole, wanted.reshape(3, 37))
     leaf = x.clone().requires_grad_()
     cast(leaf, dtype).sum().backward()
     assert leaf.grad is not None
@@ -58,7 +59,7 @@ def test_a_cast_of_what_is_stored_otherwise(seed: int) -> None:
 def test_a_compiled_cast_is_the_eager_one(seed: int) -> None:
     x = torch.tensor(SPECIAL)
     compiled = torch.compile(lambda x: cast(x, torch.bfloat16), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), cast(x, torch.bfloat16), rtol=0, atol=0, equal_nan=True)
+    assert same_bits(compiled(x), cast(x, torch.bfloat16))
 
 
 def test_what_is_given_twice_stays_one_tensor(seed: int) -> None:

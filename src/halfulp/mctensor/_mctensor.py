@@ -38,7 +38,7 @@ try:
 except RuntimeError as error:
     raise ImportError(
         f"another library in this process has taken the dispatch key {ENTRY_KEY_NAME}, which torch has one of: use "
-        " halfulp.mctensor and that library in processes of their own"
+        "halfulp.mctensor and that library in processes of their own"
     ) from error
 
 
@@ -256,7 +256,7 @@ class MCTensor(torch.Tensor):
         if dtype is None:
             return self._parts[0].type()
         if not isinstance(dtype, torch.dtype):
-            dtype = torch.empty(0, device="cpu").type(dtype).dtype
+            dtype = torch.empty(0, dtype=torch.float32, device="cpu").type(dtype).dtype
         return self.to(dtype, non_blocking=non_blocking)
 
     def __setitem__(self, index: Any, value: Any) -> None:

@@ -49,7 +49,7 @@ def pad_packed_sequence(
     padded = rows.index_select(0, places.flatten()).unflatten(0, places.shape)
     outside = ~is_row.reshape(*is_row.shape, *[1] * (rows.dim() - 1))
     padded = padded.masked_fill(outside, padding_value)
-    lengths = (batch_sizes[:, None] > torch.arange(places.shape[1])).sum(0)
+    lengths = (batch_sizes[:, None] > torch.arange(places.shape[1], dtype=torch.int64, device="cpu")).sum(0)
     return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
@@ -57,7 +57,7 @@ def _places(batch_sizes: Tensor, steps: int, device: torch.device) -> tuple[Tens
     """Return the row of every step of every sequence, and which of these there are."""
     counts = F.pad(batch_sizes, (0, steps - batch_sizes.numel()))
     starts = counts.cumsum(0) - counts
-    batch = torch.arange(int(batch_sizes[0]))
+    batch = torch.arange(int(batch_sizes[0]), dtype=torch.int64, device="cpu")
     is_row = batch < counts[:, None]
     return torch.where(is_row, starts[:, None] + batch, 0).to(device), is_row.to(device)
 
@@ -89,7 +89,9 @@ def linspace(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = No
     if not ends or (dtype is not None and not dtype.is_floating_point):
         return NotImplemented
     like = ends[0]
-    places = MCTensor.encode(torch.arange(steps, dtype=torch.float64), len(like._parts), dtype or like.dtype)
+    places = MCTensor.encode(
+        torch.arange(steps, dtype=torch.float64, device="cpu"), len(like._parts), dtype or like.dtype
+    )
     ratios = places.to(like.device) / max(steps - 1, 1)
     return start + (end - start) * ratios
 
