@@ -24,8 +24,8 @@ from run import interpreter  # noqa: E402
 
 PAIRS = ("2.6.0:3.11", "2.8.0:3.11", "2.11.0:3.12")
 SEED = 1234567
-COLUMNS = {"torch": "", "python": "", "passed": ",d", "failed": "", "skipped": ",d", "minutes": ".1f", "commit": ""}
-TEXT = """Every test with one seed, two workers, the checkout's packages as constraints.txt pins them beside torch. \
+COLUMNS = {"torch": "", "python": "", "passed": ",d", "failed": "", "skipped": ",d", "fell short": ""}
+TEXT = """Every test, with one seed and two workers, beside the packages that constraints.txt pins. \
 Skipped are tests of what a version of torch, the machine or the environment lacks; each says what."""
 ASK = "import json, platform, torch; print(json.dumps([torch.__version__, platform.python_version()]))"
 
@@ -42,14 +42,14 @@ def environment(torch: str, python: str, folder: Path) -> Path:
     return own
 
 
-def suite(python: Path, workers: int, rest: list[str]) -> dict:
+def suite(python: Path, workers: int, seed: int, rest: list[str]) -> dict:
     """Run the suite with an interpreter; return its row."""
     found = subprocess.run([str(python), "-c", ASK], capture_output=True, text=True, check=True)
     torch, version = json.loads(found.stdout)
     with tempfile.TemporaryDirectory() as folder:
         report, begin = Path(folder, "report.xml"), time.monotonic()
-        command = [str(python), "-m", "pytest", "-q", "-n", str(workers), f"--hypothesis-seed={SEED}", *rest]
-        given = {"HALFULP_TEST_SEED": str(SEED), "HALFULP_CACHE_DIR": f"{folder}/kernels", "OMP_NUM_THREADS": "1"}
+        command = [str(python), "-m", "pytest", "-q", "-n", str(workers), f"--hypothesis-seed={seed}", *rest]
+        given = {"HALFULP_TEST_SEED": str(seed), "HALFULP_CACHE_DIR": f"{folder}/kernels", "OMP_NUM_THREADS": "1"}
         paths = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
         environment = {**os.environ, **given, **paths, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
         subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, env=environment, check=False)
@@ -66,7 +66,7 @@ def suite(python: Path, workers: int, rest: list[str]) -> dict:
         "skipped": skipped,
         "minutes": (time.monotonic() - begin) / 60,
         "commit": machine()["commit"],
-        "names": sorted(f"{case.get('classname')}.{case.get('name')}" for case in failed),
+        "fell short": ", ".join(sorted(str(case.get("name")) for case in failed)),
     }
 
 
@@ -87,14 +87,17 @@ def main() -> None:
     parser.add_argument("pairs", nargs="*", default=PAIRS, help="torch:python, such as 2.8.0:3.11")
     parser.add_argument("--python", type=Path, help="an interpreter with everything installed, in place of pairs")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=SEED)
     options, rest = parser.parse_known_args()
     if options.python:
-        keep(suite(options.python, options.workers, rest))
+        if options.pairs != PAIRS:
+            parser.error("give pairs, or --python: the whole suite runs, of which no part is chosen")
+        keep(suite(options.python, options.workers, options.seed, rest))
         return
     for pair in options.pairs:
         torch, python = pair.split(":")
         with tempfile.TemporaryDirectory() as place:
-            keep(suite(environment(torch, python, Path(place, "venv")), options.workers, rest))
+            keep(suite(environment(torch, python, Path(place, "venv")), options.workers, options.seed, rest))
 
 
 if __name__ == "__main__":
