@@ -42,11 +42,15 @@ class _InputCast(_Cast, abc.ABC):
 
     def inputs(self, args: tuple, kwargs: dict, dtype: torch.dtype) -> tuple[tuple, dict] | None:
         """Positional and keyword inputs, cast; what is given twice stays one tensor; None where nothing changes."""
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == dtype:
-            return None
+        finds_writes = self.writes and not torch.compiler.is_compiling()
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            if args[0].dtype == dtype:
+                return None
+            if not finds_writes:
+                return (cast(args[0], dtype),), kwargs
         once = memoized(lambda x: cast(x, dtype))
         cast_args, cast_kwargs = map_tensors(args, once, False), map_tensors(kwargs, once, False)
-        if self.writes and not torch.compiler.is_compiling():
+        if finds_writes:
             cast_kwargs = CopiedArguments(cast_kwargs, (args, kwargs), (cast_args, cast_kwargs))
         return cast_args, cast_kwargs
 
