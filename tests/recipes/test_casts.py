@@ -1,6 +1,7 @@
 """Casts at the borders of modules: numbers stay finite, arguments stay the ones they were, and so do writes."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from halfulp import recipes
@@ -108,6 +110,108 @@ def test_writes_into_an_argument_are_seen(recipe: str, seed: int) -> None:
     cache.sum().backward()
     assert ours.weight.grad is not None
     assert bool(ours.weight.grad.any())
+
+
+class Part(nn.Module):
+    """A layer with a square weight, whose forward pass is a test's."""
+
+    def __init__(self, run: Callable, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.run, self.inner = run, inner
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.run(self, x, *args, **kwargs)
+        return x @ self.weight
+
+
+def _write_inside_and_after(layer: Part, x: Tensor, cache: Tensor) -> None:
+    if layer.inner is None:
+        cache[0] = 1.0
+    else:
+        layer.inner(x, cache)
+        cache[1] = 2.0
+
+
+def _write_in_two_parts(layer: Part, x: Tensor, keys: Tensor, first: Tensor) -> None:
+    keys[0] = 5.0
+    first[1] = 7.0
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16-kahan", "fp64"])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_writes_of_inner_layers_and_into_parts_of_one_tensor_are_seen(recipe: str, context: Callable) -> None:
+    x = torch.ones(2, 4)
+    nested = recipes.convert(nn.Sequential(Part(_write_inside_and_after, Part(_write_inside_and_after))), recipe)[0]
+    parts = recipes.convert(nn.Sequential(Part(_write_in_two_parts)), recipe)[0]
+    with context():
+        cache, keys = torch.zeros(3), torch.full((3, 2), 0.1)
+        nested(x, cache)
+        parts(x, keys, keys[:, 0])
+    assert cache.tolist() == [1.0, 2.0, 0.0]
+    assert torch.equal(keys, torch.tensor([[5.0, 5.0], [7.0, 0.1], [0.1, 0.1]]))
+
+
+def test_a_tensor_that_is_written_as_an_argument_and_by_another_name_is_refused() -> None:
+    cache = torch.zeros(3)
+
+    def write(layer: Part, x: Tensor, argument: Tensor) -> None:
+        argument[0] = 1.0
+        cache[1] = 2.0
+
+    model = recipes.convert(nn.Sequential(Part(write)), "bf16")[0]
+    with pytest.raises(RuntimeError, match="let it write by the argument alone"), torch.no_grad():
+        model(torch.ones(2, 4), cache)
+
+
+@dataclasses.dataclass
+class Memory:
+    """What a layer remembers."""
+
+    keys: Tensor
+    other: Tensor
+
+
+def test_what_is_put_into_containers_or_taken_out_is_seen() -> None:
+    def change(layer: Part, x: Tensor, items: list, table: dict, memory: Memory, pair: tuple) -> None:
+        items.append(x)
+        items[0], items[1] = items[1], items[0]
+        table["new"] = table.pop("old")
+        memory.keys = x
+        setattr(memory, "new", 5)  # noqa: B010 - which no field declares
+        pair[0]["inner"] = torch.ones(3, dtype=torch.bfloat16)
+
+    model = recipes.convert(nn.Sequential(Part(change)), "bf16")[0]
+    a, b, c, d = (torch.full((1,), value) for value in (0.1, 0.2, 0.3, 0.4))
+    items, table, memory, inner = [a, b], {"old": c, "kept": d}, Memory(a, b), {"inner": a}
+    model(torch.ones(2, 4), items, table, memory, (inner, b))
+    assert (items[0] is b, items[1] is a, len(items)) == (True, True, 3)
+    assert (table["new"] is c, table["kept"] is d, len(table)) == (True, True, 2)
+    assert (memory.keys.shape, memory.other is b, getattr(memory, "new", 0)) == ((2, 4), True, 5)
+    assert inner["inner"].shape == (3,)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp64"])
+def test_a_write_that_changes_no_value_has_its_gradient(recipe: str) -> None:
+    model = recipes.convert(nn.Sequential(Part(lambda layer, x: x.mul_(layer.scale))), recipe)
+    x = torch.ones(2, 4) * 1.0
+    model[0](x)
+    x.sum().backward()
+    assert torch.equal(model[0].scale.grad.float(), torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("recipe", NARROW)
+def test_layers_of_ones_own_run_in_graphs(recipe: str, seed: int) -> None:
+    def run(layer: Part, x: Tensor) -> None:
+        pass
+
+    model = recipes.convert(nn.Sequential(nn.Linear(4, 4), Part(run), nn.LayerNorm(4)), recipe)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        wanted = model(x)
+        assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), wanted)
+        assert torch.equal(make_fx(model)(x)(x), wanted)
 
 
 @pytest.mark.parametrize(

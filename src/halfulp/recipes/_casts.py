@@ -14,13 +14,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from .._messages import a_kind
 from ..gradients._pytree import map_tensors, memoized
 from ..subclass.models._float32_products import class_of
+from ._argument_copies import CopiedArguments, made_writable
 
 _PLAIN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Measured on the CPU, and as torch.autocast has it: with float32 weights these take narrow inputs and compute in
 # float32; without weights they keep narrow means. layer_norm sums its weight's gradient in the narrow dtype.
 _MIXED = (nn.modules.batchnorm._NormBase,)
-# Where a module that is given a cast copy of its argument finds the argument, and the copy's version when it was made.
-_SOURCE = "_halfulp_cast_of"
 
 
 class _Cast:
@@ -31,11 +30,11 @@ class _Cast:
 
 
 class _InputCast(_Cast, abc.ABC):
-    """A forward pre-hook that casts inputs; ``marks`` copies for `ReturnWrites`."""
+    """A forward pre-hook that casts inputs; ``writes``: `ReturnWrites` is to find what it copied."""
 
-    def __init__(self, dtype: torch.dtype, marks: bool) -> None:
+    def __init__(self, dtype: torch.dtype, writes: bool) -> None:
         super().__init__(dtype)
-        self.marks = marks
+        self.writes = writes
 
     @abc.abstractmethod
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -43,11 +42,17 @@ class _InputCast(_Cast, abc.ABC):
 
     def inputs(self, args: tuple, kwargs: dict, dtype: torch.dtype) -> tuple[tuple, dict] | None:
         """Positional and keyword inputs, cast; what is given twice stays one tensor; None where nothing changes."""
-        change = marked_cast if self.marks and not torch.compiler.is_compiling() else cast
+        finds_writes = self.writes and not torch.compiler.is_compiling()
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            return None if args[0].dtype == dtype else ((change(args[0], dtype),), kwargs)
-        once = memoized(lambda x: change(x, dtype))
-        return map_tensors(args, once, False), map_tensors(kwargs, once, False)
+            if args[0].dtype == dtype:
+                return None
+            if not finds_writes:
+                return (cast(args[0], dtype),), kwargs
+        once = memoized(lambda x: cast(x, dtype))
+        cast_args, cast_kwargs = map_tensors(args, once, False), map_tensors(kwargs, once, False)
+        if finds_writes:
+            cast_kwargs = CopiedArguments(cast_kwargs, (args, kwargs), (cast_args, cast_kwargs))
+        return cast_args, cast_kwargs
 
 
 class CastInputs(_InputCast):
@@ -101,11 +106,12 @@ class CastOutputs(_Cast):
 
 
 class ReturnWrites(_Cast):
-    """A forward hook that writes what a module wrote into a cast copy of an argument into the argument."""
+    """A forward hook that gives the caller's arguments what a module wrote into cast copies of them."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """A forward hook."""
-        map_tensors((args, kwargs), _return_writes, False)
+        if not torch.compiler.is_compiling() and isinstance(kwargs, CopiedArguments):
+            kwargs.return_writes(cast)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,7 +122,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if x.dtype not in _PLAIN or x.dtype == dtype:
         return x
-    y = x.to(dtype)
+    y = made_writable(x, dtype)
     largest = torch.finfo(dtype).max
     if largest < torch.finfo(x.dtype).max:
         with torch.no_grad():
@@ -135,26 +141,9 @@ def _stored(x: Tensor) -> Tensor:
 
 def _can_be_asked(y: Tensor) -> bool:
     """Return whether a tensor's numbers can be read without a device synchronisation, a graph break or an error."""
-    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
-    return type(y) is Tensor and y.device.type == "cpu" and not recorded
-
-
-def marked_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `cast`; a copy says what it is one of, for `ReturnWrites`."""
-    y = cast(x, dtype)
-    if y is not x:
-        setattr(y, _SOURCE, (x, y._version))
-    return y
-
-
-def _return_writes(y: Tensor) -> Tensor:
-    """Write the elements that changed since `marked_cast` made a copy into what it is one of; the copy is returned."""
-    source, version = y.__dict__.pop(_SOURCE, (None, 0))
-    if source is not None and y._version != version:
-        with torch.no_grad():
-            unchanged = y == cast(source, y.dtype)
-        source.copy_(torch.where(unchanged, source, y.to(source.dtype)))
-    return y
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(y) is Tensor and y.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
 
 
 def install(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> None:
