@@ -38,7 +38,7 @@ try:
 except RuntimeError as error:
     raise ImportError(
         f"another library in this process has taken the dispatch key {ENTRY_KEY_NAME}, which torch has one of: use "
-        " halfulp.mctensor and that library in processes of their own"
+        "halfulp.mctensor and that library in processes of their own"
     ) from error
 
 
