@@ -227,6 +227,35 @@ def test_volume_rendering_with_a_last_distance_of_infinity(last, home, seed):
     assert (values(s.grad) - x.grad).norm() < 1e-2 * x.grad.norm()
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "home" not in kind])
+@pytest.mark.parametrize("padding", [0.0, 1.0])
+def test_large_data_with_a_padded_element_stand_for_themselves(kind, padding, seed):
+    encode, near = KINDS[kind]
+    stamps = 1.7e9 + torch.rand(SHAPE) * 1e6
+    stamps[0, 0] = padding
+    for call in (
+        lambda s, t: s + t,
+        lambda s, t: t - s,
+        lambda s, t: s * t,
+        lambda s, t: t.bool() * torch.addcmul(s, s, t),
+        lambda s, t: torch.addcmul(s, t, torch.ones(SHAPE)),
+        lambda s, t: torch.where(t > 5, t, s),
+        lambda s, t: s.clone().add_(t),
+        lambda s, t: s.clone().mul_(t),
+    ):
+        s = encode(torch.randn(SHAPE))
+        found, wanted = values(call(s, stamps)), call(values(s), stamps.double())
+        assert (found - wanted).abs().max() <= near * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2])
+def test_a_factor_that_is_large_among_zeros_is_a_factor(dtype, seed):
+    x = ScaledTensor.encode(torch.randn(16), dtype)
+    factor = torch.zeros(16)
+    factor[::3] = 2.0**30
+    assert torch.equal((x * factor).decode(), x.decode() * factor)
+
+
 def test_a_plain_float32_operand_keeps_its_range_at_home(seed):
     """As torch promotes a narrow tensor under autocast: nothing of the product is lost."""
     x = ScaledTensor.encode(torch.randn(8), home=torch.float16)

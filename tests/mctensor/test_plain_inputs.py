@@ -124,6 +124,39 @@ def test_a_recurrent_layer_keeps_its_own_weights(seed):
     assert type(back(r(5, 2, 3))[0]) is torch.Tensor
 
 
+def test_an_interrupted_forward_leaves_no_weights_behind(seed, monkeypatch):
+    layer, x = multicomponent(nn.LSTM(3, 4), 2, torch.bfloat16), r(5, 2, 3)
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._VF, "lstm", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            layer(x)
+    with torch.no_grad():
+        layer.weight_ih_l0.mul_(2)
+    first, second = layer(x)[0], layer(x)[0]
+    assert torch.equal(first.decode(), second.decode())
+    assert all(own is held for own, held in zip(layer.parameters(), layer._flat_weights, strict=True))
+    first.sum().backward()
+    assert layer.weight_ih_l0.grad is not None
+
+
+def test_weights_that_another_thread_left_in_place_are_not_kept(seed):
+    """Two forwards at once: hooks of one run between the other's, in any order."""
+    layer, x = multicomponent(nn.GRU(3, 4), 2, torch.bfloat16), r(5, 2, 3)
+    before = next(hook for hook in layer._forward_pre_hooks.values() if "_promote" in str(hook))
+    after = next(hook for hook in layer._forward_hooks.values() if "_restore" in str(hook))
+    with torch.no_grad():
+        before(layer, (x,), {})
+    before(layer, (x,), {})
+    assert all(weight.requires_grad for weight in layer._flat_weights)
+    after(layer, (x,), None)
+    after(layer, (x,), None)
+    assert all(own is held for own, held in zip(layer.parameters(), layer._flat_weights, strict=True))
+
+
 def test_every_layer_with_a_weight_is_listed():
     names = {name for name, kind in vars(nn).items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
     listed = {type(make()).__name__ for make, _ in LAYERS.values()} | {"MultiheadAttention"}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import Parts
+from ..subclass._stand_ins import stand_ins
 from ._mctensor import MCTensor
 from ._scale import magnitude
 
@@ -29,7 +30,7 @@ def without_large_constants(operands: Sequence[Any], wide: list[Parts]) -> list[
         operands: MCTensors, plain tensors and numbers.
         wide: their values as float64 components.
     """
-    large = {i: _is_large(parts[0]) for i, parts in enumerate(wide) if not isinstance(operands[i], MCTensor)}
+    large = {i: _stand_ins(parts[0]) for i, parts in enumerate(wide) if not isinstance(operands[i], MCTensor)}
     if not any(map(_may_hold, large.values())):
         return wide
     others = [torch.where(large[i], 0.0, parts[0]) if i in large else parts[0] for i, parts in enumerate(wide)]
@@ -45,7 +46,7 @@ def without_large_elements(result: Parts, operands: Sequence[Any]) -> Parts:
         operands: all that it was given.
     """
     plain = [x for x in operands if _is_plain(x)]
-    if not any(_may_hold(_is_large(x)) for x in plain) or not _may_hold(places := _is_large(result[0])):
+    if not any(_may_hold(_stand_ins(x)) for x in plain) or not _may_hold(places := _is_large(result[0])):
         return result
     return _clamped(result, places, _limit(magnitude(torch.where(places, 0.0, result[0]))))
 
@@ -63,7 +64,7 @@ def saturated(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
         product = first / second if name == "addcdiv" else first * second
         for factor in factors:
             product = product * factor
-        large = [_is_large(product) if isinstance(product, Tensor) and product.dim() else None]
+        large = [_stand_ins(product) if isinstance(product, Tensor) and product.dim() else None]
     else:
         large = [_leads_to_large(x, name) for x in operands if _is_plain(x)]
     places = [place for place in large if place is not None and _may_hold(place)]
@@ -83,7 +84,12 @@ def _is_plain(x: Any) -> bool:
 def _leads_to_large(x: Tensor, name: str) -> Tensor | None:
     if not x.dim():
         return None
-    return (x.abs() <= 1 / STAND_IN) & (x != 0) if name == "div" else _is_large(x)
+    return _stand_ins(torch.where(x == 0, 0.0, x.reciprocal()) if name == "div" else x, among_zeros=name != "mul")
+
+
+def _stand_ins(x: Tensor, among_zeros: bool = True) -> Tensor:
+    large = _is_large(x)
+    return stand_ins(x, STAND_IN, among_zeros) if _may_hold(large) else large
 
 
 def _is_large(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..subclass._stand_ins import stand_ins
 from . import _powers_of_two as _powers
 from ._dtypes import EIGHT_BITS, common_storage, smallest
 from ._powers_of_two import PowerRounding
@@ -219,6 +220,7 @@ def scale_beside_stand_ins(
     least: float = LEAST_STAND_IN,
     is_negative: bool = True,
     is_wide: bool = False,
+    among_zeros: bool = True,
 ) -> Tensor:
     """Return the scale of a plain operand, measured without large numbers that stand for infinity.
 
@@ -229,15 +231,17 @@ def scale_beside_stand_ins(
         least: to which at least it may saturate.
         is_wide: whether the payload, and what results are written into, has float32's range.
         is_negative: only negative numbers, as masks write them.
+        among_zeros: whether numbers among zeros alone may stand for infinity.
     """
     if not x.dim() or not x.numel() or is_stand_in_free(x, size, is_negative):
         return rms_scale(x, torch.float32)
     if _powers.is_concrete(x) or x.dtype == torch.float64:
-        large = x <= -size if is_negative else x.abs() >= size
+        large = x <= -size if is_negative else stand_ins(x, size, among_zeros)
         scale = rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
         amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()
     else:
-        scale, amax = _measured_at_once(x.detach().to(torch.float32), size, is_negative)
+        x = x.detach().to(torch.float32)
+        scale, amax = _measured_at_once(x, x > -size if is_negative else ~stand_ins(x, size, among_zeros))
     # Wide payloads leave room for products of the largest; narrow ones let it saturate.
     top = _powers.HUGE if is_wide else torch.finfo(torch.float32).max
     lowest = (amax / top).to(torch.float32)
@@ -245,13 +249,12 @@ def scale_beside_stand_ins(
     return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
 
 
-def _measured_at_once(x: Tensor, stand_in: float, is_negative: bool = True) -> tuple[Tensor, Tensor]:
-    """Return that scale and the largest finite magnitude, in one float32 pass that compilers can fuse.
+def _measured_at_once(x: Tensor, is_other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scale of some elements and the largest finite magnitude of all, in one pass that compilers can fuse.
 
     Squares that leave float32's range leave the largest magnitude to go by; so do tensors of nothing but stand-ins.
     """
     size = torch.nan_to_num(x.abs(), 0.0, 0.0, 0.0)
-    is_other = x > -stand_in if is_negative else size < stand_in
     others = torch.where(is_other, size, 0.0)
     amax, top = size.amax(), others.amax()
     squares, count = others.square().sum(), others.count_nonzero().clamp(min=1)
@@ -267,7 +270,8 @@ def multiplicand(x: Any, like: ScaledTensor) -> ScaledTensor:
         return operand(x, like)
     if _powers.is_concrete(x) or x.dtype == torch.float64:
         return encode_values(x, torch.float32, rms_scale(x, torch.float32))
-    return encode_values(x, torch.float32, _measured_at_once(x.detach().to(torch.float32), torch.inf)[0])
+    wide = x.detach().to(torch.float32)
+    return encode_values(x, torch.float32, _measured_at_once(wide, wide > -torch.inf)[0])
 
 
 def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:

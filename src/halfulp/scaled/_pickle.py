@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..subclass._pickle import check_layout, saved_marks, with_saved_marks
-from ._registry import class_function
+from ._dtypes import Transient
+from ._registry import CLASS_FUNCTIONS, class_function
 from ._scaled_tensor import ScaledTensor, wrap
 
 VERSION = 1
@@ -16,6 +17,8 @@ VERSION = 1
 def pickled_parts(x: ScaledTensor) -> tuple:
     """Return what pickle stores of a tensor: no history and no gradient, as for every tensor."""
     marks = saved_marks(x)
+    if type(x._home) is Transient:
+        x = CLASS_FUNCTIONS["with_dtypes"](x.detach(), x.dtype, x._home.storage)
     payload = x._payload.detach()
     # torch.load has no storage class for eight-bit floats.
     stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload

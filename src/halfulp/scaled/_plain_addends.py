@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..subclass._stand_ins import stand_ins
 from . import _powers_of_two as _powers
 from ._operands import LEAST_STAND_IN, STAND_IN, encode_values, is_stand_in_free, operand, scale_beside_stand_ins
 from ._scaled_tensor import ScaledTensor, wrap
@@ -32,13 +33,14 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, ScaledTensor) and bool(x.dim()) and x.is_floating_point()
 
 
-def addend(x: Any, like: ScaledTensor, factor: Any = 1.0) -> ScaledTensor:
+def addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = True) -> ScaledTensor:
     """Return an operand as a ScaledTensor; the scale of a plain one is measured without what stands for infinity.
 
     Args:
         x: a tensor or a number.
         like: the scaled tensor that it meets.
         factor: a number that x is multiplied by.
+        among_zeros: whether numbers among zeros alone may stand for infinity.
     """
     if not _is_plain(x):
         return operand(x, like)
@@ -47,7 +49,7 @@ def addend(x: Any, like: ScaledTensor, factor: Any = 1.0) -> ScaledTensor:
     size = _size_of(storage, factor)
     least = min(LEAST_STAND_IN * size / stand_in_size(storage), size)
     is_wide = storage in (torch.float32, torch.bfloat16)
-    scale = scale_beside_stand_ins(x, storage, size, least, is_negative=False, is_wide=is_wide)
+    scale = scale_beside_stand_ins(x, storage, size, least, is_negative=False, is_wide=is_wide, among_zeros=among_zeros)
     made = encode_values(x, torch.float32, scale)
     if is_wide or is_stand_in_free(x, _powers.HUGE, is_negative=False):
         return made
@@ -56,7 +58,9 @@ def addend(x: Any, like: ScaledTensor, factor: Any = 1.0) -> ScaledTensor:
     return wrap(torch.where(made._payload.isfinite(), held, made._payload), made._scale, made.dtype)
 
 
-def large_elements(x: Any, like: ScaledTensor, factor: Any = 1.0, inverse: bool = False) -> Tensor | None:
+def large_elements(
+    x: Any, like: ScaledTensor, factor: Any = 1.0, inverse: bool = False, among_zeros: bool = True
+) -> Tensor | None:
     """Return where a plain operand, times a number, stands for infinity; None if nowhere.
 
     Args:
@@ -64,6 +68,7 @@ def large_elements(x: Any, like: ScaledTensor, factor: Any = 1.0, inverse: bool 
         like: the scaled tensor that it meets.
         factor: a number that x is multiplied by.
         inverse: x is a divisor.
+        among_zeros: whether numbers among zeros alone may stand for infinity.
     """
     if not _is_plain(x):
         return None
@@ -73,7 +78,7 @@ def large_elements(x: Any, like: ScaledTensor, factor: Any = 1.0, inverse: bool 
         x = torch.where(x == 0, 0.0, x.reciprocal())
     if is_stand_in_free(x, size, is_negative=False):
         return None
-    large = x.abs() >= size
+    large = stand_ins(x, size, among_zeros)
     if _powers.is_concrete(x):
         return large if bool(large.any()) and not bool(large.all()) else None
     return large & ~large.all()

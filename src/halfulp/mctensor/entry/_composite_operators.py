@@ -26,7 +26,7 @@ from .._result_type import result_type
 from ..rules.elementwise._powers import constant
 from ..rules.networks._interpolation import BY_FACTORS, FORWARD
 from . import _number_arguments, _plain_results
-from ._promoted_operands import PROMOTED, in_one_dtype
+from ._promoted_operands import PROMOTED, in_one_dtype, of_several_dtypes
 
 aten = torch_operators("aten")
 # The mode in which AOTAutograd traces: older versions of torch say that they compile to Dynamo alone.
@@ -74,7 +74,7 @@ def _entry(operator: OpOverload) -> Callable:
             result = NotImplemented if own is None else own(*arguments, **options)
             if result is not NotImplemented:
                 return result
-            if is_promoted:
+            if is_promoted and of_several_dtypes((*arguments, *options.values())):
                 arguments, options = in_one_dtype((arguments, options))
             if is_formula and has_plain(arguments, options):
                 leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]

@@ -6,6 +6,7 @@ float32. Where torch checks nothing, a plain operand of another dtype is encoded
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,17 @@ PROMOTED = (
     *(aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addbmm.default, aten.addr.default),
     *(aten.inner.default, aten.tensordot.default, aten.outer.default, aten.vdot.default),
 )
+
+
+def of_several_dtypes(arguments: Iterable[Any]) -> bool:
+    """Return whether arguments, apart from nested ones, hold tensors of several dtypes."""
+    first = None
+    for x in arguments:
+        if isinstance(x, Tensor):
+            first = first or x.dtype
+            if x.dtype is not first:
+                return True
+    return False
 
 
 def in_one_dtype(arguments: Any) -> Any:

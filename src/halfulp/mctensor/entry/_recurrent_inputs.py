@@ -13,9 +13,6 @@ from ...kernels import untraced
 from .._mctensor import MCTensor
 from ._promoted_operands import in_one_dtype
 
-# Where a layer keeps its own weights while those of another dtype are in their place.
-_OWN_WEIGHTS = "_halfulp_flat_weights"
-
 
 def install(model: nn.Module) -> None:
     """Let recurrent layers with MCTensors take inputs of any floating dtype, by hooks around their forward."""
@@ -41,24 +38,32 @@ def remove(model: nn.Module) -> None:
 
 @untraced
 def _promote(module: Any, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
-    if hasattr(module, "_update_flat_weights"):  # else forward would, where parameters are new objects
-        module._update_flat_weights()
-    weights = module._flat_weights
+    weights = _own_weights(module)
     given = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor) and x.is_floating_point()]
     if all(x.dtype == weights[0].dtype for x in given) or torch.is_autocast_enabled(weights[0].device.type):
         return None
     packed, (arguments, options) = _opened((arguments, options))
-    arguments, options, weights = in_one_dtype((arguments, options, list(weights)))
-    module.__dict__.setdefault(_OWN_WEIGHTS, module._flat_weights)
-    module._flat_weights = weights
+    with torch.enable_grad():  # a thread that records gradients may meet the weights of one that does not
+        arguments, options, module._flat_weights = in_one_dtype((arguments, options, weights))
     return _closed((arguments, options), packed)
 
 
 @untraced
 def _restore(module: Any, arguments: tuple, results: Any) -> None:
-    own = module.__dict__.pop(_OWN_WEIGHTS, None)
-    if own is not None:
+    _own_weights(module)
+
+
+def _own_weights(module: Any) -> list:
+    """Return a layer's own weights, put back in their place: an interrupted forward, or another thread's, may have not.
+
+    They are read from the module each time, so that no list but theirs is ever taken for them.
+    """
+    if hasattr(module, "_update_flat_weights"):  # else forward would, where parameters are new objects
+        module._update_flat_weights()
+    own = [getattr(module, name, None) for name in module._flat_weights_names]
+    if any(x is not y for x, y in zip(own, module._flat_weights, strict=True)):
         module._flat_weights = own
+    return own
 
 
 def _opened(given: tuple) -> tuple[PackedSequence | None, tuple]:

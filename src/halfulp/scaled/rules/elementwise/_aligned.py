@@ -68,17 +68,25 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     # The eps of an optimizer or a normalisation must not vanish: it keeps a divisor from 0.
     if _vanishes(b, scale, storage):
         return keep_nonzero(made_up, total)
-    return _keep_sum_of_one_sign(made_up, total, x, y)
+    return _keep_sum_of_one_sign(made_up, total, scale, x, y)
 
 
-def _keep_sum_of_one_sign(rounded: ScaledTensor, total: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def _keep_sum_of_one_sign(rounded: ScaledTensor, total: Tensor, scale: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Keep sums of numbers of one sign from rounding to 0: what is divided by a sum of positives is finite."""
     if smallest(rounded._payload.dtype) > _SMALL or rounded._payload.dtype in (torch.float32, torch.bfloat16):
         return rounded
-    if _powers.is_concrete(total) and not bool(((rounded._payload == 0) & (total != 0)).any()):
+    if _powers.is_concrete(total) and not _has_vanished(rounded, total, scale):
         return rounded
     is_one_sign = ((x >= 0) & (y >= 0)) | ((x <= 0) & (y <= 0))
     return keep_nonzero(rounded, torch.where(is_one_sign, total, 0.0))
+
+
+def _has_vanished(rounded: ScaledTensor, total: Tensor, scale: Tensor) -> bool:
+    """Return whether rounding made an element 0, or may have, beside NaN: by two passes, as every sum asks."""
+    least = smallest(rounded._payload.dtype) / 2
+    if rounded._scale is not scale:
+        least *= rounded._scale.item() / scale.item()
+    return not torch.equal(torch.nn.functional.hardshrink(total, least), total)
 
 
 def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:

@@ -187,13 +187,14 @@ def mul(a: Any, b: Any) -> Tensor:
             return wrap(a._payload.clone(), scale, dtype)
         return make_result(to_float32(a) * mantissa, scale, rest, a._payload.dtype, dtype)
     like = first_scaled((a, b))
-    x, y = addend(a, like), addend(b, like)
+    x, y = addend(a, like, among_zeros=False), addend(b, like, among_zeros=False)
     scale, rest = _powers.product(x._scale, y._scale)
     # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
     is_square = a is b and not _powers.is_concrete(x._payload)
     storage = torch.float32 if is_square else storage_of((a, b))
     values = to_float32(x) * to_float32(y)
-    values = saturated(values, scale, storage, large_elements(a, like), large_elements(b, like))
+    large = [large_elements(factor, like, among_zeros=False) for factor in (a, b)]
+    values = saturated(values, scale, storage, *large)
     return make_result(values, scale, rest, storage, dtype)
 
 
@@ -208,7 +209,7 @@ def div(a: Any, b: Any) -> Tensor:
         scale, rest = _powers.product(a._scale, 1.0 / power)
         return make_result(to_float32(a) / mantissa, scale, rest, a._payload.dtype, dtype)
     like = first_scaled((a, b))
-    x, y = addend(a, like), addend(b, like)
+    x, y = addend(a, like, among_zeros=False), addend(b, like, among_zeros=False)
     scale, rest = _powers.product(x._scale, reciprocal_of_scale(y._scale))
     rest = _powers_of_zeros(y._scale, rest)
     values, storage = to_float32(x) / to_float32(y), storage_of((a, b))
