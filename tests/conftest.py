@@ -248,19 +248,6 @@ def _keeps_casts() -> bool:
     return torch.equal(torch.compile(run, options={"emulate_precision_casts": True})(x), run(x))
 
 
-def _keeps_alpha() -> bool:
-    """Dynamo before torch 2.12 writes a product and a sum, so that there is one gradient more to round."""
-    targets = []
-
-    def count(module: torch.fx.GraphModule, inputs: list) -> Callable:
-        targets.extend(node for node in module.graph.nodes if node.op.startswith("call_"))
-        return module.forward
-
-    x = torch.ones(2)
-    torch.compile(lambda x: x.clone().add_(x, alpha=0.5), backend=count)(x)
-    return len(targets) == 2
-
-
 def _slices_some_alone() -> bool:
     x = torch.ones(2, 4, requires_grad=True)
     return type(x[:, ::2].grad_fn.next_functions[0][0]).__name__ == "AccumulateGrad"
@@ -301,7 +288,6 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "Tag.cudagraph_unsafe": lambda: hasattr(torch.Tag, "cudagraph_unsafe"),
     "torch.compiler.is_exporting, which transformers calls": lambda: hasattr(torch.compiler, "is_exporting"),
     "a ReduceOp that collectives of tensor classes can read": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
-    "add_(x, alpha=) that Dynamo keeps whole": _keeps_alpha,
     "slices of some dimensions alone": _slices_some_alone,
     "SavedTensor.unpack_hook": lambda: HAS_SAVED_HOOKS,
     "Inductor's emulate_precision_casts on the CPU": _keeps_casts,

@@ -108,6 +108,41 @@ def test_modules_are_exact_around_what_cannot_be_watched(forward, seed):
     assert_same(scrambled(seed, scaler, lambda: scaler.scale(mean_square(model(x))).backward(), model), wanted)
 
 
+@torch.library.custom_op("halfulp_tests::product", mutates_args=())
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """An operator whose backward pass is a custom Function that torch makes."""
+    return x @ weight
+
+
+product.register_autograd(
+    lambda ctx, gradient: (gradient @ ctx.saved_tensors[1].T, ctx.saved_tensors[0].T @ gradient),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@pytest.mark.parametrize("weight", ["parameter", "view", "made"])
+@pytest.mark.parametrize("late", [False, True])
+def test_operators_with_a_backward_pass_in_python_are_exact(weight, late, seed):
+    """Theirs is a Function within a torch function; ``late``: in an iteration that watches no Function."""
+
+    def forward(m, x):
+        of = {"parameter": m.first.weight, "view": m.first.weight.T, "made": m.first.weight * m.last.weight}[weight]
+        return m.last((product(m.first(x).tanh(), of) if m.uses else m.first(x)).tanh())
+
+    model, x = Doing(forward), batch()
+    model.uses = True
+    wanted = plainly(seed, lambda: mean_square(model(x)), model)
+    model.uses = not late
+    scaler = hu.AdaptiveGradScaler(model)
+    for _ in range(2):
+        scaler.scale(mean_square(model(x))).backward()
+        scaler._controller.backward.end_iteration()
+    model.uses = True
+    for _ in range(2):
+        found = scrambled(seed, scaler, lambda: scaler.scale(mean_square(model(x))).backward(), model)
+        assert_same(found, wanted)
+
+
 def test_functional_calls_are_exact(seed):
     model, other, x = mlp(), mlp(), batch()
     own = dict(other.named_parameters())

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import halfulp as hu
+from halfulp._torch_versions import HAS_GRADIENT_DTYPE
 from halfulp.kernels.triton._source import OPTIONS, load_module, module_source
 from halfulp.optim.states._storage import STORES
 from halfulp.optim.step._triton_kernel import triton_source
@@ -160,8 +161,11 @@ def _run(engine, seed, rule, update, store, codec, gradient, device="cpu", steps
     given = [fit(special_pairs(seed)[0], store)] + [fit(torch.randn(s, generator=generator), store) for s in shapes]
     parameters = [torch.nn.Parameter(value.to(device)) for value in given]
     optimizer = build(rule, update, parameters, store, state_dtype=codec, seed=seed, **more)
-    for parameter in parameters:
-        parameter.grad_dtype = None
+    if HAS_GRADIENT_DTYPE:
+        for parameter in parameters:
+            parameter.grad_dtype = None
+    else:
+        gradient = parameters[0].dtype  # no other is assigned
     with hu.kernels.engine(engine):
         for step in range(steps):
             parameters[0].grad = special_pairs(seed + step + 1)[1].to(gradient).to(device)

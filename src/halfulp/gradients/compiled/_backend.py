@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from ..._torch_versions import partitioned_by
+from ..._torch_versions import join_scaled_sums, partitioned_by
 from ..eager import _products
 from ..eager._backward import Backward
 from ..eager._site_boundaries import reached
@@ -45,6 +45,7 @@ def backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
 
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
         check_breaks(inputs, backward)
+        join_scaled_sums(module.graph)
         partition = Partition(backward.handle, planned(module, inputs, backward))
         unmark(module, backward.handle)
         return _COMPILERS[name](module, inputs, partition, options, mode)

@@ -18,8 +18,9 @@ COMPILED = (
     'model with torch.compile(model, backend=scaler.backend("inductor")), or do not compile the part'
 )
 _local = threading.local()
-# Not None while something that torch.compile was given runs.
-_dynamo = torch._C._dynamo.eval_frame.get_eval_frame_callback
+# Sets and returns what is not None while something that torch.compile was given runs. The function that only returns it
+# gives up a reference to it each time in torch 2.6, until Python crashes.
+_set_dynamo = torch._C._dynamo.eval_frame.set_eval_frame
 # Whose users have been warned.
 _warned: weakref.WeakSet = weakref.WeakSet()
 
@@ -43,8 +44,10 @@ def by_itself() -> bool:
     if torch.compiler.is_dynamo_compiling():
         _warn()
         raise NotImplementedError(COMPILED)
-    if _dynamo() is None:
+    callback = _set_dynamo(None)
+    if callback is None:
         return False
+    _set_dynamo(callback)
     _warn()
     return True
 

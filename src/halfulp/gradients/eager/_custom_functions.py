@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import Function, _SingleLevelFunction
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from ._backward import Backward, Widening
@@ -60,6 +61,10 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if cls is checkpoint.CheckpointFunction:
         args = (_replayed(args[0], region), *args[1:])
     region._backward.custom_functions = True
+    if region not in _get_current_function_mode_stack():
+        # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
+        region._fail_recording()
+        return apply(*args, **kwargs)
     # A Function may do with gradients what it likes: it sees those of the global exponent, as under any loss scale.
     return region.at_global_exponent(lambda moved: apply(*moved, **kwargs), args)
 
