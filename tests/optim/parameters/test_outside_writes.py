@@ -247,7 +247,10 @@ def test_the_copy_that_an_outside_write_calls_for_is_counted(wrapped, monkeypatc
 
 
 def _copied_into(parameter):
-    parameter.copy_(torch.randn(SIZE) * 100)
+    values, before = torch.randn(SIZE) * 100, parameter.payload.clone()
+    parameter.copy_(values)
+    # What is equal keeps its companion.
+    parameter.copy_(torch.where(parameter.payload == before, -values, values))
 
 
 SCALED_WRITES = {
