@@ -5,7 +5,7 @@ import sys
 
 from ._messages import ENVIRONMENT
 
-# The oldest version on which the whole test suite passes (docs/compatibility.md).
+# The oldest version that is taken; docs/compatibility.md says what the test suite gives on it and on later ones.
 FLOOR = "2.6"
 
 
