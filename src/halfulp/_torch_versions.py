@@ -17,6 +17,7 @@ from ._torch_floor import is_older
 
 _C: Any = torch._C
 _frames, _saved = _C._dynamo.eval_frame, _C._autograd
+_distributed: Any = torch.distributed  # without its functions in a build without the package
 
 
 def lacks(feature: str, remedy: str) -> NotImplementedError:
@@ -78,6 +79,12 @@ HAS_SOURCE_RANK = hasattr(_saved, "_top_saved_tensors_default_hooks")  # of the 
 # Older: observations of several processes stay apart, as each says.
 _c10d = getattr(_C, "_distributed_c10d", None)
 HAS_STORE_CLONES = _c10d is None or hasattr(_c10d.Store, "clone")
+
+
+# Nothing is lost: older names of the same functions, which newer versions warn of.
+_NAMED_SINGLE = hasattr(_distributed, "all_gather_single")
+ALL_GATHER: Any = getattr(_distributed, "all_gather_single" if _NAMED_SINGLE else "all_gather_into_tensor", None)
+REDUCE_SCATTER: Any = getattr(_distributed, "reduce_scatter_single" if _NAMED_SINGLE else "reduce_scatter_tensor", None)
 
 
 def find_dtype(name: str) -> torch.dtype | None:

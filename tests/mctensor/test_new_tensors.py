@@ -18,7 +18,9 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", INITS)
 @pytest.mark.parametrize("is_parameter", [False, True])
-def test_every_initialization(name, dtype, is_parameter, seed):
+def test_every_initialization(name, dtype, is_parameter, seed, needs_torch):
+    if name == "trunc_normal_" and dtype == torch.float64:
+        needs_torch("trunc_normal_ without erfinv, which components of float64 compute in float64")
     shape = (4, 4, 3) if name == "dirac_" else (6, 4)
     weight = MCTensor.encode(torch.full(shape, 9.0), 2, dtype)
     weight = nn.Parameter(weight) if is_parameter else weight

@@ -23,7 +23,9 @@ from ..models.architectures import Case, build
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings(
-        "ignore:`torch.jit:DeprecationWarning", "ignore:.*should not be instantiated:DeprecationWarning"
+        "ignore:`torch.jit:DeprecationWarning",
+        "ignore:.*should not be instantiated:DeprecationWarning",
+        "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning",  # by Dynamo of torch 2.11
     ),
 ]
 

@@ -95,6 +95,7 @@ end()
 COMPILED = """
 import logging, warnings
 warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)  # Dynamo of 2.11
 logging.getLogger("torch").setLevel(logging.ERROR)
 
 
@@ -116,7 +117,9 @@ run, scaler = compiled(sharded(copy.deepcopy(model)))
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     loss_of(run)
-assert any("modules that fully_shard wraps uncompiled" in str(one.message) for one in said), said
+# torch 2.11 captures them all.
+warned = any("modules that fully_shard wraps uncompiled" in str(one.message) for one in said)
+assert warned is (len(scaler.sites()) < 4), (said, scaler.sites())
 end()
 """
 OVERFLOW = """

@@ -68,6 +68,7 @@ def test_a_weight_that_comes_back_quantized_has_no_digits_to_count():
     assert finding.summary == "fp32 in A, int8 in B"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # torch before 2.12
 def test_tensors_without_plain_numbers_are_named(tmp_path):
     sparse, meta = torch.eye(4).to_sparse(), torch.empty(2, device="meta")
     for name, shift in (("a", 0), ("b", 1)):

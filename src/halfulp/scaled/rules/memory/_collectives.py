@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ...._torch_versions import name_of_reduction
+from ...._torch_versions import ALL_GATHER, REDUCE_SCATTER, name_of_reduction
 from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
 from ..._dtypes import EIGHT_BITS
@@ -139,7 +139,7 @@ def reduce_scatter_base_(output: Tensor, x: Tensor, group: Any, op: Any, *rest: 
     (scale,) = _agreed([x], group, terms)
     payload = payload_to_send(x, scale)
     piece = payload.new_empty(output.shape)
-    work = _sent(dist.reduce_scatter_single, piece, payload, op=_on_wire(kind), group=group)
+    work = _sent(REDUCE_SCATTER, piece, payload, op=_on_wire(kind), group=group)
     write(output, _received(piece, scale, kind, terms, x.dtype))
     return output, work
 
@@ -175,7 +175,7 @@ def allgather_base_(output: Tensor, x: Tensor, group: Any, *rest: Any, **options
     (scale,) = _agreed([x], group)
     payload = payload_to_send(x, scale)
     gathered = payload.new_empty(output.shape)
-    work = _sent(dist.all_gather_single, gathered, payload, group=group)
+    work = _sent(ALL_GATHER, gathered, payload, group=group)
     write(output, wrap(gathered, scale, x.dtype))
     return output, work
 
