@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from .._messages import a_kind
 from ..gradients._pytree import map_tensors, memoized
 from ..subclass.models._float32_products import class_of
+from ..subclass.models._hooks import remove_hooks
 from ._argument_copies import CopiedArguments, made_writable
 
 _PLAIN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -194,14 +195,7 @@ def _cast_inputs(module: nn.Module, dtype: torch.dtype, kind: type[_InputCast]) 
 
 def remove(model: nn.Module) -> None:
     """Remove every hook of this file from a model."""
-    for module in model.modules():
-        for hooks, options in (
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-            (module._forward_hooks, module._forward_hooks_with_kwargs),
-        ):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _Cast)]:
-                del hooks[key]
-                options.pop(key, None)
+    remove_hooks(model.modules(), lambda hook: isinstance(hook, _Cast))
 
 
 def inside(name: str, islands: Container[str]) -> bool:

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from ...kernels import untraced
+from ...subclass.models._hooks import remove_hooks
 from .._mctensor import MCTensor
 from ._promoted_operands import in_one_dtype
 
@@ -25,15 +26,7 @@ def install(model: nn.Module) -> None:
 
 def remove(model: nn.Module) -> None:
     """Remove the hooks of `install`."""
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is _promote:
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-        for key, hook in list(module._forward_hooks.items()):
-            if hook is _restore:
-                del module._forward_hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
+    remove_hooks(model.modules(), lambda hook: hook is _promote or hook is _restore)
 
 
 @untraced

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ...kernels import define_operator, untraced
+from ...subclass.models._hooks import remove_hooks
 from .._dtypes import LOGICALS
 from .._operands import encode_values
 from .._registry import implements
@@ -103,11 +104,7 @@ def install(model: nn.Module) -> None:
 
 def remove(model: nn.Module) -> None:
     """Remove the hooks of `install` from a model and its modules."""
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is _keep_gradients_plain:
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+    remove_hooks(model.modules(), lambda hook: hook is _keep_gradients_plain)
 
 
 @untraced

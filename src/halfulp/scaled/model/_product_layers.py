@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ..._torch_versions import HAS_SAVED_HOOKS
 from ...kernels import define_operator, untraced
+from ...subclass.models._hooks import remove_hooks
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor
 from .._storage_rules import is_above_home, round_to_home, with_float32_payload
@@ -65,14 +66,7 @@ def install(model: nn.Module) -> None:
 
 def remove(model: nn.Module) -> None:
     """Remove the hooks of `install`."""
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is _bring_inputs_home:
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-        for key, hook in list(module._forward_hooks.items()):
-            if hook is _bring_results_home:
-                del module._forward_hooks[key]
+    remove_hooks(model.modules(), lambda hook: hook is _bring_inputs_home or hook is _bring_results_home)
 
 
 def _is_product(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import untraced
+from ...subclass.models._hooks import remove_hooks
 from ...subclass.models._module_parameters import matcher
 from .._scaled_tensor import ScaledTensor
 from ._rescale import Side, check_side, rescale, root_mean_square
@@ -63,11 +64,8 @@ def install(sides: Mapping[nn.Module, Side]) -> None:
 def remove(model: nn.Module) -> None:
     """Remove every rescale from a model."""
     for module in model.modules():
-        if module.__dict__.pop(_SIDE, None) is not None:
-            for key, hook in list(module._forward_pre_hooks.items()):
-                if hook is _rescale_input:
-                    del module._forward_pre_hooks[key]
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+        module.__dict__.pop(_SIDE, None)
+    remove_hooks(model.modules(), lambda hook: hook is _rescale_input)
 
 
 def placed(model: nn.Module) -> dict[str, Side]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...kernels import untraced
 from .. import _fallbacks as _fallback
+from ._hooks import remove_hooks
 from ._module_parameters import check_module
 
 _COUNTS = "_halfulp_fallbacks"
@@ -52,9 +53,7 @@ def install(model: nn.Module) -> None:
 def remove(module: nn.Module) -> None:
     """Remove a model's counts and hooks."""
     counts = module.__dict__.pop(_COUNTS, None)
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if hook is _begin:
-            del module._forward_pre_hooks[key]
+    remove_hooks([module], lambda hook: hook is _begin)
     if _fallback._running.counts is counts:
         _fallback._running.counts = None
 
