@@ -10,7 +10,7 @@ from torch import nn
 
 from ..._messages import a_kind
 from ...optim import EMA
-from ...optim._inner_optimizer import inner_optimizer, is_wrapper
+from ...optim._inner_optimizer import inner_optimizer
 from ...sinks import Sink
 from ..sampling._candidates import DEFAULT_FORMATS, AnyFormat
 from ._expectations import Asked
@@ -129,7 +129,7 @@ def checked_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     found = []
     for given in optimizer if several else [optimizer]:
         one = inner_optimizer(given)
-        if is_wrapper(one):
+        if not isinstance(one, torch.optim.Optimizer):
             duck = hasattr(one, "param_groups") and hasattr(one, "step")
             said = "it has param_groups and step, but no step hooks: make its class" if duck else "give"
             raise TypeError(

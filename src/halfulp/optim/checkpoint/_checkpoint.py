@@ -17,6 +17,7 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..parameters._checksums import checksums_to_save
 from ..parameters._local_tensors import is_dtensor, local, memory, placed_like
+from ..parameters._narrow_groups import name_of
 from ..parameters._outside_writes import (
     CHECKSUMS,
     PAYLOAD_KEYS,
@@ -138,7 +139,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         given = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             for position, number in enumerate(saved["params"]):
-                given.append((group, position, checked_state(state_dict, number)))
+                given.append((group, position, checked_state(state_dict, number, name_of(group, position))))
         known = {parameter for parameter, state in self.state.items() if state}
         before = [dict(group) for group in self.param_groups]
         for group, chosen in zip(self.param_groups, options):

@@ -56,15 +56,15 @@ def checked_groups(
     return [_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
 
 
-def checked_state(state_dict: Mapping, number: object) -> Mapping:
-    """The saved state of one parameter, empty where there is none.
+def checked_state(state_dict: Mapping, number: object, name: str) -> Mapping:
+    """The saved state of one parameter, by its number in the file and its name for messages; empty if there is none.
 
     Raises:
         ValueError: it is no mapping.
     """
     state = state_dict["state"].get(number, {})
     if not isinstance(state, Mapping):
-        raise ValueError(f"the state of parameter {number} is {type(state).__name__}, not a dict: the file is damaged")
+        raise ValueError(f"the state of parameter {name} is {type(state).__name__}, not a dict: the file is damaged")
     return state
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..parameters._narrow_groups import name_of
 from ._float32_copies import mapped
 
 BASE = "base."
@@ -40,11 +41,12 @@ def split_base_states(state_dict: Mapping[str, Any]) -> tuple[dict, dict]:
     return {**state_dict, "state": own}, inner
 
 
-def compare_shapes(state: Mapping, held: Mapping, number: int) -> None:
+def compare_shapes(state: Mapping, held: Mapping, group: dict, position: int) -> None:
     """Refuse saved states of other shapes than those that are held; raises ValueError."""
     for name, value in state.items():
         known = held.get(name)
         if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor) and value.shape != known.shape:
             raise ValueError(
-                f"state {name!r} of parameter {number} has shape {tuple(value.shape)}, {tuple(known.shape)} is needed"
+                f"state {name!r} of parameter {name_of(group, position)} has shape {tuple(value.shape)}, "
+                f"{tuple(known.shape)} is needed"
             )

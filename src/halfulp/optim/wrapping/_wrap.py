@@ -374,10 +374,10 @@ class Wrapped(ExplicitGradientOptimizer):
         """The wrapped optimizer's states by shadow, on the parameters' devices."""
         fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
         for group, packed in zip(self.param_groups, own["param_groups"]):
-            for parameter, number in zip(group["params"], packed["params"]):
+            for k, (parameter, number) in enumerate(zip(group["params"], packed["params"])):
                 state, shadow = inner.get(number), self._shadows[parameter]
                 if state:
-                    compare_shapes(state, self.base.state.get(shadow, {}), number)
+                    compare_shapes(state, self.base.state.get(shadow, {}), group, k)
                     fitted[shadow] = {k: placed(v, None if k == "step" else parameter.device) for k, v in state.items()}
         return fitted
 
