@@ -95,6 +95,8 @@ def observe(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"observe takes a torch.nn.Module, got {a_kind(model)}: give the model that is trained")
+    while "_forward_module" in model._modules:  # Fabric's wrapper, whose outputs and names are the model's
+        model = model._forward_module  # type: ignore[assignment]
     if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
         raise ValueError(f"interval is a number of steps, 1 or more; got {interval!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):

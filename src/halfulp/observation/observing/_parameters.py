@@ -32,7 +32,7 @@ class Parameters:
         self._first: dict[str, torch.Tensor] = {}
         kinds = {id(p): type(module).__name__ for module in model.modules() for p in module._parameters.values()}
         named = dict(model.named_parameters())
-        for name, parameter in zip(plain_names(named), named.values(), strict=True):
+        for name, parameter in zip(plain_names(named, parallel=False), named.values(), strict=True):
             self._enter(name, parameter, kinds.get(id(parameter), ""))
         for number, optimizer in enumerate(optimizers):
             self._enter_stepped(number if len(optimizers) > 1 else None, optimizer)

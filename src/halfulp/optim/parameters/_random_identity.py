@@ -26,10 +26,11 @@ def name_identity(name: str) -> int:
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.")
 
 
-def plain_names(names: Iterable[str]) -> list[str]:
+def plain_names(names: Iterable[str], parallel: bool = True) -> list[str]:
     """Return the parameter names of the plain model inside a compiled, wrapped or DDP model.
 
-    Compiled and checkpointed modules may stand anywhere; DistributedDataParallel's "module." stands before all.
+    Compiled and checkpointed modules may stand anywhere; DistributedDataParallel's "module." stands before all, and
+    stays where `parallel` is False.
 
     >>> plain_names(["module._orig_mod.0.weight", "module._orig_mod.1._orig_mod.bias"])
     ['0.weight', '1.bias']
@@ -37,7 +38,7 @@ def plain_names(names: Iterable[str]) -> list[str]:
     plain = list(names)
     for wrapper in _WRAPPERS:
         plain = [name.replace(f".{wrapper}", ".").removeprefix(wrapper) for name in plain]
-    if plain and all(name.startswith("module.") for name in plain):
+    if parallel and plain and all(name.startswith("module.") for name in plain):
         plain = [name.removeprefix("module.") for name in plain]
     return plain
 
