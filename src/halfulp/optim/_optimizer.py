@@ -333,7 +333,7 @@ class Optimizer(CheckpointMixin):
         options = self._plans.options_of(group)
         self._check_numbers(group)
         self._warn_of_rate_jump(group)
-        if len(group["identities"]) != len(group["params"]):
+        if len(group.get("identities") or group.get("param_names", ())) != len(group["params"]):
             self._follow_groups()
         known = self._plans.by_id
         for position, parameter in enumerate(group["params"]):

@@ -58,9 +58,7 @@ def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
             )
     for what, tensor in named[own:]:
         if not tensor.is_contiguous():
-            raise ValueError(
-                f"{what} {plan.name} is a view with gaps or of another order: store state.contiguous()"
-            )
+            raise ValueError(f"{what} {plan.name} is a view with gaps or of another order: store state.contiguous()")
     if overlaps_itself(named[0][1]):
         raise ValueError(
             f"parameter {plan.name} is expanded: several of its elements are one number in memory, so it has no step "
