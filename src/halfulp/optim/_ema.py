@@ -62,6 +62,9 @@ class Averages(ExplicitGradientOptimizer):
         """a + (1 - decay) (w - a)."""
         return AVERAGE
 
+    def _check_wrappers(self, has_gradients: bool) -> None:
+        """Do nothing: averages are nobody else's."""
+
     def plans(self) -> dict[torch.Tensor, ParameterPlan]:
         """Return the plan of every average."""
         group = self.param_groups[0]
