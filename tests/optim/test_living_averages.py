@@ -246,6 +246,7 @@ def test_it_is_true_of_them_and_not_of_the_cure(kind):
     assert abs(share(cure.float32_state_dict()["0.weight"]) / (1 - DECAY**UPDATES) - 1) < 0.02
 
 
+@pytest.mark.filterwarnings("ignore")  # theirs, when they are imported
 @pytest.mark.parametrize(
     ("module", "kind", "make"),
     [
@@ -263,6 +264,7 @@ def test_the_real_ones_are_told(module, kind, make):
     del average
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
 def test_lightnings_average_of_a_module_made_narrow_is_told(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
     callbacks = pytest.importorskip("lightning.pytorch.callbacks")
