@@ -197,7 +197,7 @@ def named_beside(key: int) -> list[tuple[str, Tensor]]:
         while id(module) in parents and id(module) not in passed:
             passed.add(id(module))
             module = parents[id(module)]
-        named = list(module.named_parameters(remove_duplicate=False))
+        named: list[tuple[str, Tensor]] = list(module.named_parameters(remove_duplicate=False))
         if any(id(value) == key for _, value in named):
             return named
     return []
