@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,6 +53,17 @@ def warn_of_living_averages(stepped: Iterable[Tensor]) -> None:
     gc.collect()  # an average that nobody holds any more may be among them
     for text in _untold(own, shapes):
         note_and_warn_once(_KIND, text)
+
+
+def warn_of_written_average(is_written: Callable[[Tensor], bool]) -> None:
+    """Warn if a narrow tensor that was written is held by an average, of any library.
+
+    Args:
+        is_written: whether a tensor is that one.
+    """
+    for average in living_averages():
+        for tensor in (tensor for together in held_tensors(average) for tensor in together if is_written(tensor)):
+            note_and_warn_once(_KIND, _said(type(average), tensor))
 
 
 def _untold(own: set[int], shapes: set[tuple[int, ...]]) -> list[str]:
