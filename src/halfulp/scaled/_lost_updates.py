@@ -126,7 +126,7 @@ def note_write(x: ScaledTensor) -> None:
 
     It is asked at the first write, and each time that the writes have doubled.
     """
-    if x._payload.dtype == torch.float32 or x.numel() < LEAST_ELEMENTS or not _powers.is_concrete(x._scale):
+    if x._payload.dtype == torch.float32 or x._payload.numel() < LEAST_ELEMENTS or not _powers.is_concrete(x._scale):
         return
     seen = _updates_of(x._scale)
     seen.writes += 1

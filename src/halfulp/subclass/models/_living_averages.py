@@ -66,8 +66,9 @@ def _kinds() -> list[type]:
     """Return the classes that are named like averages."""
     counted = len(type.__subclasses__(object)), len(_below(nn.Module))
     if counted != _Search.counted:
-        named = [kind for kind in _below(object) if _is_average(kind)]
-        _Search.counted, _Search.kinds = counted, tuple(map(weakref.ref, named))
+        named = {AveragedModel, *(kind for kind in _below(object) if _NAME.search(kind.__name__))}
+        alike = named.union(*map(_below, named))
+        _Search.counted, _Search.kinds = counted, tuple(weakref.ref(kind) for kind in alike if _is_average(kind))
     return [kind for one in _Search.kinds if (kind := one()) is not None]
 
 
