@@ -302,3 +302,22 @@ def test_a_wrapped_optimizers_states_are_not_dropped_in_silence():
         resumed.base.state[resumed._shadows[model.layers["0"].weight]]["square_avg"],
         optimizer.base.state[optimizer._shadows[model.layers["0"].weight]]["square_avg"],
     )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("way", FLAT)
+def test_a_stage_reads_its_part_of_a_distributed_checkpoint(way, tmp_path):
+    from torch.distributed.checkpoint import load, save
+
+    model = Net()
+    optimizer = _optimizer(model, _decay_groups, "8bit")
+    _train(model, optimizer, 0, STEPS)
+    save({"optimizer": WAYS[way][0](model, optimizer)}, checkpoint_id=tmp_path, no_dist=True)
+    for layers in ("01", "23"):
+        stage = Net(layers)
+        stepped = _optimizer(stage, _one_group, "8bit")
+        _step_nowhere(stepped)
+        template = {"optimizer": WAYS[way][0](stage, stepped)}
+        load(template, checkpoint_id=tmp_path, no_dist=True)
+        resumed = _resume(layers, _one_group, "8bit", way, model.state_dict(), template["optimizer"])
+        assert _differing(resumed, _uninterrupted("8bit")) == []
