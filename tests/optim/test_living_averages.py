@@ -83,6 +83,13 @@ class EMACallback:
         self.average = copy.deepcopy(model)
 
 
+class AverageMeter:
+    """As training loops keep a metric: a number, and one for each class, in the dtype of the model's outputs."""
+
+    def __init__(self, model):
+        self.value, self.of_classes = model[0].bias[0].detach(), model[2].bias.detach().clone()
+
+
 class OfAnother(EMAModel):
     """A class of its own, of a base that is named."""
 
@@ -107,6 +114,7 @@ FINE = {
     "of another model": lambda model: EMAModel(torch.nn.Conv2d(3, 5, 7).bfloat16().parameters()),
     "halfulp's": hu.optim.EMA,
     "a subclass of halfulp's": type("MyEMA", (hu.optim.EMA,), {}),
+    "a meter": AverageMeter,
     "none at all": copy.deepcopy,
 }
 

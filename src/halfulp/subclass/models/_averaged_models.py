@@ -47,7 +47,8 @@ def warn_of_living_averages(stepped: Iterable[Tensor]) -> None:
     """
     live = list(stepped)
     own = {id(parameter) for parameter in live}
-    shapes = {tuple(parameter.shape) for parameter in live if _is_narrow(parameter)}
+    # Single numbers are like any meter's.
+    shapes = {tuple(parameter.shape) for parameter in live if _is_narrow(parameter) and parameter.numel() > 1}
     if not shapes or not _untold(own, shapes):
         return
     gc.collect()  # an average that nobody holds any more may be among them
@@ -84,7 +85,8 @@ def _narrow_average(average: Any, own: set[int], shapes: set[tuple[int, ...]]) -
             continue
         narrow = [tensor for tensor in together if _is_narrow(tensor) and _payload(tensor).dtype not in fine]
         alike = [tensor for tensor in narrow if tuple(tensor.shape) in shapes]
-        if alike and 2 * len(alike) >= len(narrow):
+        covered = {tuple(tensor.shape) for tensor in alike}
+        if 2 * len(alike) >= len(narrow) and 2 * len(covered) >= len(shapes):
             return _said(type(average), alike[0])
     return None
 
