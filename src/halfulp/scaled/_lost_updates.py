@@ -126,7 +126,9 @@ def note_write(x: ScaledTensor) -> None:
 
     It is asked at the first write, and each time that the writes have doubled.
     """
-    if x._payload.dtype == torch.float32 or x._payload.numel() < LEAST_ELEMENTS or not _powers.is_concrete(x._scale):
+    if x._payload.dtype == torch.float32 or x._payload.numel() < LEAST_ELEMENTS:
+        return
+    if type(x._scale) is not Tensor or torch.compiler.is_dynamo_compiling():
         return
     seen = _updates_of(x._scale)
     seen.writes += 1

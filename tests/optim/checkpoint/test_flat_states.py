@@ -274,6 +274,19 @@ def test_unnamed_parameters_that_are_split_by_name_are_refused_with_the_cure():
         _set_flat(stage, hu.optim.AdamW(stage.parameters(), weight_update="stochastic"), _flat(model, optimizer))
 
 
+def test_names_in_another_order_are_refused_and_those_of_a_part_are_its_own():
+    """What torch saves by name it puts into our order when it loads; a dict that is loaded without it is as saved."""
+    model = Net()
+    optimizer = _optimizer(model)
+    _train(model, optimizer, 0, 1)
+    turned = hu.optim.AdamW(list(model.named_parameters())[::-1], lr=1e-4, weight_update="stochastic")
+    with pytest.raises(ValueError, match=r"in another order, such as layers\.0\.weight for layers\.3\.bias"):
+        turned.load_state_dict(_nested(model, optimizer))
+    part = hu.optim.AdamW(model.layers.named_parameters(), lr=1e-4, weight_update="stochastic")
+    _set_nested(model, part, _nested(model, optimizer))
+    assert part.state[model.layers["0"].weight]["step"] == 1
+
+
 def test_copies_and_edited_groups_keep_the_names_numbers():
     model = Net()
     optimizer = _optimizer(model, _decay_groups)

@@ -68,7 +68,7 @@ def is_own_file(groups: list[dict], saved: list[Mapping]) -> bool:
 
 
 def _is_keyed_by_name(saved: Mapping) -> bool:
-    """Return whether a saved group's parameters are names, which torch.distributed.checkpoint put into our order.
+    """Return whether a saved group's parameters are names, which torch.distributed.checkpoint puts into our order.
 
     What else the group says of its parameters, one by one, may be that of other parameters.
     """
@@ -108,17 +108,22 @@ def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     lacking = sorted((defaults.keys() | _OF_RULES) & mine.keys() - theirs.keys() - _OURS - _LATER.keys())
     if unknown or lacking:
         raise ValueError(f"the state_dict is another optimizer's: a group of it {differences(lacking, unknown)}")
-    names, other = mine.get("param_names"), theirs.get("param_names")
-    if _is_keyed_by_name(theirs):
-        return
+    by_name = _is_keyed_by_name(theirs)
+    names, other = mine.get("param_names"), theirs.get("params" if by_name else "param_names")
     if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
         raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
-    if names and other and plain_names(names) != plain_names(other):
-        differing = [f"{b} for {a}" for a, b in zip(plain_names(names), plain_names(other)) if a != b]
+    both = list(zip(plain_names(names), plain_names(other), strict=True)) if names and other else []
+    differing = [f"{b} for {a}" for a, b in both if a != b and not (by_name and _is_one_below(a, b))]
+    if differing:
         raise ValueError(
             f"the state_dict names other parameters, or these in another order, such as {', '.join(differing[:3])}: "
             "give the parameters in the order of the optimizer that saved it"
         )
+
+
+def _is_one_below(one: str, other: str) -> bool:
+    """Return whether one of two names is the other below a part of the model."""
+    return one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
 def _check_updates(mine: dict, theirs: Mapping) -> None:
