@@ -32,6 +32,7 @@ from .parameters._narrow_groups import (
     refuse_replaced_parameters,
     refuse_unused_update,
     updates_in_effect,
+    warn_of_idle_update,
 )
 from .parameters._outside_writes import SavedPayload, drop_stale, follow_version
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
@@ -307,6 +308,7 @@ class Optimizer(CheckpointMixin):
             broadcast_auxiliary_tensors(self)
             if not has_gradients:
                 refuse_replaced_parameters(self)
+            warn_of_idle_update(self, self.param_groups)
         self._stepped += 1
         if not self._stepped & (self._stepped - 1):  # each time that the steps have doubled
             warn_of_living_averages(parameter for group in self.param_groups for parameter in group["params"])

@@ -63,6 +63,25 @@ def test_it_is_said_for_each_weight_update_and_for_groups_that_come_later():
         optimizer.add_param_group({"params": list(third.parameters()), "weight_update": "master"})
 
 
+def test_weights_that_were_frozen_later_are_seen_at_the_first_step_and_said_once():
+    model = _Adapted().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = hu.optim.AdamW(model.parameters(), lr=0.1, weight_update="kahan")
+    model.base.requires_grad_(False)
+    for adapter in (model.lora_A, model.lora_B):
+        adapter.weight.grad = torch.ones_like(adapter.weight)
+    with pytest.warns(RuntimeWarning, match=SAID) as said:
+        optimizer.step()
+    assert len(said) == 1
+    with pytest.warns(RuntimeWarning, match=SAID):
+        optimizer = hu.optim.AdamW(model.parameters(), lr=0.1, weight_update="kahan")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("kind", SILENT)
 def test_nothing_is_said_where_it_acts_or_none_was_chosen(kind):
     with warnings.catch_warnings():

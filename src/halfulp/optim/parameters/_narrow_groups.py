@@ -170,8 +170,10 @@ def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
 def warn_of_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
     """Warn of each weight update that was chosen where none of the parameters that train can use it.
 
-    So it is with float32 adapters over frozen 16-bit weights. That is no error, as these may be unfrozen later.
+    So it is with float32 adapters over frozen 16-bit weights. That is no error, as these may be unfrozen later. It is
+    asked when groups are given and at the first step, before which weights may have been frozen, and said once.
     """
+    told: set[Any] = vars(optimizer).setdefault("_idle_updates", set())
     used: set[Any] = set()
     frozen: dict[Any, str] = {}
     idle: dict[Any, str] = {}
@@ -188,7 +190,8 @@ def warn_of_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
                 frozen.setdefault(chosen, name)
             elif parameter.requires_grad and not is_kept(parameter):
                 idle.setdefault(chosen, name)
-    for chosen in [one for one in idle if one in frozen and one not in used]:
+    for chosen in [one for one in idle if one in frozen and one not in used | told]:
+        told.add(chosen)
         warnings.warn(
             f"weight_update={chosen.name!r} does nothing: it is for parameters of few bits, and those are frozen here "
             f"(such as {frozen[chosen]}), while all that train are float32 (such as {idle[chosen]}) and step as "
