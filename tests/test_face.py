@@ -35,7 +35,7 @@ FACE = {
     "halfulp.optim": {
         *("Adam", "AdamW", "Lion", "SGD", "Optimizer", "EMA", "wrap", "float32_gradients"),
         *("WeightUpdate", "Components", "Feedback", "Kahan", "KahanStochastic", "Master", "Split"),
-        *("State", "LostUpdateReport", "UpdateRule", "StateSlot"),
+        *("State", "LostUpdateReport", "UpdateRule", "StateSlot", "report"),
         *("OPTIMIZERS", "register_optimizer", "register_weight_update"),
     },
 }

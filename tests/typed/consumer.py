@@ -153,6 +153,7 @@ def optimizers() -> None:
     kept: torch.optim.Optimizer = base[0]
     assert_type(kept.state_dict(), dict[str, Any])
     assert_type(base[0].report(), hu.optim.LostUpdateReport)
+    assert_type(hu.optim.report(kept), hu.optim.LostUpdateReport)
     assert_type(hu.optim.OPTIMIZERS, dict[str, type[hu.optim.Optimizer]])
     assert_type(hu.float32_gradients(nn.Linear(2, 2).bfloat16()), nn.Linear)
     assert_type(hu.float32_products(nn.Linear(2, 2).bfloat16()), nn.Linear)

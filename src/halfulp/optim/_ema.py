@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from .._messages import a_kind, differences, listed
+from .._messages import differences, listed
 from ..formats import Format
 from ..mctensor import MCTensor
 from ..subclass.models._module_parameters import check_module
 from ._float32_weights import MOST_ELEMENTS, read_weights, runs_of
 from ._group_options import check_number
+from ._inner_optimizer import own_optimizer
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer
 from .parameters._local_tensors import local, placed_like
@@ -61,6 +62,9 @@ class Averages(ExplicitGradientOptimizer):
         """a + (1 - decay) (w - a)."""
         return AVERAGE
 
+    def _check_wrappers(self, has_gradients: bool) -> None:
+        """Do nothing: averages are nobody else's."""
+
     def plans(self) -> dict[torch.Tensor, ParameterPlan]:
         """Return the plan of every average."""
         group = self.param_groups[0]
@@ -82,8 +86,8 @@ class EMA:
     Args:
         model: whose parameters are averaged; tied ones once. Averages start as the weights are now.
         decay: in [0, 1], or a function from the update's number, from 1 on, to it.
-        optimizer: the hu.optim optimizer of the model, if it keeps auxiliary tensors: then the float32 weights
-            are averaged, not the parameters that show them rounded.
+        optimizer: the hu.optim optimizer of the model, or a trainer's wrapper round it, if it keeps auxiliary tensors:
+            then the float32 weights are averaged, not the parameters that show them rounded.
         weight_update: how differences enter; see Optimizer. "feedback" is refused.
         dtype: of the averages of floating parameters; by default the parameter's own.
         format: values of a format in float32 averages; see Optimizer.
@@ -116,7 +120,7 @@ class EMA:
         model: torch.nn.Module,
         decay: Decay = 0.999,
         *,
-        optimizer: Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         weight_update: WeightUpdate | str | None = None,
         dtype: torch.dtype | None = None,
         format: Format | str | None = None,
@@ -126,20 +130,19 @@ class EMA:
         report_interval: int = 50,
     ) -> None:
         check_module(model, "EMA")
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer= takes an optimizer of hu.optim, got {a_kind(optimizer)}: leave it out")
+        stepping = None if optimizer is None else own_optimizer(optimizer, "optimizer=", "leave it out")
         if buffers not in ("copy", "average"):
             raise ValueError(f"buffers={buffers!r}: allowed are 'copy' and 'average'")
         decay_at({"decay": decay, "warmup": False}, 1)
         self.model: torch.nn.Module = model
-        self.optimizer: Optimizer | None = optimizer
+        self.optimizer: Optimizer | None = stepping
         self.updates: int = 0
         self._buffers = buffers
         live, copied = self._tensors()
         if not live:
             raise ValueError("the model has no parameters to average")
-        if optimizer is not None:
-            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if stepping is not None:
+            stepped = {id(parameter) for group in stepping.param_groups for parameter in group["params"]}
             if not any(id(tensor) in stepped for tensor in live.values()):
                 raise ValueError(
                     "optimizer= steps none of the model's parameters: give the optimizer of this model, or leave it out"

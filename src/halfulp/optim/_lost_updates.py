@@ -104,7 +104,7 @@ def lost_update_report(plans: Iterable[ParameterPlan], stalled: tuple[tuple[str,
     counted = [(plan, plan.record.lost) for plan in plans if plan.record.lost is not None]
     rows = [
         LostUpdateRow(
-            plan.name,
+            str(plan.name),  # a position where there is no name, for which no module is searched
             plan.spec.update.name,
             lost.samples,
             _share(lost.cancelled, lost.seen),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -11,6 +10,7 @@ import torch
 from ..formats import Format
 from ..kernels import keeping_subnormals
 from ..subclass.models import _gathered_states as _whole_states
+from ..subclass.models._averaged_models import warn_of_living_averages
 from ._group_options import (
     SWITCHES,
     Parameters,
@@ -32,6 +32,7 @@ from .parameters._narrow_groups import (
     refuse_replaced_parameters,
     refuse_unused_update,
     updates_in_effect,
+    warn_of_idle_update,
 )
 from .parameters._outside_writes import SavedPayload, drop_stale, follow_version
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
@@ -55,7 +56,8 @@ from .step._batch import Batch
 from .step._memory import check_memory, check_parameter, gradient_memory, gradient_store
 from .step._run import compile_kernels, run_step
 from .step._spec import StepSpec
-from .weight_updates._weight_update import WeightUpdate, weight_update
+from .weight_updates._error_feedback import warn_of_rate_jump
+from .weight_updates._weight_update import WeightUpdate
 
 Loss = TypeVar("Loss")
 
@@ -85,8 +87,8 @@ class Optimizer(CheckpointMixin):
 
     # The option that makes parameters narrow.
     narrowed_by = "param_dtype=torch.bfloat16"
-    # As copies are: all groups are there, and the first step is to come.
-    _is_built, _stepped = True, False
+    # As copies are: all groups are there, and no step was made.
+    _is_built, _stepped = True, 0
 
     def __init__(
         self,
@@ -301,13 +303,15 @@ class Optimizer(CheckpointMixin):
             follow_version(plan)
 
     def _check_wrappers(self, has_gradients: bool) -> None:
-        """Check wrappers around the model at the first step, before which wrapping must have happened."""
-        if self._stepped:
-            return
-        broadcast_auxiliary_tensors(self)
-        if not has_gradients:
-            refuse_replaced_parameters(self)
-        self._stepped = True
+        """Check what else holds the parameters: wrappers of the model at the first step, averages now and then."""
+        if not self._stepped:
+            broadcast_auxiliary_tensors(self)
+            if not has_gradients:
+                refuse_replaced_parameters(self)
+            warn_of_idle_update(self, self.param_groups)
+        self._stepped += 1
+        if not self._stepped & (self._stepped - 1):  # each time that the steps have doubled
+            warn_of_living_averages(parameter for group in self.param_groups for parameter in group["params"])
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient that a parameter steps by, or None."""
@@ -332,8 +336,8 @@ class Optimizer(CheckpointMixin):
         constants: dict[int, tuple[float, ...]] = {}
         options = self._plans.options_of(group)
         self._check_numbers(group)
-        self._warn_of_rate_jump(group)
-        if len(group["identities"]) != len(group["params"]):
+        warn_of_rate_jump(group)
+        if len(group.get("identities") or group.get("param_names", ())) != len(group["params"]):
             self._follow_groups()
         known = self._plans.by_id
         for position, parameter in enumerate(group["params"]):
@@ -372,21 +376,6 @@ class Optimizer(CheckpointMixin):
                 spec = plan.spec.metered_twin if metered else plan.spec
                 batch = batches[id(plan.spec), metered] = Batch(spec)
             batch.add(plan, parameter, gradient, scale, step, numbers)
-
-    def _warn_of_rate_jump(self, group: dict[str, Any]) -> None:
-        """Warn if the learning rate jumps: pending rounding errors are stored in units of it."""
-        chosen = group["weight_update"]
-        if chosen is None or not weight_update(chosen).feeds_back:
-            return
-        lr, before = float(group["lr"]), group.get("last_lr")
-        group["last_lr"] = lr
-        if before and lr and not 0.5 <= lr / before <= 2:
-            warnings.warn(
-                f"weight_update='feedback' and the learning rate went from {before:.3g} to {lr:.3g} in one step: "
-                f"pending rounding errors are repaid {lr / before:.3g} times too large; change it by at most twofold",
-                RuntimeWarning,
-                stacklevel=4,
-            )
 
     def report(self) -> LostUpdateReport:
         """Return the share of updates that rounding cancelled on metered steps, and which states lose what."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import torch_operators
+from . import _lost_updates
 from . import _powers_of_two as _powers
 from ._dtypes import smallest
 from ._operands import operand, plain, to_float32, to_storage
@@ -67,6 +68,7 @@ def write(x: Tensor, value: Any) -> Tensor:
         payload = _held_in_bfloat16(payload, scale)
     x._payload.copy_(payload if payload.dtype == x._payload.dtype else to_storage(payload, x._payload.dtype))
     x._scale.copy_(scale)
+    _lost_updates.note_write(x)
     return x
 
 

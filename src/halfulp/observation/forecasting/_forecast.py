@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ... import formats
 from ..._messages import a_kind, listed
 from ...kernels import in_float64
+from ...optim._inner_optimizer import inner_optimizer
 from .._finding import Finding
 from ..findings import findings_of
 from ..page import write_page
@@ -104,8 +105,8 @@ def forecast(
     Args:
         model_or_state: a module, a state dict of tensors, or the path of a checkpoint: safetensors, torch.save, a
             sharded folder, DCP. Its optimizer states and options are read too; nothing in it is executed.
-        optimizer_or_lr: a torch.optim.Optimizer (its states, options and groups are read), or a learning rate; a
-            checkpoint's own by default.
+        optimizer_or_lr: a torch.optim.Optimizer (its states, options and groups are read), also inside a trainer's
+            wrapper, or a learning rate; a checkpoint's own by default.
         schedule: "constant" (None), "linear", "cosine" or "wsd"; a torch LRScheduler, which is not advanced; a function
             step -> learning rate; a list with one rate per step. Names begin at the optimizer's initial rates.
         steps: length of the whole run; needed unless the schedule is a list. 1,000 more for a constant rate.
@@ -171,6 +172,7 @@ def _inputs(
     options: dict[str, Any],
     dtype: torch.dtype | None,
 ) -> Inputs:
+    optimizer_or_lr = inner_optimizer(optimizer_or_lr)
     if isinstance(optimizer_or_lr, torch.optim.Optimizer):
         if options or states is not None:
             named = ", ".join([*options, *(["states"] if states is not None else [])])

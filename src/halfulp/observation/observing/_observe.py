@@ -10,7 +10,7 @@ from torch import nn
 
 from ..._messages import a_kind
 from ...optim import EMA
-from ...optim._inner_optimizer import inner_optimizer, is_wrapper
+from ...optim._inner_optimizer import inner_optimizer
 from ...sinks import Sink
 from ..sampling._candidates import DEFAULT_FORMATS, AnyFormat
 from ._expectations import Asked
@@ -95,6 +95,8 @@ def observe(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"observe takes a torch.nn.Module, got {a_kind(model)}: give the model that is trained")
+    while "_forward_module" in model._modules:  # Fabric's wrapper, whose outputs and names are the model's
+        model = model._forward_module  # type: ignore[assignment]
     if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
         raise ValueError(f"interval is a number of steps, 1 or more; got {interval!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -129,7 +131,7 @@ def checked_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     found = []
     for given in optimizer if several else [optimizer]:
         one = inner_optimizer(given)
-        if is_wrapper(one):
+        if not isinstance(one, torch.optim.Optimizer):
             duck = hasattr(one, "param_groups") and hasattr(one, "step")
             said = "it has param_groups and step, but no step hooks: make its class" if duck else "give"
             raise TypeError(

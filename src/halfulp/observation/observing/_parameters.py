@@ -9,6 +9,7 @@ from torch import nn
 
 from ...optim import Optimizer
 from ...optim.parameters._local_tensors import local, memory
+from ...optim.parameters._random_identity import plain_names
 from ..record._record import ParameterRecord, Record
 from ..sampling._plain import stored
 from ..sampling._sample_places import place_key
@@ -30,8 +31,9 @@ class Parameters:
         self.names: dict[int, str] = {}
         self._first: dict[str, torch.Tensor] = {}
         kinds = {id(p): type(module).__name__ for module in model.modules() for p in module._parameters.values()}
-        for name, parameter in model.named_parameters():
-            self._enter(_plain_name(name), parameter, kinds.get(id(parameter), ""))
+        named = dict(model.named_parameters())
+        for name, parameter in zip(plain_names(named, parallel=False), named.values(), strict=True):
+            self._enter(name, parameter, kinds.get(id(parameter), ""))
         for number, optimizer in enumerate(optimizers):
             self._enter_stepped(number if len(optimizers) > 1 else None, optimizer)
 
@@ -79,10 +81,3 @@ class Parameters:
             if numbers is not None:
                 found[name] = sampled(numbers.flat, place_key(0, 0, name)).mul_(numbers.scale)
         return found
-
-
-def _plain_name(name: str) -> str:
-    """A parameter's name without the words that torch.compile and checkpoint wrappers put before it."""
-    return (
-        name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "").replace("_fsdp_wrapped_module.", "")
-    )

@@ -149,5 +149,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
             module = module.module
         elif "_orig_mod" in module._modules:
             module = module._orig_mod  # type: ignore[assignment]
+        elif "_forward_module" in module._modules:  # Fabric's
+            module = module._forward_module  # type: ignore[assignment]
         else:
             return module

@@ -17,6 +17,7 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..parameters._checksums import checksums_to_save
 from ..parameters._local_tensors import is_dtensor, local, memory, placed_like
+from ..parameters._narrow_groups import name_of
 from ..parameters._outside_writes import (
     CHECKSUMS,
     PAYLOAD_KEYS,
@@ -41,7 +42,7 @@ from ..weight_updates._weight_update import WeightUpdate, weight_update
 from ._extra_states import is_extra_state, set_extra_states
 from ._fitted_states import begun, checked_shape, fit_state, is_auxiliary, is_kept_by_some_optimizer, steps_made
 from ._saved_states import block_of, codec_versions
-from ._state_dict_validation import checked_groups, checked_state
+from ._state_dict_validation import checked_groups, checked_state, is_own_file
 
 # In a saved state: the weight update that wrote it, where its group has been given another since.
 UPDATE = "weight_update"
@@ -138,13 +139,13 @@ class CheckpointMixin(torch.optim.Optimizer):
         given = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             for position, number in enumerate(saved["params"]):
-                given.append((group, position, checked_state(state_dict, number)))
+                given.append((group, position, checked_state(state_dict, number, name_of(group, position))))
         known = {parameter for parameter, state in self.state.items() if state}
         before = [dict(group) for group in self.param_groups]
         for group, chosen in zip(self.param_groups, options):
             group.update(chosen)
         self._clear_plans()
-        is_own = all("identities" in saved for saved in state_dict["param_groups"])
+        is_own = is_own_file(before, state_dict["param_groups"])
         try:
             trial = [(*one, self._fit_tensors(*one, is_own)) for one in given]
         except Exception:

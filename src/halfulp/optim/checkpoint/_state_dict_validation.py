@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from ..._messages import differences
 from .._group_options import check_group
-from ..parameters._random_identity import plain_names
+from ..parameters._random_identity import identities_of, plain_names
 from ..weight_updates._weight_update import weight_update
 
 # Options that torch.optim's groups got later than others, and what older files that lack them mean.
@@ -56,15 +56,34 @@ def checked_groups(
     return [_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
 
 
-def checked_state(state_dict: Mapping, number: object) -> Mapping:
-    """The saved state of one parameter, empty where there is none.
+def is_own_file(groups: list[dict], saved: list[Mapping]) -> bool:
+    """Return whether an optimizer of this library saved some groups, for an optimizer with groups of its own.
+
+    Without names the file holds identities. A trainer that saves by name leaves the names themselves out of groups.
+    """
+    named = any("param_names" in group for group in groups)
+    return all(
+        "identities" in group or ("weight_update" in group and (named or "param_names" in group)) for group in saved
+    )
+
+
+def _is_keyed_by_name(saved: Mapping) -> bool:
+    """Return whether a saved group's parameters are names, which torch.distributed.checkpoint puts into our order.
+
+    What else the group says of its parameters, one by one, may be that of other parameters.
+    """
+    return bool(saved["params"]) and all(isinstance(key, str) for key in saved["params"])
+
+
+def checked_state(state_dict: Mapping, number: object, name: str) -> Mapping:
+    """The saved state of one parameter, by its number in the file and its name for messages; empty if there is none.
 
     Raises:
         ValueError: it is no mapping.
     """
     state = state_dict["state"].get(number, {})
     if not isinstance(state, Mapping):
-        raise ValueError(f"the state of parameter {number} is {type(state).__name__}, not a dict: the file is damaged")
+        raise ValueError(f"the state of parameter {name} is {type(state).__name__}, not a dict: the file is damaged")
     return state
 
 
@@ -89,15 +108,22 @@ def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     lacking = sorted((defaults.keys() | _OF_RULES) & mine.keys() - theirs.keys() - _OURS - _LATER.keys())
     if unknown or lacking:
         raise ValueError(f"the state_dict is another optimizer's: a group of it {differences(lacking, unknown)}")
-    names, other = mine.get("param_names"), theirs.get("param_names")
+    by_name = _is_keyed_by_name(theirs)
+    names, other = mine.get("param_names"), theirs.get("params" if by_name else "param_names")
     if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
         raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
-    if names and other and plain_names(names) != plain_names(other):
-        differing = [f"{b} for {a}" for a, b in zip(plain_names(names), plain_names(other)) if a != b]
+    both = list(zip(plain_names(names), plain_names(other), strict=True)) if names and other else []
+    differing = [f"{b} for {a}" for a, b in both if a != b and not (by_name and _is_one_below(a, b))]
+    if differing:
         raise ValueError(
             f"the state_dict names other parameters, or these in another order, such as {', '.join(differing[:3])}: "
             "give the parameters in the order of the optimizer that saved it"
         )
+
+
+def _is_one_below(one: str, other: str) -> bool:
+    """Return whether one of two names is the other below a part of the model."""
+    return one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
 def _check_updates(mine: dict, theirs: Mapping) -> None:
@@ -115,15 +141,23 @@ def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[
     """Return a group's options after loading, checked as those of a new group are."""
     taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _KEPT}
     taken = {**{key: value for key, value in _LATER.items() if key in mine}, **taken}
-    if mine.get("param_names") and "param_names" in taken:
-        taken["param_names"] = mine["param_names"]
+    if "param_names" in taken:
+        taken["param_names"] = mine.get("param_names") or list(
+            theirs["params"] if _is_keyed_by_name(theirs) else taken["param_names"]
+        )
+    names = mine.get("param_names") or taken.get("param_names")
+    if names and ("identities" not in taken or _is_keyed_by_name(theirs)):
+        taken["identities"] = identities_of({"param_names": names})
     trial = {**mine, **taken}
     try:
         check_group(trial)
         check_numbers(trial)
         identities = trial["identities"]
         if len(identities) != len(mine["params"]) or not all(isinstance(i, int) and 0 <= i < 2**63 for i in identities):
-            raise ValueError("identities must be one whole number per parameter")
+            raise ValueError(
+                "identities, which key random bits, must be one whole number per parameter: a file that is split or "
+                "regrouped needs names, optimizers made from model.named_parameters()"
+            )
     except (TypeError, ValueError) as error:
         raise ValueError(f"param group {number} of the state_dict: {error}") from error
     return {key: trial[key] for key in taken}

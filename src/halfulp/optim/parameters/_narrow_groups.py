@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from ..states._storage import STORES
 from ._local_tensors import local, memory
 from ._narrowing import is_kept, take_float32
 from ._outside_writes import drop_stale, mark_current
+from ._parameter_name import UnnamedParameter
 from ._parameter_plan import ParameterPlan
 
 # Bytes that travel in one message.
@@ -41,6 +43,7 @@ def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
     """
     to_narrow = {id(group["params"][position]) for group, position in _to_narrow(groups)}
     warn_of_narrow_averages()
+    warn_of_idle_update(optimizer, groups)
     for group in groups:
         for position, parameter in enumerate(group["params"]):
             if id(parameter) in to_narrow:
@@ -72,9 +75,11 @@ def _to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:
 
 
 def name_of(group: dict, position: int) -> str:
-    """Return a parameter's qualified name if names were given, else its position."""
+    """Return a parameter's qualified name if names were given, else its position, which messages name if they can."""
     names = group.get("param_names")
-    return names[position] if names and position < len(names) else f"#{position}"
+    if names and position < len(names):
+        return names[position]
+    return UnnamedParameter.at(position, group["params"][position])
 
 
 @torch.no_grad()
@@ -159,6 +164,40 @@ def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
         raise ValueError(
             f"weight_update={idle[1]!r} is for parameters of few bits, and all of these are float32 (such as "
             f"{idle[0]}): give {optimizer.narrowed_by} as well, or leave weight_update out"
+        )
+
+
+def warn_of_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
+    """Warn of each weight update that was chosen where none of the parameters that train can use it.
+
+    So it is with float32 adapters over frozen 16-bit weights. That is no error, as these may be unfrozen later. It is
+    asked when groups are given and at the first step, before which weights may have been frozen, and said once.
+    """
+    told: set[Any] = vars(optimizer).setdefault("_idle_updates", set())
+    used: set[Any] = set()
+    frozen: dict[Any, str] = {}
+    idle: dict[Any, str] = {}
+    for group in groups:
+        chosen = group["weight_update"]
+        if chosen is None or chosen.name == "exact":
+            continue
+        for position, parameter in enumerate(group["params"]):
+            name = name_of(group, position)
+            uses = optimizer._step_spec(group, parameter, None, name).update.name != "exact"
+            if uses and parameter.requires_grad:
+                used.add(chosen)
+            elif uses:
+                frozen.setdefault(chosen, name)
+            elif parameter.requires_grad and not is_kept(parameter):
+                idle.setdefault(chosen, name)
+    for chosen in [one for one in idle if one in frozen and one not in used | told]:
+        told.add(chosen)
+        warnings.warn(
+            f"weight_update={chosen.name!r} does nothing: it is for parameters of few bits, and those are frozen here "
+            f"(such as {frozen[chosen]}), while all that train are float32 (such as {idle[chosen]}) and step as "
+            f"without it: give {optimizer.narrowed_by} to narrow them, or leave weight_update out",
+            RuntimeWarning,
+            stacklevel=5,  # the line that made the optimizer
         )
 
 

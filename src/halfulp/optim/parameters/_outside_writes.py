@@ -33,8 +33,9 @@ WATCHED_STEPS = 1000
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _restored: TensorMap[tuple[int, int]] = TensorMap()
 CHECKSUMS = "payload_checksums"
-# In files and copies: for how many steps a copy of the payload is kept, its scale, and the copy; or nothing. It is a
-# tuple, and there in every file, because torch.distributed.checkpoint wants the tensors that a reader has to be there.
+# In files and copies: for how many steps a copy of the payload is kept, its scale, and the copy; or 0. It is a tuple,
+# and there in every file, because torch.distributed.checkpoint wants the tensors that a reader has to be there; 0, as
+# torch's flatten_optimizer_state_dict takes numbers, tensors and dicts alone.
 COPY = "payload_copy"
 PAYLOAD_KEYS = (CHECKSUMS, COPY)
 
@@ -85,7 +86,7 @@ def saved_payload(plan: ParameterPlan) -> dict[str, Any]:
     begins = _begins_a_copy(plan)
     is_old_memory = held.version == MOVED and not held.steps and held.digests is None
     if not begins and (held.payload is None or is_old_memory):
-        return {CHECKSUMS: checksums, COPY: ()}
+        return {CHECKSUMS: checksums, COPY: 0}
     return {
         CHECKSUMS: checksums,
         COPY: (WATCHED_STEPS - 1 if begins else held.steps, plan.scale, plan.payloads[0].clone()),

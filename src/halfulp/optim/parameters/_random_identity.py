@@ -26,10 +26,11 @@ def name_identity(name: str) -> int:
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.")
 
 
-def plain_names(names: Iterable[str]) -> list[str]:
+def plain_names(names: Iterable[str], parallel: bool = True) -> list[str]:
     """Return the parameter names of the plain model inside a compiled, wrapped or DDP model.
 
-    Compiled and checkpointed modules may stand anywhere; DistributedDataParallel's "module." stands before all.
+    Compiled and checkpointed modules may stand anywhere; DistributedDataParallel's "module." stands before all, and
+    stays where `parallel` is False.
 
     >>> plain_names(["module._orig_mod.0.weight", "module._orig_mod.1._orig_mod.bias"])
     ['0.weight', '1.bias']
@@ -37,18 +38,31 @@ def plain_names(names: Iterable[str]) -> list[str]:
     plain = list(names)
     for wrapper in _WRAPPERS:
         plain = [name.replace(f".{wrapper}", ".").removeprefix(wrapper) for name in plain]
-    if plain and all(name.startswith("module.") for name in plain):
+    if parallel and plain and all(name.startswith("module.") for name in plain):
         plain = [name.removeprefix("module.") for name in plain]
     return plain
 
 
+def identities_of(group: Mapping[str, Any]) -> list[int]:
+    """Return the numbers that key the random bits of a group's parameters: those of their names, unless it holds some.
+
+    A group of named parameters holds none. Trainers that save what a group holds once per parameter (torch's
+    flatten_optimizer_state_dict, torchtitan) can thus split and regroup parameters, each of which keeps its bits. An
+    exception is a group that took over a run without names, whose bits go on.
+    """
+    held = group.get("identities")
+    return [name_identity(name) for name in plain_names(group["param_names"])] if held is None else held
+
+
 def assign_identities(group: dict, earlier: list[dict]) -> None:
-    """Give every parameter of a group its identity, unless it came with them."""
+    """Give every parameter of a group without names its identity, unless it came with them."""
     if "identities" in group and len(group["identities"]) == len(group["params"]):
         return
-    names, start = group.get("param_names"), sum(len(other["params"]) for other in earlier)
-    count = len(group["params"])
-    group["identities"] = [name_identity(n) for n in plain_names(names)] if names else list(range(start, start + count))
+    if group.get("param_names"):
+        group.pop("identities", None)
+        return
+    start = sum(len(other["params"]) for other in earlier)
+    group["identities"] = list(range(start, start + len(group["params"])))
 
 
 class _Pass:
@@ -83,9 +97,14 @@ def part_in_backward(groups: list[dict], states: Mapping[Any, Any]) -> bool:
 
 
 def note_identities(group: dict, known: TensorMap[Identity]) -> None:
-    """Record name and number of every parameter of a group."""
+    """Record name and number of every parameter of a group, which holds no numbers that its names give."""
     names = group.get("param_names") or [None] * len(group["params"])
-    for parameter, name, number in zip(group["params"], names, group["identities"], strict=True):
+    numbers = identities_of(group)
+    if group.get("param_names") and "identities" in group:
+        by_name = identities_of({"param_names": names})
+        if numbers == by_name:
+            del group["identities"]
+    for parameter, name, number in zip(group["params"], names, numbers, strict=True):
         known[parameter] = name, number
 
 
@@ -98,12 +117,12 @@ def follow_parameters(group: dict, groups: list[dict], known: TensorMap[Identity
     Raises:
         ValueError: a parameter without a name was added to a group of named ones.
     """
-    parameters, numbers, names = group["params"], group["identities"], group.get("param_names")
+    parameters, numbers, names = group["params"], identities_of(group), group.get("param_names")
     held: list[tuple[str | None, int | None]] = [known.get(parameter) or (None, None) for parameter in parameters]
     if [number for _, number in held] == numbers:
         return
     taken = {number for _, number in held}
-    free = 1 + max((number for other in groups for number in other["identities"]), default=-1)
+    free = 1 + max((number for other in groups for number in identities_of(other)), default=-1)
     for position, (_, number) in enumerate(held):
         if number is not None:
             continue

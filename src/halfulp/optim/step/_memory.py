@@ -46,19 +46,19 @@ def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
         ValueError: a parameter whose elements share memory, a state with gaps, or tensors on several devices.
     """
     own = len(plan.parts) - len(plan.auxiliary_tensors)
-    named = [(f"parameter {plan.name}", part) for part in plan.parts[:own]]
-    named += [(f"state {key!r} of parameter {plan.name}", tensor) for key, tensor in plan.tensors.items()]
+    named = [("parameter", part) for part in plan.parts[:own]]
+    named += [(f"state {key!r} of parameter", tensor) for key, tensor in plan.tensors.items()]
     for what, tensor in named:
         if not has_own_memory(tensor) or (tensor.is_neg() and tensor.is_contiguous()):
-            refuse(tensor, what)
+            refuse(tensor, f"{what} {plan.name}")
         if tensor.device != gradient.device:
             raise ValueError(
-                f"{what} is on {tensor.device} and the gradient on {gradient.device}: move them to one device, and "
-                "make the optimizer after moving the model"
+                f"{what} {plan.name} is on {tensor.device} and the gradient on {gradient.device}: move them to one "
+                "device, and make the optimizer after moving the model"
             )
     for what, tensor in named[own:]:
         if not tensor.is_contiguous():
-            raise ValueError(f"{what} is a view with gaps or of another order: store state.contiguous()")
+            raise ValueError(f"{what} {plan.name} is a view with gaps or of another order: store state.contiguous()")
     if overlaps_itself(named[0][1]):
         raise ValueError(
             f"parameter {plan.name} is expanded: several of its elements are one number in memory, so it has no step "
@@ -74,15 +74,22 @@ def gradient_memory(gradient: torch.Tensor, parameter: torch.Tensor, name: str) 
     """
     if isinstance(gradient, ScaledTensor):
         if isinstance(parameter, ScaledTensor):
-            return plain(
-                cast("ScaledTensor", gradient.detach()).payload, f"the gradient of {name}"
-            ), gradient.scale.item()
+            return plain_gradient(cast("ScaledTensor", gradient.detach()).payload, name), gradient.scale.item()
         gradient = cast("ScaledTensor", gradient.detach()).decode()
     elif isinstance(gradient, MCTensor):
         gradient = cast("MCTensor", gradient.detach()).decode(torch.float32)
     if gradient.layout is not torch.strided:
         return gradient, 1.0  # refused, or kept sparse, where its dtype is looked at
-    return plain(gradient, f"the gradient of {name}"), 1.0
+    return plain_gradient(gradient, name), 1.0
+
+
+def plain_gradient(gradient: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a gradient as plain memory, or raise TypeError by its parameter's name, which is put into words then."""
+    try:
+        return plain(gradient)
+    except TypeError:
+        pass
+    return plain(gradient, f"the gradient of {name}")
 
 
 def gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:

@@ -16,7 +16,6 @@ from ...kernels import (
     check_bits,
     chunks,
     note,
-    plain,
     require_same_bits,
     run_chunks,
     select_engine,
@@ -27,6 +26,7 @@ from ..parameters._payload_digests import PayloadDigests
 from ..parameters._plan_cache import PlanCache
 from ._batch import Batch
 from ._kernel import compiled
+from ._memory import plain_gradient
 from ._reference import reference_amax, reference_step
 from ._scales import keep_scales, with_new_scales, with_present_scales
 from ._spec import StepSpec, draws_of, pointer_count
@@ -168,7 +168,7 @@ def _point_at_gradients(table: Table, batch: Batch) -> None:
     pointers[:, GRADIENT] = [gradient.data_ptr() for gradient in gradients]
     if not pointers[:, GRADIENT].all():  # empty ones, and those that torch has not written out
         for row in np.flatnonzero(pointers[:, GRADIENT] == 0).tolist():
-            gradients[row] = plain(gradients[row], f"the gradient of {batch.plans[row].name}")
+            gradients[row] = plain_gradient(gradients[row], batch.plans[row].name)
             pointers[row, GRADIENT] = address(gradients[row])
     for row, copies in batch.copies.items():
         for column, copy in enumerate(copies):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ._rounding import StochasticallyRounded
-from ._weight_update import register_weight_update
+from ._weight_update import register_weight_update, weight_update
 
 
 @dataclass(frozen=True)
@@ -26,3 +27,19 @@ class Feedback(StochasticallyRounded):
 
 
 register_weight_update(Feedback())
+
+
+def warn_of_rate_jump(group: dict[str, Any]) -> None:
+    """Warn if a group's learning rate jumps: pending rounding errors are stored in units of it."""
+    chosen = group["weight_update"]
+    if chosen is None or not weight_update(chosen).feeds_back:
+        return
+    lr, before = float(group["lr"]), group.get("last_lr")
+    group["last_lr"] = lr
+    if before and lr and not 0.5 <= lr / before <= 2:
+        warnings.warn(
+            f"weight_update='feedback' and the learning rate went from {before:.3g} to {lr:.3g} in one step: "
+            f"pending rounding errors are repaid {lr / before:.3g} times too large; change it by at most twofold",
+            RuntimeWarning,
+            stacklevel=4,
+        )

@@ -19,7 +19,7 @@ from ..parameters._tensor_map import TensorMap
 from ..rules._update_rule import UpdateRule
 from ..states._storage import F32
 from ..weight_updates._weight_update import WeightUpdate
-from ._base_state import BASE, compare_shapes, placed, split_base_states
+from ._base_state import BASE, check_base_state, placed, split_base_states
 from ._base_step import is_hooked, plain_step
 from ._explicit_gradient import ASSIGNMENT, ExplicitGradientOptimizer, NarrowOptions
 from ._float32_copies import (
@@ -354,7 +354,7 @@ class Wrapped(ExplicitGradientOptimizer):
 
         The latter's 16-bit states become float32, and the auxiliary tensors stay as they are.
         """
-        own, inner = split_base_states(state_dict)
+        own, inner = split_base_states(state_dict, self.param_groups)
         self._follow_groups()
         inner = self._fit_base_states(own, inner)
         beside = checked_outside_state(self.base, state_dict.get("base", {}))
@@ -374,10 +374,10 @@ class Wrapped(ExplicitGradientOptimizer):
         """The wrapped optimizer's states by shadow, on the parameters' devices."""
         fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
         for group, packed in zip(self.param_groups, own["param_groups"]):
-            for parameter, number in zip(group["params"], packed["params"]):
+            for k, (parameter, number) in enumerate(zip(group["params"], packed["params"])):
                 state, shadow = inner.get(number), self._shadows[parameter]
+                check_base_state(state, own["state"].get(number), self.base, shadow, group, k)
                 if state:
-                    compare_shapes(state, self.base.state.get(shadow, {}), number)
                     fitted[shadow] = {k: placed(v, None if k == "step" else parameter.device) for k, v in state.items()}
         return fitted
 
