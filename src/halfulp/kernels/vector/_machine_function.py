@@ -1,0 +1,110 @@
+"""LLVM instructions as a function in memory: from the cache, or compiled by llvmlite and kept there."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .._cache import CacheEntry
+from ..scalar._processor import processor
+
+_SYMBOL = "halfulp_kernel"
+_lock = threading.Lock()
+# Objects in memory are kept as long as the process: functions in them may run at any time.
+_kept: list[Any] = []
+
+
+class MachineFunction:
+    """A compiled function of 64-bit integers and arrays, called without Python's lock.
+
+    >>> import numpy as np
+    >>> def fill(b, first, last, array):
+    ...     with b.loop(first, last, 1) as i:
+    ...         b.b.store(i, b.pointer(array, i, b.i64))
+    >>> numbers = np.zeros(3, np.int64)
+    >>> machine_function("fill", "of the example", 3, fill)(0, 3, numbers)
+    >>> numbers
+    array([0, 1, 2])
+    """
+
+    def __init__(self, address: int, arguments: int) -> None:
+        self._call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(address)
+
+    def __call__(self, *arguments: int | np.ndarray) -> None:
+        self._call(*(x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x for x in arguments))
+
+
+def machine_function(name: str, key: str, arguments: int, write: Callable[..., None]) -> MachineFunction:
+    """Return a function of so many integers or addresses of arrays.
+
+    Args:
+        name: of the cache entry.
+        key: whatever the instructions depend on, short of the sources of `kernels`.
+        arguments: how many.
+        write: (builder of vectors, *arguments) writes the instructions.
+    """
+    import llvmlite
+
+    with _lock:
+        entry = CacheEntry(name, key, ("llvmlite", llvmlite.__version__))
+        try:
+            address = entry.read(_loaded)
+            if address is None:
+                code = _compiled(arguments, write)
+                entry.write(code)
+                address = _loaded(code)
+        finally:
+            entry.end_turn()
+    return MachineFunction(address, arguments)
+
+
+def _loaded(code: bytes) -> int:
+    """Link an object file into the process; return the address of its function."""
+    from llvmlite import binding
+
+    # An engine of its own per object: their symbols have one name.
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _kept.append(engine)
+    address: int = engine.get_function_address(_SYMBOL)
+    return address
+
+
+def _compiled(arguments: int, write: Callable[..., None]) -> bytes:
+    """Return the object file of the instructions that `write` makes."""
+    from llvmlite import binding, ir
+
+    from ._builder import VectorBuilder
+
+    machine = _target_machine()
+    module = ir.Module(_SYMBOL)
+    module.triple, module.data_layout = machine.triple, str(machine.target_data)
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * arguments)
+    function = ir.Function(module, kind, _SYMBOL)
+    function.attributes.add("nounwind")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    write(VectorBuilder(builder), *function.args)
+    builder.ret_void()
+    parsed = binding.parse_assembly(str(module))
+    options = binding.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    passes = binding.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(parsed, passes)
+    code: bytes = machine.emit_object(parsed)
+    return code
+
+
+@functools.cache
+def _target_machine() -> Any:
+    from llvmlite import binding
+
+    triple, name, features = processor()
+    target = binding.Target.from_triple(triple)
+    return target.create_target_machine(cpu=name, features=features, opt=3, reloc="pic", codemodel="jitdefault", jit=True)
+
