@@ -25,7 +25,8 @@ MANTISSA = {torch.float32: 23, torch.float64: 52}
 _BIAS = {torch.float32: 127, torch.float64: 1023}
 _WORD = {torch.float32: torch.int32, torch.float64: torch.int64}
 _REAL = {torch.float32: "f32", torch.float64: "f64"}
-_KINDS = {np.float32: "f32", np.float64: "f64", np.uint32: "w32", np.uint64: "w64", np.int64: "w64"}
+Number = float | np.number
+_KINDS: dict[type, str] = {np.float32: "f32", np.float64: "f64", np.uint32: "w32", np.uint64: "w64", np.int64: "w64"}
 _COMPARISONS = ("lt", "gt", "le", "ge", "eq", "ne")
 _SHORT = 60  # instructions up to which a network is better written out than called
 
@@ -53,7 +54,7 @@ class Trace:
         self._function_numbers: dict[tuple, int] = {}
 
     def emit(
-        self, operation: str, operands: Sequence[Traced | float] = (), extra: object = None, kind: str | None = None
+        self, operation: str, operands: Sequence[Traced | Number] = (), extra: object = None, kind: str | None = None
     ) -> Traced:
         """Append an instruction and return its value; an equal earlier instruction is reused.
 
@@ -71,7 +72,7 @@ class Trace:
             self.kinds.append(own)
         return Traced(self, self._line_numbers[key])
 
-    def binary(self, operation: str, a: Traced | float, b: Traced | float) -> Traced:
+    def binary(self, operation: str, a: Traced | Number, b: Traced | Number) -> Traced:
         """Append an operation on two reals or two words; comparisons give masks.
 
         Raises:
@@ -89,7 +90,7 @@ class Trace:
         name = operation if operation.startswith("word_") else family + operation
         return self.emit(name, numbers, None, "mask" if operation in _COMPARISONS else kind)
 
-    def kind_of(self, *operands: Traced | float) -> str:
+    def kind_of(self, *operands: Traced | Number) -> str:
         """Return the kind of the first traced value, or else of the first typed number, or else the trace's reals."""
         traced = [x.kind for x in operands if isinstance(x, Traced)]
         typed = [_KINDS[type(x)] for x in operands if type(x) in _KINDS]
@@ -162,7 +163,7 @@ class Trace:
         written = sorted(self.stores.items()), self.sums
         return hashlib.sha256(repr((self.dtype, self.lines, self.tables, called, written)).encode()).hexdigest()
 
-    def _number(self, x: Traced | float, kind: str) -> int:
+    def _number(self, x: Traced | Number, kind: str) -> int:
         if isinstance(x, Traced):
             return x.number
         if kind[0] == "w":
@@ -287,7 +288,7 @@ def product_error(a, b, p):
     return a.trace.emit("product_error", (a, b, p)) if isinstance(a, Traced) else _product_error(a, b, p)
 
 
-def square_root(x):
+def square_root(x: Any) -> Any:
     """The correctly rounded square root."""
     if isinstance(x, Traced):
         return x.trace.emit("sqrt", (x,))

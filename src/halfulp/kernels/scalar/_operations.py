@@ -14,11 +14,12 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from .._trace import Traced, select, square_root
+from .._trace import Traced, square_root
+from .._trace import select as select
 
-# What a piece may be given on Python's side; a compiled one has words and reals only.
-Word = np.uint32 | np.uint64 | int
-Real = np.float32 | np.float64 | float
+# NumPy's and Python's numbers, and traced values; what Numba compiles has words and reals only.
+Word = Any
+Real = Any
 Function = TypeVar("Function", bound=Callable[..., Any])
 SCALARS: dict[str, Callable[..., Any]] = {}
 _U32 = 0xFFFFFFFF
@@ -157,7 +158,7 @@ def divide(a: np.float32, b: np.float32) -> np.float32:
         return np.float32(a) / np.float32(b)
 
 
-@_recorded(lambda trace, x: square_root(x))
+@_recorded(lambda _, x: square_root(x))
 def sqrt(a: np.float32) -> np.float32:
     """sqrt(a) in float32, correctly rounded."""
     with np.errstate(all="ignore"):
@@ -294,40 +295,6 @@ def store64(address: Word, i: Word, w: Word) -> None:
 @_scalar
 def prefetch(address: Word) -> None:
     """Ask for the cache line at an address, which need not be one that can be read."""
-
-
-@_scalar
-def signed_cubes16(codes: Word, i: Word, scale: Real, buffer: Word, j: Word) -> None:
-    """Sixteen signed bytes from element i as scale x (byte / 127)^3, into a float32 buffer from j on; -128 is NaN."""
-    for k in range(16):
-        code = np.float32(np.uint8(_read(8, codes, int(i) + k)).view(np.int8))
-        value = code * code * code * np.float32(1 / 127**3) * np.float32(scale)
-        _write(32, buffer, int(j) + k, word(np.float32("nan") if code == -128 else value))
-
-
-@_scalar
-def unsigned_cubes16(codes: Word, i: Word, scale: Real, buffer: Word, j: Word) -> None:
-    """Sixteen unsigned bytes from element i as scale x (byte / 255)^3, into a float32 buffer from element j."""
-    for k in range(16):
-        code = np.float32(int(_read(8, codes, int(i) + k)))
-        _write(32, buffer, int(j) + k, word(code * code * code * np.float32(1 / 255**3) * np.float32(scale)))
-
-
-@_scalar
-def scaled16(buffer: Word, j: Word, factor: Real) -> None:
-    """Sixteen float32 from element j times a factor, in place; a positive one never becomes 0."""
-    for k in range(16):
-        value = real(_read(32, buffer, int(j) + k))
-        with np.errstate(all="ignore"):
-            product = value * np.float32(factor)
-        _write(32, buffer, int(j) + k, word(np.float32(2.0**-126) if value > 0 and product == 0 else product))
-
-
-@_scalar
-def largest16(buffer: Word, j: Word, top: Word) -> np.uint32:
-    """The largest word of |value| of sixteen float32 from element j that are finite, or `top` if that is larger."""
-    words = [int(_read(32, buffer, int(j) + k)) & 0x7FFFFFFF for k in range(16)]
-    return np.uint32(max([int(top), *(w for w in words if w < 0x7F800000)]))
 
 
 @_scalar

@@ -43,7 +43,8 @@ class Instructions(VectorBuilder):
             only: which instructions to write; all by default.
         """
         values: list = []
-        for number, ((operation, operands, extra), self.kind) in enumerate(zip(self.trace.lines, self.trace.kinds)):
+        for number, (operation, operands, extra) in enumerate(self.trace.lines):
+            self.kind = self.trace.kinds[number]
             if known is not None and number in known:
                 values.append(known[number])
             elif only is not None and number not in only:

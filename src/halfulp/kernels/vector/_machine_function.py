@@ -106,5 +106,6 @@ def _target_machine() -> Any:
 
     triple, name, features = processor()
     target = binding.Target.from_triple(triple)
-    return target.create_target_machine(cpu=name, features=features, opt=3, reloc="pic", codemodel="jitdefault", jit=True)
-
+    return target.create_target_machine(
+        cpu=name, features=features, opt=3, reloc="pic", codemodel="jitdefault", jit=True
+    )

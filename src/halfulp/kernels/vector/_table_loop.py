@@ -203,7 +203,8 @@ class _TableLoop(VectorBuilder):
 
     def blocks(self, begin, count, totals: list, buffers: list) -> None:
         """Write the loop over blocks: all up to their largest words, then the rest, of values kept in buffers."""
-        b, block, phases = self.b, self.word(self.table.block), self.phases()
+        b, phases = self.b, self.phases()
+        block = self.word(self.table.block or 0)
         before = {array: k for array, k in self.stores.items() if not array[2] and k not in phases.behind}
         behind = {array: k for array, k in self.stores.items() if not array[2] and k in phases.behind}
         with self.loop(self.word(0), b.sdiv(count, block), 1, totals) as number:
@@ -283,7 +284,9 @@ class _TableLoop(VectorBuilder):
         """Write what two vectors store, and add what they sum up."""
         for array, number in stores.items():
             self.store_both(bases[array], i, array[1], [computed[number] for computed in values])
-        for place, (how, number) in enumerate(self.trace.sums if totals is not None else []):
+        if totals is None:
+            return
+        for place, (how, number) in enumerate(self.trace.sums):
             for half in range(2):
                 value, at = values[half][number], 2 * place + half
                 value = self.b.select(self.exists(i, limit, half), value, self.ir.Constant(value.type, None))
@@ -418,16 +421,19 @@ class _Phases:
     @classmethod
     def of(cls, trace: Trace) -> _Phases:
         """Return the phases of a trace."""
-        reads, waits, varies = set(), set(), set()
+        reads: set[int] = set()
+        waits: set[int] = set()  # for the block's largest
+        varies: set[int] = set()  # between the elements of a block
         for k, (name, operands, extra) in enumerate(trace.lines):
-            if name == "block_largest" or waits & set(operands):
-                assert name != "block_largest" or not waits & set(operands), "a block has one round of largest words"
+            if name == "block_largest":
+                assert not waits & set(operands), "a block has one round of largest words"
+                waits.add(k)
+                continue
+            if waits & set(operands):
                 waits.add(k)
             elif name == "load" or reads & set(operands):
                 reads.add(k)
-            if name == "load" or (name == "input" and extra[0] == "counter"):
-                varies.add(k)
-            elif name != "block_largest" and varies & set(operands):
+            if name == "load" or (name == "input" and extra[0] == "counter") or varies & set(operands):
                 varies.add(k)
         everything = set(range(len(trace.lines)))
         largest = [k for k in sorted(waits) if trace.lines[k][0] == "block_largest"]
@@ -459,4 +465,3 @@ def _with_operands(trace: Trace, lines: Iterable[int]) -> set[int]:
             found.add(k)
             left += [] if trace.lines[k][0] == "block_largest" else trace.lines[k][1]
     return found
-

@@ -40,11 +40,13 @@ class DoubleBF16:
 
     def load(self, arrays: Sequence[Any], i: Any, scale: Any) -> Any:
         """Device function: the float32 of element i."""
-        return pair_real(*arrays, i)
+        first, residual = arrays
+        return pair_real(first, residual, i)
 
     def save(self, arrays: Sequence[Any], i: Any, value: Any, inverse: Any, random: Any) -> None:
         """Device function: store element i."""
-        pair_save(*arrays, i, value)
+        first, residual = arrays
+        pair_save(first, residual, i, value)
 
 
 def pair_real(first, residual, i):

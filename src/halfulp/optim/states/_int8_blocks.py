@@ -60,11 +60,13 @@ class Int8Blocks:
 
     def load_root(self, arrays: Sequence[Any], i: Any, block: Any) -> Any:
         """Device function: the float32 of element i before squaring."""
-        return (decode_squared if self.squared else decode_signed)(*arrays, i, block)
+        codes, scales = arrays
+        return (decode_squared if self.squared else decode_signed)(codes, scales, i, block)
 
     def save_root(self, arrays: Sequence[Any], i: Any, block: Any, root: Any, random: Any) -> None:
         """Device function: store element i, given before squaring."""
-        (encode_squared if self.squared else encode_signed)(*arrays, i, block, root, random)
+        codes, scales = arrays
+        (encode_squared if self.squared else encode_signed)(codes, scales, i, block, root, random)
 
     def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return the float32 values."""

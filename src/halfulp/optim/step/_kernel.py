@@ -22,10 +22,8 @@ from ..states._state import Int8Blocks
 from ._spec import Draw, StepSpec, draws_of, pointer_count, state_pointers
 
 GRADIENT = 4
-ZERO, NEGATIVE_ZERO, ONE, S16, LOW, UNDRAWN = (
-    *(np.float32(x) for x in (0.0, -0.0, 1.0)),
-    *(np.uint32(n) for n in (16, 0xFFFF, 0)),
-)
+ZERO, NEGATIVE_ZERO, ONE = (np.float32(x) for x in (0.0, -0.0, 1.0))
+S16, LOW, UNDRAWN = (np.uint32(n) for n in (16, 0xFFFF, 0))
 
 
 @functools.cache
