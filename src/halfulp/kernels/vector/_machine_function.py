@@ -15,8 +15,8 @@ from ..scalar._processor import processor
 
 _SYMBOL = "halfulp_kernel"
 _lock = threading.Lock()
-# Objects in memory are kept as long as the process: functions in them may run at any time.
-_kept: list[Any] = []
+# What holds functions in memory, for as long as the process: they may run at any time.
+_engines: list[Any] = []
 
 
 class MachineFunction:
@@ -64,15 +64,24 @@ def machine_function(name: str, key: str, arguments: int, write: Callable[..., N
 
 
 def _loaded(code: bytes) -> int:
-    """Link an object file into the process; return the address of its function."""
+    """Link an object file into the process; return the address of its function.
+
+    Raises:
+        ValueError: it has no such function.
+    """
     from llvmlite import binding
 
-    # An engine of its own per object: their symbols have one name.
+    # An engine for each: all objects call their function by one name.
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
-    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    try:
+        engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    except RuntimeError as error:
+        raise ValueError(f"no object file: {error}") from None
     engine.finalize_object()
-    _kept.append(engine)
     address: int = engine.get_function_address(_SYMBOL)
+    if not address:
+        raise ValueError(f"an object file without {_SYMBOL}")
+    _engines.append(engine)
     return address
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from .._trace import Piece, Trace
 from ..scalar._processor import vector_bits
-from ._builder import VectorBuilder
+from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
 from ._machine_function import MachineFunction, machine_function
 
@@ -47,7 +47,7 @@ class Table:
     Attributes:
         trace: what is computed per element, of inputs ("constant", k) and ("counter", k).
         columns: of the table of pointers.
-        constants: float32 numbers per row.
+        constants: numbers per row, of 32 or 64 bits as the inputs are.
         counters: random words per element.
         start: (low and high half of a row's key, global index) -> the counter of an element.
         step: by which the counters of neighbours differ.
@@ -76,8 +76,8 @@ class Table:
 def compile_table(name: str, table: Table) -> MachineFunction:
     """Return the function (first chunk, last chunk, chunks, pointers, rows, constants, keys, sums, digests).
 
-    The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, float32
-    (constants' rows, constants), uint64 (rows, counters), float64 (chunks, 4) and uint64 (chunks,).
+    The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
+    (rows of constants, constants), uint64 (rows, counters), float64 (chunks, 4) and uint64 (chunks,).
     """
     return machine_function(name, table.key(), _ARGUMENTS, lambda b, *values: _TableLoop(b.b, table).build(*values))
 
@@ -91,11 +91,16 @@ class _TableLoop(VectorBuilder):
         self.lanes = min(vector_bits() // 32, (table.block or 1 << 30) // 2)
         self.width = 2 * self.lanes
         lines = self.trace.lines
+        self.kinds = Instructions(builder, self.trace, 1)
+        self.given = [
+            (x[2], kind) for x, kind in zip(lines, self.trace.kinds) if x[0] == "input" and x[2][0] == "constant"
+        ]
         self.column = {k: extra for k, (name, _, extra) in enumerate(lines) if name == "address"}
         self.loads: list[Array] = [(operands[0], *extra) for name, operands, extra in lines if name == "load"]
         self.stores = self.trace.stores
         self.arrays = list(dict.fromkeys([*self.loads, *self.stores]))
         self.in_pairs = any(bits < 32 for _, bits, per_block in self.arrays if not per_block)
+        self.scalars: dict[Any, Any] = {}
         self.inputs: dict[Any, Any] = {}
 
     def build(self, first, last, chunks, pointers, rows, constants, keys, sums, digests) -> None:
@@ -110,9 +115,10 @@ class _TableLoop(VectorBuilder):
             self.address = {column: self.word_at(pointers, pointer, column) for column in self.used()}
             if table.constants:
                 own = b.mul(self.word_at(rows, row, 0), self.word(table.constants))
-                for k in range(table.constants):
-                    number = b.load(self.pointer(constants, b.add(own, self.word(k)), self.f32), align=4)
-                    self.inputs["constant", k] = self.spread(number, self.lanes)
+                for name, kind in self.given:
+                    at = self.pointer(constants, b.add(own, self.word(name[1])), scalar_of(self.kinds.of_kind(kind)))
+                    self.scalars[name] = b.load(at, align=int(kind[1:]) // 8)
+                    self.inputs[name] = self.spread(self.scalars[name], self.lanes)
             key = b.mul(row, self.word(table.counters))
             self.starts = [self.start(self.word_at(keys, key, k), index) for k in range(table.counters)]
             totals = [self.ir.Constant(kind, None) for kind in self.sum_types() for _ in range(2)]
@@ -239,13 +245,12 @@ class _TableLoop(VectorBuilder):
             totals[:] = carried[:kept]
             known = {}
             for line, vector in zip(phases.largest, carried[kept:]):
-                known[line] = self.spread(self.most([self.lane(vector, k) for k in range(self.lanes)]), self.lanes)
-            values = self.computed(0, {}, start, known, phases.uniform)
-            known |= {k: values[k] for k in phases.uniform}
+                known[line] = self.most(vector)
+            single = Instructions(b, self.trace, 1).run(self.scalars, known, phases.uniform)
+            known = {line: self.spread(single[line], self.lanes) for line in phases.waiting}
             for array, line in self.stores.items():
                 if array[2]:
-                    word = self.lane(values[line], 0)
-                    kind = self.ir.IntType(array[1])
+                    word, kind = single[line], self.ir.IntType(array[1])
                     word = word if array[1] == 32 else b.trunc(word, kind)
                     b.store(word, self.pointer(bases[array], self.word(0), kind), align=array[1] // 8)
             with self.loop(self.word(0), block, self.width) as i:
@@ -293,13 +298,14 @@ class _TableLoop(VectorBuilder):
                 totals[at] = self.taken(how, totals[at], value)
 
     def load_both(self, base, i, bits: int) -> list:
-        """Elements of two vectors as words of 32 bits."""
+        """Elements of two vectors as words of 32 bits, or of 64 where they have so many."""
         b, lanes = self.b, self.lanes
         words = self.shape(self.i32, lanes)
         if not self.in_pairs:
-            return [b.load(self.place(base, i, bits, half * lanes, words), align=4) for half in range(2)]
-        if bits == 32:
-            both = b.load(self.place(base, i, bits, 0, self.shape(self.i32, self.width)), align=4)
+            kind = self.shape(self.ir.IntType(bits), lanes)
+            return [b.load(self.place(base, i, bits, half * lanes, kind), align=bits // 8) for half in range(2)]
+        if bits >= 32:
+            both = b.load(self.place(base, i, bits, 0, self.shape(self.ir.IntType(bits), self.width)), align=bits // 8)
             return [b.shuffle_vector(both, both, self.indices(half)) for half in self.places()]
         pairs = self.shape(self.ir.IntType(2 * bits), lanes)
         both = b.load(self.place(base, i, bits, 0, pairs), align=bits // 8)
@@ -312,10 +318,10 @@ class _TableLoop(VectorBuilder):
         b, lanes = self.b, self.lanes
         if not self.in_pairs:
             for half, value in enumerate(values):
-                b.store(value, self.place(base, i, bits, half * lanes, value.type), align=4)
+                b.store(value, self.place(base, i, bits, half * lanes, value.type), align=bits // 8)
             return
         even, odd = values
-        if bits == 32:
+        if bits >= 32:
             order = [k // 2 + lanes * (k % 2) for k in range(self.width)]
             both = b.shuffle_vector(even, odd, self.indices(order))
         else:
@@ -347,18 +353,17 @@ class _TableLoop(VectorBuilder):
             return self.b.fadd(total, value)
         return self.b.select(self.b.icmp_unsigned(">", value, total), value, total)
 
-    def most(self, words: list):
-        """The largest of some words."""
-        found = words[0]
-        for word in words[1:]:
-            found = self.taken("max", found, word)
-        return found
+    def most(self, words):
+        """The largest lane of a vector of words."""
+        name = f"llvm.vector.reduce.umax.v{self.lanes}i32"
+        kind = self.ir.FunctionType(self.i32, [words.type])
+        return self.b.call(self.b.module.declare_intrinsic(name, fnty=kind), [words])
 
     def total(self, how: str, vectors: list):
         """One float64 of the lanes of two vectors; words are the bits of a float32."""
-        lanes = [self.lane(vector, k) for vector in vectors for k in range(self.lanes)]
         if how == "max":
-            return self.b.fpext(self.b.bitcast(self.most(lanes), self.f32), self.f64)
+            return self.b.fpext(self.b.bitcast(self.most(self.taken("max", *vectors)), self.f32), self.f64)
+        lanes = [self.lane(vector, k) for vector in vectors for k in range(self.lanes)]
         found = lanes[0]
         for value in lanes[1:]:
             found = self.b.fadd(found, value)
@@ -405,7 +410,8 @@ class _Phases:
     Attributes:
         largest: those that find one.
         before: those that need none, and read elements, or are of constants and counters alone.
-        uniform: those of largest words and constants.
+        uniform: those of largest words and constants, and what they are computed from.
+        waiting: those of them that need a largest word, and those that find one.
         behind: all others.
         behind_and_free: those, and what constants and counters alone give, which is computed again.
         crossing: values of elements from before that are needed behind.
@@ -413,7 +419,8 @@ class _Phases:
 
     largest: list[int]
     before: set[int]
-    uniform: list[int]
+    uniform: set[int]
+    waiting: list[int]
     behind: set[int]
     behind_and_free: set[int]
     crossing: list[int]
@@ -447,13 +454,16 @@ class _Phases:
                 needed += trace.lines[k][1]
             elif k in reads:
                 crossing.add(k)
-        constants = {k for k in everything if trace.lines[k][0] in ("input", "constant", "word", "address")}
         free = everything - waits - reads
-        closed = _with_operands(trace, uniform) - set(largest)
         return cls(
-            largest, everything - waits, sorted(closed | (constants - varies)), behind, behind | free,
-            sorted(crossing),
-        )  # fmt: skip
+            largest=largest,
+            before=everything - waits,
+            uniform=_with_operands(trace, uniform) - set(largest),
+            waiting=sorted(uniform | set(largest)),
+            behind=behind,
+            behind_and_free=behind | free,
+            crossing=sorted(crossing),
+        )
 
 
 def _with_operands(trace: Trace, lines: Iterable[int]) -> set[int]:
