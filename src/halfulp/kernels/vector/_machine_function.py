@@ -14,6 +14,7 @@ from .._cache import CacheEntry
 from ..scalar._processor import processor
 
 _SYMBOL = "halfulp_kernel"
+_TAG = b"halfulp-object-1"
 _lock = threading.Lock()
 # What holds functions in memory, for as long as the process: they may run at any time.
 _engines: list[Any] = []
@@ -71,12 +72,11 @@ def _loaded(code: bytes) -> int:
     """
     from llvmlite import binding
 
+    if not code.startswith(_TAG):
+        raise ValueError("no object file")
     # An engine for each: all objects call their function by one name.
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
-    try:
-        engine.add_object_file(binding.ObjectFileRef.from_data(code))
-    except RuntimeError as error:
-        raise ValueError(f"no object file: {error}") from None
+    engine.add_object_file(binding.ObjectFileRef.from_data(code[len(_TAG) :]))
     engine.finalize_object()
     address: int = engine.get_function_address(_SYMBOL)
     if not address:
@@ -86,7 +86,7 @@ def _loaded(code: bytes) -> int:
 
 
 def _compiled(arguments: int, write: Callable[..., None]) -> bytes:
-    """Return the object file of the instructions that `write` makes."""
+    """Return the object file of the instructions that `write` makes, behind a tag."""
     from llvmlite import binding, ir
 
     from ._builder import VectorBuilder
@@ -106,7 +106,7 @@ def _compiled(arguments: int, write: Callable[..., None]) -> bytes:
     passes = binding.create_pass_builder(machine, options)
     passes.getModulePassManager().run(parsed, passes)
     code: bytes = machine.emit_object(parsed)
-    return code
+    return _TAG + code
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any
 
 from .._trace import Piece, Trace
 from ..scalar._processor import vector_bits
-from ._builder import VectorBuilder, scalar_of
+from ._builder import VectorBuilder
 from ._instructions import Instructions
 from ._machine_function import MachineFunction, machine_function
 
@@ -116,8 +116,8 @@ class _TableLoop(VectorBuilder):
             if table.constants:
                 own = b.mul(self.word_at(rows, row, 0), self.word(table.constants))
                 for name, kind in self.given:
-                    at = self.pointer(constants, b.add(own, self.word(name[1])), scalar_of(self.kinds.of_kind(kind)))
-                    self.scalars[name] = b.load(at, align=int(kind[1:]) // 8)
+                    place = self.pointer(constants, b.add(own, self.word(name[1])), self.kinds.of_kind(kind))
+                    self.scalars[name] = b.load(place, align=int(kind[1:]) // 8)
                     self.inputs[name] = self.spread(self.scalars[name], self.lanes)
             key = b.mul(row, self.word(table.counters))
             self.starts = [self.start(self.word_at(keys, key, k), index) for k in range(table.counters)]
