@@ -21,7 +21,7 @@ from ...kernels import (
     run_chunks,
     select_engine,
 )
-from ...rounding._random_bits import mix64_many
+from ...rounding._random_bits import mix64, mix64_many
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._payload_digests import PayloadDigests
 from ..parameters._plan_cache import PlanCache
@@ -33,6 +33,7 @@ from ._spec import StepSpec, draws_of, pointer_count
 from ._tables import Table
 
 METER_COLUMNS, GRADIENT = 4, 4
+_FEW = 8  # keys that take Python less time than NumPy's arrays
 
 
 def compile_kernels(batch: Batch) -> None:
@@ -184,9 +185,14 @@ def _count(meter: np.ndarray, chunk_rows: np.ndarray, plans: list[ParameterPlan]
 
 def _keys(spec: StepSpec, steps: list[int], keyed: np.ndarray) -> np.ndarray:
     """uint64 array of shape (parameters, words): a key per parameter, step and random word."""
+    words = draws_of(spec)[2]
+    if len(steps) * words <= _FEW:
+        rows = zip(*keyed.tolist(), steps, strict=True)
+        mixed = [[mix64(seed, step, identity, word) for word in range(words)] for seed, identity, step in rows]
+        return np.array(mixed, np.uint64).reshape(len(steps), words)
     seeds, identities = keyed[:, :, None]
     numbers = np.array(steps, np.uint64)[:, None]
-    return mix64_many(seeds, numbers, identities, np.arange(draws_of(spec)[2], dtype=np.uint64)[None, :])
+    return mix64_many(seeds, numbers, identities, np.arange(words, dtype=np.uint64)[None, :])
 
 
 _checked: set[StepSpec] = set()
