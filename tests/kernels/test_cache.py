@@ -13,7 +13,7 @@ from halfulp import kernels
 from halfulp.kernels import compile_kernel, source_digest
 from halfulp.kernels._cache import cache_folder
 from halfulp.kernels.scalar._operations import add, load32, store32
-from halfulp.kernels.vector._machine_function import machine_function
+from halfulp.kernels.vector._machine_function import address_of, machine_function
 
 QUANTIZE = """
     import torch, halfulp.rounding as r
@@ -102,7 +102,7 @@ def doubles_of_instructions() -> list[int]:
             b.b.store(b.b.add(word, word), place, align=4)
 
     x = np.array([5, 7], np.uint32)
-    machine_function("double", "of this test", 2, write)(2, x)
+    machine_function("double", "of this test", 2, write)(2, address_of(x))
     return x.tolist()
 
 

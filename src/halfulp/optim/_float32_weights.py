@@ -12,6 +12,7 @@ import torch
 from ..kernels import IndexMap, Trace, address, check_bits, chunks, run_chunks, select_engine, undisturbed
 from ..kernels._device_function import bound
 from ..kernels.scalar._operations import store32, word
+from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import Table, compile_table
 from .parameters._outside_writes import current_auxiliary_tensors
 from .parameters._parameter_plan import ParameterPlan
@@ -98,9 +99,9 @@ def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], o
 
 
 def _run(kernel: Callable, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> list[torch.Tensor]:
-    pointers = [[*map(address, own), *[0] * (4 - len(own)), address(new)] for own, new in zip(parts, out)]
-    table = _table(tuple(new.numel() for new in out))
-    run_chunks(kernel, table[:, 2], table, np.array(pointers, np.int64), *[0] * 5)
+    rows = [[*map(address, own), *[0] * (4 - len(own)), address(new)] for own, new in zip(parts, out)]
+    table, pointers = _table(tuple(new.numel() for new in out)), np.array(rows, np.int64)
+    run_chunks(kernel, table[:, 2], address_of(table), address_of(pointers), *[0] * 5)
     return out
 
 

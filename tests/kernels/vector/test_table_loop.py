@@ -27,6 +27,7 @@ from halfulp.kernels.scalar._operations import (
     widen,
     word,
 )
+from halfulp.kernels.vector._machine_function import address_of
 from halfulp.kernels.vector._table_loop import Table, compile_table
 
 from ..scalar.test_operations import words
@@ -50,7 +51,8 @@ def run(table, arrays, chunks=None, constants=None, keys=None):
     constants = np.zeros((1, 1), np.float32) if constants is None else constants
     keys = np.zeros((1, 1), np.uint64) if keys is None else keys
     kernel = compile_table("test", table)
-    kernel(0, len(chunks), chunks, pointers, np.zeros(1, np.int64), constants, keys, sums, 0)
+    given = chunks, pointers, np.zeros(1, np.int64), constants, keys, sums
+    kernel(0, len(chunks), *map(address_of, given), 0)
     return sums
 
 

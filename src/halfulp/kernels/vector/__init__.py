@@ -1,1 +1,1 @@
-"""Kernels on LLVM's vector types: recorded device functions as loops over rows or tables of pointers, and reductions."""
+"""Kernels on LLVM's vector types: recorded device functions as loops over rows or tables of pointers; reductions."""

@@ -20,34 +20,23 @@ _lock = threading.Lock()
 _engines: list[Any] = []
 
 
-class MachineFunction:
-    """A compiled function of 64-bit integers and arrays, called without Python's lock.
-
-    >>> import numpy as np
-    >>> def fill(b, first, last, array):
-    ...     with b.loop(first, last, 1) as i:
-    ...         b.b.store(i, b.pointer(array, i, b.i64))
-    >>> numbers = np.zeros(3, np.int64)
-    >>> machine_function("fill", "of the example", 3, fill)(0, 3, numbers)
-    >>> numbers
-    array([0, 1, 2])
-    """
-
-    def __init__(self, address: int, arguments: int) -> None:
-        self._call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(address)
-
-    def __call__(self, *arguments: int | np.ndarray) -> None:
-        self._call(*(x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x for x in arguments))
-
-
-def machine_function(name: str, key: str, arguments: int, write: Callable[..., None]) -> MachineFunction:
-    """Return a function of so many integers or addresses of arrays.
+def machine_function(name: str, key: str, arguments: int, write: Callable[..., None]) -> Callable[..., None]:
+    """Return a compiled function of so many integers of 64 bits, addresses mostly, which runs without Python's lock.
 
     Args:
         name: of the cache entry.
         key: whatever the instructions depend on, short of the sources of `kernels`.
         arguments: how many.
         write: (builder of vectors, *arguments) writes the instructions.
+
+    >>> import numpy as np
+    >>> def fill(b, first, last, array):
+    ...     with b.loop(first, last, 1) as i:
+    ...         b.b.store(i, b.pointer(array, i, b.i64))
+    >>> numbers = np.zeros(3, np.int64)
+    >>> machine_function("fill", "of the example", 3, fill)(0, 3, address_of(numbers))
+    >>> numbers
+    array([0, 1, 2])
     """
     import llvmlite
 
@@ -61,7 +50,14 @@ def machine_function(name: str, key: str, arguments: int, write: Callable[..., N
                 address = _loaded(code)
         finally:
             entry.end_turn()
-    return MachineFunction(address, arguments)
+    function: Callable[..., None] = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(address)
+    return function
+
+
+def address_of(array: np.ndarray) -> int:
+    """Return where an array's elements lie: whoever gives the address to a kernel keeps the array."""
+    found: int = array.__array_interface__["data"][0]
+    return found
 
 
 def _loaded(code: bytes) -> int:

@@ -7,7 +7,7 @@ which narrow vectors are widened and packed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from .._trace import Piece, Trace
 from ..scalar._processor import vector_bits
 from ._builder import VectorBuilder
 from ._instructions import Instructions
-from ._machine_function import MachineFunction, machine_function
+from ._machine_function import machine_function
 
 # Columns of a chunk: row of the pointers, first element, elements, global index of the first.
 _CHUNK = 4
@@ -73,8 +73,8 @@ class Table:
         return repr((self.trace.digest(), counts, digest, told))
 
 
-def compile_table(name: str, table: Table) -> MachineFunction:
-    """Return the function (first chunk, last chunk, chunks, pointers, rows, constants, keys, sums, digests).
+def compile_table(name: str, table: Table) -> Callable[..., None]:
+    """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums, digests).
 
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
     (rows of constants, constants), uint64 (rows, counters), float64 (chunks, 4) and uint64 (chunks,).

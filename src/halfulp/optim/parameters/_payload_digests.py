@@ -22,6 +22,7 @@ import torch
 from ...kernels import IndexMap, Trace, address, chunks, plain, run_chunks, select_engine
 from ...kernels._device_function import record_words
 from ...kernels.scalar._operations import add64, and64, shr64, xor64
+from ...kernels.vector._machine_function import address_of
 from ...kernels.vector._table_loop import Digest, Table, compile_table
 
 # 2^64 / golden ratio, odd (Knuth, vol. 3, 6.4).
@@ -63,8 +64,8 @@ def digests_of(payload: torch.Tensor, index_map: IndexMap) -> np.ndarray | None:
     payload = plain(payload.detach(), "a parameter").contiguous()
     table, size = chunks(index_map, 0), payload.element_size()
     if select_engine("cpu") == "numba":
-        found = np.zeros(len(table), np.uint64)
-        run_chunks(_kernel(size), table[:, 2], table, np.array([[address(payload)]], np.int64), 0, 0, 0, 0, found)
+        found, pointers = np.zeros(len(table), np.uint64), np.array([[address(payload)]], np.int64)
+        run_chunks(_kernel(size), table[:, 2], address_of(table), address_of(pointers), 0, 0, 0, 0, address_of(found))
         return found
     memory = payload.reshape(-1).view(torch.uint8).numpy()
     pieces = [memory[begin * size : (begin + length) * size] for _, begin, length, _ in table.tolist()]

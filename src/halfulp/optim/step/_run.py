@@ -21,6 +21,7 @@ from ...kernels import (
     run_chunks,
     select_engine,
 )
+from ...kernels.vector._machine_function import address_of
 from ...rounding._random_bits import mix64, mix64_many
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._payload_digests import PayloadDigests
@@ -126,17 +127,16 @@ def _run_compiled(spec: StepSpec, batch: Batch, plans: PlanCache) -> tuple[np.nd
     numbers = {key: row for row, key in enumerate(rows)}
     meter = np.zeros((len(table.chunks) if spec.metered or spec.finds_amax else 0, METER_COLUMNS))
     digests = np.empty(len(table.chunks) if spec.digests else 0, np.uint64)
-    run_chunks(
-        kernel,
-        table.chunks[:, 2],
+    given = (
         table.chunks,
         table.pointers,
         np.array([numbers[id(constants)] for constants in batch.constants], np.int64),
-        np.array(list(rows.values()), np.float32).reshape(len(rows), -1),
-        _keys(spec, batch.steps, table.keyed).view(np.uint32),
+        np.array(list(rows.values()), np.float32),
+        _keys(spec, batch.steps, table.keyed),
         meter,
         digests,
     )
+    run_chunks(kernel, table.chunks[:, 2], *map(address_of, given))
     if spec.digests:
         batch.digests = PayloadDigests(digests, table.ends)
     if spec.metered:
@@ -212,7 +212,8 @@ def checked(spec: StepSpec):
 def _run_numba(kernel, table, pointers, constants, keys) -> np.ndarray:
     meter = np.zeros((len(table), METER_COLUMNS))
     digests = np.zeros(len(table), np.uint64)
-    kernel(0, len(table), table, pointers, np.zeros(1, np.int64), constants, keys.view(np.uint32), meter, digests)
+    given = table, pointers, np.zeros(1, np.int64), constants, keys, meter, digests
+    kernel(0, len(table), *map(address_of, given))
     return meter
 
 
