@@ -34,7 +34,7 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_LINES = 420
+MOST_LINES = 800
 MOST_FILES = 15
 
 

@@ -13,6 +13,7 @@ from halfulp import kernels
 from halfulp.kernels import compile_kernel, source_digest
 from halfulp.kernels._cache import cache_folder
 from halfulp.kernels.scalar._operations import add, load32, store32
+from halfulp.kernels.vector._machine_function import address_of, machine_function
 
 QUANTIZE = """
     import torch, halfulp.rounding as r
@@ -48,8 +49,8 @@ def test_a_second_process_finds_it(cache, forked_python):
     forked_python(QUANTIZE)
     assert entries(cache) == first
     program = """
-        import numba.core.compiler as c
-        c.compile_extra = None   # any compilation would fail
+        from halfulp.kernels.vector import _machine_function
+        _machine_function._compiled = None   # any compilation would fail
     """
     forked_python(program, QUANTIZE)
 
@@ -87,10 +88,27 @@ def double(n, a):
         store32(a, i, add(load32(a, i), load32(a, i)))
 
 
-def compiled_doubles() -> list[int]:
+def doubles_of_numba() -> list[int]:
     x = np.array([5, 7], np.uint32)
     compile_kernel(double, "void(int64, int64)")(2, x.ctypes.data)
     return x.tolist()
+
+
+def doubles_of_instructions() -> list[int]:
+    def write(b, count, array):
+        with b.loop(b.word(0), count, 1) as i:
+            place = b.pointer(array, i, b.i32)
+            word = b.b.load(place, align=4)
+            b.b.store(b.b.add(word, word), place, align=4)
+
+    x = np.array([5, 7], np.uint32)
+    machine_function("double", "of this test", 2, write)(2, address_of(x))
+    return x.tolist()
+
+
+@pytest.fixture(params=[doubles_of_numba, doubles_of_instructions], ids=["Numba", "instructions"])
+def compiled_doubles(request):
+    return request.param
 
 
 @pytest.fixture
@@ -101,7 +119,7 @@ def notes(monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign", "pickle"])
-def test_a_damaged_entry_is_compiled_again(cache, notes, damage):
+def test_a_damaged_entry_is_compiled_again(cache, notes, damage, compiled_doubles):
     assert compiled_doubles() == [10, 14]
     (entry,) = cache.iterdir()
     blob = entry.read_bytes()
@@ -121,7 +139,7 @@ def test_a_damaged_entry_is_compiled_again(cache, notes, damage):
     assert (entry.read_bytes(), kernels.report()) == (written, said)
 
 
-def test_a_full_disk(cache, notes, monkeypatch):
+def test_a_full_disk(cache, notes, monkeypatch, compiled_doubles):
     """Writing stops in the middle: the kernel works, and nothing half written is left."""
     real = os.fdopen
 
@@ -187,7 +205,7 @@ def test_a_file_belongs_to_a_compiler_a_processor_and_a_signature(cache, monkeyp
 
     from halfulp.kernels import _cache
 
-    before = _cache.MachineCodeCache("kernel", "key of void(int64)")._path(None)
+    before = _cache.MachineCodeCache("kernel", "key of void(int64)")._entry._path()
     key = "key of void(int32)" if ingredient == "signature" else "key of void(int64)"
     changes = {
         "numba": (numba, "__version__", "0"),
@@ -197,7 +215,7 @@ def test_a_file_belongs_to_a_compiler_a_processor_and_a_signature(cache, monkeyp
     }
     if ingredient in changes:
         monkeypatch.setattr(*changes[ingredient])
-    after = _cache.MachineCodeCache("kernel", key)._path(None)
+    after = _cache.MachineCodeCache("kernel", key)._entry._path()
     assert before != after
     assert before.parent == after.parent
 

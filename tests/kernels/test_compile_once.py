@@ -18,16 +18,16 @@ RANK = """
     from pathlib import Path
     import torch
     import halfulp.rounding as r
-    from halfulp.kernels._cache import MachineCodeCache
+    from halfulp.kernels._cache import CacheEntry
 
     rank, folder, written = int(sys.argv[1]), Path(sys.argv[2]).parent, []
-    save = MachineCodeCache.save_overload
+    save = CacheEntry.write
 
     def saved(self, *arguments):
         written.append(self)
         save(self, *arguments)
 
-    MachineCodeCache.save_overload = saved
+    CacheEntry.write = saved
     # Both begin at once; without turns both would compile.
     (folder / f"ready{rank}").touch()
     while not all((folder / f"ready{other}").exists() for other in range(2)):

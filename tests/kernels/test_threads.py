@@ -124,6 +124,6 @@ def test_every_compiled_function_runs_without_the_gil_and_divides_as_numpy_does(
                 shared = any("JIT_OPTIONS" in ast.unparse(x.value) for x in node.keywords if not x.arg)
                 options = {name: repr(value) for name, value in JIT_OPTIONS.items()} if shared else {}
                 calls[f"{path.name}, line {node.lineno}"] = options | given
-    assert len(calls) >= 4
+    assert len(calls) >= 3
     wanted = {"nogil": "True", "error_model": "'numpy'"}
     assert [place for place, given in calls.items() if not wanted.items() <= given.items()] == []

@@ -8,8 +8,9 @@ import hashlib
 import os
 import pickle
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .._messages import ENVIRONMENT
 from ._engine import note, note_and_warn_once
@@ -37,29 +38,34 @@ def cache_folder() -> Path | None:
         return None
 
 
-class MachineCodeCache:
-    """One kernel's entry, with the interface that a Numba dispatcher expects of its cache.
+class CacheEntry:
+    """One kernel's file in the cache.
 
     An entry that cannot be written (a read-only home, a full disk) or read (cut short, damaged) costs a compilation
     in memory and nothing else; `halfulp.kernels.report()` says so, and of the former a warning. Of processes that need
     an entry at the same time, such as the ranks of a training, one compiles it and the others wait for it.
+
+    Args:
+        name: the beginning of the file's name.
+        key: whatever the machine code depends on, short of the compilers and the processor.
+        compilers: names and versions.
     """
 
-    def __init__(self, name: str, key: str) -> None:
-        self._name, self._key = name, key
+    def __init__(self, name: str, key: str, compilers: tuple[str, ...]) -> None:
+        self._name, self._key, self._compilers = name, key, compilers
         self._lock: filelock.BaseFileLock | None = None
 
-    def load_overload(self, signature, target):
-        """The compiled kernel for a signature; None where it is this process's turn to compile it, until `end_turn`."""
-        path = self._path(target)
+    def read(self, rebuild: Callable[[bytes], Any]) -> Any:
+        """What `rebuild` makes of the file; None where it is this process's turn to compile it, until `end_turn`."""
+        path = self._path()
         if path is None:
             return None
         seen = _identity(path)
-        found = self._load(path, target)
+        found = self._load(path, rebuild)
         if found is None:
             self._take_turn(path)
             if _identity(path) != seen:
-                found = self._load(path, target)
+                found = self._load(path, rebuild)
         return found
 
     def end_turn(self) -> None:
@@ -86,31 +92,25 @@ class MachineCodeCache:
             # Where no file can be written no entry can either, and saving says so; without locks both compile.
             return
 
-    def _load(self, path: Path, target):
+    def _load(self, path: Path, rebuild: Callable[[bytes], Any]) -> Any:
         if not path.is_file():
             return None
-        from numba.core.compiler import CompileResult
-
-        target.refresh()
         try:
             blob = path.read_bytes()
             tag, checksum, payload = blob[:16], blob[16:48], blob[48:]
             if tag != _TAG or hashlib.sha256(payload).digest() != checksum:
                 raise ValueError("damaged")
-            return CompileResult._rebuild(target, *pickle.loads(payload))
+            return rebuild(payload)
         except (OSError, ValueError, TypeError, EOFError, AttributeError, ImportError, pickle.UnpicklingError) as e:
             note("cache", f"unreadable kernel cache entry ignored ({type(e).__name__}); compiled again")
             return None
 
-    def save_overload(self, signature, result) -> None:
-        """Write a compiled kernel whole or not at all."""
-        from numba.core.serialize import dumps
-
-        path = self._path(result.target_context)
+    def write(self, payload: bytes) -> None:
+        """Write an entry whole or not at all."""
+        path = self._path()
         if path is None:
             note_and_warn_once("cache", f"no home folder: kernels are compiled in every process; {_REMEDY}")
             return
-        payload = dumps(result._reduce())
         temporary = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,14 +127,38 @@ class MachineCodeCache:
                 f"{_REMEDY}",
             )
 
-    def _path(self, target) -> Path | None:
+    def _path(self) -> Path | None:
+        folder = cache_folder()
+        machine = (*self._compilers, processor(), source_digest(*_GENERATORS))
+        key = hashlib.sha256(repr((self._key, machine)).encode()).hexdigest()[:32]
+        return None if folder is None else folder / f"{self._name}-{key}.kernel"
+
+
+class MachineCodeCache:
+    """The entry of a kernel that Numba compiles, with the interface that a dispatcher expects of its cache."""
+
+    def __init__(self, name: str, key: str) -> None:
         import llvmlite
         import numba
 
-        folder = cache_folder()
-        machine = (numba.__version__, llvmlite.__version__, processor(), source_digest(*_GENERATORS))
-        key = hashlib.sha256(repr((self._key, machine)).encode()).hexdigest()[:32]
-        return None if folder is None else folder / f"{self._name}-{key}.kernel"
+        self._entry = CacheEntry(name, key, (numba.__version__, llvmlite.__version__))
+        self.end_turn = self._entry.end_turn
+
+    def load_overload(self, signature, target):
+        """The compiled kernel for a signature; None where it is this process's turn to compile it."""
+        from numba.core.compiler import CompileResult
+
+        def rebuild(payload: bytes):
+            target.refresh()
+            return CompileResult._rebuild(target, *pickle.loads(payload))
+
+        return self._entry.read(rebuild)
+
+    def save_overload(self, signature, result) -> None:
+        """Write a compiled kernel."""
+        from numba.core.serialize import dumps
+
+        self._entry.write(dumps(result._reduce()))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

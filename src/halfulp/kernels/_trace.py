@@ -1,7 +1,9 @@
-"""Straight-line arithmetic on real numbers, written once: run on tensors as the reference, recorded as instructions.
+"""Straight-line arithmetic, written once: run on tensors as the reference, recorded as typed instructions.
 
-A piece is a plain function over + - * / (and comparisons) and the operations below. Given float32 or float64 tensors it
-computes; given `Traced` values it writes itself down, without branches, for `_vector` to turn into machine code.
+A device function is a plain function over + - * / (and comparisons), the operations below and those on words in
+`scalar/_operations`. Given tensors or NumPy scalars it computes; given `Traced` values it writes itself down, without
+branches, for `vector` to turn into machine code. A traced value has a kind: a real ("f32", "f64"), an unsigned word
+("w32", "w64"), a "mask", or the "address" of an array.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from ._devices import float32_root, in_float64
@@ -21,27 +24,109 @@ Network = TypeVar("Network", bound=Callable[..., list[Any]])
 MANTISSA = {torch.float32: 23, torch.float64: 52}
 _BIAS = {torch.float32: 127, torch.float64: 1023}
 _WORD = {torch.float32: torch.int32, torch.float64: torch.int64}
+_REAL = {torch.float32: "f32", torch.float64: "f64"}
+Number = float | np.number
+_KINDS: dict[type, str] = {np.float32: "f32", np.float64: "f64", np.uint32: "w32", np.uint64: "w64", np.int64: "w64"}
+_COMPARISONS = ("lt", "gt", "le", "ge", "eq", "ne")
 _SHORT = 60  # instructions up to which a network is better written out than called
 
 
 class Trace:
-    """A list of instructions (operation, operands, extra), each computed once."""
+    """A list of instructions (operation, operands, extra), each computed once.
+
+    Attributes:
+        dtype: of reals whose operation does not say another.
+        lines: the instructions.
+        kinds: of each one's result.
+        stores: what is written at the end: (address, bits, whether once per block) -> instruction.
+        sums: what is added up, or whose largest is found, over all elements: (how, instruction) in order.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.lines: list[tuple[str, tuple[int, ...], Any]] = []
+        self.kinds: list[str] = []
         self.tables: list[tuple[float, ...]] = []
         self.functions: list[Piece] = []
+        self.stores: dict[tuple[int, int, bool], int] = {}
+        self.sums: list[tuple[str, int]] = []
         self._line_numbers: dict[tuple, int] = {}
         self._function_numbers: dict[tuple, int] = {}
 
-    def emit(self, operation: str, operands: Sequence[Traced | float] = (), extra: object = None) -> Traced:
-        """Append an instruction and return its value; an equal earlier instruction is reused."""
-        key = (operation, tuple(self._number(x) for x in operands), extra)
+    def emit(
+        self, operation: str, operands: Sequence[Traced | Number] = (), extra: object = None, kind: str | None = None
+    ) -> Traced:
+        """Append an instruction and return its value; an equal earlier instruction is reused.
+
+        Args:
+            operation: what is computed.
+            operands: traced values, and numbers, which take the kind of the result.
+            extra: what else the instruction says.
+            kind: of the result; by default that of the operands.
+        """
+        own = kind or self.kind_of(*operands)
+        key = (operation, tuple(self._number(x, own) for x in operands), extra)
         if key not in self._line_numbers:
             self._line_numbers[key] = len(self.lines)
             self.lines.append(key)
+            self.kinds.append(own)
         return Traced(self, self._line_numbers[key])
+
+    def binary(self, operation: str, a: Traced | Number, b: Traced | Number) -> Traced:
+        """Append an operation on two reals or two words; comparisons give masks.
+
+        Raises:
+            TypeError: operands of two kinds.
+        """
+        kind = self.kind_of(a, b)
+        kinds = {x.kind if isinstance(x, Traced) else _KINDS.get(type(x), kind) for x in (a, b)}
+        if len(kinds) > 1:
+            raise TypeError(
+                f"{operation} of {' and '.join(sorted(kinds))} in a device function, whose operands are of one kind: "
+                "word(x) and real(w) take a value's bits, to_real(w) and to_word(x) its number"
+            )
+        numbers = [Traced(self, self._number(x, kind)) for x in (a, b)]
+        family = {"w": "word_", "m": "mask_"}.get(kind[0], "")
+        name = operation if operation.startswith("word_") else family + operation
+        return self.emit(name, numbers, None, "mask" if operation in _COMPARISONS else kind)
+
+    def kind_of(self, *operands: Traced | Number) -> str:
+        """Return the kind of the first traced value, or else of the first typed number, or else the trace's reals."""
+        traced = [x.kind for x in operands if isinstance(x, Traced)]
+        typed = [_KINDS[type(x)] for x in operands if type(x) in _KINDS]
+        return (traced or typed or [_REAL[self.dtype]])[0]
+
+    def load(self, bits: int, address: Traced, index: Traced) -> Traced:
+        """An array's element, or what its block has one of, as a word; what was stored there before if something was.
+
+        Raises:
+            TypeError: another index than the element's or the block's.
+        """
+        per_block = self._is_block(f"load{bits}", index)
+        stored = self.stores.get((address.number, bits, per_block))
+        if stored is None:
+            return self.emit("load", (address,), (bits, per_block), "w64" if bits == 64 else "w32")
+        value = Traced(self, stored)
+        return value if bits >= 32 else self.binary("word_and", value, np.uint32((1 << bits) - 1))
+
+    def store(self, bits: int, address: Traced, index: Traced, value: Traced) -> None:
+        """Write the low bits of a word to an array's element, or once per block, behind all that is read.
+
+        Raises:
+            TypeError: another index than the element's or the block's.
+        """
+        place = address.number, bits, self._is_block(f"store{bits}", index)
+        self.stores[place] = self._number(value, "w64" if bits == 64 else "w32")
+
+    def _is_block(self, name: str, index: Traced) -> bool:
+        if not isinstance(index, Traced) or index.kind not in ("index", "block"):
+            kind = index.kind if isinstance(index, Traced) else type(index).__name__
+            raise TypeError(f"{name} in a device function takes the index of the element or of its block, got {kind}")
+        return index.kind == "block"
+
+    def gather_sum(self, how: str, value: Traced) -> None:
+        """Add a value up ("sum" of reals), or find its largest ("max" of words), over all elements."""
+        self.sums.append((how, value.number))
 
     def table(self, values: tuple[float, ...]) -> int:
         """Return the number of a table of constants, added if it is new."""
@@ -54,7 +139,8 @@ class Trace:
 
         Arguments that are no lists belong to the function; the same value given twice is one input of it.
         """
-        numbers = [[self._number(x) for x in a] if isinstance(a, list) else a for a in arguments]
+        real = _REAL[self.dtype]
+        numbers = [[self._number(x, real) for x in a] if isinstance(a, list) else a for a in arguments]
         distinct = list(dict.fromkeys(k for a in numbers if isinstance(a, list) for k in a))
         shape = tuple(tuple(map(distinct.index, a)) if isinstance(a, list) else a for a in numbers)
         if (function, shape) not in self._function_numbers:
@@ -74,10 +160,17 @@ class Trace:
     def digest(self) -> str:
         """Return a hash of everything recorded."""
         called = [(piece.trace.digest(), piece.results) for piece in self.functions]
-        return hashlib.sha256(repr((self.dtype, self.lines, self.tables, called)).encode()).hexdigest()
+        written = sorted(self.stores.items()), self.sums
+        return hashlib.sha256(repr((self.dtype, self.lines, self.tables, called, written)).encode()).hexdigest()
 
-    def _number(self, x: Traced | float) -> int:
-        return x.number if isinstance(x, Traced) else self.emit("constant", (), float(x).hex()).number
+    def _number(self, x: Traced | Number, kind: str) -> int:
+        if isinstance(x, Traced):
+            return x.number
+        if kind[0] == "w":
+            return self.emit("word", (), (int(x), int(kind[1:])), kind).number
+        other = kind if kind != _REAL[self.dtype] else None  # reals of the trace's own dtype are plain constants
+        extra = float(x).hex() if other is None else (float(x).hex(), other)
+        return self.emit("constant", (), extra, kind).number
 
 
 @dataclass(frozen=True)
@@ -114,33 +207,42 @@ class Traced:
     """A symbolic value: the number of the instruction that will compute it."""
 
     __slots__ = ("number", "trace")
+    __array_ufunc__ = None  # a NumPy scalar beside it leaves the operation to it
 
     def __init__(self, trace: Trace, number: int) -> None:
         self.trace, self.number = trace, number
 
+    @property
+    def kind(self) -> str:
+        """What it is: "f32", "f64", "w32", "w64", "mask", "address" or "index"."""
+        return self.trace.kinds[self.number]
+
+    def __bool__(self) -> bool:
+        raise TypeError("a device function has no branches: write select(condition, a, b), and & | ~ for and, or, not")
+
     def __add__(self, other):
-        return self.trace.emit("add", (self, other))
+        return self.trace.binary("add", self, other)
 
     def __radd__(self, other):
-        return self.trace.emit("add", (other, self))
+        return self.trace.binary("add", other, self)
 
     def __sub__(self, other):
-        return self.trace.emit("sub", (self, other))
+        return self.trace.binary("sub", self, other)
 
     def __rsub__(self, other):
-        return self.trace.emit("sub", (other, self))
+        return self.trace.binary("sub", other, self)
 
     def __mul__(self, other):
-        return self.trace.emit("mul", (self, other))
+        return self.trace.binary("mul", self, other)
 
     def __rmul__(self, other):
-        return self.trace.emit("mul", (other, self))
+        return self.trace.binary("mul", other, self)
 
     def __truediv__(self, other):
-        return self.trace.emit("div", (self, other))
+        return self.trace.binary("div", self, other)
 
     def __rtruediv__(self, other):
-        return self.trace.emit("div", (other, self))
+        return self.trace.binary("div", other, self)
 
     def __neg__(self):
         return self.trace.emit("neg", (self,))
@@ -149,22 +251,22 @@ class Traced:
         return self.trace.emit("abs", (self,))
 
     def __lt__(self, other):
-        return self.trace.emit("lt", (self, other))
+        return self.trace.binary("lt", self, other)
 
     def __gt__(self, other):
-        return self.trace.emit("gt", (self, other))
+        return self.trace.binary("gt", self, other)
 
     def __le__(self, other):
-        return self.trace.emit("le", (self, other))
+        return self.trace.binary("le", self, other)
 
     def __ge__(self, other):
-        return self.trace.emit("ge", (self, other))
+        return self.trace.binary("ge", self, other)
 
     def __eq__(self, other):
-        return self.trace.emit("eq", (self, other))
+        return self.trace.binary("eq", self, other)
 
     def __ne__(self, other):
-        return self.trace.emit("ne", (self, other))
+        return self.trace.binary("ne", self, other)
 
     def __and__(self, other):
         return self.trace.emit("and", (self, other))
@@ -186,7 +288,7 @@ def product_error(a, b, p):
     return a.trace.emit("product_error", (a, b, p)) if isinstance(a, Traced) else _product_error(a, b, p)
 
 
-def square_root(x):
+def square_root(x: Any) -> Any:
     """The correctly rounded square root."""
     if isinstance(x, Traced):
         return x.trace.emit("sqrt", (x,))
@@ -212,8 +314,9 @@ def floor(x):
 def select(condition: Any, a: Any, b: Any) -> Any:
     """a where the condition holds, else b."""
     if isinstance(condition, Traced):
-        return condition.trace.emit("select", (condition, a, b))
-    return torch.where(condition, a, b)
+        kind = condition.trace.kind_of(a, b)
+        return condition.trace.emit("select", (condition, a, b), None, kind)
+    return torch.where(condition, a, b) if isinstance(condition, torch.Tensor) else a if condition else b
 
 
 def power_below(x):
@@ -248,6 +351,11 @@ def gather(table: tuple[float, ...], index):
         return index.trace.emit("gather", (index,), index.trace.table(table))
     values = torch.tensor(table, dtype=index.dtype, device=index.device)
     return values[index.nan_to_num(0.0).clamp(0, len(table) - 1).long()]
+
+
+def block_largest(x):
+    """The largest of a block's words, for each of its elements."""
+    return x.trace.emit("block_largest", (x,), None, "w32")
 
 
 def round_to_float32(x):

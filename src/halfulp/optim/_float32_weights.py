@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..kernels import IndexMap, address, check_bits, chunks, compile_kernel, run_chunks, select_engine, undisturbed
+from ..kernels import IndexMap, Trace, address, check_bits, chunks, run_chunks, select_engine, undisturbed
+from ..kernels._device_function import bound
 from ..kernels.scalar._operations import store32, word
+from ..kernels.vector._machine_function import address_of
+from ..kernels.vector._table_loop import Table, compile_table
 from .parameters._outside_writes import current_auxiliary_tensors
 from .parameters._parameter_plan import ParameterPlan
 from .states._storage import Store
-from .step._placeholders import read_weight
 from .weight_updates._weight_update import WeightUpdate
 
-SIGNATURE = "void(int64, int64, int64[:,::1], int64[:,::1])"
 MOST_ELEMENTS = 1 << 21
 ALIGNMENT = 16
 
@@ -97,9 +99,9 @@ def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], o
 
 
 def _run(kernel: Callable, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> list[torch.Tensor]:
-    pointers = [[*map(address, own), *[0] * (4 - len(own)), address(new)] for own, new in zip(parts, out)]
-    table = _table(tuple(new.numel() for new in out))
-    run_chunks(kernel, table[:, 2], table, np.array(pointers, np.int64))
+    rows = [[*map(address, own), *[0] * (4 - len(own)), address(new)] for own, new in zip(parts, out)]
+    table, pointers = _table(tuple(new.numel() for new in out)), np.array(rows, np.int64)
+    run_chunks(kernel, table[:, 2], address_of(table), address_of(pointers), *[0] * 5)
     return out
 
 
@@ -108,12 +110,22 @@ def _table(counts: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([chunks(IndexMap.whole((count,)), row) for row, count in enumerate(counts)])
 
 
+def _recorded(update: WeightUpdate, store: Store) -> Trace:
+    """Return the weight of an element as a device function: columns are the parameter, three tensors, the result."""
+    trace, names = Trace(torch.float32), update.bindings(store)
+    i = trace.emit("index", (), None, "index")
+    *arrays, out = (trace.emit("address", (), j, "address") for j in range(5))
+    read: Any = names["read_weight"]
+    store32(out, i, word(bound(read, names)(*arrays, i)[0]))
+    return trace
+
+
 @functools.cache
 @undisturbed()
 def checked_read_kernel(update: WeightUpdate, store: Store) -> Callable:
     """The kernel of one weight update and store, compared with its reference before its first use in a process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
-    kernel = compile_kernel(read_all, SIGNATURE, {**update.bindings(store), "store32": store32, "word": word})
+    kernel = compile_table(name, Table(_recorded(update, store), 5))
     ramp = torch.linspace(-1, 1, 64, dtype=torch.float32, device="cpu")
     dtypes = (store.dtype, *(dtype for _, dtype in update.auxiliary_tensors(store)))
     parts = [torch.zeros(64, dtype=dtype, device="cpu") for dtype in dtypes]
@@ -122,13 +134,3 @@ def checked_read_kernel(update: WeightUpdate, store: Store) -> Callable:
     out = torch.empty(64, dtype=torch.float32, device="cpu")
     check_bits(name, lambda: _run(kernel, [parts], [out]), lambda: [update.read(store, parts)])
     return kernel
-
-
-def read_all(first, last, chunks, pointers):
-    """Kernel: the weights of every element of some chunks."""
-    for c in range(first, last):
-        t, begin = chunks[c, 0], chunks[c, 1]
-        end = begin + chunks[c, 2]
-        a0, a1, a2, a3, out = pointers[t, 0], pointers[t, 1], pointers[t, 2], pointers[t, 3], pointers[t, 4]
-        for i in range(begin, end):
-            store32(out, i, word(read_weight(a0, a1, a2, a3, i)[0]))

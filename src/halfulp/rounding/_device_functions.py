@@ -37,6 +37,7 @@ from ..kernels.scalar._operations import (
 from ..kernels.scalar._operations import bit_and as both
 from ..kernels.scalar._operations import bit_or as either
 from ..kernels.scalar._operations import bit_xor as flip
+from ..kernels.scalar._operations import select as choose
 from ..kernels.scalar._operations import shl as left
 from ..kernels.scalar._operations import shr as right
 from ..kernels.scalar._operations import sub as minus
@@ -76,7 +77,6 @@ from ._kernel_constants import (
     WHOLE_STEPS,
     ZERO_SIGN,
 )
-from ._random_bits import WEYL, draw, stream_start
 
 # What the pieces below are bound to for 64-bit words.
 WIDE: dict[str, Callable] = {
@@ -99,25 +99,6 @@ SINGLE_INFINITY, SINGLE_MAGNITUDE = np.uint32(0x7F800000), np.uint32(0x7FFFFFFF)
 HALF_UNIT, HALF_UNITS = np.float32(2.0**-24), np.float32(2.0**24)
 
 
-def choose(condition, a, b):
-    """Device function: a where the condition holds, else b."""
-    return a if condition else b
-
-
-# the loop ----------------------------------------------------------------------------------------------------
-
-
-def quantize_pieces(first, last, table, source, target, constants, key_low, key_high):
-    """Kernel: round the elements of the chunks [first, last)."""
-    c = all_constants(constants)
-    for piece in range(first, last):
-        begin = table[piece, 1]
-        counter = stream_start(key_low, key_high, table[piece, 3])
-        for i in range(begin, begin + table[piece, 2]):
-            store(destination(source, target), i, rounded(load(source, i), draw(counter), c))
-            counter = plus32(counter, WEYL)
-
-
 plus32 = plus
 
 
@@ -128,16 +109,6 @@ def all_constants(k):
         *(k[17], k[18], k[19], k[20], k[21], k[22], k[23], k[24], k[25], k[26], k[27], k[28], k[29], k[30], k[31]),
         *(k[32], k[33], k[34]),
     )
-
-
-def elsewhere(source, target):
-    """Device function: where results go."""
-    return target
-
-
-def in_place(source, target):
-    """Device function: results replace their inputs; one address tells LLVM that loads and stores never collide."""
-    return source
 
 
 def rounded(w, u, c):

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
 
 import numpy as np
 import torch
 
-from ..kernels import (
-    IndexMap,
-    address,
-    check_bits,
-    chunks,
-    compile_kernel,
-    require_same_bits,
-    run_chunks,
-    select_engine,
-)
+from ..kernels import IndexMap, Trace, address, check_bits, chunks, require_same_bits, run_chunks, select_engine
+from ..kernels._device_function import bound, record_words
 from ..kernels.scalar._operations import load32, load64, store32, store64
+from ..kernels.vector._machine_function import address_of
+from ..kernels.vector._table_loop import Table, compile_table
 from . import _device_functions as p
-from ._kernel_constants import WORD32, WORD64, Layout, constants, layout_for
-from ._random_bits import random_words
+from ._kernel_constants import COUNT, WORD32, WORD64, Layout, constants, layout_for
+from ._random_bits import WEYL, draw, random_words, stream_start
 from ._reference import from_words, round_words, to_words
 from ._target import DOWN, NEAREST, STOCHASTIC, UP, Target
 
@@ -110,17 +105,18 @@ def _run_compiled(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) 
         return
     layout = WORD64 if x.dtype == torch.float64 else WORD32
     known = constants(target, layout)
-    in_place = address(x) == address(out)
-    kernel = _kernel(x.dtype, target.mode, known[:3], in_place)
-    check_kernel(kernel, x.dtype, target, known.path, in_place)
+    kernel = _kernel(x.dtype, target.mode, known[:3])
+    check_kernel(kernel, x.dtype, target, known[:3])
     _call(kernel, x, target, layout, key, out)
 
 
 def _call(kernel, x: torch.Tensor, target: Target, layout: Layout, key: int, out: torch.Tensor) -> None:
-    table, lengths = _table(x.numel())
-    words = constants(target, layout).words
-    low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
-    run_chunks(kernel, lengths, table, address(x), address(out), words, low, high)
+    lengths, chunk_table = _table(x.numel())
+    known = constants(target, layout)
+    numbers = array("Q", (address(x), address(out), key, 0))
+    pointers = numbers.buffer_info()[0]
+    words = address_of(known.words)
+    run_chunks(kernel, lengths, chunk_table, pointers, pointers + 24, words, pointers + 16, 0, 0)
 
 
 def collide(x: torch.Tensor, out: torch.Tensor) -> bool:
@@ -130,18 +126,25 @@ def collide(x: torch.Tensor, out: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _table(numel: int) -> tuple[np.ndarray, np.ndarray]:
+def _table(numel: int) -> tuple[np.ndarray, int]:
+    """Return the lengths of the chunks, a view of their table, and the table's address."""
     table = chunks(IndexMap.whole((numel,)), 0)
-    return table, np.ascontiguousarray(table[:, 2])
+    return table[:, 2], address_of(table)
 
 
 @cache
-def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], in_place: bool) -> Callable:
-    bind = {**mode_pieces(mode, kind, dtype == torch.float64), **container_pieces(dtype)}
-    bind["destination"] = p.in_place if in_place else p.elsewhere
-    word = "uint64" if dtype == torch.float64 else "uint32"
-    signature = f"void(int64, int64, int64[:,::1], int64, int64, {word}[::1], uint32, uint32)"
-    return compile_kernel(p.quantize_pieces, signature, bind)
+def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -> Callable:
+    """The kernel of a table whose columns are what is rounded and where it goes, which may be one place."""
+    width = 64 if dtype == torch.float64 else 32
+    trace, pieces = Trace(torch.float32), container_pieces(dtype)
+    i = trace.emit("index", (), None, "index")
+    source, target = (trace.emit("address", (), j, "address") for j in range(2))
+    c = [trace.emit("input", (), ("constant", k), f"w{width}") for k in range(COUNT)]
+    random = draw(trace.emit("input", (), ("counter", 0), "w32"))
+    rounded = bound(p.rounded, mode_pieces(mode, kind, width == 64))
+    pieces["store"](target, i, rounded(pieces["load"](source, i), random, c))
+    start = record_words(stream_start, "w32", "w32", "w64")
+    return compile_table(f"quantize_{kind[0]}", Table(trace, 2, COUNT, 1, start, int(WEYL)))
 
 
 def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str, Callable]:
@@ -174,21 +177,20 @@ _checked: set = set()
 FIXED_KEY = 0x0123456789ABCDEF
 
 
-def check_kernel(kernel, dtype: torch.dtype, target: Target, path: str, in_place: bool) -> None:
+def check_kernel(kernel, dtype: torch.dtype, target: Target, kind: tuple[str, bool, bool]) -> None:
     """The canary: once per compiled kernel, its bits on fixed elements are the reference's."""
-    if kernel in _checked:
+    if (dtype, target.mode, kind) in _checked:
         return
     x = fixed_elements(dtype)
     layout = WORD64 if dtype == torch.float64 else WORD32
 
     def fast() -> list[torch.Tensor]:
-        source = x.clone()
-        out = source if in_place else torch.empty_like(x)
-        _call(kernel, source, target, layout, FIXED_KEY, out)
+        out = torch.empty_like(x)
+        _call(kernel, x, target, layout, FIXED_KEY, out)
         return [out]
 
-    check_bits(f"quantize ({dtype}, {path})", fast, lambda: [by_reference(x, target, FIXED_KEY)])
-    _checked.add(kernel)
+    check_bits(f"quantize ({dtype}, {kind[0]})", fast, lambda: [by_reference(x, target, FIXED_KEY)])
+    _checked.add((dtype, target.mode, kind))
 
 
 @cache

@@ -105,7 +105,7 @@ def test_a_compiled_kernel_is_as_a_loaded_one(cache):
 
 def test_all_kernels_are_made_in_one_place():
     """What becomes machine code elsewhere would keep the compiler's memory, and might miss the cache."""
-    makers = ["kernels/scalar/_compile.py", "kernels/vector/_loop.py", "arithmetic/exact_sums/_block_sums.py"]
+    makers = ["kernels/scalar/_compile.py", "arithmetic/exact_sums/_block_sums.py"]
     found = []
     for path in (path for path in sorted(ROOT.rglob("*.py")) if "njit" in path.read_text()):
         tree = ast.parse(path.read_text())
@@ -116,6 +116,8 @@ def test_all_kernels_are_made_in_one_place():
             assert not uses & {"disable_compile", "_cache"}, path
             found.append(str(path.relative_to(ROOT)))
     assert sorted(found) == sorted(makers)
+    engines = [path for path in ROOT.rglob("*.py") if "create_mcjit_compiler" in path.read_text()]
+    assert [path.name for path in engines] == ["_machine_function.py"]
 
 
 @pytest.mark.parametrize("name", ["ModulePassManager", "FunctionPassManager"])

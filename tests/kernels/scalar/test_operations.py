@@ -65,6 +65,12 @@ def two_wide(n, a, b, out):
         store64(out, i, operation(load64(a, i), load64(b, i)))  # noqa: F821
 
 
+def chosen(n, a, b, out):
+    for i in range(n):
+        x, y = load32(a, i), load32(b, i)
+        store32(out, i, operation(x > y, x, y))  # noqa: F821
+
+
 def through_real64(n, a, b, out):
     for i in range(n):
         store64(out, i, word64(real64(load64(a, i))))
@@ -90,15 +96,15 @@ KERNELS = {
     **dict.fromkeys(["real64", "word64"], through_real64),
     "to_word64": from_real64,
     "widen": wider,
+    "select": chosen,
 }
 MEMORY = ["load8", "load16", "load32", "load64", "store8", "store16", "store32", "store64", "amax16x16", "amax16x32"]
 INDEX = ["low_word", "high_word"]
-SIXTEEN = ["signed_cubes16", "unsigned_cubes16", "scaled16", "largest16"]
 COUNTED = ["under16", "under_quotients16", "squares16"]
 
 
 def test_every_operation_is_tested_and_has_an_instruction():
-    assert set(SCALARS) == set(INTRINSICS) == {*KERNELS, *MEMORY, *INDEX, *SIXTEEN, *COUNTED, "prefetch"}
+    assert set(SCALARS) == set(INTRINSICS) == {*KERNELS, *MEMORY, *INDEX, *COUNTED, "prefetch"}
 
 
 def asks_ahead(n, a, b, out):
@@ -179,68 +185,6 @@ def test_peaks(name, dtype, cache, seed):
     half = dtype(np.iinfo(dtype).max >> 1)
     assert out.tolist() == [int((a[i : i + 16] & half).max()) for i in range(33)]
     assert out.tolist() == [int(SCALARS[name](a.ctypes.data, i)) for i in range(33)]
-
-
-def values(n, a, unit, out):
-    for i in range(n):
-        many(a, i, real(unit), out, i * 16)  # noqa: F821  bound
-
-
-@pytest.mark.parametrize("name", SIXTEEN[:2])
-def test_sixteen_values(name, cache, seed):
-    codes = np.random.default_rng(seed).integers(0, 256, 48, dtype=np.uint8)
-    codes[7] = 128
-    unit = np.float32(0.37)
-    out, plain = np.zeros((33, 16), np.float32), np.zeros((33, 16), np.float32)
-    bound = {"many": SCALARS[name]}
-    kernel = compile_kernel(values, "void(int64, int64, uint32, int64)", bound)
-    kernel(33, codes.ctypes.data, unit.view(np.uint32), out.ctypes.data)
-    for i in range(33):
-        SCALARS[name](codes.ctypes.data, i, unit, plain.ctypes.data, i * 16)
-    numbers = codes.view(np.int8) if name.startswith("signed") else codes
-    k, most = numbers.astype(np.float32), 127 if name.startswith("signed") else 255
-    wanted = k * k * k * np.float32(1 / most**3) * unit
-    if name.startswith("signed"):
-        wanted[codes == 128] = np.nan
-    wanted = np.stack([wanted[i : i + 16] for i in range(33)])
-    assert same_bits(torch.from_numpy(out), torch.from_numpy(wanted))
-    assert same_bits(torch.from_numpy(plain), torch.from_numpy(wanted))
-
-
-def in_place(n, a, factor, out):
-    for i in range(n):
-        scaled16(a, i * 16, real(factor))  # noqa: F821
-
-
-def test_sixteen_scaled(cache, seed):
-    x = np.concatenate([words(45, np.random.default_rng(seed)), [1, 0x80000001, 0]]).astype(np.uint32).view(np.float32)
-    factor, plain = np.float32(2.0**-30), x.copy()
-    with np.errstate(all="ignore"):
-        wanted = x * factor
-    wanted[(x > 0) & (wanted == 0)] = 2.0**-126
-    kernel = compile_kernel(in_place, "void(int64, int64, uint32, int64)", {"scaled16": SCALARS["scaled16"]})
-    for i in range(3):
-        SCALARS["scaled16"](plain.ctypes.data, i * 16, factor)
-    kernel(3, x.ctypes.data, factor.view(np.uint32), x.ctypes.data)
-    assert wanted[45] == 2.0**-126
-    for found in (x, plain):
-        assert same_bits(torch.from_numpy(found), torch.from_numpy(wanted))
-
-
-def largest(n, a, top, out):
-    for i in range(n):
-        store32(out, i, largest16(a, i, top))  # noqa: F821
-
-
-def test_largest_of_sixteen(cache, seed):
-    x = words(48, np.random.default_rng(seed))
-    out, top = np.zeros(33, np.uint32), np.uint32(0x00800000)
-    kernel = compile_kernel(largest, "void(int64, int64, uint32, int64)", {"largest16": SCALARS["largest16"]})
-    kernel(33, x.ctypes.data, top, out.ctypes.data)
-    sizes = [int(word) & 0x7FFFFFFF for word in x]
-    wanted = [max([0x00800000, *(s for s in sizes[i : i + 16] if s < 0x7F800000)]) for i in range(33)]
-    assert out.tolist() == wanted
-    assert [int(SCALARS["largest16"](x.ctypes.data, i, top)) for i in range(33)] == wanted
 
 
 def counted(n, a, nonzero, normal, scale, out):

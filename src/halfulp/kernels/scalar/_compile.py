@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,17 +22,7 @@ from ._operations import SCALARS
 Bindings = Mapping[str, object]
 
 
-@dataclass(frozen=True)
-class OwnNames:
-    """A bound function whose names, and those of the functions it calls, are resolved in their own modules.
-
-    So is a function of the user's: its module may have a constant that is called like something that the kernel binds.
-    """
-
-    function: Callable
-
-
-_ALLOWED = types.FunctionType | types.BuiltinFunctionType | type | np.generic | int | float | tuple | OwnNames
+_ALLOWED = types.FunctionType | types.BuiltinFunctionType | type | np.generic | int | float | tuple
 
 
 def digest(function: Callable, bind: Bindings | None = None) -> str:
@@ -103,8 +92,6 @@ def _rebuild(function: Callable, bind: dict, done: dict) -> types.FunctionType:
 def _compiled(value: object, bind: dict, done: dict) -> object:
     import numba
 
-    if isinstance(value, OwnNames):
-        value, bind = value.function, {}
     if not isinstance(value, types.FunctionType):
         return value
     if SCALARS.get(value.__name__) is value:
@@ -154,9 +141,7 @@ def _feed(sink, function: Callable, bind: dict, seen: dict) -> None:
     for name in _names(function.__code__):
         value = resolve(function, name, bind)
         sink.update(name.encode())
-        if isinstance(value, OwnNames):
-            _feed(sink, value.function, {}, seen)
-        elif not isinstance(value, types.FunctionType):
+        if not isinstance(value, types.FunctionType):
             sink.update(repr((type(value).__name__, value)).encode())
         elif SCALARS.get(value.__name__) is value:
             sink.update(value.__name__.encode())

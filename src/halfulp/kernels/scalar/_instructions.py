@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
@@ -110,46 +109,6 @@ def _splat(builder, value):
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), mask)
 
 
-def _cubes16(signed: bool) -> Callable:
-    """Decode sixteen codes at once: LLVM would unroll a loop of 32 small steps before it could vectorize it."""
-    most = 127 if signed else 255
-
-    def emit(builder, codes, i, scale, buffer, j):
-        code = builder.load(_at(builder, codes, i, _I8, ir.VectorType(_I8, _LANES)), align=1)
-        whole = (builder.sext if signed else builder.zext)(code, ir.VectorType(_I32, _LANES))
-        k = builder.sitofp(whole, ir.VectorType(_F32, _LANES))
-        cube = builder.fmul(builder.fmul(k, k), k)
-        value = builder.fmul(cube, ir.Constant(k.type, [float(np.float32(1 / most**3))] * _LANES))
-        value = builder.fmul(value, _splat(builder, scale))
-        if signed:
-            lowest = builder.icmp_signed("==", whole, ir.Constant(whole.type, [-128] * _LANES))
-            value = builder.select(lowest, ir.Constant(value.type, [float("nan")] * _LANES), value)
-        builder.store(value, _at(builder, buffer, j, _F32, value.type), align=4)
-
-    return emit
-
-
-def _scaled16(builder, buffer, j, factor):
-    vector = ir.VectorType(_F32, _LANES)
-    place, zero = _at(builder, buffer, j, _F32, vector), ir.Constant(vector, [0.0] * _LANES)
-    given = builder.load(place, align=4)
-    product = builder.fmul(given, _splat(builder, factor))
-    lost = builder.and_(builder.fcmp_ordered(">", given, zero), builder.fcmp_ordered("==", product, zero))
-    builder.store(builder.select(lost, ir.Constant(vector, [2.0**-126] * _LANES), product), place, align=4)
-
-
-def _largest16(builder, buffer, j, top):
-    words = ir.VectorType(_I32, _LANES)
-    given = builder.load(_at(builder, buffer, j, _I32, words), align=4)
-    sizes = builder.and_(given, ir.Constant(words, [0x7FFFFFFF] * _LANES))
-    special = builder.icmp_unsigned(">=", sizes, ir.Constant(words, [0x7F800000] * _LANES))
-    sizes = builder.select(special, ir.Constant(words, [0] * _LANES), sizes)
-    name = f"llvm.vector.reduce.umax.v{_LANES}i32"
-    reduce = builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(_I32, [words]), name)
-    most = builder.call(reduce, [sizes])
-    return builder.select(builder.icmp_unsigned(">", most, top), most, top)
-
-
 def _sizes16(builder, address, i):
     """Sixteen float32 as words, their signs left out."""
     words = ir.VectorType(_I32, _LANES)
@@ -214,11 +173,21 @@ def _high(builder, index):
 
 
 _LANES = 16
-_SIXTEEN = (types.void, (types.int64, types.int64, types.float32, types.int64, types.int64))
 _AT = (types.int64, types.int64)
 _LOAD = (types.uint32, _AT)
 _STORE = (types.void, (types.int64, types.int64, types.uint32))
+
+
+@intrinsic
+def _select(context, condition, a, b):
+    def codegen(target, builder, signature, values):
+        return builder.select(*values)
+
+    return a(condition, a, b), codegen
+
+
 INTRINSICS: dict[str, Callable] = {
+    "select": _select,
     "add": _binary("add", "add"),
     "sub": _binary("sub", "sub"),
     "mul": _binary("mul", "mul"),
@@ -237,10 +206,6 @@ INTRINSICS: dict[str, Callable] = {
     "sqrt": operation("sqrt", types.float32, (types.float32,), _sqrt),
     "maximum": operation("maximum", types.float32, (types.float32, types.float32), _maximum),
     "sign_of": operation("sign_of", types.float32, (types.float32,), _sign_of),
-    "signed_cubes16": operation("signed_cubes16", *_SIXTEEN, _cubes16(True)),
-    "unsigned_cubes16": operation("unsigned_cubes16", *_SIXTEEN, _cubes16(False)),
-    "scaled16": operation("scaled16", types.void, (types.int64, types.int64, types.float32), _scaled16),
-    "largest16": operation("largest16", types.uint32, (types.int64, types.int64, types.uint32), _largest16),
     "load8": operation("load8", *_LOAD, _load(_I8)),
     "load16": operation("load16", *_LOAD, _load(_I16)),
     "load32": operation("load32", *_LOAD, _load(_I32)),

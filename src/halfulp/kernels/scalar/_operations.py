@@ -8,14 +8,18 @@ literal to float64, and either stops vectorization.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-# What a piece may be given on Python's side; a compiled one has words and reals only.
-Word = np.uint32 | np.uint64 | int
-Real = np.float32 | np.float64 | float
+from .._trace import Traced, square_root
+from .._trace import select as select
+
+# NumPy's and Python's numbers, and traced values; what Numba compiles has words and reals only.
+Word = Any
+Real = Any
 Function = TypeVar("Function", bound=Callable[..., Any])
 SCALARS: dict[str, Callable[..., Any]] = {}
 _U32 = 0xFFFFFFFF
@@ -23,103 +27,138 @@ _U64 = 0xFFFFFFFFFFFFFFFF
 _CTYPES = {8: ctypes.c_uint8, 16: ctypes.c_uint16, 32: ctypes.c_uint32, 64: ctypes.c_uint64}
 
 
-def _scalar(function: Function) -> Function:
-    SCALARS[function.__name__] = function
-    return function
+def _scalar(function: Function, traced: Callable[..., Any] | None = None) -> Function:
+    """Make a function of scalars an operation of the language, which writes itself down where a value is traced."""
+    name = function.__name__
+
+    @functools.wraps(function)
+    def run(*values: Any) -> Any:
+        trace = next((x.trace for x in values if isinstance(x, Traced)), None)
+        if trace is None:
+            return function(*values)
+        if traced is None:
+            raise TypeError(f"a device function that is recorded cannot call {name}: it is for compiled loops")
+        return traced(trace, *values)
+
+    SCALARS[name] = run
+    return cast("Function", run)
 
 
-@_scalar
+def _recorded(traced: Callable[..., Any]) -> Callable[[Function], Function]:
+    return lambda function: _scalar(function, traced)
+
+
+def _word(operation: str) -> Callable[[Function], Function]:
+    return _recorded(lambda trace, a, b: trace.binary(f"word_{operation}", a, b))
+
+
+def _convert(operation: str, kind: str) -> Callable[[Function], Function]:
+    return _recorded(lambda trace, x: trace.emit(operation, (x,), None, kind))
+
+
+def _load(bits: int) -> Callable[[Function], Function]:
+    return _recorded(lambda trace, address, i: trace.load(bits, address, i))
+
+
+def _store(bits: int) -> Callable[[Function], Function]:
+    return _recorded(lambda trace, address, i, value: trace.store(bits, address, i, value))
+
+
+SCALARS["select"] = select
+
+
+@_word("add")
 def add(a: Word, b: Word) -> np.uint32:
     """(a + b) mod 2^32."""
     return np.uint32((int(a) + int(b)) & _U32)
 
 
-@_scalar
+@_word("sub")
 def sub(a: Word, b: Word) -> np.uint32:
     """(a - b) mod 2^32."""
     return np.uint32((int(a) - int(b)) & _U32)
 
 
-@_scalar
+@_word("mul")
 def mul(a: Word, b: Word) -> np.uint32:
     """(a * b) mod 2^32."""
     return np.uint32((int(a) * int(b)) & _U32)
 
 
-@_scalar
+@_word("and")
 def bit_and(a: Word, b: Word) -> np.uint32:
     """Bitwise and of two words."""
     return np.uint32(int(a) & int(b))
 
 
-@_scalar
+@_word("or")
 def bit_or(a: Word, b: Word) -> np.uint32:
     """Bitwise or of two words."""
     return np.uint32(int(a) | int(b))
 
 
-@_scalar
+@_word("xor")
 def bit_xor(a: Word, b: Word) -> np.uint32:
     """Bitwise exclusive or of two words."""
     return np.uint32(int(a) ^ int(b))
 
 
-@_scalar
+@_word("shl")
 def shl(a: Word, n: Word) -> np.uint32:
     """A word shifted left by n < 32."""
     return np.uint32((int(a) << int(n)) & _U32)
 
 
-@_scalar
+@_word("shr")
 def shr(a: Word, n: Word) -> np.uint32:
     """A word shifted right by n < 32, zeros coming in."""
     return np.uint32(int(a) >> int(n))
 
 
-@_scalar
+@_convert("low_word", "w32")
 def low_word(index: Word) -> np.uint32:
     """The low 32 bits of a 64-bit index."""
     return np.uint32(int(index) & _U32)
 
 
-@_scalar
+@_convert("high_word", "w32")
 def high_word(index: Word) -> np.uint32:
     """The high 32 bits of a 64-bit index."""
     return np.uint32((int(index) >> 32) & _U32)
 
 
-@_scalar
+@_convert("bits", "w32")
 def word(x: Real) -> np.uint32:
     """The bits of a float32."""
     return np.float32(x).view(np.uint32)
 
 
-@_scalar
+@_convert("bits", "f32")
 def real(w: Word) -> np.float32:
     """The float32 with these bits."""
     return np.uint32(w).view(np.float32)
 
 
-@_scalar
+@_convert("to_real", "f32")
 def to_real(w: Word) -> np.float32:
     """The float32 nearest to a word read as a signed 32-bit integer."""
     return np.float32(np.uint32(w).view(np.int32))
 
 
-@_scalar
+@_convert("to_word", "w32")
 def to_word(x: Real) -> np.uint32:
     """A float32 in [-2^31, 2^31) truncated to a signed 32-bit integer, as a word."""
     return np.int32(x).view(np.uint32)
 
 
-@_scalar
+@_recorded(lambda trace, a, b: trace.binary("div", a, b))
 def divide(a: np.float32, b: np.float32) -> np.float32:
     """a / b in float32, correctly rounded."""
     with np.errstate(all="ignore"):
         return np.float32(a) / np.float32(b)
 
 
-@_scalar
+@_recorded(lambda _, x: square_root(x))
 def sqrt(a: np.float32) -> np.float32:
     """sqrt(a) in float32, correctly rounded."""
     with np.errstate(all="ignore"):
@@ -127,127 +166,127 @@ def sqrt(a: np.float32) -> np.float32:
         return root
 
 
-@_scalar
+@_recorded(lambda trace, a, b: select((a > b) | (a != a), a, b))
 def maximum(a: np.float32, b: np.float32) -> np.float32:
     """The larger of two float32; NaN if either is."""
     return a if a > b or a != a else b
 
 
-@_scalar
+@_recorded(lambda trace, x: select(x != x, x, select(x > 0.0, 1.0, select(x < 0.0, -1.0, 0.0))))
 def sign_of(x: np.float32) -> np.float32:
     """-1, 0 or 1 as float32; NaN for NaN."""
     return np.float32(np.sign(x))
 
 
-@_scalar
+@_load(8)
 def load8(address: Word, i: Word) -> np.uint32:
     """The unsigned byte at element i of an array at an address, as a word."""
     return _read(8, address, i)
 
 
-@_scalar
+@_load(16)
 def load16(address: Word, i: Word) -> np.uint32:
     """The unsigned 16-bit element i of an array at an address, as a word."""
     return _read(16, address, i)
 
 
-@_scalar
+@_load(32)
 def load32(address: Word, i: Word) -> np.uint32:
     """The 32-bit element i of an array at an address."""
     return _read(32, address, i)
 
 
-@_scalar
+@_store(8)
 def store8(address: Word, i: Word, w: Word) -> None:
     """Write the low 8 bits of a word to element i."""
     _write(8, address, i, w)
 
 
-@_scalar
+@_store(16)
 def store16(address: Word, i: Word, w: Word) -> None:
     """Write the low 16 bits of a word to element i."""
     _write(16, address, i, w)
 
 
-@_scalar
+@_store(32)
 def store32(address: Word, i: Word, w: Word) -> None:
     """Write a word to element i."""
     _write(32, address, i, w)
 
 
-@_scalar
+@_word("add")
 def add64(a: Word, b: Word) -> np.uint64:
     """(a + b) mod 2^64."""
     return np.uint64((int(a) + int(b)) & _U64)
 
 
-@_scalar
+@_word("sub")
 def sub64(a: Word, b: Word) -> np.uint64:
     """(a - b) mod 2^64."""
     return np.uint64((int(a) - int(b)) & _U64)
 
 
-@_scalar
+@_word("and")
 def and64(a: Word, b: Word) -> np.uint64:
     """Bitwise and of two 64-bit words."""
     return np.uint64(int(a) & int(b))
 
 
-@_scalar
+@_word("or")
 def or64(a: Word, b: Word) -> np.uint64:
     """Bitwise or of two 64-bit words."""
     return np.uint64(int(a) | int(b))
 
 
-@_scalar
+@_word("xor")
 def xor64(a: Word, b: Word) -> np.uint64:
     """Bitwise exclusive or of two 64-bit words."""
     return np.uint64(int(a) ^ int(b))
 
 
-@_scalar
+@_word("shl")
 def shl64(a: Word, n: Word) -> np.uint64:
     """A 64-bit word shifted left by n < 64."""
     return np.uint64((int(a) << int(n)) & _U64)
 
 
-@_scalar
+@_word("shr")
 def shr64(a: Word, n: Word) -> np.uint64:
     """A 64-bit word shifted right by n < 64, zeros coming in."""
     return np.uint64(int(a) >> int(n))
 
 
-@_scalar
+@_convert("widen", "w64")
 def widen(w: Word) -> np.uint64:
     """A word as a 64-bit word."""
     return np.uint64(w)
 
 
-@_scalar
+@_convert("bits", "f64")
 def real64(w: Word) -> np.float64:
     """The float64 with these bits."""
     return np.uint64(w).view(np.float64)
 
 
-@_scalar
+@_convert("bits", "w64")
 def word64(x: Real) -> np.uint64:
     """The bits of a float64."""
     return np.float64(x).view(np.uint64)
 
 
-@_scalar
+@_convert("to_word", "w64")
 def to_word64(x: Real) -> np.uint64:
     """A float64 in [0, 2^31) truncated to an integer, as a 64-bit word."""
     return np.uint64(int(x))
 
 
-@_scalar
+@_load(64)
 def load64(address: Word, i: Word) -> np.uint64:
     """The 64-bit element i of an array at an address."""
     return np.uint64(_CTYPES[64].from_address(int(address) + int(i) * 8).value)
 
 
-@_scalar
+@_store(64)
 def store64(address: Word, i: Word, w: Word) -> None:
     """Write a 64-bit word to element i."""
     _CTYPES[64].from_address(int(address) + int(i) * 8).value = int(w)
@@ -256,40 +295,6 @@ def store64(address: Word, i: Word, w: Word) -> None:
 @_scalar
 def prefetch(address: Word) -> None:
     """Ask for the cache line at an address, which need not be one that can be read."""
-
-
-@_scalar
-def signed_cubes16(codes: Word, i: Word, scale: Real, buffer: Word, j: Word) -> None:
-    """Sixteen signed bytes from element i as scale x (byte / 127)^3, into a float32 buffer from j on; -128 is NaN."""
-    for k in range(16):
-        code = np.float32(np.uint8(_read(8, codes, int(i) + k)).view(np.int8))
-        value = code * code * code * np.float32(1 / 127**3) * np.float32(scale)
-        _write(32, buffer, int(j) + k, word(np.float32("nan") if code == -128 else value))
-
-
-@_scalar
-def unsigned_cubes16(codes: Word, i: Word, scale: Real, buffer: Word, j: Word) -> None:
-    """Sixteen unsigned bytes from element i as scale x (byte / 255)^3, into a float32 buffer from element j."""
-    for k in range(16):
-        code = np.float32(int(_read(8, codes, int(i) + k)))
-        _write(32, buffer, int(j) + k, word(code * code * code * np.float32(1 / 255**3) * np.float32(scale)))
-
-
-@_scalar
-def scaled16(buffer: Word, j: Word, factor: Real) -> None:
-    """Sixteen float32 from element j times a factor, in place; a positive one never becomes 0."""
-    for k in range(16):
-        value = real(_read(32, buffer, int(j) + k))
-        with np.errstate(all="ignore"):
-            product = value * np.float32(factor)
-        _write(32, buffer, int(j) + k, word(np.float32(2.0**-126) if value > 0 and product == 0 else product))
-
-
-@_scalar
-def largest16(buffer: Word, j: Word, top: Word) -> np.uint32:
-    """The largest word of |value| of sixteen float32 from element j that are finite, or `top` if that is larger."""
-    words = [int(_read(32, buffer, int(j) + k)) & 0x7FFFFFFF for k in range(16)]
-    return np.uint32(max([int(top), *(w for w in words if w < 0x7F800000)]))
 
 
 @_scalar

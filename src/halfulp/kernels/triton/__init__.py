@@ -1,1 +1,1 @@
-"""Kernels as Triton source."""
+"""Recorded device functions as Triton source."""

@@ -1,7 +1,7 @@
-"""The scalar operations on Triton blocks: plain functions whose text goes into every generated module.
+"""Operations of the kernel language on Triton blocks: plain functions whose text goes into generated modules.
 
-`lanes` is the mask of the elements that exist, and `aligned` says that addresses and indices are multiples of 16; the
-translation hands both to every operation that takes them. Words are uint32 blocks and reals float32 blocks.
+`lanes` is the mask of the elements that exist, and `aligned` says that addresses and indices are multiples of 16. Words
+are uint32 blocks and reals float32 blocks.
 """
 
 from __future__ import annotations
@@ -12,38 +12,6 @@ if TYPE_CHECKING:
     import triton.language as tl
 else:
     tl = None  # triton.language in a generated module
-
-
-def add(a, b):
-    return a + b
-
-
-def sub(a, b):
-    return a - b
-
-
-def mul(a, b):
-    return a * b
-
-
-def bit_and(a, b):
-    return a & b
-
-
-def bit_or(a, b):
-    return a | b
-
-
-def bit_xor(a, b):
-    return a ^ b
-
-
-def shl(a, n):
-    return a << n
-
-
-def shr(a, n):
-    return a >> n
 
 
 def low_word(index):
@@ -79,14 +47,6 @@ def sqrt(a):
     return tl.sqrt_rn(a)
 
 
-def maximum(a, b):
-    return tl.where((a > b) | (a != a), a, b)
-
-
-def sign_of(x):
-    return tl.where(x != x, x, (x > 0).to(tl.float32) - (x < 0).to(tl.float32))
-
-
 def negative(x):
     # Triton's own minus is 0 - x, which loses the sign of a zero.
     return (x.to(tl.uint32, bitcast=True) ^ tl.full([], 0x80000000, tl.uint32)).to(tl.float32, bitcast=True)
@@ -100,12 +60,10 @@ def double(x):
     return x.to(tl.float64)
 
 
-def row_amax(x):
-    """The word of the largest finite magnitude of each row of a tile."""
-    size = x.to(tl.uint32, bitcast=True) & tl.full([], 0x7FFFFFFF, tl.uint32)
+def block_largest(words):
+    """The largest word of each row of a tile."""
     tl.debug_barrier()  # every warp has read the old scales before one writes new ones
-    finite = size < tl.full([], 0x7F800000, tl.uint32)
-    return tl.max(tl.where(finite, size, tl.full([], 0, tl.uint32)), axis=1, keep_dims=True)
+    return tl.max(words, axis=1, keep_dims=True)
 
 
 def load8(address, i, lanes, aligned: tl.constexpr):

@@ -1,1 +1,1 @@
-"""Kernels on LLVM's vector types: traces as loops, and reductions of rows."""
+"""Kernels on LLVM's vector types: recorded device functions as loops over rows or tables of pointers; reductions."""

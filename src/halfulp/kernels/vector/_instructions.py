@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
+from typing import Any
 
 import torch
 
@@ -32,12 +34,23 @@ class Instructions(VectorBuilder):
         self.real = self.shape(self.f64 if self.wide else self.f32, lanes)
         self.bits = self.shape(self.i64 if self.wide else self.i32, lanes)
 
-    def run(self, inputs: list) -> list:
-        """Return the value of every instruction."""
+    def run(self, inputs: Any, known: dict[int, Any] | None = None, only: Collection[int] | None = None) -> list:
+        """Return the value of every instruction.
+
+        Args:
+            inputs: the values of inputs by number or name, and of elements of arrays by (address, extra).
+            known: values of instructions that were computed elsewhere.
+            only: which instructions to write; all by default.
+        """
         values: list = []
-        for operation, operands, extra in self.trace.lines:
-            if operation == "input":
-                values.append(inputs[extra])
+        for number, (operation, operands, extra) in enumerate(self.trace.lines):
+            self.kind = self.trace.kinds[number]
+            if known is not None and number in known:
+                values.append(known[number])
+            elif only is not None and number not in only:
+                values.append(None)
+            elif operation in ("input", "load"):
+                values.append(inputs[(*operands, extra) if operands else extra])
             elif operation == "part":
                 values.append(values[operands[0]][extra])
             else:
@@ -75,8 +88,93 @@ class Instructions(VectorBuilder):
         builder.ret(together)
         return function
 
+    def of_kind(self, kind: str):
+        """Return the type of a kind of values."""
+        scalars = {"f32": self.f32, "f64": self.f64, "w32": self.i32, "w64": self.i64, "mask": self.ir.IntType(1)}
+        return self.shape(scalars[kind], self.lanes)
+
     def do_constant(self, extra, *_):
-        return self.constant(self.real, float.fromhex(extra))
+        number = extra if isinstance(extra, str) else extra[0]
+        return self.constant(self.of_kind(self.kind), float.fromhex(number))
+
+    def do_word(self, extra, *_):
+        return self.constant(self.of_kind(self.kind), extra[0])
+
+    def do_address(self, *_):
+        return None
+
+    def do_index(self, *_):
+        return None
+
+    def do_block(self, *_):
+        return None
+
+    def do_word_add(self, _, x, y):
+        return self.b.add(x, y)
+
+    def do_word_sub(self, _, x, y):
+        return self.b.sub(x, y)
+
+    def do_word_mul(self, _, x, y):
+        return self.b.mul(x, y)
+
+    def do_word_and(self, _, x, y):
+        return self.b.and_(x, y)
+
+    def do_word_or(self, _, x, y):
+        return self.b.or_(x, y)
+
+    def do_word_xor(self, _, x, y):
+        return self.b.xor(x, y)
+
+    def do_word_shl(self, _, x, y):
+        return self.b.shl(x, y)
+
+    def do_word_shr(self, _, x, y):
+        return self.b.lshr(x, y)
+
+    def do_bits(self, _, x):
+        return self.b.bitcast(x, self.of_kind(self.kind))
+
+    def do_to_real(self, _, x):
+        return self.b.sitofp(x, self.of_kind(self.kind))
+
+    def do_to_word(self, _, x):
+        whole = self.b.fptosi(x, self.like(x, self.i32))
+        return whole if self.kind == "w32" else self.b.zext(whole, self.of_kind(self.kind))
+
+    def do_to_float64(self, _, x):
+        return self.b.fpext(x, self.of_kind(self.kind))
+
+    def do_low_word(self, _, x):
+        return self.b.trunc(x, self.of_kind("w32"))
+
+    def do_high_word(self, _, x):
+        return self.b.trunc(self.b.lshr(x, self.constant(x.type, 32)), self.of_kind("w32"))
+
+    def do_widen(self, _, x):
+        return self.b.zext(x, self.of_kind("w64"))
+
+    def do_mask_eq(self, _, x, y):
+        return self.b.icmp_unsigned("==", x, y)
+
+    def do_word_eq(self, _, x, y):
+        return self.b.icmp_unsigned("==", x, y)
+
+    def do_word_ne(self, _, x, y):
+        return self.b.icmp_unsigned("!=", x, y)
+
+    def do_word_lt(self, _, x, y):
+        return self.b.icmp_unsigned("<", x, y)
+
+    def do_word_le(self, _, x, y):
+        return self.b.icmp_unsigned("<=", x, y)
+
+    def do_word_gt(self, _, x, y):
+        return self.b.icmp_unsigned(">", x, y)
+
+    def do_word_ge(self, _, x, y):
+        return self.b.icmp_unsigned(">=", x, y)
 
     def do_add(self, _, x, y):
         return self.sum_of(x, y, negative=False)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from .._trace import Trace
-from ..scalar._machine_code import JIT_OPTIONS, machine_code
 from ..scalar._processor import has_fused_vectors, vector_bits
-from ._builder import VectorBuilder, numba_intrinsic, size_of
+from ._builder import VectorBuilder, size_of
 from ._instructions import Instructions, hidden_one
+from ._machine_function import machine_function
 
 LANES = 16  # neighbours that a broadcast operand repeats: the widest vector of any kernel
 _HEADER = 2  # words of the table before the operands: elements per row, elements in all
@@ -42,18 +42,7 @@ def compile_trace(
 
 def compile_rows(name: str, key: str, emit: Callable) -> Callable:
     """A function (first row, last row, table address) of the instructions that emit(builder, *these) writes."""
-    import numba
-
-    from ..scalar._pipeline import KernelCompiler
-
-    body = numba_intrinsic(emit, 3)
-
-    def run(first, last, table):
-        body(first, last, table)
-
-    run.__name__ = run.__qualname__ = f"{name}_{key[:16]}"
-    compiler = numba.njit(pipeline_class=KernelCompiler, **JIT_OPTIONS)
-    return machine_code(compiler(run), name, key, "void(int64, int64, int64)")
+    return machine_function(f"{name}_{key[:16]}", key, 3, lambda b, *values: emit(b.b, *values))
 
 
 def native_lanes(dtype: torch.dtype) -> int:

@@ -19,13 +19,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...kernels import IndexMap, address, chunks, compile_kernel, plain, run_chunks, select_engine
-from ...kernels.scalar._operations import add64, and64, load8, load64, or64, shl64, shr64, widen, xor64
+from ...kernels import IndexMap, Trace, address, chunks, plain, run_chunks, select_engine
+from ...kernels._device_function import record_words
+from ...kernels.scalar._operations import add64, and64, shr64, xor64
+from ...kernels.vector._machine_function import address_of
+from ...kernels.vector._table_loop import Digest, Table, compile_table
 
 # 2^64 / golden ratio, odd (Knuth, vol. 3, 6.4).
 STEP = np.uint64(0x9E3779B97F4A7C15)
-NONE, LOW, HALF, BYTE = (np.uint64(n) for n in (0, 0xFFFFFFFF, 32, 8))
-SIGNATURE = "void(int64, int64, int64[:,::1], int64, int64, uint64[::1])"
+LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -62,8 +64,8 @@ def digests_of(payload: torch.Tensor, index_map: IndexMap) -> np.ndarray | None:
     payload = plain(payload.detach(), "a parameter").contiguous()
     table, size = chunks(index_map, 0), payload.element_size()
     if select_engine("cpu") == "numba":
-        found = np.zeros(len(table), np.uint64)
-        run_chunks(_kernel(), table[:, 2], table, address(payload), size, found)
+        found, pointers = np.zeros(len(table), np.uint64), np.array([[address(payload)]], np.int64)
+        run_chunks(_kernel(size), table[:, 2], address_of(table), address_of(pointers), 0, 0, 0, 0, address_of(found))
         return found
     memory = payload.reshape(-1).view(torch.uint8).numpy()
     pieces = [memory[begin * size : (begin + length) * size] for _, begin, length, _ in table.tolist()]
@@ -79,28 +81,13 @@ def _digest(memory: np.ndarray) -> np.uint64:
 
 
 @functools.cache
-def _kernel() -> Callable:
-    return compile_kernel(digest_all, SIGNATURE, {})
+def _kernel(size: int) -> Callable:
+    return compile_table(f"digest_{size}", Table(Trace(torch.float32), 1, digest=payload_digest(size)))
 
 
-def digest_all(first, last, table, payload, size, found):
-    """Kernel: the digests of some chunks."""
-    for c in range(first, last):
-        found[c] = payload_digest(payload + table[c, 1] * size, table[c, 2] * size)
-
-
-def payload_digest(start, count):
-    """Device function: the digest of some bytes."""
-    whole = count // 8
-    total, key = NONE, STEP
-    for j in range(whole):
-        total = add64(total, digest_term(load64(start, j), key))
-        key = add64(key, STEP)
-    rest, place = NONE, NONE
-    for j in range(8 * whole, count):
-        rest = or64(rest, shl64(widen(load8(start, j)), place))
-        place = add64(place, BYTE)
-    return add64(total, digest_term(rest, key))
+def payload_digest(size: int) -> Digest:
+    """Return how the payload, column 0 of a table, is digested."""
+    return Digest(0, size, record_words(digest_term, "w64", "w64"), int(STEP))
 
 
 def digest_term(value, key):

@@ -1,4 +1,4 @@
-"""An update rule: the arithmetic of one optimizer, written once and run by torch, Numba and the reference alike."""
+"""An update rule: the arithmetic of one optimizer, written once, run by torch and recorded for kernels."""
 
 from __future__ import annotations
 

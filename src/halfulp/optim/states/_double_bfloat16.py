@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from ...kernels.scalar._operations import load16, store16, sub
+from ...kernels.scalar._operations import load16, select, store16, sub
 from ._storage import BF16, bf16_nearest, bf16_real
 
 
@@ -37,17 +38,15 @@ class DoubleBF16:
         tensors[0].copy_(first)
         tensors[1].copy_(BF16.encode(rest, None))
 
-    def bindings(self, k: int) -> dict[str, object]:
-        """Return the device functions that load and store state k, by name."""
-        return {"pair_real": pair_real, "pair_save": pair_save}
+    def load(self, arrays: Sequence[Any], i: Any, scale: Any) -> Any:
+        """Device function: the float32 of element i."""
+        first, residual = arrays
+        return pair_real(first, residual, i)
 
-    def load_text(self, k: int, at: int) -> str:
-        """Return source text that loads a value from columns `at` and `at` + 1."""
-        return f"pair_real(a{at}, a{at + 1}, i)"
-
-    def store_text(self, k: int, at: int, value: str, bits: str) -> str:
-        """Return source text that stores a value."""
-        return f"pair_save(a{at}, a{at + 1}, i, {value})"
+    def save(self, arrays: Sequence[Any], i: Any, value: Any, inverse: Any, random: Any) -> None:
+        """Device function: store element i."""
+        first, residual = arrays
+        pair_save(first, residual, i, value)
 
 
 def pair_real(first, residual, i):
@@ -62,4 +61,4 @@ def pair_save(first, residual, i, x):
     rest = x - bf16_real(code)
     lost = rest - rest
     low = bf16_nearest(rest, rest)
-    store16(residual, i, low if lost == lost else sub(low, low))
+    store16(residual, i, select(lost == lost, low, sub(low, low)))

@@ -11,6 +11,7 @@ from ...kernels.scalar._operations import (
     bit_or,
     load8,
     real,
+    select,
     shl,
     shr,
     store8,
@@ -37,7 +38,7 @@ def e4m3_real(code):
     """Device function: the float32 of an e4m3fn code; the product places subnormals too, without rounding."""
     magnitude = bit_and(code, ABS_8)
     scaled = word(real(shl(magnitude, S20)) * E4_RAISE)
-    value = CANONICAL_NAN if magnitude == E4_NAN else scaled
+    value = select(magnitude == E4_NAN, CANONICAL_NAN, scaled)
     return real(bit_or(value, shl(bit_and(code, SIGN_8), S24)))
 
 
@@ -53,17 +54,17 @@ def e4m3_stochastic(x, random):
     """Device function: one of the two e4m3fn codes around x, the farther with the probability of its nearness."""
     magnitude = bit_and(word(x), ABS)
     units = real(magnitude) * E4_UNITS
-    below = to_word(units if magnitude < E4_TINY else E4_UNITS)
-    tiny = add(below, ONE if to_real(shr(random, S8)) * TWO_M24 < units - to_real(below) else NONE)
+    below = to_word(select(magnitude < E4_TINY, units, E4_UNITS))
+    tiny = add(below, select(to_real(shr(random, S8)) * TWO_M24 < units - to_real(below), ONE, NONE))
     normal = shr(sub(add(magnitude, bit_and(random, E4_LOW)), E4_REBIAS), S20)
     return e4m3_signed(x, magnitude, tiny, normal)
 
 
 def e4m3_signed(x, magnitude, tiny, normal):
     """Device function: the code of a rounded magnitude, with its sign and within the range."""
-    limited = normal if normal < E4_LARGEST else E4_LARGEST
-    finite = tiny if magnitude < E4_TINY else limited
-    code = E4_NAN if magnitude >= EXPONENT else finite
+    limited = select(normal < E4_LARGEST, normal, E4_LARGEST)
+    finite = select(magnitude < E4_TINY, tiny, limited)
+    code = select(magnitude >= EXPONENT, E4_NAN, finite)
     return bit_or(code, bit_and(shr(word(x), S24), SIGN_8))
 
 
@@ -84,17 +85,17 @@ def e5m2_stochastic(x, random):
     """Device function: one of the two e5m2 codes around x; beyond the largest finite one the upper is infinity."""
     magnitude = bit_and(word(x), ABS)
     units = real(magnitude) * E5_UNITS
-    below = to_word(units if magnitude < E5_TINY else E5_UNITS)
-    tiny = add(below, ONE if to_real(shr(random, S8)) * TWO_M24 < units - to_real(below) else NONE)
+    below = to_word(select(magnitude < E5_TINY, units, E5_UNITS))
+    tiny = add(below, select(to_real(shr(random, S8)) * TWO_M24 < units - to_real(below), ONE, NONE))
     normal = shr(sub(add(magnitude, bit_and(random, E5_LOW)), E5_REBIAS), S21)
     return e5m2_signed(x, magnitude, tiny, normal)
 
 
 def e5m2_signed(x, magnitude, tiny, normal):
     """Device function: the code of a rounded magnitude, with its sign and within the range."""
-    limited = normal if normal < E5_INFINITY else E5_INFINITY
-    finite = tiny if magnitude < E5_TINY else limited
-    code = E5_NAN if magnitude > EXPONENT else finite
+    limited = select(normal < E5_INFINITY, normal, E5_INFINITY)
+    finite = select(magnitude < E5_TINY, tiny, limited)
+    code = select(magnitude > EXPONENT, E5_NAN, finite)
     return bit_or(code, bit_and(shr(word(x), S24), SIGN_8))
 
 

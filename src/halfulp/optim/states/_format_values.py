@@ -10,7 +10,20 @@ import torch
 
 from ... import formats
 from ...formats import Format
-from ...kernels.scalar._operations import add, bit_and, bit_or, load32, real, shr, store32, sub, to_real, to_word, word
+from ...kernels.scalar._operations import (
+    add,
+    bit_and,
+    bit_or,
+    load32,
+    real,
+    select,
+    shr,
+    store32,
+    sub,
+    to_real,
+    to_word,
+    word,
+)
 from ...rounding import Nearest, quantize
 from ._storage import Store, f32_real, float_words, words_float
 
@@ -26,13 +39,13 @@ def grid_nearest(x, random):
     """Device function: to nearest where every word loses the same bits (8 exponent bits)."""
     bits = word(x)
     rounded = bit_and(add(add(bits, HALF), bit_and(shr(bits, SHIFT), ONE)), KEEP)
-    return bits if bit_and(bits, ABS) > EXPONENT else rounded
+    return select(bit_and(bits, ABS) > EXPONENT, bits, rounded)
 
 
 def grid_stochastic(x, random):
     """Device function: stochastic where every word loses the same bits."""
     bits = word(x)
-    return bits if bit_and(bits, ABS) > EXPONENT else bit_and(add(bits, bit_and(random, LOST)), KEEP)
+    return select(bit_and(bits, ABS) > EXPONENT, bits, bit_and(add(bits, bit_and(random, LOST)), KEEP))
 
 
 def spaced_nearest(x, random):
@@ -48,26 +61,26 @@ def spaced_stochastic(x, random):
     """Device function: stochastic in units of the spacing."""
     bits = word(x)
     magnitude = bit_and(bits, ABS)
-    bounded = magnitude if magnitude < EXPONENT else binade_of(ONE)
+    bounded = select(magnitude < EXPONENT, magnitude, binade_of(ONE))
     binade = binade_of(bounded)
     units = real(bounded) * real(sub(INVERSE_TOP, binade))
     below = to_real(to_word(units))
     above = below + to_real(ONE)
-    taken = above if to_real(shr(random, S8)) * TWO_M24 < units - below else below
+    taken = select(to_real(shr(random, S8)) * TWO_M24 < units - below, above, below)
     rounded = word(taken * real(sub(binade, UNIT_SHIFT)))
-    return bit_or(limited(magnitude, rounded if magnitude < EXPONENT else magnitude), bit_and(bits, SIGN))
+    return bit_or(limited(magnitude, select(magnitude < EXPONENT, rounded, magnitude)), bit_and(bits, SIGN))
 
 
 def binade_of(magnitude):
     """Device function: the power of two at or below a magnitude, at least the smallest normal one."""
     binade = bit_and(magnitude, EXPONENT)
-    return binade if binade > LEAST_BINADE else LEAST_BINADE
+    return select(binade > LEAST_BINADE, binade, LEAST_BINADE)
 
 
 def limited(magnitude, rounded):
     """Device function: what lies beyond the largest number, by the format's policy; NaN stays."""
-    inside = rounded if rounded <= LARGEST else BEYOND
-    return magnitude if magnitude > EXPONENT else inside
+    inside = select(rounded <= LARGEST, rounded, BEYOND)
+    return select(magnitude > EXPONENT, magnitude, inside)
 
 
 @functools.cache

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,6 +21,10 @@ from ._int8_device_functions import (
     TWO_NINTHS,
     UNSIGNED_CUBES,
     UNSIGNED_UNIT,
+    decode_signed,
+    decode_squared,
+    encode_signed,
+    encode_squared,
 )
 from ._storage import BF16
 
@@ -52,6 +57,16 @@ class Int8Blocks:
             f"{name}_codes": (shape, codes),
             f"{name}_scale": (scale_shape(shape, self.block), torch.bfloat16),
         }
+
+    def load_root(self, arrays: Sequence[Any], i: Any, block: Any) -> Any:
+        """Device function: the float32 of element i before squaring."""
+        codes, scales = arrays
+        return (decode_squared if self.squared else decode_signed)(codes, scales, i, block)
+
+    def save_root(self, arrays: Sequence[Any], i: Any, block: Any, root: Any, random: Any) -> None:
+        """Device function: store element i, given before squaring."""
+        codes, scales = arrays
+        (encode_squared if self.squared else encode_signed)(codes, scales, i, block, root, random)
 
     def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return the float32 values."""

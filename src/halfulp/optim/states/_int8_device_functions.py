@@ -1,4 +1,4 @@
-"""Device functions of 8-bit states: codes whose cubes are the values, a tile of whole blocks at a time.
+"""Device functions of 8-bit states: codes whose cubes are the values, beside a scale per block.
 
 A magnitude is scale x (k / most)^3. The codes lie 1.2% (of 255) or 2.4% (of 127) apart at the block's largest value and
 reach down to 6e-8 or 5e-7 of it. All cubes are below 2^24, so that float32 compares them exactly.
@@ -8,31 +8,27 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...kernels._trace import block_largest
 from ...kernels.scalar._operations import (
     add,
     bit_and,
     bit_xor,
     divide,
-    largest16,
+    load8,
     load16,
-    load32,
     real,
-    scaled16,
+    select,
     shl,
     shr,
-    signed_cubes16,
     store8,
     store16,
     sub,
     to_real,
     to_word,
-    unsigned_cubes16,
     word,
 )
-from ...rounding._random_bits import WEYL, draw
+from ._scaled import finite_word
 
-BLOCK = np.int64(32)
-LANES = np.int64(16)
 NAN = np.float32("nan")
 ONE, S5, S16, S21, S31 = (np.uint32(n) for n in (1, 5, 16, 21, 31))
 SIGN_8, ZERO_WORD, BELOW_ONE = np.uint32(0x80), np.uint32(0), np.uint32(0xFFFF)
@@ -50,13 +46,13 @@ HUGE, HUGE_SQUARED, SHRINK, GROW = (np.float32(x) for x in (2.0**60, 2.0**120, 2
 
 def cube_floor(x):
     """Device function: the largest whole number whose cube is at most x < 2^24, as a float32."""
-    safe = x if x > LEAST_ROOTED else LEAST_ROOTED
+    safe = select(x > LEAST_ROOTED, x, LEAST_ROOTED)
     y = real(sub(ROOT_MAGIC, to_word(to_real(word(safe)) * THIRD)))
     off = UNIT - safe * (y * y * y)
     y = y + y * off * (THIRD + off * TWO_NINTHS)
     k = to_real(to_word(safe * y * y - MARGIN))  # at most one too low: a state that moves by 1e-3 of a code is decided
     above = k + UNIT
-    return above if above * above * above <= x else k
+    return select(above * above * above <= x, above, k)
 
 
 def chance_of(random):
@@ -67,88 +63,69 @@ def chance_of(random):
 def signed_code(value, random):
     """Device function: the signed code of a value in units of its block's scale; -128 for NaN."""
     x = abs(value) * SIGNED_CUBES
-    x = x if x < SIGNED_CUBES else SIGNED_CUBES
+    x = select(x < SIGNED_CUBES, x, SIGNED_CUBES)
     k = cube_floor(x)
     up = chance_of(random) * (THREE * (k * (k + UNIT)) + UNIT) < x - k * k * k
-    code = to_word(k + UNIT if up else k)
+    code = to_word(select(up, k + UNIT, k))
     negative = sub(ZERO_WORD, shr(word(value), S31))
     code = sub(bit_xor(code, negative), negative)
-    return code if value == value else SIGN_8
+    return select(value == value, code, SIGN_8)
 
 
 def squared_code(value, random):
     """Device function: the unsigned code of a root in units of its block's scale; a positive one is never 0."""
     x = value * UNSIGNED_CUBES
-    x = x if x < UNSIGNED_CUBES else UNSIGNED_CUBES
+    x = select(x < UNSIGNED_CUBES, x, UNSIGNED_CUBES)
     k = cube_floor(x)
     t = k + chance_of(random)
-    code = to_word(k + UNIT if t * t * t < x else k)
-    least = ONE if value > ZERO else ZERO_WORD
-    return code if code > least else least
+    code = to_word(select(t * t * t < x, k + UNIT, k))
+    least = select(value > ZERO, ONE, ZERO_WORD)
+    return select(code > least, code, least)
 
 
 def scale_code(top):
     """Device function: the bfloat16 code of the least scale not under a finite magnitude's word; 0 for 0."""
     code = shl(shr(add(top, BELOW_STEP), S21), S5)
-    code = code if code < MOST_SCALE else MOST_SCALE
-    code = code if code > LEAST_SCALE else LEAST_SCALE
-    return code if top > ZERO_WORD else ZERO_WORD
+    code = select(code < MOST_SCALE, code, MOST_SCALE)
+    code = select(code > LEAST_SCALE, code, LEAST_SCALE)
+    return select(top > ZERO_WORD, code, ZERO_WORD)
 
 
 def inverse_of(code):
     """Device function: one over a scale; 1 for a block of zeros."""
     scale = real(shl(code, S16))
-    return divide(UNIT, scale) if scale > ZERO else UNIT
+    return select(scale > ZERO, divide(UNIT, scale), UNIT)
 
 
-def decode_signed(codes, scales, begin, end, buffer):
-    """Device function: the values of [begin, end) into a buffer."""
-    for b in range(begin // BLOCK, end // BLOCK):
-        scale, start = real(shl(load16(scales, b), S16)), b * BLOCK
-        for j in range(0, BLOCK, LANES):
-            signed_cubes16(codes, start + j, scale, buffer, start - begin + j)
+def decode_signed(codes, scales, i, block):
+    """Device function: the value of element i; code -128 is NaN."""
+    code = load8(codes, i)
+    k = to_real(sub(bit_xor(code, SIGN_8), SIGN_8))
+    value = k * k * k * SIGNED_UNIT * real(shl(load16(scales, block), S16))
+    return select(code == SIGN_8, NAN, value)
 
 
-def decode_squared(codes, scales, begin, end, buffer):
-    """Device function: the roots of the values of [begin, end) into a buffer."""
-    for b in range(begin // BLOCK, end // BLOCK):
-        scale, start = real(shl(load16(scales, b), S16)), b * BLOCK
-        for j in range(0, BLOCK, LANES):
-            unsigned_cubes16(codes, start + j, scale, buffer, start - begin + j)
+def decode_squared(codes, scales, i, block):
+    """Device function: the root of the value of element i."""
+    k = to_real(load8(codes, i))
+    return k * k * k * UNSIGNED_UNIT * real(shl(load16(scales, block), S16))
 
 
-def encode_signed(codes, scales, begin, end, buffer, counter, shift):
-    """Device function: values in a buffer into scales and codes; random halves from the word's counter at `begin`."""
-    into_units(scales, begin, end, buffer)
-    at = counter
-    for j in range(end - begin):
-        store8(codes, begin + j, signed_code(real(load32(buffer, j)), shr(draw(at), shift)))
-        at = add(at, WEYL)
+def encode_signed(codes, scales, i, block, value, random):
+    """Device function: store a value, and the scale of its block."""
+    scale = scale_code(block_largest(finite_word(value)))
+    store16(scales, block, scale)
+    store8(codes, i, signed_code(in_units(value, inverse_of(scale)), random))
 
 
-def encode_squared(codes, scales, begin, end, buffer, counter, shift):
-    """Device function: roots in a buffer into scales and codes; random halves from the word's counter at `begin`."""
-    into_units(scales, begin, end, buffer)
-    at = counter
-    for j in range(end - begin):
-        store8(codes, begin + j, squared_code(real(load32(buffer, j)), shr(draw(at), shift)))
-        at = add(at, WEYL)
+def encode_squared(codes, scales, i, block, value, random):
+    """Device function: store a root, and the scale of its block."""
+    scale = scale_code(block_largest(finite_word(value)))
+    store16(scales, block, scale)
+    store8(codes, i, squared_code(in_units(value, inverse_of(scale)), random))
 
 
-def into_units(scales, begin, end, buffer):
-    """Device function: the scales of [begin, end), and the buffer's values in units of them, in place."""
-    for b in range(begin // BLOCK, end // BLOCK):
-        start = b * BLOCK - begin
-        scale = scale_code(largest(buffer, start))
-        store16(scales, b, scale)
-        inverse = inverse_of(scale)
-        for j in range(0, BLOCK, LANES):
-            scaled16(buffer, start + j, inverse)
-
-
-def largest(buffer, start):
-    """Device function: the word of the largest finite magnitude of a block."""
-    top = ZERO_WORD
-    for j in range(0, BLOCK, LANES):
-        top = largest16(buffer, start + j, top)
-    return top
+def in_units(value, inverse):
+    """Device function: a value in units of its block's scale; a positive one never 0."""
+    x = value * inverse
+    return select((value > ZERO) & (x == ZERO), TINY, x)

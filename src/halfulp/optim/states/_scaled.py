@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ...kernels import float32_root
-from ...kernels.scalar._operations import add, bit_and, shr, sub, to_real, word
+from ...kernels.scalar._operations import add, bit_and, select, shr, sqrt, sub, to_real, word
 from ._storage import ABS, EXPONENT, ONE, S8, TWO_M24, Store
+
+NONE, ZERO = np.uint32(0), np.float32(0.0)
 
 
 @dataclass(frozen=True)
@@ -72,59 +75,44 @@ class Scaled:
         fraction, exponent = np.frexp(largest / torch.finfo(self.store.dtype).max)
         return float(2.0 ** int(np.clip(exponent - (fraction == 0.5), -126, 126)))
 
-    def bindings(self, k: int) -> dict[str, object]:
-        """Return the device functions of state k, by name."""
-        store = self.store
-        rounded = store.stochastic if self.stochastic else store.nearest
-        own = {f"load_{k}": store.load, f"save_{k}": store.save, f"real_{k}": store.real, f"round_{k}": rounded}
-        shared = {"squared": squared, "root_below": root_below, "root_code": root_code, "ONE": ONE}
-        return {**own, f"nearest_{k}": store.nearest, **shared}
+    def load(self, arrays: Sequence[Any], i: Any, scale: Any) -> Any:
+        """Device function: the float32 of element i under a scale."""
+        value = self.store.real(self.store.load(arrays[0], i)) * scale
+        return value * value if self.squared else value
 
-    def load_text(self, k: int, at: int) -> str:
-        """Return source text that loads a value from column `at`; its scale is the constant `scale_k`."""
-        value = f"real_{k}(load_{k}(a{at}, i)) * scale_{k}"
-        return f"squared({value})" if self.squared else value
-
-    def store_text(self, k: int, at: int, value: str, bits: str) -> str:
-        """Return source text that stores state k, divided by its new scale (times the constant `inverse_k`)."""
+    def save(self, arrays: Sequence[Any], i: Any, value: Any, inverse: Any, random: Any) -> None:
+        """Device function: store element i under the scale of an inverse."""
+        store, x = self.store, self.measured(value) * inverse
         if not self.squared:
-            return f"save_{k}(a{at}, i, round_{k}({value} * inverse_{k}, {bits}))"
-        x, code = f"x_{k}", f"code_{k}"
-        steps = [f"{x} = sqrt({value}) * inverse_{k}", f"{code} = nearest_{k}({x}, UNDRAWN)"]
-        if self.stochastic:
-            steps += [
-                f"{code} = root_below({code}, real_{k}({code}), {x})",
-                f"{code} = root_code({code}, real_{k}({code}), real_{k}(add({code}, ONE)), {x}, {bits})",
-            ]
-        steps += [f"{code} = ONE if {code} == UNDRAWN and {x} > ZERO else {code}", f"save_{k}(a{at}, i, {code})"]
-        return "; ".join(steps)
+            code = (store.stochastic if self.stochastic else store.nearest)(x, random)
+        else:
+            code = store.nearest(x, random)
+            if self.stochastic:
+                code = root_below(code, store.real(code), x)
+                code = root_code(code, store.real(code), store.real(add(code, ONE)), x, random)
+            code = select((code == NONE) & (x > ZERO), ONE, code)
+        store.save(arrays[0], i, code)
 
-    def measured(self, k: int) -> str:
-        """Return source text of the value that must fit into the payload."""
-        return f"sqrt(n{k})" if self.squared else f"n{k}"
-
-
-def squared(x):
-    """Device function: the square."""
-    return x * x
+    def measured(self, value: Any) -> Any:
+        """Device function: what must fit into the payload."""
+        return sqrt(value) if self.squared else value
 
 
 def root_below(code, value, x):
     """Device function: the code at or below a number that is not negative, from the nearest one."""
-    return sub(code, ONE) if value > x else code
+    return select(value > x, sub(code, ONE), code)
 
 
 def root_code(code, low, high, x, random):
     """Device function: one of the two codes around a root, such that its square is right on average."""
     chance = to_real(shr(random, S8)) * TWO_M24
-    return add(code, ONE) if chance * ((high - low) * (high + low)) < (x - low) * (x + low) else code
+    return select(chance * ((high - low) * (high + low)) < (x - low) * (x + low), add(code, ONE), code)
 
 
-def higher(top, x):
-    """Device function: the larger of a word and that of |x|; infinities and NaN do not count."""
+def finite_word(x):
+    """Device function: the word of |x|; 0 for infinities and NaN."""
     magnitude = bit_and(word(x), ABS)
-    finite = magnitude if magnitude < EXPONENT else top
-    return finite if finite > top else top
+    return select(magnitude < EXPONENT, magnitude, NONE)
 
 
 def finite_amax(x: torch.Tensor) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -95,19 +95,14 @@ class Plain:
         """Store values; `random` is None for nearest."""
         tensors[0].copy_(self.store.encode(value, random if self.stochastic else None))
 
-    def bindings(self, k: int) -> dict[str, object]:
-        """Return the device functions of state k, by name."""
-        store = self.store
-        rounded = store.stochastic if self.stochastic else store.nearest
-        return {f"load_{k}": store.load, f"save_{k}": store.save, f"real_{k}": store.real, f"round_{k}": rounded}
+    def load(self, arrays: Sequence[Any], i: Any, scale: Any) -> Any:
+        """Device function: the float32 of element i."""
+        return self.store.real(self.store.load(arrays[0], i))
 
-    def load_text(self, k: int, at: int) -> str:
-        """Return source text that loads a value from column `at`."""
-        return f"real_{k}(load_{k}(a{at}, i))"
-
-    def store_text(self, k: int, at: int, value: str, bits: str) -> str:
-        """Return source text that stores a value."""
-        return f"save_{k}(a{at}, i, round_{k}({value}, {bits}))"
+    def save(self, arrays: Sequence[Any], i: Any, value: Any, inverse: Any, random: Any) -> None:
+        """Device function: store element i."""
+        rounded = self.store.stochastic if self.stochastic else self.store.nearest
+        self.store.save(arrays[0], i, rounded(value, random))
 
 
 Codec = Plain | DoubleBF16 | Int8Blocks | Scaled

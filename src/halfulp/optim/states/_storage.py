@@ -20,6 +20,7 @@ from ...kernels.scalar._operations import (
     load16,
     load32,
     real,
+    select,
     shl,
     shr,
     store16,
@@ -93,7 +94,7 @@ def bf16_stochastic(x, random):
 
 def f32_real(code):
     """Device function: the float32 with these bits, every NaN made canonical."""
-    return real(CANONICAL_NAN if bit_and(code, ABS) > EXPONENT else code)
+    return real(select(bit_and(code, ABS) > EXPONENT, CANONICAL_NAN, code))
 
 
 def f32_exact(x, random):
@@ -105,8 +106,8 @@ def fp16_real(code):
     """Device function: the float32 of a float16 code; the product places subnormals too, without rounding."""
     magnitude = bit_and(code, FP16_ABS)
     scaled = word(real(shl(magnitude, S13)) * TWO_112)
-    special = EXPONENT if magnitude == FP16_INFINITY else CANONICAL_NAN
-    value = special if magnitude >= FP16_INFINITY else scaled
+    special = select(magnitude == FP16_INFINITY, EXPONENT, CANONICAL_NAN)
+    value = select(magnitude >= FP16_INFINITY, special, scaled)
     return real(bit_or(value, shl(bit_and(code, FP16_SIGN), S16)))
 
 
@@ -117,9 +118,9 @@ def fp16_nearest(x, random):
     tiny = sub(word(real(magnitude) + FP16_MAGIC), FP16_MAGIC_WORD)
     rounded = add(add(magnitude, FP16_HALF), bit_and(shr(magnitude, S13), ONE))
     normal = shr(sub(rounded, FP16_REBIAS), S13)
-    finite = tiny if magnitude < FP16_TINY_WORD else normal
-    special = FP16_NAN if magnitude > EXPONENT else FP16_INFINITY
-    code = special if magnitude >= FP16_OVERFLOW_WORD else finite
+    finite = select(magnitude < FP16_TINY_WORD, tiny, normal)
+    special = select(magnitude > EXPONENT, FP16_NAN, FP16_INFINITY)
+    code = select(magnitude >= FP16_OVERFLOW_WORD, special, finite)
     return bit_or(code, bit_and(shr(bits, S16), FP16_SIGN))
 
 
@@ -128,13 +129,13 @@ def fp16_stochastic(x, random):
     bits = word(x)
     magnitude = bit_and(bits, ABS)
     units = real(magnitude) * TWO_24
-    below = to_word(units if magnitude < FP16_TINY_WORD else TWO_24)
+    below = to_word(select(magnitude < FP16_TINY_WORD, units, TWO_24))
     chance = to_real(shr(random, S8)) * TWO_M24
-    tiny = add(below, ONE if chance < units - to_real(below) else sub(ONE, ONE))
+    tiny = add(below, select(chance < units - to_real(below), ONE, sub(ONE, ONE)))
     normal = shr(sub(add(magnitude, bit_and(random, FP16_LOW)), FP16_REBIAS), S13)
-    finite = tiny if magnitude < FP16_TINY_WORD else normal
-    special = FP16_NAN if magnitude > EXPONENT else FP16_INFINITY
-    code = special if magnitude >= FP16_TOP_WORD else finite
+    finite = select(magnitude < FP16_TINY_WORD, tiny, normal)
+    special = select(magnitude > EXPONENT, FP16_NAN, FP16_INFINITY)
+    code = select(magnitude >= FP16_TOP_WORD, special, finite)
     return bit_or(code, bit_and(shr(bits, S16), FP16_SIGN))
 
 

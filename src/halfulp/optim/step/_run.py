@@ -20,7 +20,8 @@ from ...kernels import (
     run_chunks,
     select_engine,
 )
-from ...rounding._random_bits import mix64_many
+from ...kernels.vector._machine_function import address_of
+from ...rounding._random_bits import mix64, mix64_many
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._payload_digests import PayloadDigests
 from ..parameters._plan_cache import PlanCache
@@ -33,6 +34,7 @@ from ._spec import StepSpec, draws_of, pointer_count
 from ._tables import Table
 
 METER_COLUMNS, GRADIENT = 4, 4
+_FEW = 8  # keys that take Python less time than NumPy's arrays
 
 
 def compile_kernels(batch: Batch) -> None:
@@ -125,17 +127,16 @@ def _run_compiled(spec: StepSpec, batch: Batch, plans: PlanCache) -> tuple[np.nd
     numbers = {key: row for row, key in enumerate(rows)}
     meter = np.zeros((len(table.chunks) if spec.metered or spec.finds_amax else 0, METER_COLUMNS))
     digests = np.empty(len(table.chunks) if spec.digests else 0, np.uint64)
-    run_chunks(
-        kernel,
-        table.chunks[:, 2],
+    given = (
         table.chunks,
         table.pointers,
         np.array([numbers[id(constants)] for constants in batch.constants], np.int64),
-        np.array(list(rows.values()), np.float32).reshape(len(rows), -1),
-        _keys(spec, batch.steps, table.keyed).view(np.uint32),
+        np.array(list(rows.values()), np.float32),
+        _keys(spec, batch.steps, table.keyed),
         meter,
         digests,
     )
+    run_chunks(kernel, table.chunks[:, 2], *map(address_of, given))
     if spec.digests:
         batch.digests = PayloadDigests(digests, table.ends)
     if spec.metered:
@@ -184,9 +185,14 @@ def _count(meter: np.ndarray, chunk_rows: np.ndarray, plans: list[ParameterPlan]
 
 def _keys(spec: StepSpec, steps: list[int], keyed: np.ndarray) -> np.ndarray:
     """uint64 array of shape (parameters, words): a key per parameter, step and random word."""
+    words = draws_of(spec)[2]
+    if len(steps) * words <= _FEW:
+        rows = zip(*keyed.tolist(), steps, strict=True)
+        mixed = [[mix64(seed, step, identity, word) for word in range(words)] for seed, identity, step in rows]
+        return np.array(mixed, np.uint64).reshape(len(steps), words)
     seeds, identities = keyed[:, :, None]
     numbers = np.array(steps, np.uint64)[:, None]
-    return mix64_many(seeds, numbers, identities, np.arange(draws_of(spec)[2], dtype=np.uint64)[None, :])
+    return mix64_many(seeds, numbers, identities, np.arange(words, dtype=np.uint64)[None, :])
 
 
 _checked: set[StepSpec] = set()
@@ -206,7 +212,8 @@ def checked(spec: StepSpec):
 def _run_numba(kernel, table, pointers, constants, keys) -> np.ndarray:
     meter = np.zeros((len(table), METER_COLUMNS))
     digests = np.zeros(len(table), np.uint64)
-    kernel(0, len(table), table, pointers, np.zeros(1, np.int64), constants, keys.view(np.uint32), meter, digests)
+    given = table, pointers, np.zeros(1, np.int64), constants, keys, meter, digests
+    kernel(0, len(table), *map(address_of, given))
     return meter
 
 

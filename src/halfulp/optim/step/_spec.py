@@ -47,6 +47,18 @@ class StepSpec:
     finds_amax: bool = False
     in_parameter: bool = False
 
+    def __hash__(self) -> int:
+        """Return a hash, computed once: every step looks its kernel up by the specification."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(self.__getstate__().values()))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the attributes alone: hashes of strings are another process's own."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     @property
     def rule_constants(self) -> tuple[str, ...]:
         """The variables of the rule's constants in generated source, none of whose other names begins like them."""

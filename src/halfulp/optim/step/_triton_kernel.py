@@ -1,4 +1,4 @@
-"""The Triton source of one step specification: the device functions that Numba compiles, on blocks of elements."""
+"""The Triton source of one step specification: its recorded device function, on blocks of elements."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import functools
 from dataclasses import dataclass
 
 from ...kernels import CHUNK
-from ...kernels.triton._source import module_source
-from . import _triton_functions as _triton_pieces
-from ._kernel import bindings, codec_name, element_update
-from ._spec import StepSpec, bits_of, draws_of, pointer_count, state_pointers
+from ...kernels.triton._writer import element_source, module_source, piece_source
+from ._kernel import record_step, table
+from ._spec import StepSpec, draws_of, pointer_count
 
 TILE = 1024
 PARTS = CHUNK // TILE
@@ -44,40 +43,18 @@ class Columns:
 @functools.cache
 def triton_source(spec: StepSpec) -> str:
     """The whole module, with the kernel `step(chunks, parameters, meter, aligned)`."""
-    return module_source(element_text(spec), bindings(spec) | _blocks(), _kernel_text(spec))
-
-
-def element_text(spec: StepSpec) -> str:
-    """The function of the elements i, of blocks b, whose global indices are `index`."""
-    words = range(draws_of(spec)[2])
-    drawn, pointers = draws_of(spec)[1], state_pointers(spec)
-
-    def tensors(k: int) -> str:
-        return f"a{pointers[k]}, a{pointers[k] + 1}, i, b"
-
-    blocked = spec.blocked_states
-    body = [f"{name} = 0.0" for name in METER] if spec.metered else []
-    body += [f"counter{word} = stream_start(low{word}, high{word}, index)" for word in words]
-    body += element_update(
-        spec,
-        words,
-        lambda k: f"decode_{codec_name(blocked[k])}({tensors(k)})",
-        lambda k, value: f"encode_{codec_name(blocked[k])}({tensors(k)}, {value}, {bits_of(drawn[k])})",
+    start = table(spec).start
+    functions = [] if start is None else [piece_source("start_stream", start)]
+    return module_source(
+        [*functions, element_source("element", record_step(spec), _arguments(spec))], _kernel_text(spec)
     )
-    body += [f"return {', '.join(METER)}"] if spec.metered else []
-    lines = "\n".join(f"    {line}" for line in body)
-    return f"def element({', '.join(_arguments(spec))}):\n{lines}\n"
 
 
-def _blocks() -> dict[str, object]:
-    names = ("decode_signed", "decode_squared", "encode_signed", "encode_squared")
-    return {name: getattr(_triton_pieces, name) for name in names}
-
-
-def _arguments(spec: StepSpec) -> list[str]:
+def _arguments(spec: StepSpec) -> dict[object, str]:
     columns = Columns.of(spec)
-    keys = [f"{half}{word}" for word in range(columns.keys) for half in ("low", "high")]
-    return ["i", "b", "index", *(f"a{j}" for j in range(columns.pointers)), *spec.rule_constants, *keys]
+    names: dict[object, str] = {j: f"a{j}" for j in range(columns.pointers)}
+    names |= {("constant", k): f"constant{k}" for k in range(columns.constants)}
+    return names | {("counter", k): f"counter{k}" for k in range(columns.keys)}
 
 
 def _kernel_text(spec: StepSpec) -> str:
@@ -86,11 +63,11 @@ def _kernel_text(spec: StepSpec) -> str:
     at = iter(range(columns.count))
     reads = [f"a{j} = tl.load(row + {next(at)})" for j in range(columns.pointers)]
     real = ".to(tl.uint32).to(tl.float32, bitcast=True)"
-    reads += [f"{name} = tl.load(row + {next(at)}){real}" for name in spec.rule_constants]
-    for word in range(columns.keys):
-        reads += [f"low{word} = tl.load(row + {(column := next(at))}).to(tl.uint32)"]
-        reads += [f"high{word} = (tl.load(row + {column}) >> 32).to(tl.uint32)"]
-    call = f"element({', '.join(_arguments(spec))}, lanes, aligned)"
+    reads += [f"constant{k} = tl.load(row + {next(at)}){real}" for k in range(columns.constants)]
+    reads += [f"key{k} = tl.load(row + {next(at)})" for k in range(columns.keys)]
+    halves = [f"key{k}.to(tl.uint32), (key{k} >> 32).to(tl.uint32)" for k in range(columns.keys)]
+    counters = [f"counter{k} = start_stream({half}, index)" for k, half in enumerate(halves)]
+    call = f"element(i, b, {', '.join(_arguments(spec).values())}, lanes, aligned)"
     lines = [
         "c = tl.program_id(0).to(tl.int64)",
         "part = tl.program_id(1)",
@@ -103,6 +80,7 @@ def _kernel_text(spec: StepSpec) -> str:
         f"row = parameters + tl.load(chunks + 4 * c) * {columns.count}",
         *reads,
         *(_rows(spec.block) if spec.block else _line()),
+        *counters,
         *(_metered(call) if spec.metered else [call]),
     ]
     body = "\n".join(f"    {line}" for line in lines)

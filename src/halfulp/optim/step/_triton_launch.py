@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...kernels import check_bits, note_and_warn_once
-from ...kernels.triton._source import OPTIONS, load_module
+from ...kernels.triton._writer import OPTIONS, load_module
 from ._spec import StepSpec
 from ._triton_kernel import METER, PARTS, TILE, triton_source
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ...kernels.scalar._operations import sub
+from ...kernels.scalar._operations import select, sub
 from ..states._storage import Store
 from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_save
 from ._kahan import Kahan
@@ -154,7 +154,7 @@ def normalized(high, low):
 
     Behind an infinite sum stands a NaN, which counts as nothing.
     """
-    return two_sum(high, low if low - low == ZERO else ZERO)
+    return two_sum(high, select(low - low == ZERO, low, ZERO))
 
 
 def component(address, i):
@@ -165,7 +165,7 @@ def component(address, i):
 def cut(address, i, high, low, lost):
     """Device function: cut the leading component off high + low; behind an infinity or NaN follow zeros."""
     code = weight_nearest(high, high)
-    code = code if lost == lost else sub(code, code)
+    code = select(lost == lost, code, sub(code, code))
     weight_save(address, i, code)
     rest = high - weight_real(code)
     high, low = two_sum(rest, low)
@@ -174,15 +174,15 @@ def cut(address, i, high, low, lost):
 
 def cut_last(address, i, high, lost, random):
     """Device function: round what the other components leave, and store it as the last one."""
-    code = residual_round(high if lost == lost else lost, random)
-    weight_save(address, i, code if lost == lost else sub(code, code))
+    code = residual_round(select(lost == lost, high, lost), random)
+    weight_save(address, i, select(lost == lost, code, sub(code, code)))
 
 
 def read_three(a0, a1, a2, a3, i):
     """Device function: the sum of three, smallest first, and the two behind the parameter, 0 if they do not fit."""
     p, first = component(a0, i), component(a1, i)
     c1 = fitting(p, first)
-    c2 = component(a2, i) if c1 == first else ZERO
+    c2 = select(c1 == first, component(a2, i), ZERO)
     return p + (c1 + c2), c1, c2, c2
 
 
@@ -190,8 +190,8 @@ def read_four(a0, a1, a2, a3, i):
     """Device function: the sum of four, smallest first, and the three behind the parameter, 0 if they do not fit."""
     p, first = component(a0, i), component(a1, i)
     c1 = fitting(p, first)
-    c2 = component(a2, i) if c1 == first else ZERO
-    c3 = component(a3, i) if c1 == first else ZERO
+    c2 = select(c1 == first, component(a2, i), ZERO)
+    c3 = select(c1 == first, component(a3, i), ZERO)
     return p + (c1 + (c2 + c3)), c1, c2, c3
 
 
@@ -202,9 +202,9 @@ def write_three(a0, a1, a2, a3, i, w, c1, c2, h2, u, r0, r1):
     high, e1 = two_sum(c1, high)
     high, e0 = two_sum(p, high)
     high, low = normalized(high, (e2 + e1) + e0)
-    high, low, lost = cut(a0, i, p if u == ZERO else high, low, ZERO)
-    high, low, lost = cut(a1, i, c1 if u == ZERO else high, low, lost)
-    cut_last(a2, i, c2 if u == ZERO else high, lost, r0)
+    high, low, lost = cut(a0, i, select(u == ZERO, p, high), low, ZERO)
+    high, low, lost = cut(a1, i, select(u == ZERO, c1, high), low, lost)
+    cut_last(a2, i, select(u == ZERO, c2, high), lost, r0)
     return read_three(a0, a1, a2, a3, i)[0]
 
 
@@ -216,10 +216,10 @@ def write_four(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
     high, e1 = two_sum(c1, high)
     high, e0 = two_sum(p, high)
     high, low = normalized(high, ((e3 + e2) + e1) + e0)
-    high, low, lost = cut(a0, i, p if u == ZERO else high, low, ZERO)
-    high, low, lost = cut(a1, i, c1 if u == ZERO else high, low, lost)
-    high, low, lost = cut(a2, i, c2 if u == ZERO else high, low, lost)
-    cut_last(a3, i, c3 if u == ZERO else high, lost, r0)
+    high, low, lost = cut(a0, i, select(u == ZERO, p, high), low, ZERO)
+    high, low, lost = cut(a1, i, select(u == ZERO, c1, high), low, lost)
+    high, low, lost = cut(a2, i, select(u == ZERO, c2, high), low, lost)
+    cut_last(a3, i, select(u == ZERO, c3, high), lost, r0)
     return read_four(a0, a1, a2, a3, i)[0]
 
 

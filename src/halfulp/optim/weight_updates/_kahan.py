@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ...kernels.scalar._operations import sub, word
+from ...kernels.scalar._operations import select, sub, word
 from ..states._storage import Store
 from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_round, weight_save
 from ._residual_bound import fit_bindings, fitting, fitting_tensor, ulp_of_one
@@ -152,15 +152,15 @@ def write_compensated(a0, a1, i, p, c, held, u, random_weight, random_residual):
     a smaller one both may be far larger than their sum, beside which u would be lost.
     """
     still, whole = c == held, p + c
-    c = c if still else c - (whole - p)
-    p = p if still else whole
+    c = select(still, c, c - (whole - p))
+    p = select(still, p, whole)
     y = u + c
-    code = weight_round(p + (NEGATIVE_ZERO if u == ZERO and still else y), random_weight)
+    code = weight_round(p + select((u == ZERO) & still, NEGATIVE_ZERO, y), random_weight)
     s = weight_real(code)
     none = s - s
     rest = (p - s) + y
-    left = residual_round(rest if none == none else none, random_residual)
-    left = left if none == none else sub(left, left)
+    left = residual_round(select(none == none, rest, none), random_residual)
+    left = select(none == none, left, sub(left, left))
     weight_save(a0, i, code)
     weight_save(a1, i, left)
     return s + weight_real(left)
@@ -177,14 +177,14 @@ def write_literal(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     """Device function: the paper's algorithm, each intermediate rounded; Kahan's equation where the scale changes."""
     y = weight_real(weight_nearest(weight_real(weight_nearest(u, r0)) + c, r0))
     same, whole = p == held, p + c
-    y = y if same else u + (c - (whole - p))
-    p = p if same else whole
-    code = weight_nearest(p + (NEGATIVE_ZERO if u == ZERO and same else y), r0)
+    y = select(same, y, u + (c - (whole - p)))
+    p = select(same, p, whole)
+    code = weight_nearest(p + select((u == ZERO) & same, NEGATIVE_ZERO, y), r0)
     s = weight_real(code)
     none = s - s
-    lost = weight_real(weight_nearest(p - s, r0)) if same else p - s
+    lost = select(same, weight_real(weight_nearest(p - s, r0)), p - s)
     left = weight_nearest(lost + y, r0)
-    left = left if none == none else sub(word(none), word(none))
+    left = select(none == none, left, sub(word(none), word(none)))
     weight_save(a0, i, code)
     weight_save(a1, i, left)
     return s + weight_real(left)

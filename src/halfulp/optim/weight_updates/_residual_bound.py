@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels.scalar._operations import bit_and, real, word
+from ...kernels.scalar._operations import bit_and, real, select, word
 from ..states._storage import EXPONENT, Store, float_words, words_float
 
 NONE = np.float32(0.0)
@@ -23,20 +23,20 @@ def fitting(p, c):
 
 def fitting_wide(p, c):
     """Device function: `fitting` for stores with float32's exponents, where half an ulp above the largest is finite."""
-    return c if abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE else NONE
+    return select(abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE, c, NONE)
 
 
 def fitting_any(p, c):
     """Device function: `fitting` for any store and bound."""
     w = p + c
-    fits = abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + RESIDUAL_LEAST and w - w == NONE
-    return c if fits else NONE
+    fits = (abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == NONE)
+    return select(fits, c, NONE)
 
 
 def binade_of(p):
     """Device function: the word of the power of two at or below |p|, at least the store's."""
     binade = bit_and(word(p), EXPONENT)
-    return binade if binade > LEAST_BINADE else LEAST_BINADE
+    return select(binade > LEAST_BINADE, binade, LEAST_BINADE)
 
 
 def fitting_tensor(store: Store, ulps: float, p: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

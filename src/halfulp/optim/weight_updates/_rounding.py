@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ...kernels.scalar._operations import load32, store32, word
+from ...kernels.scalar._operations import load32, select, store32, word
 from ..states._storage import F32, Store, f32_real
 from ..step._placeholders import weight_load, weight_nearest, weight_real, weight_save
 from ._weight_update import Draws, Parts, WeightUpdate, read_plain, register_weight_update, store_bindings, write_plain
@@ -107,7 +107,7 @@ def read_master(a0, a1, a2, a3, i):
     """Device function: the float32 copy where the parameter is its nearest value, else the parameter."""
     copy, code = load32(a1, i), weight_load(a0, i)
     same = code == weight_nearest(f32_real(copy), copy)
-    w = f32_real(copy) if same else weight_real(code)
+    w = select(same, f32_real(copy), weight_real(code))
     return w, w, w, w
 
 

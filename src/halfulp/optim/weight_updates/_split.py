@@ -16,6 +16,7 @@ from ...kernels.scalar._operations import (
     load8,
     load16,
     real,
+    select,
     shl,
     shr,
     store8,
@@ -220,7 +221,7 @@ def finite_or(w, shown):
 
     Beside a zero negative low bits would be a NaN's; beside an infinity positive ones; beside a NaN they may carry.
     """
-    return w if w - w == ZERO_F else shown
+    return select(w - w == ZERO_F, w, shown)
 
 
 def write_split(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
@@ -251,10 +252,10 @@ def round_sum(w, u, random):
     other = total - w
     error = (w - (total - other)) + (u - other)
     bits = word(total)
-    outwards = add(bits, ONE) if (error < ZERO_F) == (total < ZERO_F) else sub(bits, ONE)
+    outwards = select((error < ZERO_F) == (total < ZERO_F), add(bits, ONE), sub(bits, ONE))
     gap = abs(real(outwards) - total)
     chance = (to_real(bit_and(random, LOW_16)) + HALF_F) * TWO_M16
-    return real(outwards) if chance * gap < abs(error) else total
+    return select(chance * gap < abs(error), real(outwards), total)
 
 
 def read_split8(a0, a1, a2, a3, i):
@@ -276,8 +277,8 @@ def write_split8(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
 def fp16_unit(p):
     """Device function: 2^-18 of the power of two at or below |p|."""
     exponent = bit_and(word(p), FP16_EXPONENT)
-    exponent = exponent if exponent > FP16_LEAST_EXPONENT else FP16_LEAST_EXPONENT
-    exponent = exponent if exponent < FP16_TOP_EXPONENT else FP16_TOP_EXPONENT
+    exponent = select(exponent > FP16_LEAST_EXPONENT, exponent, FP16_LEAST_EXPONENT)
+    exponent = select(exponent < FP16_TOP_EXPONENT, exponent, FP16_TOP_EXPONENT)
     return real(sub(exponent, FP16_UNIT_SHIFT))
 
 
@@ -296,17 +297,17 @@ def write_split8_fp16(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     p = weight_real(code)
     unit = fp16_unit(p)
     units = (new - p) * (divide(ONE_F, unit))
-    units = units if units - units == ZERO_F else ZERO_F
-    units = units if units > LEAST_8 else LEAST_8
-    units = units if units < MOST_8 else MOST_8
+    units = select(units - units == ZERO_F, units, ZERO_F)
+    units = select(units > LEAST_8, units, LEAST_8)
+    units = select(units < MOST_8, units, MOST_8)
     biased = to_word(units + BIAS_8 + to_real(bit_and(r0, LOW_16)) * TWO_M16)
     # 128 units are half a place: too many for a byte, so they become -128 beside the next number up, or -64 of the
     # next binade's, whose units are twice as large.
     up = sub(add(code, ONE), shl(shr(code, S15), ONE))
-    below = QUARTER_8 if bit_and(up, FP16_SIGN_AND_FRACTION) == ZERO else ZERO
-    below = below if up > FP16_LEAST_NORMAL else ZERO
-    code = up if biased > LOW_8 else code
-    low = sub(below if biased > LOW_8 else biased, SIGN_8)
+    below = select(bit_and(up, FP16_SIGN_AND_FRACTION) == ZERO, QUARTER_8, ZERO)
+    below = select(up > FP16_LEAST_NORMAL, below, ZERO)
+    code = select(biased > LOW_8, up, code)
+    low = sub(select(biased > LOW_8, below, biased), SIGN_8)
     weight_save(a0, i, code)
     store8(a1, i, low)
     p = weight_real(code)

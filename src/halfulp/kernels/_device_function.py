@@ -1,0 +1,49 @@
+"""Device functions under what their names stand for, recorded as traces."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ._trace import Piece, Trace
+from .scalar._operations import SCALARS
+
+
+def bound(function: Callable, names: Mapping[str, object]) -> Callable:
+    """Return a device function in which names, and in those that it calls, stand for what the caller chose.
+
+    Args:
+        function: a plain function.
+        names: what free names of it stand for.
+
+    >>> def scaled(x):
+    ...     return x * FACTOR
+    >>> bound(scaled, {"FACTOR": 3})(2)
+    6
+    """
+    return _bound(function, names, {})
+
+
+def _bound(function: Callable, names: Mapping[str, object], made: dict[Callable, Callable]) -> Callable:
+    if function not in made:
+        assert isinstance(function, types.FunctionType)
+        namespace = dict(function.__globals__)
+        copy = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
+        made[function] = copy
+        for name in function.__code__.co_names:
+            value = names.get(name, namespace.get(name))
+            is_operation = SCALARS.get(getattr(value, "__name__", "")) is value
+            if isinstance(value, types.FunctionType) and not is_operation and value.__module__ != Trace.__module__:
+                namespace[name] = _bound(value, names, made)
+            elif name in names:
+                namespace[name] = value
+    return made[function]
+
+
+def record_words(function: Callable, *kinds: str) -> Piece:
+    """Return a device function of words ("w32", "w64") with one result, recorded."""
+    trace = Trace(torch.float32)
+    result = function(*(trace.emit("input", (), k, kind) for k, kind in enumerate(kinds)))
+    return Piece(trace, (result.number,))

@@ -1,0 +1,127 @@
+"""A recorded device function as the source of a Triton function on blocks of elements."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import linecache
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .._trace import Piece, Trace
+from . import _operations as operations
+
+# No fused multiply-add: it rounds once where the reference rounds twice.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+_INFIX = {
+    **{"add": "+", "sub": "-", "mul": "*", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "==", "ne": "!="},
+    **{"and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"},
+}
+_CALLS = {
+    "neg": "negative", "abs": "absolute", "div": "divide", "sqrt": "sqrt", "select": "tl.where", "to_real": "to_real",
+    "to_word": "to_word", "low_word": "low_word", "high_word": "high_word", "to_float64": "double",
+    "block_largest": "block_largest",
+}  # fmt: skip
+_TYPES = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "tl.uint64"}
+
+
+def module_source(functions: Iterable[str], kernel: str) -> str:
+    """Return the source of a Triton module: a kernel, the functions that it calls, and operations that those call."""
+    functions = list(functions)
+    everything = "\n".join(functions)
+    used = [f for name, f in vars(operations).items() if inspect.isfunction(f) and f"{name}(" in everything]
+    needed = [f"@triton.jit\n{inspect.getsource(function).rstrip()}" for function in used]
+    return "\n\n\n".join(["import triton\nimport triton.language as tl", *needed, *functions, kernel])
+
+
+def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str:
+    """Return the source of a device function of blocks i of elements, in blocks b, of which some lanes exist.
+
+    Args:
+        name: of the function, which takes i, b, the arguments, `lanes` and `aligned`, and returns the sums' values.
+        trace: the instructions.
+        arguments: names of the addresses by their columns, and of the inputs.
+    """
+    lines = _lines(trace, arguments)
+    for (address, bits, per_block), number in trace.stores.items():
+        place = arguments[trace.lines[address][2]]
+        lines.append(f"store{bits}({place}, {'b' if per_block else 'i'}, v{number}, lanes, aligned)")
+    lines += [f"return {', '.join(f'v{number}' for _, number in trace.sums)}"] if trace.sums else []
+    return _function(name, ["i", "b", *arguments.values(), "lanes", "aligned: tl.constexpr"], lines)
+
+
+def piece_source(name: str, piece: Piece) -> str:
+    """Return the source of a device function of words, with one result.
+
+    >>> from halfulp.kernels._device_function import record_words
+    >>> from halfulp.kernels.scalar._operations import add, mul
+    >>> print(piece_source("twice", record_words(lambda x: add(x, x), "w32")))
+    @triton.jit
+    def twice(x0):
+        v0 = x0
+        v1 = v0 + v0
+        return v1
+    """
+    count = sum(line[0] == "input" for line in piece.trace.lines)
+    names = {k: f"x{k}" for k in range(count)}
+    lines = [*_lines(piece.trace, names), f"return v{piece.results[0]}"]
+    return _function(name, list(names.values()), lines)
+
+
+@functools.cache
+def load_module(source: str) -> dict[str, object]:
+    """The names of a generated module; its text stays readable for Triton, which compiles from it.
+
+    Raises:
+        ImportError: triton is not installed.
+    """
+    name = f"<halfulp triton {hashlib.sha256(source.encode()).hexdigest()[:32]}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    namespace: dict[str, object] = {"__name__": name, "__file__": name}
+    exec(compile(source, name, "exec"), namespace)
+    return namespace
+
+
+def _function(name: str, arguments: Iterable[str], lines: Iterable[str]) -> str:
+    return "\n".join(["@triton.jit", f"def {name}({', '.join(arguments)}):", *(f"    {line}" for line in lines)])
+
+
+def _lines(trace: Trace, names: Mapping[Any, str]) -> list[str]:
+    found = []
+    for number, ((operation, operands, extra), kind) in enumerate(zip(trace.lines, trace.kinds)):
+        if operation not in ("address", "index", "block"):
+            found.append(f"v{number} = {_expression(trace, operation, operands, extra, kind, names)}")
+    return found
+
+
+def _expression(trace: Trace, operation: str, operands: tuple, extra: Any, kind: str, names: Mapping[Any, str]) -> str:
+    values = [f"v{k}" for k in operands]
+    name = operation.removeprefix("word_").removeprefix("mask_")
+    if operation == "input":
+        return names[extra]
+    if operation == "load":
+        return f"load{extra[0]}({names[trace.lines[operands[0]][2]]}, {'b' if extra[1] else 'i'}, lanes, aligned)"
+    if operation == "constant":
+        return _number(float.fromhex(extra if isinstance(extra, str) else extra[0]), kind)
+    if operation == "word":
+        return f"tl.full([], {extra[0]}, {_TYPES[kind]})"
+    if operation == "bits":
+        return f"{'real' if kind[0] == 'f' else 'word'}({values[0]})"
+    if operation == "not":
+        return f"{values[0]} == 0"
+    if name in _INFIX:
+        return f"{values[0]} {_INFIX[name]} {values[1]}"
+    if operation not in _CALLS:
+        raise NotImplementedError(f"the operation {operation} of a device function has no form on Triton's blocks")
+    return f"{_CALLS[operation]}({', '.join(values)})"
+
+
+def _number(value: float, kind: str) -> str:
+    """A constant as a typed scalar; a zero's sign and a NaN by their bits."""
+    if kind == "f32" and (not math.isfinite(value) or (value == 0 and math.copysign(1.0, value) < 0)):
+        return f"real(tl.full([], {int(np.float32(value).view(np.uint32))}, tl.uint32))"
+    return f"tl.full([], {value!r}, {_TYPES[kind]})"

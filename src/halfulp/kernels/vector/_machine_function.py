@@ -1,0 +1,116 @@
+"""LLVM instructions as a function in memory: from the cache, or compiled by llvmlite and kept there."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .._cache import CacheEntry
+from ..scalar._processor import processor
+
+_SYMBOL = "halfulp_kernel"
+_TAG = b"halfulp-object-1"
+_lock = threading.Lock()
+# What holds functions in memory, for as long as the process: they may run at any time.
+_engines: list[Any] = []
+
+
+def machine_function(name: str, key: str, arguments: int, write: Callable[..., None]) -> Callable[..., None]:
+    """Return a compiled function of so many integers of 64 bits, addresses mostly, which runs without Python's lock.
+
+    Args:
+        name: of the cache entry.
+        key: whatever the instructions depend on, short of the sources of `kernels`.
+        arguments: how many.
+        write: (builder of vectors, *arguments) writes the instructions.
+
+    >>> import numpy as np
+    >>> def fill(b, first, last, array):
+    ...     with b.loop(first, last, 1) as i:
+    ...         b.b.store(i, b.pointer(array, i, b.i64))
+    >>> numbers = np.zeros(3, np.int64)
+    >>> machine_function("fill", "of the example", 3, fill)(0, 3, address_of(numbers))
+    >>> numbers
+    array([0, 1, 2])
+    """
+    import llvmlite
+
+    with _lock:
+        entry = CacheEntry(name, key, ("llvmlite", llvmlite.__version__))
+        try:
+            address = entry.read(_loaded)
+            if address is None:
+                code = _compiled(arguments, write)
+                entry.write(code)
+                address = _loaded(code)
+        finally:
+            entry.end_turn()
+    function: Callable[..., None] = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(address)
+    return function
+
+
+def address_of(array: np.ndarray) -> int:
+    """Return where an array's elements lie: whoever gives the address to a kernel keeps the array."""
+    found: int = array.__array_interface__["data"][0]
+    return found
+
+
+def _loaded(code: bytes) -> int:
+    """Link an object file into the process; return the address of its function.
+
+    Raises:
+        ValueError: it has no such function.
+    """
+    from llvmlite import binding
+
+    if not code.startswith(_TAG):
+        raise ValueError("no object file")
+    # An engine for each: all objects call their function by one name.
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
+    engine.add_object_file(binding.ObjectFileRef.from_data(code[len(_TAG) :]))
+    engine.finalize_object()
+    address: int = engine.get_function_address(_SYMBOL)
+    if not address:
+        raise ValueError(f"an object file without {_SYMBOL}")
+    _engines.append(engine)
+    return address
+
+
+def _compiled(arguments: int, write: Callable[..., None]) -> bytes:
+    """Return the object file of the instructions that `write` makes, behind a tag."""
+    from llvmlite import binding, ir
+
+    from ._builder import VectorBuilder
+
+    machine = _target_machine()
+    module = ir.Module(_SYMBOL)
+    module.triple, module.data_layout = machine.triple, str(machine.target_data)
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * arguments)
+    function = ir.Function(module, kind, _SYMBOL)
+    function.attributes.add("nounwind")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    write(VectorBuilder(builder), *function.args)
+    builder.ret_void()
+    parsed = binding.parse_assembly(str(module))
+    options = binding.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    passes = binding.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(parsed, passes)
+    code: bytes = machine.emit_object(parsed)
+    return _TAG + code
+
+
+@functools.cache
+def _target_machine() -> Any:
+    from llvmlite import binding
+
+    triple, name, features = processor()
+    target = binding.Target.from_triple(triple)
+    return target.create_target_machine(
+        cpu=name, features=features, opt=3, reloc="pic", codemodel="jitdefault", jit=True
+    )

@@ -1,0 +1,477 @@
+"""The loop of a recorded device function over arrays in a table of pointers, a chunk of neighbours at a time.
+
+Two vectors are computed at once. Where an array has elements of 8 or 16 bits, one holds its even elements and the other
+its odd ones: two neighbours are one word, of which a shift gives one and a mask the other, without the shuffles by
+which narrow vectors are widened and packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .._trace import Piece, Trace
+from ..scalar._processor import vector_bits
+from ._builder import VectorBuilder
+from ._instructions import Instructions
+from ._machine_function import machine_function
+
+# Columns of a chunk: row of the pointers, first element, elements, global index of the first.
+_CHUNK = 4
+_ARGUMENTS = 9
+Array = tuple[int, int, bool]  # the instruction of its address, bits of an element, whether it has one per block
+
+
+@dataclass(frozen=True)
+class Digest:
+    """The digest of an array's bytes: the sum of the terms of its words, the last one filled up with zeros.
+
+    Attributes:
+        column: of the array.
+        size: bytes of an element.
+        term: (a word, its key) -> what it adds; words of 64 bits.
+        step: word j has the key (j + 1) step.
+    """
+
+    column: int
+    size: int
+    term: Piece
+    step: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a device function reads and writes in a table of pointers.
+
+    Attributes:
+        trace: what is computed per element, of inputs ("constant", k) and ("counter", k).
+        columns: of the table of pointers.
+        constants: numbers per row, of 32 or 64 bits as the inputs are.
+        counters: random words per element.
+        start: (low and high half of a row's key, global index) -> the counter of an element.
+        step: by which the counters of neighbours differ.
+        block: elements of a block, of which every chunk holds whole ones; None if there are none.
+        digest: of an array, after all was written.
+    """
+
+    trace: Trace
+    columns: int
+    constants: int = 0
+    counters: int = 0
+    start: Piece | None = None
+    step: int = 0
+    block: int | None = None
+    digest: Digest | None = None
+
+    def key(self) -> str:
+        """Return what the instructions depend on, short of the processor and the sources of `kernels`."""
+        pieces = [self.start, self.digest and self.digest.term]
+        told = [(piece.trace.digest(), piece.results) for piece in pieces if piece]
+        digest = self.digest and (self.digest.column, self.digest.size, self.digest.step)
+        counts = self.columns, self.constants, self.counters, self.step, self.block
+        return repr((self.trace.digest(), counts, digest, told))
+
+
+def compile_table(name: str, table: Table) -> Callable[..., None]:
+    """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums, digests).
+
+    The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
+    (rows of constants, constants), uint64 (rows, counters), float64 (chunks, 4) and uint64 (chunks,).
+    """
+    return machine_function(name, table.key(), _ARGUMENTS, lambda b, *values: _TableLoop(b.b, table).build(*values))
+
+
+class _TableLoop(VectorBuilder):
+    """Writes the loop."""
+
+    def __init__(self, builder, table: Table) -> None:
+        super().__init__(builder)
+        self.table, self.trace = table, table.trace
+        self.lanes = min(vector_bits() // 32, (table.block or 1 << 30) // 2)
+        self.width = 2 * self.lanes
+        lines = self.trace.lines
+        self.kinds = Instructions(builder, self.trace, 1)
+        self.given = [
+            (x[2], kind) for x, kind in zip(lines, self.trace.kinds) if x[0] == "input" and x[2][0] == "constant"
+        ]
+        self.column = {k: extra for k, (name, _, extra) in enumerate(lines) if name == "address"}
+        self.loads: list[Array] = [(operands[0], *extra) for name, operands, extra in lines if name == "load"]
+        self.stores = self.trace.stores
+        self.arrays = list(dict.fromkeys([*self.loads, *self.stores]))
+        self.in_pairs = any(bits < 32 for _, bits, per_block in self.arrays if not per_block)
+        self.scalars: dict[Any, Any] = {}
+        self.inputs: dict[Any, Any] = {}
+
+    def build(self, first, last, chunks, pointers, rows, constants, keys, sums, digests) -> None:
+        """Write the loop over chunks."""
+        b, table = self.b, self.table
+        copies = {array: self.allocate(self.ir.IntType(array[1]), self.width) for array in self.arrays}
+        buffers = [self.allocate(self.i32, table.block) for _ in self.phases().crossing] if table.block else []
+        with self.loop(first, last, 1) as c:
+            at = b.mul(c, self.word(_CHUNK))
+            row, begin, count, index = (self.word_at(chunks, at, k) for k in range(_CHUNK))
+            pointer = b.mul(row, self.word(table.columns))
+            self.address = {column: self.word_at(pointers, pointer, column) for column in self.used()}
+            if table.constants:
+                own = b.mul(self.word_at(rows, row, 0), self.word(table.constants))
+                for name, kind in self.given:
+                    place = self.pointer(constants, b.add(own, self.word(name[1])), self.kinds.of_kind(kind))
+                    self.scalars[name] = b.load(place, align=int(kind[1:]) // 8)
+                    self.inputs[name] = self.spread(self.scalars[name], self.lanes)
+            key = b.mul(row, self.word(table.counters))
+            self.starts = [self.start(self.word_at(keys, key, k), index) for k in range(table.counters)]
+            totals = [self.ir.Constant(kind, None) for kind in self.sum_types() for _ in range(2)]
+            if table.block:
+                self.blocks(begin, count, totals, buffers)
+            else:
+                self.vectors(begin, count, totals, copies)
+            for k, (how, _) in enumerate(self.trace.sums):
+                place = self.pointer(sums, b.add(at, self.word(k)), self.f64)
+                b.store(self.total(how, totals[2 * k : 2 * k + 2]), place, align=8)
+            if table.digest:
+                b.store(self.digest(table.digest, begin, count), self.pointer(digests, c, self.i64), align=8)
+
+    def used(self) -> list[int]:
+        """Return the columns that are read or written."""
+        columns = {self.column[address] for address, *_ in self.arrays}
+        return sorted(columns | ({self.table.digest.column} if self.table.digest else set()))
+
+    def word_at(self, table, first, k: int):
+        """Word k behind the first of a table of 64-bit integers."""
+        return self.b.load(self.pointer(table, self.b.add(first, self.word(k)), self.i64), align=8)
+
+    def start(self, key, index):
+        """Return the counter of the chunk's first element, from a row's key."""
+        b, piece = self.b, self.table.start
+        assert piece is not None, "a table with counters says how they start"
+        halves = b.trunc(key, self.i32), b.trunc(b.lshr(key, self.word(32)), self.i32)
+        return Instructions(b, piece.trace, 1).run([*halves, index])[piece.results[0]]
+
+    def places(self) -> list[list[int]]:
+        """Return which neighbours the lanes of the two vectors are."""
+        lanes = range(self.lanes)
+        if self.in_pairs:
+            return [[2 * k + half for k in lanes] for half in range(2)]
+        return [[k + half * self.lanes for k in lanes] for half in range(2)]
+
+    # whole vectors, and what remains ---------------------------------------------------------------------------
+
+    def vectors(self, begin, count, totals: list, copies: dict) -> None:
+        """Write the loop over a chunk's whole vectors, then once more over a padded copy of what remains."""
+        b, width = self.b, self.word(self.width)
+        whole = b.mul(b.sdiv(count, width), width)
+        rest = b.sub(count, whole)
+        zero, one = self.word(0), self.word(1)
+        first = b.select(b.icmp_signed(">", whole, zero), zero, one)
+        last = b.select(b.icmp_signed(">", rest, zero), self.word(2), one)
+        with self.loop(first, last, 1, totals) as phase:
+            is_rest = b.icmp_signed("==", phase, one)
+            with b.if_then(is_rest):
+                self.copy_in(b.add(begin, whole), rest, copies)
+            bases = {}
+            for array in self.arrays:
+                place = b.add(self.address[self.column[array[0]]], b.mul(begin, self.word(array[1] // 8)))
+                bases[array] = b.select(is_rest, b.ptrtoint(copies[array], self.i64), place)
+            limit, before = b.select(is_rest, rest, whole), b.select(is_rest, whole, zero)
+            with self.loop(zero, limit, self.width, totals) as i:
+                loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
+                values = [self.computed(half, loaded, b.add(before, i)) for half in range(2)]
+                self.finish(values, self.stores, bases, i, totals, limit)
+            with b.if_then(is_rest):
+                self.copy_out(b.add(begin, whole), rest, copies)
+
+    def copy_in(self, start, rest, copies: dict) -> None:
+        """Copy the last elements, and the last of them again up to a whole vector."""
+        b = self.b
+        with self.loop(self.word(0), self.word(self.width), 1) as j:
+            place = b.add(start, self.lesser(j, b.sub(rest, self.word(1))))
+            for array in dict.fromkeys(self.loads):
+                kind = self.ir.IntType(array[1])
+                value = b.load(self.pointer(self.address[self.column[array[0]]], place, kind), align=array[1] // 8)
+                b.store(value, b.gep(copies[array], [j]), align=array[1] // 8)
+
+    def copy_out(self, start, rest, copies: dict) -> None:
+        """Write the last elements where they belong."""
+        b = self.b
+        with self.loop(self.word(0), rest, 1) as j:
+            for array in self.stores:
+                kind = self.ir.IntType(array[1])
+                value = b.load(b.gep(copies[array], [j]), align=array[1] // 8)
+                to = self.pointer(self.address[self.column[array[0]]], b.add(start, j), kind)
+                b.store(value, to, align=array[1] // 8)
+
+    # blocks ----------------------------------------------------------------------------------------------------
+
+    def phases(self) -> _Phases:
+        """Return which instructions come before and behind a block's largest."""
+        return _Phases.of(self.trace)
+
+    def blocks(self, begin, count, totals: list, buffers: list) -> None:
+        """Write the loop over blocks: all up to their largest words, then the rest, of values kept in buffers."""
+        b, phases = self.b, self.phases()
+        block = self.word(self.table.block or 0)
+        before = {array: k for array, k in self.stores.items() if not array[2] and k not in phases.behind}
+        behind = {array: k for array, k in self.stores.items() if not array[2] and k in phases.behind}
+        with self.loop(self.word(0), b.sdiv(count, block), 1, totals) as number:
+            start = b.mul(number, block)
+            bases, shared = {}, {}
+            for array in self.arrays:
+                address, bits, per_block = array
+                place = b.add(b.sdiv(begin, block), number) if per_block else b.add(begin, start)
+                bases[array] = b.add(self.address[self.column[address]], b.mul(place, self.word(bits // 8)))
+                if per_block and array in self.loads:
+                    word = b.load(self.pointer(bases[array], self.word(0), self.ir.IntType(bits)), align=bits // 8)
+                    word = word if bits == 32 else b.zext(word, self.i32)
+                    shared[array] = [self.spread(word, self.lanes)] * 2
+            none = self.constant(self.shape(self.i32, self.lanes), 0)
+            tops, kept = [none for _ in phases.largest], len(totals)
+            carried = totals + tops
+            with self.loop(self.word(0), block, self.width, carried) as i:
+                own = [array for array in dict.fromkeys(self.loads) if not array[2]]
+                loaded = shared | {array: self.load_both(bases[array], i, array[1]) for array in own}
+                values = [self.computed(half, loaded, b.add(start, i), only=phases.before) for half in range(2)]
+                sums = carried[:kept]
+                self.finish(values, before, bases, i, sums, block)
+                for buffer, crossing in zip(buffers, phases.crossing):
+                    for half in range(2):
+                        self.keep(buffer, i, half, values[half][crossing])
+                for k, line in enumerate(phases.largest):
+                    for half in range(2):
+                        word = values[half][self.trace.lines[line][1][0]]
+                        higher = b.icmp_unsigned(">", word, carried[kept + k])
+                        carried[kept + k] = b.select(higher, word, carried[kept + k])
+                carried[:kept] = sums
+            totals[:] = carried[:kept]
+            known = {}
+            for line, vector in zip(phases.largest, carried[kept:]):
+                known[line] = self.most(vector)
+            single = Instructions(b, self.trace, 1).run(self.scalars, known, phases.uniform)
+            known = {line: self.spread(single[line], self.lanes) for line in phases.waiting}
+            for array, line in self.stores.items():
+                if array[2]:
+                    word, kind = single[line], self.ir.IntType(array[1])
+                    word = word if array[1] == 32 else b.trunc(word, kind)
+                    b.store(word, self.pointer(bases[array], self.word(0), kind), align=array[1] // 8)
+            with self.loop(self.word(0), block, self.width) as i:
+                values = []
+                for half in range(2):
+                    held = {line: self.kept(buffer, i, half, line) for buffer, line in zip(buffers, phases.crossing)}
+                    values.append(self.computed(half, shared, b.add(start, i), known | held, phases.behind_and_free))
+                self.finish(values, behind, bases, i)
+
+    def keep(self, buffer, i, half: int, value) -> None:
+        """Store a vector of 32-bit values in a buffer."""
+        bits = self.b.bitcast(value, self.like(value, self.i32))
+        at = self.b.gep(buffer, [self.b.add(i, self.word(half * self.lanes))])
+        self.b.store(bits, self.b.bitcast(at, bits.type.as_pointer()), align=4)
+
+    def kept(self, buffer, i, half: int, line: int):
+        """Load a vector of a buffer as the kind that an instruction has."""
+        at = self.b.gep(buffer, [self.b.add(i, self.word(half * self.lanes))])
+        words = self.shape(self.i32, self.lanes)
+        bits = self.b.load(self.b.bitcast(at, words.as_pointer()), align=4)
+        return self.b.bitcast(bits, self.shape(self.f32, self.lanes)) if self.trace.kinds[line] == "f32" else bits
+
+    # vectors of elements ---------------------------------------------------------------------------------------
+
+    def computed(self, half: int, loaded: dict, position, known: dict | None = None, only=None) -> list:
+        """Return the values of one of the two vectors; `position` is its first element's in the chunk."""
+        given = self.inputs | {((array[0], array[1:])): pair[half] for array, pair in loaded.items()}
+        for k, start in enumerate(self.starts):
+            moved = self.b.mul(self.b.trunc(position, self.i32), self.ir.Constant(self.i32, self.table.step))
+            first = self.spread(self.b.add(start, moved), self.lanes)
+            steps = [self.table.step * place & 0xFFFFFFFF for place in self.places()[half]]
+            given["counter", k] = self.b.add(first, self.ir.Constant(first.type, steps))
+        return Instructions(self.b, self.trace, self.lanes).run(given, known, only)
+
+    def finish(self, values: list, stores: dict, bases: dict, i, totals: list | None = None, limit=None) -> None:
+        """Write what two vectors store, and add what they sum up."""
+        for array, number in stores.items():
+            self.store_both(bases[array], i, array[1], [computed[number] for computed in values])
+        if totals is None:
+            return
+        for place, (how, number) in enumerate(self.trace.sums):
+            for half in range(2):
+                value, at = values[half][number], 2 * place + half
+                value = self.b.select(self.exists(i, limit, half), value, self.ir.Constant(value.type, None))
+                totals[at] = self.taken(how, totals[at], value)
+
+    def load_both(self, base, i, bits: int) -> list:
+        """Elements of two vectors as words of 32 bits, or of 64 where they have so many."""
+        b, lanes = self.b, self.lanes
+        words = self.shape(self.i32, lanes)
+        if not self.in_pairs:
+            kind = self.shape(self.ir.IntType(bits), lanes)
+            return [b.load(self.place(base, i, bits, half * lanes, kind), align=bits // 8) for half in range(2)]
+        if bits >= 32:
+            both = b.load(self.place(base, i, bits, 0, self.shape(self.ir.IntType(bits), self.width)), align=bits // 8)
+            return [b.shuffle_vector(both, both, self.indices(half)) for half in self.places()]
+        pairs = self.shape(self.ir.IntType(2 * bits), lanes)
+        both = b.load(self.place(base, i, bits, 0, pairs), align=bits // 8)
+        both = both if bits == 16 else b.zext(both, words)
+        shift = self.constant(words, bits)
+        return [b.and_(both, self.constant(words, (1 << bits) - 1)), b.lshr(both, shift)]
+
+    def store_both(self, base, i, bits: int, values: list) -> None:
+        """Write two vectors' words, of which the low bits count."""
+        b, lanes = self.b, self.lanes
+        if not self.in_pairs:
+            for half, value in enumerate(values):
+                b.store(value, self.place(base, i, bits, half * lanes, value.type), align=bits // 8)
+            return
+        even, odd = values
+        if bits >= 32:
+            order = [k // 2 + lanes * (k % 2) for k in range(self.width)]
+            both = b.shuffle_vector(even, odd, self.indices(order))
+        else:
+            mask, shift = self.constant(even.type, (1 << bits) - 1), self.constant(even.type, bits)
+            both = b.or_(b.and_(even, mask), b.shl(odd, shift))
+            both = both if bits == 16 else b.trunc(both, self.shape(self.i16, lanes))
+        b.store(both, self.place(base, i, bits, 0, both.type), align=bits // 8)
+
+    def place(self, base, i, bits: int, further: int, kind):
+        """To the element `further` behind place i, as a type."""
+        address = self.b.add(base, self.b.mul(self.b.add(i, self.word(further)), self.word(bits // 8)))
+        return self.b.inttoptr(address, kind.as_pointer())
+
+    # sums ------------------------------------------------------------------------------------------------------
+
+    def sum_types(self) -> list:
+        """Return the types of the vectors in which sums, and largest words, gather."""
+        return [self.shape(self.f64 if how == "sum" else self.i32, self.lanes) for how, _ in self.trace.sums]
+
+    def exists(self, i, limit, half: int):
+        """Which lanes of a vector are elements, not padding."""
+        left = self.b.trunc(self.b.sub(limit, i), self.i32)
+        places = self.ir.Constant(self.shape(self.i32, self.lanes), self.places()[half])
+        return self.b.icmp_signed("<", places, self.spread(left, self.lanes))
+
+    def taken(self, how: str, total, value):
+        """A sum or maximum with a value more."""
+        if how == "sum":
+            return self.b.fadd(total, value)
+        return self.b.select(self.b.icmp_unsigned(">", value, total), value, total)
+
+    def most(self, words):
+        """The largest lane of a vector of words."""
+        name = f"llvm.vector.reduce.umax.v{self.lanes}i32"
+        kind = self.ir.FunctionType(self.i32, [words.type])
+        return self.b.call(self.b.module.declare_intrinsic(name, fnty=kind), [words])
+
+    def total(self, how: str, vectors: list):
+        """One float64 of the lanes of two vectors; words are the bits of a float32."""
+        if how == "max":
+            return self.b.fpext(self.b.bitcast(self.most(self.taken("max", *vectors)), self.f32), self.f64)
+        lanes = [self.lane(vector, k) for vector in vectors for k in range(self.lanes)]
+        found = lanes[0]
+        for value in lanes[1:]:
+            found = self.b.fadd(found, value)
+        return found
+
+    def digest(self, given: Digest, begin, count):
+        """Return the digest of the chunk's bytes."""
+        b, term, eight = self.b, given.term, self.word(8)
+        lanes, everything = vector_bits() // 64, (1 << 64) - 1
+        size = self.word(given.size)
+        start, length = b.add(self.address[given.column], b.mul(begin, size)), b.mul(count, size)
+        words = b.sdiv(length, eight)
+        whole = b.mul(b.sdiv(words, self.word(lanes)), self.word(lanes))
+        vector = self.shape(self.i64, lanes)
+        keys = self.ir.Constant(vector, [given.step * (k + 1) & everything for k in range(lanes)])
+        carried = [self.constant(vector, 0), keys]
+        with self.loop(self.word(0), whole, lanes, carried) as i:
+            total, key = carried
+            value = b.load(self.pointer(start, i, vector), align=1)
+            found = Instructions(b, term.trace, lanes).run([value, key])[term.results[0]]
+            carried[:] = b.add(total, found), b.add(key, self.constant(vector, given.step * lanes & everything))
+        single = Instructions(b, term.trace, 1)
+        left = [self.lane(carried[0], 0)]
+        for k in range(1, lanes):
+            left[0] = b.add(left[0], self.lane(carried[0], k))
+
+        def added(value, place):
+            key = b.mul(b.add(place, self.word(1)), self.word(given.step))
+            return b.add(left[0], single.run([value, key])[term.results[0]])
+
+        with self.loop(whole, words, 1, left) as i:
+            left[0] = added(b.load(self.pointer(start, i, self.i64), align=1), i)
+        rest, done = [self.word(0)], b.mul(words, eight)
+        with self.loop(done, length, 1, rest) as j:
+            byte = b.zext(b.load(self.pointer(start, j, self.ir.IntType(8)), align=1), self.i64)
+            rest[0] = b.or_(rest[0], b.shl(byte, b.mul(b.sub(j, done), eight)))
+        return added(rest[0], words)
+
+
+@dataclass(frozen=True)
+class _Phases:
+    """The instructions of a trace by what they need of a block's largest words.
+
+    Attributes:
+        largest: those that find one.
+        before: those that need none, and read elements, or are of constants and counters alone.
+        uniform: those of largest words and constants, and what they are computed from.
+        waiting: those of them that need a largest word, and those that find one.
+        behind: all others.
+        behind_and_free: those, and what constants and counters alone give, which is computed again.
+        crossing: values of elements from before that are needed behind.
+    """
+
+    largest: list[int]
+    before: set[int]
+    uniform: set[int]
+    waiting: list[int]
+    behind: set[int]
+    behind_and_free: set[int]
+    crossing: list[int]
+
+    @classmethod
+    def of(cls, trace: Trace) -> _Phases:
+        """Return the phases of a trace."""
+        reads: set[int] = set()
+        waits: set[int] = set()  # for the block's largest
+        varies: set[int] = set()  # between the elements of a block
+        for k, (name, operands, extra) in enumerate(trace.lines):
+            if name == "block_largest":
+                assert not waits & set(operands), "a block has one round of largest words"
+                waits.add(k)
+                continue
+            if waits & set(operands):
+                waits.add(k)
+            elif name == "load" or reads & set(operands):
+                reads.add(k)
+            if name == "load" or (name == "input" and extra[0] == "counter") or varies & set(operands):
+                varies.add(k)
+        everything = set(range(len(trace.lines)))
+        largest = [k for k in sorted(waits) if trace.lines[k][0] == "block_largest"]
+        uniform = waits - varies - set(largest)
+        behind = waits - uniform - set(largest)
+        needed, crossing = [operand for k in sorted(behind) for operand in trace.lines[k][1]], set()
+        while needed:
+            k = needed.pop()
+            if k in reads and trace.kinds[k] == "mask":  # masks are compared again
+                behind.add(k)
+                needed += trace.lines[k][1]
+            elif k in reads:
+                crossing.add(k)
+        free = everything - waits - reads
+        return cls(
+            largest=largest,
+            before=everything - waits,
+            uniform=_with_operands(trace, uniform) - set(largest),
+            waiting=sorted(uniform | set(largest)),
+            behind=behind,
+            behind_and_free=behind | free,
+            crossing=sorted(crossing),
+        )
+
+
+def _with_operands(trace: Trace, lines: Iterable[int]) -> set[int]:
+    """Return instructions and all that they are computed from, up to a block's largest words."""
+    found, left = set(), list(lines)
+    while left:
+        k = left.pop()
+        if k not in found:
+            found.add(k)
+            left += [] if trace.lines[k][0] == "block_largest" else trace.lines[k][1]
+    return found

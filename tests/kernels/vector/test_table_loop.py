@@ -1,0 +1,230 @@
+"""Recorded device functions as loops over tables of pointers: every operation, width, length, block and sum."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from halfulp.kernels import Trace, same_bits
+from halfulp.kernels._device_function import bound, record_words
+from halfulp.kernels._trace import block_largest
+from halfulp.kernels.scalar._operations import (
+    SCALARS,
+    add,
+    add64,
+    and64,
+    bit_and,
+    high_word,
+    low_word,
+    mul,
+    or64,
+    real,
+    select,
+    shl64,
+    shr,
+    sub,
+    widen,
+    word,
+)
+from halfulp.kernels.vector._machine_function import address_of
+from halfulp.kernels.vector._table_loop import Table, compile_table
+
+from ..scalar.test_operations import words
+
+LENGTHS = (*range(70), 128, 1000)
+
+
+def recorded(function, columns, **more):
+    """The table of a device function of (trace, i, block, *addresses)."""
+    trace = Trace(torch.float32)
+    i, block = (trace.emit(name, (), None, name) for name in ("index", "block"))
+    function(trace, i, block, *(trace.emit("address", (), j, "address") for j in range(columns)))
+    return Table(trace, columns, **more)
+
+
+def run(table, arrays, chunks=None, constants=None, keys=None):
+    """Run a table on arrays, all of them one row; return the sums of each chunk."""
+    chunks = np.array([[0, 0, len(arrays[0]), 0]] if chunks is None else chunks, np.int64)
+    pointers = np.array([[array.ctypes.data for array in arrays]], np.int64)
+    sums = np.zeros((len(chunks), 4))
+    constants = np.zeros((1, 1), np.float32) if constants is None else constants
+    keys = np.zeros((1, 1), np.uint64) if keys is None else keys
+    kernel = compile_table("test", table)
+    given = chunks, pointers, np.zeros(1, np.int64), constants, keys, sums
+    kernel(0, len(chunks), *map(address_of, given), 0)
+    return sums
+
+
+REALS = {"divide": 2, "maximum": 2, "sqrt": 1, "sign_of": 1}
+WORDS = dict.fromkeys(("add", "sub", "mul", "bit_and", "bit_or", "bit_xor", "shl", "shr"), 2)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["words", "beside bytes"])
+@pytest.mark.parametrize("name", [*REALS, *WORDS, "to_real", "to_word", "add of reals", "comparisons", "64 bits"])
+def test_every_operation_is_that_of_numpy_scalars(name, narrow, cache, seed):
+    rng = np.random.default_rng(seed)
+    a, b = words(203, rng), words(203, rng)
+    if name in ("shl", "shr"):
+        b = b % np.uint32(32)
+    if name == "to_word":
+        a = np.nan_to_num(np.clip(a.view(np.float32), -(2.0**31), 2.0**31 - 128)).astype(np.float32).view(np.uint32)
+
+    def value(x, y):
+        if name in REALS:
+            return word(SCALARS[name](*[real(x), real(y)][: REALS[name]]))
+        if name in WORDS:
+            return SCALARS[name](x, y)
+        if name == "to_real":
+            return word(SCALARS[name](x))
+        if name == "to_word":
+            return SCALARS[name](real(x))
+        if name == "add of reals":
+            return word(-(abs(real(x)) + real(y) * real(x)) - real(y))
+        if name == "comparisons":
+            found = [x < y, x <= y, x > y, x >= y, x == y, x != y, real(x) < real(y), real(x) != real(y)]
+            found += [(x < y) & (x != y), (x < y) | (x == y), (x < y) == (real(x) < real(y))]
+            total = np.uint32(0)
+            for k, mask in enumerate(found):
+                total = add(total, select(mask, np.uint32(1 << k), np.uint32(0)))
+            return total
+        both = or64(widen(x), shl64(widen(y), np.uint64(32)))
+        return add(low_word(both * both if not isinstance(both, np.uint64) else both), high_word(add64(both, both)))
+
+    def function(trace, i, block, x, y, out, byte):
+        if narrow:
+            SCALARS["store8"](byte, i, SCALARS["load8"](byte, i))
+        SCALARS["store32"](out, i, value(SCALARS["load32"](x, i), SCALARS["load32"](y, i)))
+
+    if name == "64 bits":
+        name = "64 bits of sums"
+    out, kept = np.zeros_like(a), np.arange(203).astype(np.uint8)
+    run(recorded(function, 4), [a, b, out, kept])
+    with np.errstate(all="ignore"):
+        wanted = np.array([value(x, y) for x, y in zip(a, b)], np.uint32)
+    if name == "64 bits of sums":
+        both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+        wanted = ((both * both) + ((both + both) >> np.uint64(32))).astype(np.uint32)
+    assert same_bits(torch.from_numpy(out.view(np.float32)), torch.from_numpy(wanted.view(np.float32)))
+    assert (kept == np.arange(203).astype(np.uint8)).all()
+
+
+TYPES = {8: np.uint8, 16: np.uint16, 32: np.uint32}
+
+
+@pytest.mark.parametrize("widths", [*itertools.product((8, 16, 32), repeat=2)], ids=str)
+def test_every_length_writes_its_elements_and_no_others(widths, cache, seed):
+    """One array is changed in place, the other filled from it; both have neighbours in front and behind."""
+    rng = np.random.default_rng(seed)
+    first, second = (TYPES[bits] for bits in widths)
+
+    def function(trace, i, block, a, b):
+        x = SCALARS[f"load{widths[0]}"](a, i)
+        SCALARS[f"store{widths[0]}"](a, i, add(x, np.uint32(3)))
+        SCALARS[f"store{widths[1]}"](b, i, mul(SCALARS[f"load{widths[0]}"](a, i), np.uint32(5)))
+
+    table = recorded(function, 2)
+    for length in LENGTHS:
+        a = rng.integers(0, np.iinfo(first).max, length + 8).astype(first)
+        b = rng.integers(0, np.iinfo(second).max, length + 8).astype(second)
+        wanted_a, wanted_b = a.copy(), b.copy()
+        wanted_a[3 : 3 + length] += first(3)
+        wanted_b[3 : 3 + length] = (wanted_a[3 : 3 + length].astype(np.uint64) * 5).astype(second)
+        run(table, [a, b], [[0, 3, length, 0]])
+        assert (a == wanted_a).all(), length
+        assert (b == wanted_b).all(), length
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_constants_counters_and_sums(narrow, cache, seed):
+    rng = np.random.default_rng(seed)
+    a = rng.standard_normal(777).astype(np.float32)
+    kept = np.arange(777).astype(np.uint16)
+    out = np.zeros(777, np.uint32)
+
+    def function(trace, i, block, x, result, other):
+        if narrow:
+            SCALARS["store16"](other, i, SCALARS["load16"](other, i))
+        constant = trace.emit("input", (), ("constant", 1), "f32")
+        SCALARS["store32"](result, i, trace.emit("input", (), ("counter", 0), "w32"))
+        value = real(SCALARS["load32"](x, i)) * constant
+        trace.gather_sum("sum", trace.emit("to_float64", (value,), None, "f64"))
+        trace.gather_sum("max", bit_and(word(value), np.uint32(0x7FFFFFFF)))
+
+    start = record_words(
+        lambda low, high, index: add(add(low, mul(high, np.uint32(3))), low_word(index)), *["w32"] * 2, "w64"
+    )
+    table = recorded(function, 3, constants=2, counters=1, start=start, step=1)
+    chunks = [[0, 0, 500, 10], [0, 500, 277, 1 << 33]]
+    key = np.array([[7 | 11 << 32]], np.uint64)
+    sums = run(table, [a, out, kept], chunks, np.array([[9.0, 2.0]], np.float32), key)
+    parts = 2 * a[:500].astype(np.float64), 2 * a[500:].astype(np.float64)
+    for row, part in zip(sums, parts):
+        assert row[0] == pytest.approx(part.sum(), rel=1e-12)
+        assert row[1] == np.abs(part).max()
+    assert (out[:500] == np.arange(500) + 7 + 33 + 10).all()
+    assert (out[500:] == np.arange(277) + 7 + 33).all()
+    assert (kept == np.arange(777)).all()
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 256])
+def test_blocks_store_what_their_largest_says(block, cache, seed):
+    """Differences from a block's largest, what was there per block before, and draws behind it."""
+    rng = np.random.default_rng(seed)
+    count = 7 * block
+    x = rng.integers(0, 2**31, count, dtype=np.uint32)
+    codes, tops = rng.integers(0, 200, count).astype(np.uint8), rng.integers(0, 2**16, 7).astype(np.uint16)
+    narrow = rng.integers(0, 2**16, count).astype(np.uint16)
+
+    def function(trace, i, b, values, bytes_, scales, sixteen):
+        value, before = SCALARS["load32"](values, i), SCALARS["load16"](scales, b)
+        top = block_largest(value)
+        counter = trace.emit("input", (), ("counter", 0), "w32")
+        SCALARS["store16"](sixteen, i, add(SCALARS["load16"](sixteen, i), before))
+        SCALARS["store16"](scales, b, shr(top, np.uint32(16)))
+        SCALARS["store32"](values, i, add(sub(top, value), counter))
+        is_top = select(value == top, np.uint32(1), np.uint32(0))
+        SCALARS["store8"](bytes_, i, add(SCALARS["load8"](bytes_, i), is_top))
+
+    start = record_words(lambda low, high, index: low_word(index), "w32", "w32", "w64")
+    table = recorded(function, 4, counters=1, start=start, step=1, block=block)
+    rows, old = x.reshape(7, block).copy(), tops.copy()
+    largest = rows.max(1, keepdims=True)
+    wanted_codes = codes.reshape(7, block) + (rows == largest)
+    wanted_narrow = (narrow.reshape(7, block) + old[:, None]).astype(np.uint16)
+    run(table, [x, codes, tops, narrow], [[0, 0, 5 * block, 0], [0, 5 * block, 2 * block, 5 * block]])
+    assert (x.reshape(7, block) == largest - rows + np.arange(count, dtype=np.uint32).reshape(7, block)).all()
+    assert (tops == (largest[:, 0] >> 16)).all()
+    assert (codes.reshape(7, block) == wanted_codes).all()
+    assert (narrow.reshape(7, block) == wanted_narrow).all()
+
+
+def test_what_the_language_lacks_is_named():
+    trace = Trace(torch.float32)
+    x, w = (trace.emit("input", (), k, kind) for k, kind in enumerate(("f32", "w32")))
+    with pytest.raises(TypeError, match=r"add of f32 and w32 in a device function"):
+        x + w
+    with pytest.raises(TypeError, match="no branches"):
+        bool(x > x)
+    address = trace.emit("address", (), 0, "address")
+    with pytest.raises(TypeError, match="load16 in a device function takes the index of the element or of its block"):
+        SCALARS["load16"](address, w)
+    with pytest.raises(TypeError, match="cannot call prefetch: it is for compiled loops"):
+        SCALARS["prefetch"](w)
+
+
+SHIFT = np.uint32(1)
+
+
+def _moved(x):
+    return shr(x, SHIFT)
+
+
+def _twice_moved(x):
+    return _moved(_moved(x))
+
+
+def test_names_are_bound_in_called_functions_too():
+    assert bound(_twice_moved, {"SHIFT": np.uint32(4)})(np.uint32(0x1234)) == 0x12
+    assert _twice_moved(np.uint32(16)) == 4
+    assert and64(np.uint64(6), np.uint64(3)) == 2
