@@ -212,7 +212,7 @@ class Optimizer(CheckpointMixin):
                 self._new_plan(group, position, gradient)
         state = self.state[parameter]
         carried = weight_to_carry(self._plans.get(parameter), spec, state) if carry else None
-        complete_state(state, spec, group, parameter, name)
+        complete_state(state, spec, group, parameter, name, self._plans.get(parameter))
         options, saved = options or self._plans.options_of(group), self._saved_payloads.pop(parameter)
         plan = self._plans.renew(parameter, spec, state, options, name, identity, saved)
         if carried is not None:
