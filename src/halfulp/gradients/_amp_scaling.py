@@ -41,7 +41,7 @@ def flags_of(
     """
     flags = list(found.values())
     if not flags and idles(optimizer):
-        flags = [torch.zeros((), device=device)]
+        flags = [torch.zeros((), dtype=torch.float32, device=device)]
     if not flags:
         raise ValueError(
             "the optimizer's parameters have no gradients: there is nothing to step with. Leave this step out, or call "

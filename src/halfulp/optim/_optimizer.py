@@ -73,8 +73,8 @@ class Optimizer(CheckpointMixin):
         state_dtype: how states are stored: torch.float32, torch.bfloat16, "8bit", "bfloat16x2" (two of them), beside
             scaled parameters torch.float16 and "fp8" (a payload and one scale per tensor), a State, or a dict from
             state name to one of these. By default bfloat16 beside 16-bit parameters, float16 beside scaled ones and
-            float32 beside float32 ones. Parameters whose rows (numel / shape[0]) are not a multiple of the block keep
-            bfloat16 states under "8bit".
+            float32 beside float32 ones; a running maximum (amsgrad) and its source need more bits. Parameters whose
+            rows (numel / shape[0]) are not a multiple of the block keep bfloat16 states under "8bit".
         param_dtype: torch.bfloat16 or torch.float16: narrow float32 parameters in place; the bits that fall off go
             into auxiliary tensors beside them.
         format: a Format or its name: parameters stay float32 tensors and hold values of that format.

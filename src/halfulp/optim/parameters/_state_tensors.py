@@ -64,9 +64,11 @@ def complete_state(
 
 def _store_anew(state: MutableMapping[str, Any], before: StepSpec, spec: StepSpec, shape: torch.Size) -> None:
     """Convert the states that two rules share to what the second one stores them in, rounded to nearest."""
-    held = {slot.name: one for slot, *one in zip(before.rule.states, before.codecs, before.state_tensors)}
+    places = {slot.name: place for place, slot in enumerate(before.rule.states)}
     for slot, codec in zip(spec.rule.states, spec.codecs):
-        old, names = held.get(slot.name, (codec, ()))
+        if slot.name not in places:
+            continue
+        old, names = before.codecs[places[slot.name]], before.state_tensors[places[slot.name]]
         if old == codec or not state.keys() >= set(names):
             continue
         tensors = [local(state.pop(name)) for name in names]
