@@ -272,7 +272,8 @@ class Optimizer(CheckpointMixin):
     @keeping_subnormals()
     def _take_step(self) -> None:
         """Step every parameter that has a gradient."""
-        if len(self.state) > sum(len(group["params"]) for group in self.param_groups):
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if len(self.state) > sum(sizes) or sizes != [len(group["identities"]) for group in self.param_groups]:
             self._follow_groups()
         if not self._stepped and part_from_others(self):
             self._clear_plans()

@@ -2,10 +2,13 @@
 
 import copy
 import threading
+import weakref
 
+import pytest
 import torch
 
 import halfulp as hu
+from halfulp.optim.parameters import _first_steps
 from halfulp.optim.parameters._random_identity import name_identity
 
 
@@ -236,3 +239,34 @@ def test_replicas_draw_by_position_whatever_steps_beside_them(tmp_path):
         del replica
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_first_step_that_raises_is_made_again_under_the_same_numbers():
+    first, second = _made(_layers(1)) + _made(_layers(2))
+    _begin(first)
+    parameter = second.param_groups[0]["params"][0]
+    second.param_groups[0]["lr"] = float("nan")
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match="lr=nan"):
+        second.step()
+    second.param_groups[0]["lr"] = 1.0
+    assert _begin(second) == [[1]]
+
+
+def test_parameters_put_into_a_group_before_the_first_step_count():
+    a, b, c = _layers(1, 2, 3)
+    first, second = _made([a]) + _made([b])
+    second.param_groups[0]["params"].append(c)
+    assert _begin(second, first) == [[0, 1], [2]]
+
+
+def test_an_optimizer_that_is_never_stepped_keeps_few_first_steps(monkeypatch):
+    monkeypatch.setattr(_first_steps, "_waiting", weakref.WeakSet())
+    monkeypatch.setattr(_first_steps, "_REMEMBERED", 4)
+    idle = _made(_layers(0))
+    for _ in range(5):
+        assert _begin(*_made(_layers(1, 2))) == [[0], [1]]
+    assert len(_first_steps._history.steps) == 5
+    del idle
+    _begin(*_made(_layers(1)))
+    assert len(_first_steps._history.steps) == 1

@@ -22,6 +22,8 @@ from ._local_tensors import is_dtensor, own_parts
 # How a parameter begins: its shape, its dtype, and sums of its bits, which copies share; no sums where it is sharded.
 _Start = tuple[torch.Size, torch.dtype, tuple[int, ...]]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# So many first steps are remembered while an optimizer waits, maybe for good.
+_REMEMBERED = 1000
 _clock = itertools.count()
 # Optimizers that have not stepped yet, also those that nobody will step.
 _waiting: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -83,14 +85,15 @@ def part_from_others(optimizer: torch.optim.Optimizer) -> bool:
     groups = _unnamed(optimizer)
     with _lock:
         _waiting.discard(optimizer)
+        made = _made.pop(optimizer, None)
         is_awaited = bool(groups) and any(_unnamed(other) for other in _waiting)
-    if not groups:
+    if not groups or made is None:  # the latter where its first step has raised
         return False
     backward, seeds = torch._C._current_graph_task_id(), frozenset(group["seed"] for group in groups)
     is_begun = any(isinstance(state, dict) and state.get("step") for state in optimizer.state.values())
     steps = _history.steps
     last = steps[-1] if steps and steps[-1].backward == backward >= 0 else None
-    company = [one for one in steps if one.time > _made.get(optimizer, -1) and one.seeds & seeds]
+    company = [one for one in steps if one.time > made and one.seeds & seeds]
     # A pass over all parameters, where there are others to compare with.
     starts = _starts(groups) if not is_begun and (is_awaited or company) else {}
     offset = 0
@@ -102,7 +105,7 @@ def part_from_others(optimizer: torch.optim.Optimizer) -> bool:
         offset = 0 if offset and _has_replicas(groups) else offset
     free = offset + 1 + max((identity for group in groups for identity in group["identities"]), default=-1)
     # Who is made from now on is of another program: without others that wait, only this backward pass counts.
-    kept = steps if is_awaited else []
+    kept = steps[-_REMEMBERED:] if is_awaited else []
     _history.steps = [*kept, _FirstStep(next(_clock), backward, seeds, offset, free, starts)]
     for group in groups if offset else ():
         group["identities"] = [offset + identity for identity in group["identities"]]
@@ -136,7 +139,7 @@ def _has_replicas(groups: list[dict[str, Any]]) -> bool:
 @torch.no_grad()
 def _starts(groups: list[dict[str, Any]]) -> dict[int, _Start]:
     """Return how the parameters of groups begin, by their identities."""
-    pairs = [pair for group in groups for pair in zip(group["identities"], group["params"], strict=True)]
+    pairs = [pair for group in groups for pair in zip(group["identities"], group["params"])]
     return {identity: _start(parameter) for identity, parameter in pairs}
 
 
