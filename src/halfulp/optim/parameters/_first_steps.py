@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from ...scaled import ScaledTensor
 from ...subclass.models._data_parallel import data_parallel_modules
-from ._local_tensors import is_dtensor, own_parts
+from ._local_tensors import is_dtensor, memory
 
-# How a parameter begins: its shape, its dtype, and sums of its bits, which copies share; no sums where it is sharded.
-_Start = tuple[torch.Size, torch.dtype, tuple[int, ...]]
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# How a parameter begins: its shape, and the sum of its float32 values' bits, which copies share; None for shards.
+_Start = tuple[torch.Size, int | None]
 # So many first steps are remembered while an optimizer waits, maybe for good.
 _REMEMBERED = 1000
 _clock = itertools.count()
@@ -126,8 +126,8 @@ def _are_copies(starts: Mapping[int, _Start], others: Mapping[int, _Start]) -> b
 
 def _is_same(start: _Start, other: _Start) -> bool:
     """Whether two parameters begin alike, as far as is known of shards."""
-    known = start[2] and other[2]
-    return start[:2] == other[:2] and (not known or start[2] == other[2])
+    is_known = start[1] is not None and other[1] is not None
+    return start[0] == other[0] and (not is_known or start[1] == other[1])
 
 
 def _has_replicas(groups: list[dict[str, Any]]) -> bool:
@@ -144,9 +144,12 @@ def _starts(groups: list[dict[str, Any]]) -> dict[int, _Start]:
 
 
 def _start(parameter: torch.Tensor) -> _Start:
-    """Return how a parameter begins. Shards tell by their whole shape alone, as all processes must find the same."""
+    """Return how a parameter begins, the same of tensors of other kinds and dtypes that hold the same values.
+
+    Shards tell by their whole shape alone, as all processes must find the same.
+    """
     if is_dtensor(parameter):
-        return parameter.shape, parameter.dtype, ()
-    parts = [part.detach().contiguous() for part in own_parts(parameter)]
-    words = [part.view(_INTEGERS[part.element_size()]) for part in parts]
-    return parameter.shape, parameter.dtype, tuple(int(word.sum(dtype=torch.int64)) for word in words)
+        return parameter.shape, None
+    value = parameter.decode(torch.float32) if isinstance(parameter, ScaledTensor) else memory(parameter)
+    words = value.detach().to(torch.float32).contiguous().view(torch.int32)
+    return parameter.shape, int(words.sum(dtype=torch.int64))
