@@ -15,6 +15,7 @@ NAMES = (
     "verdicts",
     "verify",
     "states",
+    "running_maximum",
     "overhead",
     "claims",
     "defaults",

@@ -12,6 +12,7 @@ ORDER = (
     "adamw",
     "small_updates",
     "states",
+    "running_maximum",
     "forecast",
     "overhead",
     "exhaustive",

@@ -154,6 +154,7 @@ LAWS = {
     "test_tasks": "spirals",
     "test_conversions": "AdaBelief",
     "optim/test_fused_steps": "AdaBelief",
+    "optim/test_mean_steps": "AdaBelief",
     "optim/test_optimizers": "AdaBelief",
     "optim/test_state_dict": "AdaBelief",
     "optim/test_update_rules": "adabelief",

@@ -146,7 +146,10 @@ def optimizer_of(case: Case, count: int, device: str):
     if case.update != "exact":
         options["weight_update"] = updates()[case.update]
     if case.rule != "sgd":
-        options["state_dtype"] = states()[case.state]
+        choice = states()[case.state]
+        few = given.get("amsgrad") and case.state not in ("fp32", "bf16x2")
+        # A running maximum, and what it is taken of, need more bits.
+        options["state_dtype"] = {"exp_avg": choice} if few else choice
     interval = 1 if case.metered else 0
     made = getattr(hu.optim, name)(parameters, seed=3, report_interval=interval, **given, **options)
     return parameters, made

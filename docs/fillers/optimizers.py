@@ -118,6 +118,13 @@ def state_displacement() -> str:
 
 
 @place
+def running_maximum() -> str:
+    """AMSGrad's mean steps under narrow states."""
+    columns = ("storage", "bytes", "alike", "small", "taken")
+    return benchmark_table("running_maximum", "Mean step under AMSGrad", columns)
+
+
+@place
 def state_errors() -> str:
     """What 8-bit states do to one update."""
     shown = ("1e-30", "1e-5", "1e0", "1e30")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,30 @@ def supports(optimizer: torch.optim.Optimizer) -> bool:
 def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's step takes the scaler and unscales by itself: the older form of the contract."""
     return supports(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def idles(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has no gradients and takes a step all the same, as torch's fused ones do from GradScaler."""
+    return supports(optimizer) and not takes_scaler(optimizer) and not has_gradients(optimizer)
+
+
+def flags_of(
+    optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor], device: str | torch.device
+) -> list[Tensor]:
+    """Return the flags that a check of an optimizer's gradients gave, or one that is not set where it idles.
+
+    Raises:
+        ValueError: there are no gradients, where GradScaler wants some.
+    """
+    flags = list(found.values())
+    if not flags and idles(optimizer):
+        flags = [torch.zeros((), dtype=torch.float32, device=device)]
+    if not flags:
+        raise ValueError(
+            "the optimizer's parameters have no gradients: there is nothing to step with. Leave this step out, or call "
+            "another optimizer's zero_grad(), which clears what they share, after all steps"
+        )
+    return flags
 
 
 def stepped_with(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> Any:

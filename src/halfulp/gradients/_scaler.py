@@ -14,10 +14,10 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from ..formats import Format
 from ..kernels import uncompiled
 from ..rounding import Rounding
-from ._amp_scaling import has_gradients, stepped, stepped_with, takes_scaler
+from ._amp_scaling import flags_of, has_gradients, idles, stepped, stepped_with, takes_scaler
 from ._scaler_options import controller_of, device_of, models_of
 from ._site import HIGHEST, exponent_of
-from ._unscale import unscaled_by_kind
+from ._unscale import UnscaledGradients, unscaled_once
 from .checkpoint._pickle import reduced, resume
 from .checkpoint._state import check_entries, check_places, check_state, sites_by_name, state_of
 from .eager._attach import attach, unwrapped
@@ -105,6 +105,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         self._options |= {"float32_outputs": float32_outputs}
         self.last_step: LastStep | None = None
         self._recorders: list[Recorder] = []
+        self._unscaled = UnscaledGradients()
         self._exponent: int | None = None
         self._models = [weakref.ref(one) for one in models]
         self._mode = mode
@@ -170,6 +171,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         if scaled.requires_grad:
             node: Any = scaled.grad_fn
             node.register_prehook(backward.begin)
+            node.register_prehook(self._unscaled.begin_pass)
         self._controller.losses.append(output.detach())
         return scaled
 
@@ -177,10 +179,10 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer's parameters by ``get_scale()``, before clipping them, say.
 
-        Gradients that are set by hand are multiplied by ``get_scale()`` before, or are made by `scale`.
+        Gradients set by hand are multiplied by ``get_scale()`` before. What optimizers share is divided once.
 
         Raises:
-            ValueError: neither `scale` nor `get_scale` was called since the last update.
+            ValueError: no `scale` or `get_scale` since the last update; a divided gradient that backward added to.
             RuntimeError: called twice, or after step.
         """
         if not self._enabled:
@@ -196,6 +198,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
                 "constant power of two and divide every stage's gradients by it"
             )
         controller.backward.end_unless_differentiating()
+        self._unscaled.check(optimizer, self._models)
         self._tensor(torch.device(self._device))
         super().unscale_(optimizer)
 
@@ -203,9 +206,8 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         own = super()._unscale_grads_
-        return unscaled_by_kind(
-            lambda part, inverse, found: own(part, inverse, found, allow_fp16), optimizer, inv_scale, found_inf
-        )
+        known = None if allow_fp16 else self._unscaled  # float16 is allowed where torch only checks
+        return unscaled_once(lambda part, i, f: own(part, i, f, allow_fp16), known, optimizer, inv_scale, found_inf)
 
     @uncompiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +218,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         ``found_inf`` among its attributes.
 
         Raises:
-            ValueError: as `unscale_`; no gradients; ``closure=`` is given.
+            ValueError: as `unscale_`; no gradients, where torch's GradScaler wants some; ``closure=`` is given.
             RuntimeError: called twice since the last update.
         """
         if not self._enabled:
@@ -226,18 +228,18 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        untouched = state["stage"] is OptState.READY
+        self._unscaled.check(optimizer, self._models)
+        # Another optimizer's user may have clipped what this one shares.
+        untouched = state["stage"] is OptState.READY and not self._unscaled.holds(optimizer)
         whole = takes_scaler(optimizer)
         if whole:
             self._tensor(torch.device(self._device))
             result = stepped_with(self, optimizer, args, kwargs)
-        elif untouched:
+        elif state["stage"] is OptState.READY and not idles(optimizer):
             self.unscale_(optimizer)
         if self._controller.backward.passes:
             self._controller.backward.check_seen()
-        flags = list(state["found_inf_per_device"].values())
-        if not flags:
-            raise ValueError("the optimizer's parameters have no gradients: there is nothing to step with")
+        flags = flags_of(optimizer, state["found_inf_per_device"], self._device)
         state["stage"] = OptState.STEPPED
         overflowed = self._controller.read(flags)
         self.last_step = self._controller.skip(untouched) if overflowed else LastStep(applied=True)
@@ -272,6 +274,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         else:
             self._controller.restart(exponent)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._unscaled.clear()
         self._scale_was_read = False
         for recorder in self._recorders if measured else ():
             recorder.add(self._controller.iteration, self.last_step, self.sites())
@@ -308,6 +311,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         """
         self._controller.assign(exponents)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._unscaled.clear()
 
     def mode_of(self, model: nn.Module) -> str:
         """The mode in which a model is watched: "function" or "module".

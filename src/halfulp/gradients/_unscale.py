@@ -1,14 +1,182 @@
-"""Unscaling gradients of which some are sharded and some are not, as where fully_shard ignores parameters."""
+"""Unscaling gradients: each once, however many optimizers share it, and sharded ones apart from plain ones."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
+
+
+@dataclass
+class _Unscaled:
+    """A gradient that was divided by the scale.
+
+    Attributes:
+        gradient: a weak reference to it.
+        version: its version counter when it had been divided.
+        begun: its version counter when the scaled backward pass began that runs now.
+        rescaled: whether a scaled backward pass has written it since.
+        mixed: whether that pass added to the divided values.
+    """
+
+    gradient: weakref.ref
+    version: int
+    begun: int | None = None
+    rescaled: bool = False
+    mixed: bool = False
+
+    def look(self) -> None:
+        """Note whether the scaled backward pass that runs, or has just ended, has written the gradient."""
+        gradient = self.gradient()
+        if gradient is not None and self.begun is not None and gradient._version != self.begun:
+            self.rescaled = True
+            # A gradient that was changed before the pass may have been set to zero.
+            self.mixed = self.mixed or self.begun == self.version
+
+
+class UnscaledGradients:
+    """The gradients that were divided by the scale since the last update.
+
+    Optimizers that share a parameter share its gradient, which is divided for the first one that unscales; torch's
+    GradScaler divides again for each. A gradient stays unscaled, also where it is clipped, until a scaled backward pass
+    writes it or another tensor takes its place.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[int, _Unscaled] = {}
+        self._pass = -1
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._records.clear()
+
+    def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+        """Return an optimizer's parameters whose gradients are scaled, and those whose gradients were divided."""
+        if not self._records:
+            return list(_with_gradients(optimizer)), []
+        scaled: list[Tensor] = []
+        unscaled: list[Tensor] = []
+        for parameter in _with_gradients(optimizer):
+            record = self._record(parameter)
+            (scaled if record is None or record.rescaled else unscaled).append(parameter)
+        return scaled, unscaled
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether any gradient of an optimizer's parameters was divided."""
+        return bool(self._records) and bool(self.split(optimizer)[1])
+
+    def check(self, optimizer: torch.optim.Optimizer, models: Iterable[weakref.ref]) -> None:
+        """Check that no gradient of an optimizer is a sum of divided and scaled values.
+
+        Args:
+            optimizer: whose gradients are to be unscaled, or stepped with.
+            models: of the scaler, which name the parameters.
+
+        Raises:
+            ValueError: a scaled backward pass added to a gradient that had been divided.
+        """
+        for parameter in _with_gradients(optimizer) if self._records else ():
+            record = self._record(parameter)
+            if record is None or not record.mixed:
+                continue
+            held = [model for model in (reference() for reference in models) if model is not None]
+            names = [name for model in held for name, one in model.named_parameters() if one is parameter]
+            said = names[0] if names else f"a parameter of shape {list(parameter.shape)}"
+            raise ValueError(
+                f"the gradient of {said} was unscaled, and a scaled backward pass has added to it since, so that parts "
+                "of it have another scale: unscale and step after all backward passes of an iteration, or call "
+                "zero_grad() before the next one"
+            )
+
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """Record that the gradients of these parameters are divided now."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                self._records[id(parameter)] = _Unscaled(weakref.ref(gradient), gradient._version)
+
+    def begin_pass(self, _: tuple) -> None:
+        """The hook of a scaled loss's node: see which divided gradients this backward pass writes."""
+        number = torch._C._current_graph_task_id()
+        if not self._records or number == self._pass:
+            return
+        self._end_pass()
+        self._pass = number
+        for record in self._records.values():
+            gradient = record.gradient()
+            record.begun = None if gradient is None else gradient._version
+        Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _end_pass(self) -> None:
+        """Note what a backward pass has written, also of one that raised."""
+        self._pass = -1
+        for record in self._records.values():
+            record.look()
+            record.begun = None
+
+    def _record(self, parameter: Tensor) -> _Unscaled | None:
+        """Return what is known of a parameter's present gradient."""
+        record = self._records.get(id(parameter))
+        if record is None or record.gradient() is not parameter.grad:
+            return None
+        if self._pass != torch._C._current_graph_task_id():
+            self._end_pass()
+        record.look()
+        return record
+
+
+def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters of an optimizer that have a gradient."""
+    for group in optimizer.param_groups:
+        yield from (parameter for parameter in group["params"] if parameter.grad is not None)
+
+
+def unscaled_once(
+    unscale: Callable,
+    known: UnscaledGradients | None,
+    optimizer: torch.optim.Optimizer,
+    inverse: Tensor,
+    found: Tensor,
+) -> dict[torch.device, Tensor]:
+    """GradScaler's unscaling of the gradients that wait at the scale; those that were divided are only checked.
+
+    Args:
+        unscale: as `unscaled_by_kind` takes it.
+        known: which gradients were divided, and are from now on; None where nothing is divided here.
+        optimizer: whose gradients are unscaled.
+        inverse, found: as GradScaler has them.
+
+    Returns:
+        A flag for every device.
+    """
+    if known is None:
+        return unscaled_by_kind(unscale, optimizer, inverse, found)
+    scaled, unscaled = known.split(optimizer)
+    flags = unscaled_by_kind(unscale, _holding(scaled) if unscaled else optimizer, inverse, found)
+    if unscaled:
+        # torch leaves values as they are, bit for bit, under an inverse of 1.
+        checked = unscaled_by_kind(unscale, _holding(unscaled), torch.ones_like(inverse), found)
+        flags = _either(flags, checked)
+    known.note([*scaled, *unscaled])
+    return flags
+
+
+def _holding(parameters: list[Tensor]) -> Any:
+    """Return what GradScaler takes for an optimizer of these parameters."""
+    return SimpleNamespace(param_groups=[{"params": parameters}])
+
+
+def _either(flags: dict[torch.device, Tensor], more: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+    """Return, for every device, the flag that is set where one of two is."""
+    shared = {device: torch.maximum(flags[device], flag) for device, flag in more.items() if device in flags}
+    return {**flags, **more, **shared}
 
 
 def unscaled_by_kind(unscale: Callable, optimizer: torch.optim.Optimizer, inverse: Tensor, found: Tensor) -> dict:
@@ -29,9 +197,7 @@ def unscaled_by_kind(unscale: Callable, optimizer: torch.optim.Optimizer, invers
         return unscale(optimizer, inverse, found)
     flags: dict[torch.device, Tensor] = {}
     for parameters in kinds.values():
-        part = SimpleNamespace(param_groups=[{"params": parameters}])
-        for device, flag in unscale(part, inverse, found).items():
-            flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
+        flags = _either(flags, unscale(_holding(parameters), inverse, found))
     return flags
 
 

@@ -22,6 +22,7 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from .checkpoint._checkpoint import CheckpointMixin
+from .parameters._first_steps import note_made, part_from_others
 from .parameters._local_tensors import local, memory, own_parts
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
@@ -41,8 +42,8 @@ from .parameters._random_identity import (
     Identity,
     assign_identities,
     follow_parameters,
+    has_identities,
     note_identities,
-    part_in_backward,
 )
 from .parameters._state_tensors import BEGUN, complete_state
 from .parameters._tensor_map import TensorMap
@@ -75,13 +76,14 @@ class Optimizer(CheckpointMixin):
         state_dtype: how states are stored: torch.float32, torch.bfloat16, "8bit", "bfloat16x2" (two of them), beside
             scaled parameters torch.float16 and "fp8" (a payload and one scale per tensor), a State, or a dict from
             state name to one of these. By default bfloat16 beside 16-bit parameters, float16 beside scaled ones and
-            float32 beside float32 ones. Parameters whose rows (numel / shape[0]) are not a multiple of the block keep
-            bfloat16 states under "8bit".
+            float32 beside float32 ones; a running maximum (amsgrad) and its source need more bits. Parameters whose
+            rows (numel / shape[0]) are not a multiple of the block keep bfloat16 states under "8bit".
         param_dtype: torch.bfloat16 or torch.float16: narrow float32 parameters in place; the bits that fall off go
             into auxiliary tensors beside them.
         format: a Format or its name: parameters stay float32 tensors and hold values of that format.
-        seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Two optimizers
-            over unnamed parameters, or of equal names, share them unless they begin in one backward: seed the second.
+        seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Optimizers
+            over unnamed parameters share them if one was made after the other's first step, or as a copy, and those of
+            equal names do: seed the second.
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
     """
 
@@ -117,6 +119,7 @@ class Optimizer(CheckpointMixin):
     def _start_caches(self) -> None:
         """Create what is kept by parameter beside torch's groups and states, empty; also after a copy or a load."""
         _whole_states.watch()
+        note_made(self)
         self._plans = PlanCache()
         self._outside_states: TensorMap[dict[str, Any]] = TensorMap()
         self._saved_payloads: TensorMap[SavedPayload] = TensorMap()
@@ -214,7 +217,7 @@ class Optimizer(CheckpointMixin):
                 self._new_plan(group, position, gradient)
         state = self.state[parameter]
         carried = weight_to_carry(self._plans.get(parameter), spec, state) if carry else None
-        complete_state(state, spec, group, parameter, name)
+        complete_state(state, spec, group, parameter, name, self._plans.get(parameter))
         options, saved = options or self._plans.options_of(group), self._saved_payloads.pop(parameter)
         plan = self._plans.renew(parameter, spec, state, options, name, identity, saved)
         if carried is not None:
@@ -277,9 +280,10 @@ class Optimizer(CheckpointMixin):
     @keeping_subnormals()
     def _take_step(self) -> None:
         """Step every parameter that has a gradient."""
-        if len(self.state) > sum(len(group["params"]) for group in self.param_groups):
+        count = sum(len(group["params"]) for group in self.param_groups)
+        if len(self.state) > count or not all(map(has_identities, self.param_groups)):
             self._follow_groups()
-        if not self._stepped and part_in_backward(self.param_groups, self.state):
+        if not self._stepped and part_from_others(self):
             self._clear_plans()
         batches: dict[tuple[int, bool], Batch] = {}
         waiting: list[ParameterPlan] = []
@@ -337,8 +341,6 @@ class Optimizer(CheckpointMixin):
         options = self._plans.options_of(group)
         self._check_numbers(group)
         warn_of_rate_jump(group)
-        if len(group.get("identities") or group.get("param_names", ())) != len(group["params"]):
-            self._follow_groups()
         known = self._plans.by_id
         for position, parameter in enumerate(group["params"]):
             gradient = self._gradient(parameter)

@@ -17,7 +17,7 @@ from ._torch_optimizers import MeasuredOptimizer
 
 if TYPE_CHECKING:
     from ..gradients import AdaptiveGradScaler
-    from ..optim import Optimizer
+    from ..optim import Optimizer, StateSlot
 
 
 def optimizer(
@@ -130,18 +130,29 @@ def _groups(recipe: Recipe, model: nn.Module) -> list[Any]:
 
 
 def _state(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> object:
-    """The optimizer's ``state_dtype``; values of a format live in float32 states."""
+    """The optimizer's ``state_dtype``; values of a format live in float32 states.
+
+    A running maximum, and the state that it is taken of, stay as the optimizer keeps them unless they may be stored so.
+    """
     if recipe.state_dtype == "bfloat16x2":
-        return dict.fromkeys(_second_moments(kind, hyper), recipe.state_dtype) or None
-    if recipe.state_dtype is None or recipe.state_dtype in ("8bit", "fp8"):
-        return recipe.state_dtype
-    return torch.float32 if recipe.state_dtype == recipe.format else getattr(torch, recipe.state_dtype)
+        second = [state.name for state in _states(kind, hyper) if state.degree == 2]
+        return dict.fromkeys(second, recipe.state_dtype) or None
+    if recipe.state_dtype is None:
+        return None
+    chosen: Any = recipe.state_dtype
+    if chosen not in ("8bit", "fp8"):
+        chosen = torch.float32 if chosen == recipe.format else getattr(torch, chosen)
+    held = _states(kind, hyper)
+    maxima = {name for state in held if state.maximum_of for name in (state.name, state.maximum_of)}
+    if not maxima or chosen in (torch.float32, torch.float16):
+        return chosen
+    return {state.name: chosen for state in held if state.name not in maxima}
 
 
-def _second_moments(kind: type[Optimizer], hyper: dict[str, Any]) -> list[str]:
-    """The states that grow as the gradient's square does, as an optimizer of one number with these options has them."""
+def _states(kind: type[Optimizer], hyper: dict[str, Any]) -> tuple[StateSlot, ...]:
+    """The states of an optimizer of one number with these options."""
     single = kind([nn.Parameter(torch.zeros(1, device="cpu", dtype=torch.float32))], **hyper)
-    return [state.name for state in single.rule(single.param_groups[0]).states if state.degree == 2]
+    return single.rule(single.param_groups[0]).states
 
 
 def _object(update: str) -> object:

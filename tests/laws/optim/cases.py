@@ -175,9 +175,20 @@ def special_pairs(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return w[order].reshape(-1, 64), g[order].reshape(-1, 64)
 
 
+def storable(rule: str, choice):
+    """A `state_dtype=` for all states that may be stored so; a running maximum, and what it is taken of, may not."""
+    held = rule_of(rule).states
+    kept = {name for state in held if state.maximum_of for name in (state.name, state.maximum_of)}
+    if choice in (None, torch.float32, CODECS["bf16x2"]) or isinstance(choice, dict) or not kept:
+        return choice
+    return {state.name: choice for state in held if state.name not in kept}
+
+
 def build(rule: str, update: str | hu.optim.WeightUpdate, tensors: Iterable, store: str = "bf16", **more):
     """An optimizer of a rule over some parameters, or named ones."""
     kind, given = RULES[rule]
+    if "state_dtype" in more:
+        more["state_dtype"] = storable(rule, more["state_dtype"])
     chosen = None if store == "fp32" else UPDATES[update] if isinstance(update, str) else update
     return kind(tensors, **{**given, "weight_update": chosen, "report_interval": 0, **options_of(store), **more})
 

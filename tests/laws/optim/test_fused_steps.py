@@ -48,7 +48,7 @@ def test_compiled_equals_reference(seed, rule, update, store, codec, gradient):
 
 
 @pytest.mark.parametrize(
-    ("rule", "codec"), [("adamw", MIXED), ("adamw", MIXED_PAIR), ("adam-amsgrad", {"max_exp_avg_sq": "8bit"})]
+    ("rule", "codec"), [("adamw", MIXED), ("adamw", MIXED_PAIR), ("adam-amsgrad", MIXED), ("adam-amsgrad", MIXED_PAIR)]
 )
 def test_compiled_equals_reference_with_one_codec_per_state(seed, rule, codec):
     case = (seed, rule, "split8", "bf16", codec, torch.float32)

@@ -13,7 +13,7 @@ from ...laws.optim.cases import differing, snapshot
 
 MADE = {
     hu.optim.AdamW: (torch.optim.AdamW, {}),
-    hu.optim.Adam: (torch.optim.Adam, {"amsgrad": True}),
+    hu.optim.Adam: (torch.optim.Adam, {"maximize": True}),
     hu.optim.SGD: (torch.optim.SGD, {"momentum": 0.9}),
 }
 

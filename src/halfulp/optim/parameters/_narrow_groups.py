@@ -13,6 +13,7 @@ from ...subclass.models._averaged_models import warn_of_narrow_averages
 from ...subclass.models._data_parallel import Wrappers, data_parallel_modules, replace_data, sharded_modules
 from ...subclass.models._parameter_holders import check_holders, check_overlaps, living_modules
 from ..states._storage import STORES
+from ..weight_updates._weight_update import weight_update
 from ._local_tensors import local, memory
 from ._narrowing import is_kept, take_float32
 from ._outside_writes import drop_stale, mark_current
@@ -151,7 +152,8 @@ def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
     """
     idle = None
     for group in groups:
-        chosen = group["weight_update"]
+        given = group["weight_update"]  # a name, where it was assigned since
+        chosen = None if given is None else weight_update(given)
         if chosen is None or chosen.name == "exact":
             continue
         for position, parameter in enumerate(group["params"]):
@@ -178,7 +180,8 @@ def warn_of_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
     frozen: dict[Any, str] = {}
     idle: dict[Any, str] = {}
     for group in groups:
-        chosen = group["weight_update"]
+        given = group["weight_update"]  # a name, where it was assigned since
+        chosen = None if given is None else weight_update(given)
         if chosen is None or chosen.name == "exact":
             continue
         for position, parameter in enumerate(group["params"]):

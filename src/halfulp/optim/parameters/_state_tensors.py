@@ -11,6 +11,7 @@ from ..._messages import listed
 from ..states._state import constant_of
 from ..step._spec import StepSpec
 from ._local_tensors import local
+from ._parameter_plan import ParameterPlan, stored_choice
 
 # What the names of a state's tensors end in, over all storages.
 STORAGE_SUFFIXES = ("", "_codes", "_scale", "_residual")
@@ -19,17 +20,34 @@ BEGUN = "states_begun"
 
 
 def complete_state(
-    state: MutableMapping[str, Any], spec: StepSpec, group: Mapping, parameter: torch.Tensor, name: str
+    state: MutableMapping[str, Any],
+    spec: StepSpec,
+    group: Mapping,
+    parameter: torch.Tensor,
+    name: str,
+    known: ParameterPlan | None = None,
 ) -> None:
     """Add the tensors that a parameter's state lacks, and its step number.
 
     States that all begin after some steps, as where a momentum is switched on, are noted: the rule counts from there.
+
+    Args:
+        state: of the parameter.
+        spec: its step specification.
+        group: its options.
+        parameter: as the user holds it.
+        name: for messages.
+        known: its plan so far. Where the group has another rule since, as under another `amsgrad`, the states that both
+            have are stored as this one stores them.
 
     Raises:
         ValueError: a tensor of another shape or dtype than is needed, or a part of a state without the rest of it.
         TypeError: an initial value that is no number.
     """
     wanted = state_spec(spec, local(parameter).shape)
+    choice = stored_choice(group["state_dtype"])
+    if known is not None and known.spec.rule is not spec.rule and known.options.state_dtype == choice:
+        _store_anew(state, known.spec, spec, local(parameter).shape)
     _refuse_other_tensors(state, wanted, name)
     missing = {key: value for key, value in wanted.items() if key not in state}
     if missing:
@@ -42,6 +60,24 @@ def complete_state(
         if of_rule and of_rule <= missing.keys() and state.get("step", 0):
             state[BEGUN] = state["step"]
     state.setdefault("step", 0)
+
+
+def _store_anew(state: MutableMapping[str, Any], before: StepSpec, spec: StepSpec, shape: torch.Size) -> None:
+    """Convert the states that two rules share to what the second one stores them in, rounded to nearest."""
+    places = {slot.name: place for place, slot in enumerate(before.rule.states)}
+    for slot, codec in zip(spec.rule.states, spec.codecs):
+        if slot.name not in places:
+            continue
+        old, names = before.codecs[places[slot.name]], before.state_tensors[places[slot.name]]
+        if old == codec or not state.keys() >= set(names):
+            continue
+        tensors = [local(state.pop(name)) for name in names]
+        new = {
+            name: torch.zeros(size, dtype=dtype, device=tensors[0].device)
+            for name, (size, dtype) in codec.tensors(slot.name, shape).items()
+        }
+        codec.encode(list(new.values()), old.decode(tensors).contiguous(), None)
+        state.update(new)
 
 
 def state_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:

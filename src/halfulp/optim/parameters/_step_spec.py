@@ -12,7 +12,7 @@ from ..rules._update_rule import UpdateRule
 from ..states._float8 import PAYLOADS
 from ..states._format_values import format_store
 from ..states._scaled import Scaled
-from ..states._state import Codec, Int8Blocks, resolve_codecs
+from ..states._state import Codec, Int8Blocks, refuse_ratchet, resolve_codecs
 from ..states._storage import STORES, Store
 from ..step._spec import StepSpec
 from ..weight_updates._multicomponent import update_of_components
@@ -92,6 +92,7 @@ def codecs_for(
     if is_scaled and store.dtype != torch.float32:
         default = torch.float16
     codecs = resolve_codecs(group["state_dtype"], rule.states, default, parameter.shape)
+    refuse_ratchet(rule, codecs, group["state_dtype"])
     if not is_scaled and any(isinstance(codec, Scaled) for codec in codecs):
         raise ValueError(
             f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "

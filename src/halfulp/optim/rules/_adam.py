@@ -9,7 +9,7 @@ from ...kernels import divide, maximum, sqrt
 from ._update_rule import StateSlot, UpdateRule, beta
 
 _MOMENTS = (StateSlot("exp_avg", 1, retention=beta(0)), StateSlot("exp_avg_sq", 2, retention=beta(1)))
-_MAXIMUM = (*_MOMENTS, StateSlot("max_exp_avg_sq", 2))
+_MAXIMUM = (*_MOMENTS, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
 _CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "unbias", "eps", "step", "feedback_gain")
 
 

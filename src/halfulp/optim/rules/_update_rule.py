@@ -22,6 +22,8 @@ class StateSlot:
         degree: 1 where the state grows as the gradient does, 2 where it grows as its square.
         initial: its value before the first step, rounded to nearest where it is stored.
         retention: the share of it that a step keeps where it is a decaying mean, as a beta; None for other states.
+        maximum_of: the state whose largest value so far it is; None for other states. It keeps what noise adds to that
+            state for good, so that both need a storage with little (`refuse_ratchet`).
 
     >>> StateSlot("sum", 2, initial=lambda group: group["initial_accumulator_value"]).initial_value(
     ...     {"initial_accumulator_value": 0.1}
@@ -33,6 +35,7 @@ class StateSlot:
     degree: int
     initial: Number = 0.0
     retention: Number | None = None
+    maximum_of: str | None = None
 
     def initial_value(self, group: Mapping[str, Any]) -> float:
         """Return the value before the first step under a group's options.
@@ -121,3 +124,10 @@ class UpdateRule:
                 f"rule {self.name!r} has the constants {', '.join(map(repr, self.constants))}: {wrong[0]!r} stands "
                 "twice or is no name; give each its own, of letters, digits and underscores"
             )
+        kept = [state.name for state in self.states]
+        for state in self.states:
+            if state.maximum_of is not None and (state.maximum_of == state.name or state.maximum_of not in kept):
+                raise ValueError(
+                    f"rule {self.name!r} has the state {state.name!r}, the maximum of {state.maximum_of!r}: give the "
+                    f"name of another of its states, which are {', '.join(map(repr, kept))}"
+                )

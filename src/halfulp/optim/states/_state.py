@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..rules._update_rule import StateSlot
+from ..rules._update_rule import StateSlot, UpdateRule
 from ..weight_updates._components import Components
 from ._double_bfloat16 import DoubleBF16
 from ._float8 import PAYLOADS
@@ -138,15 +138,62 @@ def resolve_codecs(
         if unknown:
             names = [slot.name for slot in slots]
             raise ValueError(f"state_dtype names {sorted(unknown)}, which this rule does not keep: it keeps {names}")
-        return tuple(_codec(as_state(given.get(slot.name), default), slot, shape) for slot in slots)
-    return tuple(_codec(as_state(given, default), slot, shape) for slot in slots)
+        chosen = [given.get(slot.name) for slot in slots]
+    else:
+        chosen = [given] * len(slots)
+    states = [as_state(one, _default_for(slot, slots, default)) for one, slot in zip(chosen, slots)]
+    return tuple(_codec(state, slot, shape) for state, slot in zip(states, slots))
 
 
-def as_state(given: OneState, default: torch.dtype) -> State:
+def _default_for(slot: StateSlot, slots: tuple[StateSlot, ...], default: torch.dtype) -> torch.dtype | State:
+    """Return what a state is stored in where nothing was chosen: bfloat16 holds no state that a maximum is taken of."""
+    if default != torch.bfloat16:
+        return default
+    # The largest of rounded numbers is the rounded largest: to nearest, a maximum neither stalls nor drifts.
+    rounded = State(default, "nearest") if slot.maximum_of else default
+    return torch.float32 if any(other.maximum_of == slot.name for other in slots) else rounded
+
+
+# The least bits behind the leading one of a maximum, and of what it is taken of. Largest so far, over 6,000 steps, of a
+# second moment stored stochastically: its root is 1.8% too large with 7 bits (bfloat16), .3% with 10 (float16).
+_MAXIMUM_BITS, _SOURCE_BITS = 7, 10
+
+
+def refuse_ratchet(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoice) -> None:
+    """Refuse a storage whose noise a running maximum would keep.
+
+    Args:
+        rule: whose states may hold a maximum.
+        codecs: of its states.
+        given: the group's `state_dtype`.
+
+    Raises:
+        ValueError: a maximum, or the state that it is taken of, in too few bits.
+    """
+    bits = {slot.name: _kept_bits(codec) for slot, codec in zip(rule.states, codecs)}
+    for slot in rule.states:
+        if slot.maximum_of is None or (bits[slot.maximum_of] >= _SOURCE_BITS and bits[slot.name] >= _MAXIMUM_BITS):
+            continue
+        items = given.items() if isinstance(given, Mapping) else [(other.name, given) for other in rule.states]
+        rest = {name: one for name, one in items if name not in (slot.name, slot.maximum_of)}
+        raise ValueError(
+            f"{rule.name} divides by {slot.name!r}, the largest {slot.maximum_of!r} so far, which keeps every upward "
+            f"rounding: under state_dtype={given!r} steps would shrink by about 2% and more. Leave both out of it, "
+            f"state_dtype={rest or None!r}: they are then stored with enough bits"
+        )
+
+
+def _kept_bits(codec: Codec) -> int:
+    """Return the bits behind the leading one that a codec keeps of every element; none where blocks share a scale."""
+    if isinstance(codec, DoubleBF16):
+        return 16
+    return 0 if isinstance(codec, Int8Blocks) else codec.store.mantissa_bits
+
+
+def as_state(given: OneState, default: torch.dtype | State) -> State:
     """Return a State from what a user may give for one."""
-    if isinstance(given, State):
-        return given
-    return State(default if given is None else given)
+    chosen = default if given is None else given
+    return chosen if isinstance(chosen, State) else State(chosen)
 
 
 def holds_blocks(shape: torch.Size, block: int) -> bool:
