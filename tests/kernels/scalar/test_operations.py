@@ -98,7 +98,7 @@ KERNELS = {
     "widen": wider,
     "select": chosen,
 }
-MEMORY = ["load8", "load16", "load32", "load64", "store8", "store16", "store32", "store64"]
+MEMORY = ["load8", "load16", "load32", "load64", "store8", "store16", "store32", "store64", "amax16x32"]
 INDEX = ["low_word", "high_word"]
 COUNTED = ["under16", "under_quotients16", "squares16"]
 
@@ -166,6 +166,25 @@ def test_memory(bits, cache, seed):
         bind["put"](plain.ctypes.data, i, bind["get"](a.ctypes.data, i))
     assert (compiled == a).all()
     assert (plain == a).all()
+
+
+def highest(n, a, b, out):
+    for i in range(n):
+        store32(out, i, peak(a, i))  # noqa: F821
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("amax16x32", np.uint32)])
+def test_peaks(name, dtype, cache, seed):
+    """Also where the 16 neighbours are not aligned."""
+    rng = np.random.default_rng(seed)
+    a = rng.integers(0, 2 ** (8 * np.dtype(dtype).itemsize), 48, dtype=np.uint64).astype(dtype)
+    out = np.zeros(33, np.uint32)
+    compile_kernel(highest, "void(int64, int64, int64, int64)", {"peak": SCALARS[name]})(
+        33, a.ctypes.data, 0, out.ctypes.data
+    )
+    half = dtype(np.iinfo(dtype).max >> 1)
+    assert out.tolist() == [int((a[i : i + 16] & half).max()) for i in range(33)]
+    assert out.tolist() == [int(SCALARS[name](a.ctypes.data, i)) for i in range(33)]
 
 
 def counted(n, a, nonzero, normal, scale, out):

@@ -68,6 +68,22 @@ def _store(width: ir.IntType) -> Callable:
     return emit
 
 
+def _amax(width: ir.IntType) -> Callable:
+    """Return the largest magnitude of 16 neighbours; LLVM does not vectorize a loop of so few iterations."""
+
+    def emit(builder, address, i):
+        vector = ir.VectorType(width, 16)
+        pointer = builder.gep(builder.inttoptr(address, width.as_pointer()), [i])
+        values = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=width.width // 8)
+        mask = ir.Constant(vector, [ir.Constant(width, (1 << width.width - 1) - 1)] * 16)
+        name = f"llvm.vector.reduce.umax.v16i{width.width}"
+        reduce = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(width, [vector]))
+        value = builder.call(reduce, [builder.and_(values, mask)])
+        return value if width is _I32 else builder.zext(value, _I32)
+
+    return emit
+
+
 def _load_64(builder, address, i):
     # Some read the words of narrower elements, which may begin anywhere.
     return builder.load(builder.gep(builder.inttoptr(address, _I64.as_pointer()), [i]), align=1)
@@ -196,6 +212,7 @@ INTRINSICS: dict[str, Callable] = {
     "store8": operation("store8", *_STORE, _store(_I8)),
     "store16": operation("store16", *_STORE, _store(_I16)),
     "store32": operation("store32", *_STORE, _store(_I32)),
+    "amax16x32": operation("amax16x32", *_LOAD, _amax(_I32)),
     "under16": operation("under16", types.uint32, (*_AT, types.uint32, types.uint32), _under16),
     "under_quotients16": operation("under_quotients16", types.uint32, (*_AT, *[types.float32] * 3), _under_quotients16),
     "squares16": operation("squares16", types.float64, _AT, _squares16),

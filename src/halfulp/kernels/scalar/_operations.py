@@ -298,6 +298,12 @@ def prefetch(address: Word) -> None:
 
 
 @_scalar
+def amax16x32(address: Word, i: Word) -> np.uint32:
+    """The largest of 16 words from element i on, their top bits left out."""
+    return max(bit_and(_read(32, address, int(i) + k), 0x7FFFFFFF) for k in range(16))
+
+
+@_scalar
 def under16(address: Word, i: Word, nonzero: Word, normal: Word) -> np.uint32:
     """Of 16 float32 from element i those whose size as a word is > 0 and < nonzero; times 2^16 those then < normal."""
     sizes = [int(_read(32, address, int(i) + k)) & 0x7FFFFFFF for k in range(16)]
