@@ -355,7 +355,7 @@ def gather(table: tuple[float, ...], index):
 
 def block_largest(x):
     """The largest of a block's words, for each of its elements."""
-    return x.trace.emit("block_largest", (x,), None, "w32")
+    return x.trace.emit("block_largest", (x,))
 
 
 def round_to_float32(x):

@@ -102,15 +102,6 @@ HALF_UNIT, HALF_UNITS = np.float32(2.0**-24), np.float32(2.0**24)
 plus32 = plus
 
 
-def all_constants(k):
-    """Device function: the constants as values, read once."""
-    return (
-        *(k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7], k[8], k[9], k[10], k[11], k[12], k[13], k[14], k[15], k[16]),
-        *(k[17], k[18], k[19], k[20], k[21], k[22], k[23], k[24], k[25], k[26], k[27], k[28], k[29], k[30], k[31]),
-        *(k[32], k[33], k[34]),
-    )
-
-
 def rounded(w, u, c):
     """Device function: a word, rounded with the random bits u."""
     a = both(w, c[MAGNITUDE])

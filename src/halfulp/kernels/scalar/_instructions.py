@@ -212,7 +212,6 @@ INTRINSICS: dict[str, Callable] = {
     "store8": operation("store8", *_STORE, _store(_I8)),
     "store16": operation("store16", *_STORE, _store(_I16)),
     "store32": operation("store32", *_STORE, _store(_I32)),
-    "amax16x16": operation("amax16x16", *_LOAD, _amax(_I16)),
     "amax16x32": operation("amax16x32", *_LOAD, _amax(_I32)),
     "under16": operation("under16", types.uint32, (*_AT, types.uint32, types.uint32), _under16),
     "under_quotients16": operation("under_quotients16", types.uint32, (*_AT, *[types.float32] * 3), _under_quotients16),

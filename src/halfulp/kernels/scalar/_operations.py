@@ -298,12 +298,6 @@ def prefetch(address: Word) -> None:
 
 
 @_scalar
-def amax16x16(address: Word, i: Word) -> np.uint32:
-    """The largest of 16 16-bit elements from i on, their top bits left out, as a word."""
-    return max(bit_and(_read(16, address, int(i) + k), 0x7FFF) for k in range(16))
-
-
-@_scalar
 def amax16x32(address: Word, i: Word) -> np.uint32:
     """The largest of 16 words from element i on, their top bits left out."""
     return max(bit_and(_read(32, address, int(i) + k), 0x7FFFFFFF) for k in range(16))

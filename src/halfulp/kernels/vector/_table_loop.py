@@ -7,13 +7,13 @@ which narrow vectors are widened and packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from .._trace import Piece, Trace
 from ..scalar._processor import vector_bits
-from ._builder import VectorBuilder
+from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
 from ._machine_function import machine_function
 
@@ -51,7 +51,8 @@ class Table:
         counters: random words per element.
         start: (low and high half of a row's key, global index) -> the counter of an element.
         step: by which the counters of neighbours differ.
-        block: elements of a block, of which every chunk holds whole ones; None if there are none.
+        block: elements of a block; None if there are none.
+        partial: whether a chunk's last block may be incomplete; then no array has an element per block.
         digest: of an array, after all was written.
     """
 
@@ -62,6 +63,7 @@ class Table:
     start: Piece | None = None
     step: int = 0
     block: int | None = None
+    partial: bool = False
     digest: Digest | None = None
 
     def key(self) -> str:
@@ -69,7 +71,7 @@ class Table:
         pieces = [self.start, self.digest and self.digest.term]
         told = [(piece.trace.digest(), piece.results) for piece in pieces if piece]
         digest = self.digest and (self.digest.column, self.digest.size, self.digest.step)
-        counts = self.columns, self.constants, self.counters, self.step, self.block
+        counts = self.columns, self.constants, self.counters, self.step, self.block, self.partial
         return repr((self.trace.digest(), counts, digest, told))
 
 
@@ -88,8 +90,13 @@ class _TableLoop(VectorBuilder):
     def __init__(self, builder, table: Table) -> None:
         super().__init__(builder)
         self.table, self.trace = table, table.trace
-        self.lanes = min(vector_bits() // 32, (table.block or 1 << 30) // 2)
+        self.lanes = vector_bits() // 32
+        while table.block and 2 * self.lanes > max(table.block, 8):
+            self.lanes //= 2
         self.width = 2 * self.lanes
+        self.padded = -(-(table.block or 0) // self.width) * self.width
+        self.copied = table.partial or self.padded != table.block
+        self.phases = _Phases.of(self.trace)
         lines = self.trace.lines
         self.kinds = Instructions(builder, self.trace, 1)
         self.given = [
@@ -106,8 +113,11 @@ class _TableLoop(VectorBuilder):
     def build(self, first, last, chunks, pointers, rows, constants, keys, sums, digests) -> None:
         """Write the loop over chunks."""
         b, table = self.b, self.table
-        copies = {array: self.allocate(self.ir.IntType(array[1]), self.width) for array in self.arrays}
-        buffers = [self.allocate(self.i32, table.block) for _ in self.phases().crossing] if table.block else []
+        room = self.padded if table.block else self.width
+        copied = self.arrays if not table.block or self.copied else []
+        copies = {array: self.allocate(self.ir.IntType(array[1]), room) for array in copied}
+        crossing = self.phases.crossing if table.block else []
+        buffers = [self.allocate(scalar_of(self.type_of(line)), room) for line in crossing]
         with self.loop(first, last, 1) as c:
             at = b.mul(c, self.word(_CHUNK))
             row, begin, count, index = (self.word_at(chunks, at, k) for k in range(_CHUNK))
@@ -123,7 +133,7 @@ class _TableLoop(VectorBuilder):
             self.starts = [self.start(self.word_at(keys, key, k), index) for k in range(table.counters)]
             totals = [self.ir.Constant(kind, None) for kind in self.sum_types() for _ in range(2)]
             if table.block:
-                self.blocks(begin, count, totals, buffers)
+                self.blocks(begin, count, totals, copies, buffers)
             else:
                 self.vectors(begin, count, totals, copies)
             for k, (how, _) in enumerate(self.trace.sums):
@@ -177,7 +187,8 @@ class _TableLoop(VectorBuilder):
             with self.loop(zero, limit, self.width, totals) as i:
                 loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
                 values = [self.computed(half, loaded, b.add(before, i)) for half in range(2)]
-                self.finish(values, self.stores, bases, i, totals, limit)
+                self.finish(values, self.stores, bases, i)
+                self.sum_up(values, i, totals, limit, range(len(self.trace.lines)))
             with b.if_then(is_rest):
                 self.copy_out(b.add(begin, whole), rest, copies)
 
@@ -203,75 +214,109 @@ class _TableLoop(VectorBuilder):
 
     # blocks ----------------------------------------------------------------------------------------------------
 
-    def phases(self) -> _Phases:
-        """Return which instructions come before and behind a block's largest."""
-        return _Phases.of(self.trace)
+    def blocks(self, begin, count, totals: list, copies: dict, buffers: list) -> None:
+        """Write the loop over blocks: all up to their largest words, then the rest, of values kept in buffers.
 
-    def blocks(self, begin, count, totals: list, buffers: list) -> None:
-        """Write the loop over blocks: all up to their largest words, then the rest, of values kept in buffers."""
-        b, phases = self.b, self.phases()
-        block = self.word(self.table.block or 0)
-        before = {array: k for array, k in self.stores.items() if not array[2] and k not in phases.behind}
-        behind = {array: k for array, k in self.stores.items() if not array[2] and k in phases.behind}
-        with self.loop(self.word(0), b.sdiv(count, block), 1, totals) as number:
+        Where blocks are no whole vectors, or the last one may be incomplete, they are computed in copies with zeros
+        behind their elements.
+        """
+        b, block = self.b, self.word(self.table.block or 0)
+        whole = b.sdiv(b.add(count, b.sub(block, self.word(1))), block)
+        with self.loop(self.word(0), whole, 1, totals) as number:
             start = b.mul(number, block)
-            bases, shared = {}, {}
+            bases = {}
             for array in self.arrays:
                 address, bits, per_block = array
                 place = b.add(b.sdiv(begin, block), number) if per_block else b.add(begin, start)
                 bases[array] = b.add(self.address[self.column[address]], b.mul(place, self.word(bits // 8)))
-                if per_block and array in self.loads:
-                    word = b.load(self.pointer(bases[array], self.word(0), self.ir.IntType(bits)), align=bits // 8)
-                    word = word if bits == 32 else b.zext(word, self.i32)
-                    shared[array] = [self.spread(word, self.lanes)] * 2
-            none = self.constant(self.shape(self.i32, self.lanes), 0)
-            tops, kept = [none for _ in phases.largest], len(totals)
-            carried = totals + tops
-            with self.loop(self.word(0), block, self.width, carried) as i:
-                own = [array for array in dict.fromkeys(self.loads) if not array[2]]
-                loaded = shared | {array: self.load_both(bases[array], i, array[1]) for array in own}
-                values = [self.computed(half, loaded, b.add(start, i), only=phases.before) for half in range(2)]
-                sums = carried[:kept]
-                self.finish(values, before, bases, i, sums, block)
-                for buffer, crossing in zip(buffers, phases.crossing):
-                    for half in range(2):
-                        self.keep(buffer, i, half, values[half][crossing])
-                for k, line in enumerate(phases.largest):
-                    for half in range(2):
-                        word = values[half][self.trace.lines[line][1][0]]
-                        higher = b.icmp_unsigned(">", word, carried[kept + k])
-                        carried[kept + k] = b.select(higher, word, carried[kept + k])
-                carried[:kept] = sums
-            totals[:] = carried[:kept]
-            known = {}
-            for line, vector in zip(phases.largest, carried[kept:]):
-                known[line] = self.most(vector)
-            single = Instructions(b, self.trace, 1).run(self.scalars, known, phases.uniform)
-            known = {line: self.spread(single[line], self.lanes) for line in phases.waiting}
-            for array, line in self.stores.items():
-                if array[2]:
-                    word, kind = single[line], self.ir.IntType(array[1])
-                    word = word if array[1] == 32 else b.trunc(word, kind)
-                    b.store(word, self.pointer(bases[array], self.word(0), kind), align=array[1] // 8)
-            with self.loop(self.word(0), block, self.width) as i:
-                values = []
+            if self.copied:
+                self.block_in_copy(bases, start, self.lesser(block, b.sub(count, start)), totals, copies, buffers)
+            else:
+                self.one_block(bases, start, block, totals, buffers)
+
+    def block_in_copy(self, bases: dict, start, size, totals: list, copies: dict, buffers: list) -> None:
+        """Write one block's loops, over a copy where it is no whole vectors."""
+        b = self.b
+        in_copy = b.icmp_signed("<", size, self.word(self.padded))
+        with b.if_then(in_copy):
+            self.copy_block(bases, size, copies)
+        held = {array: b.ptrtoint(copies[array], self.i64) for array in self.arrays}
+        used = {array: b.select(in_copy, held[array], bases[array]) for array in self.arrays}
+        self.one_block(used, start, size, totals, buffers)
+        with b.if_then(in_copy), self.loop(self.word(0), size, 1) as j:
+            for array in self.stores:
+                kind = self.ir.IntType(array[1])
+                value = b.load(b.gep(copies[array], [j]), align=array[1] // 8)
+                b.store(value, self.pointer(bases[array], j, kind), align=array[1] // 8)
+
+    def copy_block(self, bases: dict, size, copies: dict) -> None:
+        """Copy a block's elements, and zeros behind them."""
+        b = self.b
+        for array in dict.fromkeys(self.loads):
+            kind, align = self.ir.IntType(array[1]), array[1] // 8
+            with self.loop(self.word(0), size, 1) as j:
+                value = b.load(self.pointer(bases[array], j, kind), align=align)
+                b.store(value, b.gep(copies[array], [j]), align=align)
+            with self.loop(size, self.word(self.padded), 1) as j:
+                b.store(self.ir.Constant(kind, 0), b.gep(copies[array], [j]), align=align)
+
+    def one_block(self, bases: dict, start, size, totals: list, buffers: list) -> None:
+        """Write the two loops over a block's vectors; `start` is its first element's place in the chunk."""
+        b, phases, padded = self.b, self.phases, self.word(self.padded)
+        stores = {array: k for array, k in self.stores.items() if not array[2]}
+        shared = {}
+        for array in self.loads:
+            if array[2]:
+                word = b.load(self.pointer(bases[array], self.word(0), self.ir.IntType(array[1])), align=array[1] // 8)
+                word = word if array[1] == 32 else b.zext(word, self.i32)
+                shared[array] = [self.spread(word, self.lanes)] * 2
+        kept = len(totals)
+        carried = totals + [self.ir.Constant(self.type_of(line), None) for line in phases.largest]
+        with self.loop(self.word(0), padded, self.width, carried) as i:
+            own = [array for array in dict.fromkeys(self.loads) if not array[2]]
+            loaded = shared | {array: self.load_both(bases[array], i, array[1]) for array in own}
+            values = [self.computed(half, loaded, b.add(start, i), only=phases.before) for half in range(2)]
+            self.finish(values, {a: k for a, k in stores.items() if k not in phases.behind}, bases, i)
+            sums = carried[:kept]
+            self.sum_up(values, i, sums, size, phases.before)
+            carried[:kept] = sums
+            for buffer, crossing in zip(buffers, phases.crossing):
                 for half in range(2):
-                    held = {line: self.kept(buffer, i, half, line) for buffer, line in zip(buffers, phases.crossing)}
-                    values.append(self.computed(half, shared, b.add(start, i), known | held, phases.behind_and_free))
-                self.finish(values, behind, bases, i)
+                    self.keep(buffer, i, half, values[half][crossing])
+            for k, line in enumerate(phases.largest):
+                for half in range(2):
+                    word = values[half][self.trace.lines[line][1][0]]
+                    carried[kept + k] = self.taken("max", carried[kept + k], word)
+        totals[:] = carried[:kept]
+        known = {line: self.most(vector) for line, vector in zip(phases.largest, carried[kept:])}
+        single = Instructions(b, self.trace, 1).run(self.scalars, known, phases.uniform)
+        known = {line: self.spread(single[line], self.lanes) for line in phases.waiting}
+        for array, line in self.stores.items():
+            if array[2]:
+                word, kind = single[line], self.ir.IntType(array[1])
+                word = word if array[1] == 32 else b.trunc(word, kind)
+                b.store(word, self.pointer(bases[array], self.word(0), kind), align=array[1] // 8)
+        with self.loop(self.word(0), padded, self.width, totals) as i:
+            values = []
+            for half in range(2):
+                held = {line: self.kept(buffer, i, half, line) for buffer, line in zip(buffers, phases.crossing)}
+                values.append(self.computed(half, shared, b.add(start, i), known | held, phases.behind_and_free))
+            self.finish(values, {a: k for a, k in stores.items() if k in phases.behind}, bases, i)
+            self.sum_up(values, i, totals, size, {*phases.behind, *phases.waiting})
+
+    def type_of(self, line: int):
+        """The type of an instruction's vectors."""
+        return Instructions(self.b, self.trace, self.lanes).of_kind(self.trace.kinds[line])
 
     def keep(self, buffer, i, half: int, value) -> None:
-        """Store a vector of 32-bit values in a buffer."""
-        bits = self.b.bitcast(value, self.like(value, self.i32))
+        """Store a vector in a buffer."""
         at = self.b.gep(buffer, [self.b.add(i, self.word(half * self.lanes))])
-        self.b.store(bits, self.b.bitcast(at, bits.type.as_pointer()), align=4)
+        self.b.store(value, self.b.bitcast(at, value.type.as_pointer()), align=4)
 
     def kept(self, buffer, i, half: int, line: int):
-        """Load a vector of a buffer as the kind that an instruction has."""
+        """Load a vector of a buffer."""
         at = self.b.gep(buffer, [self.b.add(i, self.word(half * self.lanes))])
-        words = self.shape(self.i32, self.lanes)
-        bits = self.b.load(self.b.bitcast(at, words.as_pointer()), align=4)
-        return self.b.bitcast(bits, self.shape(self.f32, self.lanes)) if self.trace.kinds[line] == "f32" else bits
+        return self.b.load(self.b.bitcast(at, self.type_of(line).as_pointer()), align=4)
 
     # vectors of elements ---------------------------------------------------------------------------------------
 
@@ -285,14 +330,15 @@ class _TableLoop(VectorBuilder):
             given["counter", k] = self.b.add(first, self.ir.Constant(first.type, steps))
         return Instructions(self.b, self.trace, self.lanes).run(given, known, only)
 
-    def finish(self, values: list, stores: dict, bases: dict, i, totals: list | None = None, limit=None) -> None:
-        """Write what two vectors store, and add what they sum up."""
+    def finish(self, values: list, stores: dict, bases: dict, i) -> None:
+        """Write what two vectors store."""
         for array, number in stores.items():
             self.store_both(bases[array], i, array[1], [computed[number] for computed in values])
-        if totals is None:
-            return
+
+    def sum_up(self, values: list, i, totals: list, limit, among: Collection[int]) -> None:
+        """Add what is summed up of two vectors, if it is among some instructions."""
         for place, (how, number) in enumerate(self.trace.sums):
-            for half in range(2):
+            for half in range(2 if number in among else 0):
                 value, at = values[half][number], 2 * place + half
                 value = self.b.select(self.exists(i, limit, half), value, self.ir.Constant(value.type, None))
                 totals[at] = self.taken(how, totals[at], value)
@@ -355,8 +401,8 @@ class _TableLoop(VectorBuilder):
 
     def most(self, words):
         """The largest lane of a vector of words."""
-        name = f"llvm.vector.reduce.umax.v{self.lanes}i32"
-        kind = self.ir.FunctionType(self.i32, [words.type])
+        name = f"llvm.vector.reduce.umax.v{self.lanes}i{words.type.element.width}"
+        kind = self.ir.FunctionType(words.type.element, [words.type])
         return self.b.call(self.b.module.declare_intrinsic(name, fnty=kind), [words])
 
     def total(self, how: str, vectors: list):

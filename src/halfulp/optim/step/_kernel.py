@@ -48,7 +48,7 @@ def table(spec: StepSpec) -> Table:
         record_words(stream_start, "w32", "w32", "w64") if words else None,
         int(WEYL),
         spec.block,
-        payload_digest(spec.store.dtype.itemsize) if spec.digests else None,
+        digest=payload_digest(spec.store.dtype.itemsize) if spec.digests else None,
     )
 
 

@@ -1,18 +1,18 @@
 """Device functions that round a block: its largest magnitude, its scale, its elements."""
 
-# ruff: noqa: F821  names that are free here (load, store, BLOCK, measured, ...) are bound when a kernel is compiled
+# ruff: noqa: F821  names that are free here (scale_of, payload, ...) are bound when a kernel is compiled
 from __future__ import annotations
 
+from ...kernels._trace import block_largest
 from ...kernels.scalar._operations import add as plus
-from ...kernels.scalar._operations import add as plus32
-from ...kernels.scalar._operations import amax16x16, amax16x32, divide, real, word
 from ...kernels.scalar._operations import bit_and as both
 from ...kernels.scalar._operations import bit_or as either
 from ...kernels.scalar._operations import bit_xor as flip
+from ...kernels.scalar._operations import divide, real, word
 from ...kernels.scalar._operations import shl as left
 from ...kernels.scalar._operations import shr as right
 from ...kernels.scalar._operations import sub as minus
-from .._device_functions import all_constants, as_real, as_word, bfloat16_word, choose, float16_word, rounded
+from .._device_functions import as_real, as_word, choose, rounded
 from .._kernel_constants import (
     BASE,
     FIELD,
@@ -28,89 +28,22 @@ from .._kernel_constants import (
     SIGNIFICAND,
     TINY,
 )
-from .._random_bits import WEYL, draw, stream_start
 
 # Positions in a kernel's array of words about blocks.
 FIRST, SECOND, SMALLEST, GREATEST, TWICE_BIAS, BELOW_NORMAL, UNIT, TENSOR = range(8)
+WORDS = 8
 
 
-def quantize_blocks(first, last, table, source, target, scales, constants, scale_constants, words, low, high):
-    """Kernel: round the blocks of the groups [first, last); `scales` takes a word per block."""
-    c, d, b = all_constants(constants), all_constants(scale_constants), block_words(words)
-    for group in range(first, last):
-        begin, whole, rest, block = table[group, 0], table[group, 1], table[group, 2], table[group, 3]
-        measured(source, scales, begin, whole, rest, block, c)
-        for k in range(block, block + whole + (rest > 0)):
-            store_scale(scales, k, scale_of(load_scale(scales, k), c, d, b))
-        counter = stream_start(low, high, begin)
-        for k in range(whole):
-            scale = load_scale(scales, block + k)
-            inverse, factor = inverse_of(scale, c, b), factor_of(scale, c, b)
-            start = begin + k * BLOCK
-            for i in range(start, start + BLOCK):
-                store(target, i, rounded_payload(load(source, i), draw(counter), inverse, factor, c))
-                counter = plus32(counter, WEYL)
-        if rest > 0:
-            scale = load_scale(scales, block + whole)
-            inverse, factor = inverse_of(scale, c, b), factor_of(scale, c, b)
-            start = begin + whole * BLOCK
-            for i in range(start, start + rest):
-                store(target, i, rounded_payload(load(source, i), draw(counter), inverse, factor, c))
-                counter = plus32(counter, WEYL)
+def block_element(w, u, c, d, b):
+    """Device function: an element rounded over its block's scale, times the scale."""
+    scale = scale_of(block_largest(both(w, c[MAGNITUDE])), c, d, b)
+    return rounded_payload(w, u, inverse_of(scale, c, b), factor_of(scale, c, b), c)
 
 
-def measure_blocks(first, last, table, source, scales, constants):
-    """Kernel: the largest magnitude of every block of the groups [first, last)."""
-    c = all_constants(constants)
-    for group in range(first, last):
-        block_amax(source, scales, table[group, 0], table[group, 1], table[group, 2], table[group, 3], c)
-
-
-def block_amax(source, scales, begin, whole, rest, block, c):
-    """Device function: the largest magnitude of each block, as words, among which NaN is the largest."""
-    for k in range(whole):
-        start = begin + k * BLOCK
-        largest = minus(c[ONE], c[ONE])
-        for i in range(start, start + BLOCK, AT_ONCE):
-            a = amax(source, i, c)
-            largest = choose(a > largest, a, largest)
-        store_scale(scales, block + k, largest)
-    if rest > 0:
-        start = begin + whole * BLOCK
-        largest = minus(c[ONE], c[ONE])
-        for i in range(start, start + rest):
-            a = both(load(source, i), c[MAGNITUDE])
-            largest = choose(a > largest, a, largest)
-        store_scale(scales, block + whole, largest)
-
-
-def amax_of_one(source, i, c):
-    """Device function: a magnitude."""
-    return both(load(source, i), c[MAGNITUDE])
-
-
-def amax_of_float32(source, i, c):
-    """Device function: the largest magnitude of 16 float32."""
-    return amax16x32(source, i)
-
-
-def amax_of_bfloat16(source, i, c):
-    """Device function: the largest magnitude of 16 bfloat16, as a float32's word."""
-    return bfloat16_word(amax16x16(source, i))
-
-
-def amax_of_float16(source, i, c):
-    """Device function: the largest magnitude of 16 float16, as a float32's word."""
-    return float16_word(amax16x16(source, i))
-
-
-def already(source, scales, begin, whole, rest, block, c):
-    """Device function: the magnitudes have been measured."""
-
-
-def block_words(k):
-    """Device function: the words about blocks as values, read once."""
-    return (k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7])
+def finite_largest(w, c):
+    """Device function: the largest magnitude of a block, 0 if one of its elements is infinite or NaN."""
+    largest = block_largest(both(w, c[MAGNITUDE]))
+    return choose(largest < c[INFINITY], largest, minus(largest, largest))
 
 
 def rounded_payload(w, u, inverse, factor, c):

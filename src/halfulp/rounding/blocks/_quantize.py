@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
 
 import numpy as np
 import torch
 
 from ...formats import BlockFormat
-from ...kernels import address, check_bits, compile_kernel, define_operator, note, run_chunks
-from ...kernels.scalar._operations import load32, load64, store32, store64
+from ...kernels import Trace, address, check_bits, define_operator, note, run_chunks
+from ...kernels._device_function import bound, record_words
+from ...kernels.vector._machine_function import address_of
+from ...kernels.vector._table_loop import Table, compile_table
 from .._graph_constants import traced_block_target
-from .._kernel_constants import WORD32, WORD64, Layout, constants, layout_for
+from .._kernel_constants import COUNT, WORD32, WORD64, Layout, constants, layout_for
 from .._kernels import FIXED_KEY, check_device, collide, container_pieces, fixed_elements, mode_pieces, on_cpu_kernels
 from .._modes import Rounding, Stochastic, drawn_key
-from .._random_bits import mix64
+from .._random_bits import WEYL, draw, mix64, stream_start
 from .._target import DOWN, STOCHASTIC, UP
 from . import _device_functions as b
 from ._reference import blocks_by_reference, tensor_scale
@@ -108,23 +112,24 @@ def _run(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: to
 
 def _call(kernel, measure, x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
     length = x.shape[-1] if x.dim() else 1
-    table, sizes, count = _groups(x.numel() // length, length, target.block)
-    elements = constants(target.element, layout).words
+    table, sizes = _groups(x.numel() // length, length, target.block)
     of_scale = constants(target.scale, WORD32 if not target.powers else layout).words
-    scales = np.empty(count, elements.dtype)
     tensor, unit = 1.0, target.element.max
-    if not target.powers:
-        run_chunks(measure, sizes, table, address(x), scales.ctypes.data, elements)
-        finite = scales[scales < layout.power(layout.bias + 1)]
-        tensor, unit = tensor_scale(float(finite.max().view(np.float32)) if finite.size else 0.0, target)
-    words = _block_words(target, layout, tensor, unit)
-    low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
-    addresses = (address(x), address(out), scales.ctypes.data)
-    run_chunks(kernel, sizes, table, *addresses, elements, of_scale, words, low, high)
+    numbers = array("Q", (address(x), address(out), key, 0))
+    pointers = numbers.buffer_info()[0]
+    given = (address_of(table), pointers, pointers + 24)
+    of_element, of_block = constants(target.element, layout).words, _block_words(target, layout, tensor, unit)
+    words = np.concatenate([of_element, of_scale, of_block])
+    if measure is not None:
+        found = np.zeros((len(table), 4))
+        run_chunks(measure, sizes, *given, address_of(words), pointers + 16, address_of(found), 0)
+        tensor, unit = tensor_scale(float(found[:, 0].max()), target)
+        words[2 * COUNT :] = _block_words(target, layout, tensor, unit)
+    run_chunks(kernel, sizes, *given, address_of(words), pointers + 16, 0, 0)
 
 
 def _block_words(target: BlockTarget, layout: Layout, tensor: float, unit: float) -> np.ndarray:
-    words = dict.fromkeys(range(8), 0)
+    words = dict.fromkeys(range(b.WORDS), 0)
     if target.powers:
         first, second = scale_threshold(target, layout.mantissa)
         highest = int(np.frexp(target.scale.max)[1]) - 1
@@ -134,22 +139,20 @@ def _block_words(target: BlockTarget, layout: Layout, tensor: float, unit: float
         words[b.BELOW_NORMAL] = layout.power(-layout.bias)
     else:
         words |= {b.UNIT: layout.word(unit), b.TENSOR: layout.word(tensor)}
-    return np.array([words[i] for i in range(8)], np.uint32 if layout.width == 32 else np.uint64)
+    return np.array([words[i] for i in range(b.WORDS)], np.uint32 if layout.width == 32 else np.uint64)
 
 
 @lru_cache(maxsize=64)
-def _groups(rows: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Rows cut into groups of whole blocks: (first element, whole blocks, elements left over, first block)."""
+def _groups(rows: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows cut into chunks of whole blocks, of which the last may be incomplete, and the chunks' lengths."""
     if length % block == 0:
         rows, length = 1, rows * length
-    per_row = -(-length // block)
-    step = max(1, GROUP // block)
-    starts = np.arange(0, per_row, step, dtype=np.int64)
-    blocks = np.minimum(starts + step, per_row) - starts
-    sizes = np.minimum((starts + blocks) * block, length) - starts * block
-    one = np.stack([starts * block, sizes // block, sizes % block, starts], 1)
-    table = one[None] + np.arange(rows, dtype=np.int64)[:, None, None] * np.array([length, 0, 0, per_row])
-    return np.ascontiguousarray(table.reshape(-1, 4)), np.tile(sizes, rows), rows * per_row
+    step = max(1, GROUP // block) * block
+    starts = np.arange(0, length, step, dtype=np.int64)
+    sizes = np.minimum(starts + step, length) - starts
+    begin = (starts + np.arange(rows, dtype=np.int64)[:, None] * length).reshape(-1)
+    lengths = np.tile(sizes, rows)
+    return np.stack([np.zeros_like(begin), begin, lengths, begin], 1), lengths
 
 
 def _kernels(dtype: torch.dtype, target: BlockTarget, layout: Layout):
@@ -157,47 +160,48 @@ def _kernels(dtype: torch.dtype, target: BlockTarget, layout: Layout):
     return _compiled(dtype, target.element.mode, kind, target.block, target.powers, target.choice == CLOSEST)
 
 
-_AMAX = {
-    torch.float32: b.amax_of_float32,
-    torch.bfloat16: b.amax_of_bfloat16,
-    torch.float16: b.amax_of_float16,
-}
-
-
 @cache
 def _compiled(
     dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], block: int, powers: bool, closest: bool
-) -> tuple:
-    wide = dtype == torch.float64
-    word = "uint64" if wide else "uint32"
-    bind = {**mode_pieces(mode, kind, wide), **container_pieces(dtype), "BLOCK": block}
-    bind |= {"load_scale": load64 if wide else load32, "store_scale": store64 if wide else store32}
-    at_once = block % 16 == 0 and dtype in _AMAX
-    bind |= {"amax": _AMAX[dtype] if at_once else b.amax_of_one, "AT_ONCE": 16 if at_once else 1}
+) -> tuple[Callable[..., None], Callable[..., None] | None]:
+    """The kernel that rounds, and that which finds the largest of the blocks' largest magnitudes where it is needed."""
+    names: dict[str, object] = {**mode_pieces(mode, kind, dtype == torch.float64)}
     kept = mode in (UP, DOWN)
     if powers:
-        bind |= {"measured": b.block_amax, "scale_of": b.exponent_of_scale, "factor_of": b.power}
-        bind |= {"inverse_of": b.inverse_power, "payload": b.multiplied_kept if kept else b.multiplied}
+        names |= {"scale_of": b.exponent_of_scale, "factor_of": b.power, "inverse_of": b.inverse_power}
+        names |= {"payload": b.multiplied_kept if kept else b.multiplied}
     else:
-        bind |= {"measured": b.already, "scale_of": b.product_of_scale, "factor_of": b.itself, "inverse_of": b.itself}
-        bind |= {"payload": b.divided_kept if kept else b.divided}
-        bind["scale_addend"] = b.nearest_scale if closest else b.raised_scale
-    arrays = f"{word}[::1], {word}[::1], {word}[::1]"
-    signature = f"void(int64, int64, int64[:,::1], int64, int64, int64, {arrays}, uint32, uint32)"
-    kernel = compile_kernel(b.quantize_blocks, signature, bind)
-    if powers:
-        return kernel, None
-    return kernel, compile_kernel(
-        b.measure_blocks, f"void(int64, int64, int64[:,::1], int64, int64, {word}[::1])", bind
-    )
+        names |= {"scale_of": b.product_of_scale, "factor_of": b.itself, "inverse_of": b.itself}
+        names |= {"payload": b.divided_kept if kept else b.divided}
+        names["scale_addend"] = b.nearest_scale if closest else b.raised_scale
+    kernel = compile_table("quantize_blocks", _table(dtype, block, names, rounds=True))
+    return kernel, None if powers else compile_table("largest_blocks", _table(dtype, block, names, rounds=False))
 
 
-_checked: set = set()
+def _table(dtype: torch.dtype, block: int, names: dict[str, object], rounds: bool) -> Table:
+    """A table whose columns are what is rounded and where it goes."""
+    trace, pieces, kind = Trace(torch.float32), container_pieces(dtype), "w64" if dtype == torch.float64 else "w32"
+    i = trace.emit("index", (), None, "index")
+    source, target = (trace.emit("address", (), j, "address") for j in range(2))
+    words = [trace.emit("input", (), ("constant", k), kind) for k in range(2 * COUNT + b.WORDS)]
+    c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], words[2 * COUNT :]
+    w = pieces["load"](source, i)
+    if rounds:
+        random = draw(trace.emit("input", (), ("counter", 0), "w32"))
+        pieces["store"](target, i, bound(b.block_element, names)(w, random, c, d, of_block))
+    else:
+        trace.gather_sum("max", bound(b.finite_largest, names)(w, c))
+    start = record_words(stream_start, "w32", "w32", "w64")
+    return Table(trace, 2, len(words), 1, start, int(WEYL), block, partial=True)
+
+
+_checked: set[Hashable] = set()
 
 
 def _check(kernel, measure, dtype: torch.dtype, target: BlockTarget, layout: Layout) -> None:
     """Run the canary, with and without an incomplete block."""
-    if kernel in _checked:
+    key = dtype, target.element.mode, constants(target.element, layout)[:3], target.block, target.powers, target.choice
+    if key in _checked:
         return
     x = fixed_elements(dtype)
     size = 3 * target.block + 1
@@ -209,7 +213,7 @@ def _check(kernel, measure, dtype: torch.dtype, target: BlockTarget, layout: Lay
         return [out]
 
     check_bits(f"quantize in blocks ({dtype})", fast, lambda: [blocks_by_reference(rows, target, FIXED_KEY)])
-    _checked.add(kernel)
+    _checked.add(key)
 
 
 def _new_drawing(x: torch.Tensor, flat: list[int], counter: int) -> torch.Tensor:
