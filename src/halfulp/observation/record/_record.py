@@ -76,6 +76,9 @@ class TensorRecord:
         last_amax: exact largest finite magnitude in the last of these steps.
         input_amax: activations that are all zeros in the last step: largest magnitude of the module's floating-point
             inputs; None else.
+        weight_amax: of the same, where the module has parameters of its own: their largest magnitude; None else.
+        sources: activation gradients: the innermost modules that took the output, whose backward passes its gradient
+            comes from; the module around it where only that one's own code took it; empty of what the model returns.
         first_nonfinite: the first sampled step with NaN or infinity, and its position in that step's order.
         nonfinite_steps: sampled steps with NaN or infinity.
         sampled: sampled elements.
@@ -102,6 +105,8 @@ class TensorRecord:
     amin: float = float("inf")
     last_amax: float = 0.0
     input_amax: float | None = None
+    weight_amax: float | None = None
+    sources: tuple[str, ...] = ()
     first_nonfinite: tuple[int, int] | None = None
     nonfinite_steps: int = 0
     sampled: int = 0

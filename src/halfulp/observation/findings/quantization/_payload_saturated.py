@@ -9,15 +9,13 @@ from ...auditing._damage import saturated_payloads
 from ...auditing._symptom import as_findings
 from ...record._record import Record, TensorRecord
 from .._kind import FindingKind, register_finding
-from .._range_use import storage_format
+from .._range_use import has_wide_range, storage_format
 
 # A scale taken from the largest magnitude puts one element of each tensor there, and its near neighbours.
 FEWEST = 8
 WARNING = 0.001
 # The largest elements carry most of a product: with a hundredth of them cut off the layer computes something else.
 ERROR = 0.01
-# Formats of float32's range do not saturate; a mask is filled with their lowest number.
-WIDE = 2.0**100
 
 
 @register_finding
@@ -26,12 +24,13 @@ class PayloadSaturated(FindingKind):
 
     code = "payload-saturated"
     cure = "a larger scale: hu.rescale(tensor) or current instead of delayed scaling, or e5m2 for this tensor"
+    worst = "saturated"
     explained_by = ("dtype-not-asked",)
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in record.tensors.values():
             held_in = storage_format(tensor)
-            if held_in is None or held_in.max >= WIDE or not tensor.elements:
+            if held_in is None or has_wide_range(held_in) or not tensor.elements:
                 continue
             count = _cut_off(tensor)
             share = count / tensor.elements
