@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from .... import formats
 from ..._finding import Finding
 from ..._words import confidence_of, percent
 from ...auditing._audit import Audit
@@ -16,6 +17,10 @@ FEWEST = 8
 WARNING = 0.001
 # The largest elements carry most of a product: with a hundredth of them cut off the layer computes something else.
 ERROR = 0.01
+QUANTIZED = (
+    "scale this tensor before it is rounded (hu.scalify gives every tensor a scale), or round it to mxfp8_e4m3, "
+)
+QUANTIZED += "whose blocks have scales, or to e5m2"
 
 
 @register_finding
@@ -29,6 +34,7 @@ class PayloadSaturated(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in record.tensors.values():
+            yield from self._quantized(tensor)
             held_in = storage_format(tensor)
             if held_in is None or has_wide_range(held_in) or not tensor.elements:
                 continue
@@ -47,6 +53,29 @@ class PayloadSaturated(FindingKind):
                 format=held_in.name,
                 scale=tensor.scale,
             )
+
+    def _quantized(self, tensor: TensorRecord) -> Iterator[Finding]:
+        """Find it in what the run rounds to a narrower format afterwards; blocks take a scale from their elements."""
+        counts = tensor.formats.get(tensor.asked_format or "")
+        if counts is None or tensor.asked_format in tensor.block_hidden or not counts.elements:
+            return
+        share = counts.overflow / counts.elements
+        if counts.overflow < FEWEST or share < WARNING:
+            return
+        largest = formats.get(tensor.asked_format).max
+        yield self.found(
+            tensor.name,
+            "error" if share >= ERROR else "warning",
+            confidence_of(counts.overflow, FEWEST),
+            f"{percent(share)} of {tensor.role} elements are beyond {tensor.asked_format}'s largest number, "
+            f"{largest:.6g}, and reach {tensor.amax:.4g}",
+            cure=QUANTIZED,
+            saturated=share,
+            count=counts.overflow,
+            role=tensor.role,
+            format=tensor.asked_format,
+            scale=tensor.scale,
+        )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         yield from as_findings(self, saturated_payloads(audit))

@@ -17,6 +17,8 @@ from .._notebook import Notebook, watching
 from .._slot import TensorSlot
 from ._checks import CompiledModules, Recomputations
 from ._outputs import loss_in, tensors_in
+from ._positions import Positions
+from ._residuals import Residuals
 from ._running_statistics import RunningStatistics
 
 # Hooks on outputs whose graphs may be gone, before they are looked through.
@@ -51,6 +53,7 @@ class ModuleHooks:
             )
         self.expects_calls: bool = bool(names) and not compiled
         self._statistics = RunningStatistics(book, names)
+        self._residuals, self._positions = Residuals(book), Positions(book)
         self._again = Recomputations(book) if check else None
         self._hooks = {
             module: _ModuleHook(self, name, type(module).__name__, check or self._statistics.follows(module))
@@ -91,6 +94,7 @@ class ModuleHooks:
         self._seen.clear()
         self._last = self.loss = None
         self.book.uses.forget()
+        self._residuals.forget()
         if self._again is not None:
             self._again.end_step()
 
@@ -99,6 +103,8 @@ class ModuleHooks:
         if torch.is_grad_enabled():
             if torch._C._current_graph_task_id() == -1:  # what runs again in a backward pass was noted in the first run
                 self.book.uses.note(hook.name, inputs, output)
+                self._residuals.note(hook.name, inputs, output)
+                self._positions.note(hook.name, output)
             if not self._quickly(hook, module, inputs, output):
                 self._activations(hook, module, inputs, output)
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint

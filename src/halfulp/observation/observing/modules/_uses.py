@@ -13,7 +13,7 @@ MOST_ALIVE = 10_000
 
 
 class Uses:
-    """Follows tensors by identity from the module that made them to those that take them, without keeping them alive."""
+    """Follows tensors by identity from the module that made them to those that take them; keeps none alive."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
