@@ -121,8 +121,8 @@ def _vanished_here(record: Record, tensor: TensorRecord) -> bool:
     if tensor.role == "weight gradient":
         module, _, own = tensor.name.rpartition(".")
         back = record.tensors.get(("activation gradient", module))
-        made = [name for (role, name), one in record.tensors.items() if role == GRADIENTS[0] and module in one.sources]
-        entered = [record.tensors[key].amax for name in made if (key := ("activation", name)) in record.tensors]
+        made = [one.name for one in tensors(record, GRADIENTS[0]) if module in one.sources]
+        entered = [one.amax for one in tensors(record, "activation") if one.name in made]
         if back is None or own != "weight" or not entered:
             return False
         return rounds_to_zero(back.amax, max(entered), held_in)
