@@ -289,7 +289,10 @@ def afterwards(state: str, layer: int, before: tuple[nn.Module, ...], place: str
         out = seen_output(model, name)
         return apart(hu.quantize(out, format), out)
 
-    return Setup(model, adamw(groups(model, {})), measure, watched={"quantized": {name: format}})
+    # Gradients are rounded to the format too: the loss is as large as that needs.
+    return Setup(
+        model, adamw(groups(model, {})), measure, scale=lambda step: 256.0, watched={"quantized": {name: format}}
+    )
 
 
 @plant(
@@ -342,17 +345,18 @@ def hidden(state: str, layer: int) -> Setup:
     "distance of the rounded gradient from the gradient",
 )
 def noise(state: str, layer: int) -> Setup:
-    """Four bits for gradients of 1e-3."""
+    """Four bits for gradients that are small beside the format's smallest number."""
     import halfulp as hu
 
     formats = {"healthy": "mxfp8_e4m3", "faulty": "e2m1fn", "cured": "nvfp4"}
     setup = afterwards(state, layer, (), "mlp.down", formats)
+    setup.scale = lambda step: 1.0
 
     def measure() -> float:
         kept: list[Tensor] = []
         hook = lambda module, inputs, output: output.register_hook(kept.append) and None  # noqa: E731
         handle = setup.model.blocks[layer].mlp.down.register_forward_hook(hook)
-        setup.loss(0).backward()
+        setup.loss(0, setup.scale(0)).backward()
         handle.remove()
         return apart(hu.quantize(kept[0], formats[state]), kept[0])
 
