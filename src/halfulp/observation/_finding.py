@@ -26,7 +26,8 @@ class Finding:
         evidence: the numbers that show it; for several names those of the worst.
         cure: what to do.
         summary: the evidence in words.
-        kind: class name of the modules, where it is known: findings of modules of one class are joined.
+        kind: class name of the modules, where it is known, else what else tells a norm from a linear layer: findings
+            of one kind are joined.
 
     >>> print(
     ...     Finding(
