@@ -44,7 +44,6 @@ class Casts:
             if totals is not None and totals.all_zero():
                 self._wanted[name] = graph_key(output.grad_fn, output.output_nr)
 
-    @watching
     def _search(self, name: str, output: torch.Tensor) -> None:
         """Look for the casts of wanted outputs among the operations that made an output around them."""
         wanted = {key: one for one, key in self._wanted.items() if not name or one.startswith(f"{name}.")}

@@ -104,10 +104,7 @@ class ModuleHooks:
         """A module has run; evaluation without gradients is not training and is left out."""
         if torch.is_grad_enabled():
             if torch._C._current_graph_task_id() == -1:  # what runs again in a backward pass was noted in the first run
-                self.book.uses.note(hook.name, inputs, output)
-                self._residuals.note(hook.name, inputs, output)
-                self._casts.note(hook.name, output)
-                self._positions.note(hook.name, output)
+                self._first_run(hook, inputs, output)
             if not self._quickly(hook, module, inputs, output):
                 self._activations(hook, module, inputs, output)
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
@@ -133,6 +130,13 @@ class ModuleHooks:
         if not hook.name:
             self.loss = loss_in(output)
         return True
+
+    @watching
+    def _first_run(self, hook: _ModuleHook, inputs: tuple[Any, ...], output: Any) -> None:
+        self.book.uses.note(hook.name, inputs, output)
+        self._residuals.note(hook.name, inputs, output)
+        self._casts.note(hook.name, output)
+        self._positions.note(hook.name, output)
 
     @watching
     def _activations(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...record._record import PositionsRecord
-from .._notebook import Notebook, watching
+from .._notebook import Notebook
 
 # The whole numbers up to which each format has all.
 COUNTED = {torch.bfloat16: 256, torch.float16: 2048}
@@ -30,7 +30,6 @@ class Positions:
             if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > min(COUNTED.values()) + WINDOW:
                 self._look(name, one)
 
-    @watching
     def _look(self, name: str, output: torch.Tensor) -> None:
         if name in self.book.record.positions or not output.is_floating_point():
             return

@@ -10,7 +10,7 @@ import torch
 
 from ....kernels import in_float64
 from ...record._record import ResidualRecord
-from .._notebook import Notebook, watching
+from .._notebook import Notebook
 from ..updates._realised import add_changes
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -54,7 +54,6 @@ class Residuals:
         if type(output) is torch.Tensor and output.dtype in NARROW and output.grad_fn is not None:
             self._enter(output, name)
 
-    @watching
     def _enter(self, tensor: torch.Tensor, name: str | None) -> None:
         key = graph_key(tensor.grad_fn, tensor.output_nr)
         known = next((one for one in (*self._outputs, *self._inputs) if one.key == key), None)
