@@ -45,6 +45,27 @@ def test_the_error_of_a_sum_is_that_of_additions_one_by_one(seed):
     assert accumulated(1, 0.5, BRAIN).record.parameters["weight"].accumulation_error is None
 
 
+@pytest.mark.parametrize("way", ["cleared", "kept zeros", "clipped", "scaled"])
+def test_what_is_done_to_a_sum_between_additions_is_no_error(seed, way):
+    model = nn.Linear(16, 16, bias=False).to(BRAIN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with hu.observe(model, optimizer, interval=1) as seen:
+        for _ in range(3):
+            for part in range(6):
+                model(torch.randn(4, 16, dtype=BRAIN)).float().mul(torch.randn(16)).sum().backward()
+                if part == 2 and way in ("cleared", "kept zeros"):  # as after a batch that was not finite
+                    optimizer.zero_grad(set_to_none=way == "cleared")
+                elif way == "clipped":
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                elif way == "scaled":
+                    model.weight.grad.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen.record.parameters["weight"].accumulation_error < 0.02
+    assert not [one for one in seen.findings if one.code == "accumulation-swamped"]
+    assert not seen.record.unseen
+
+
 class Block(nn.Module):
     """Two layers beside a stream, in one of the ways in which such blocks are written."""
 

@@ -72,7 +72,8 @@ class ModuleHooks:
         self._compiled.attach()
 
     def detach(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks, and let go of a step's tensors."""
+        self._forget()
         for handle in (*self._handles, *self._gradient_handles):
             handle.remove()
         self._handles.clear()
@@ -94,11 +95,14 @@ class ModuleHooks:
         self._gradient_handles.clear()
         self._seen.clear()
         self._last = self.loss = None
+        self._forget()
+        if self._again is not None:
+            self._again.end_step()
+
+    def _forget(self) -> None:
         self.book.uses.forget()
         self._residuals.forget()
         self._casts.forget()
-        if self._again is not None:
-            self._again.end_step()
 
     def ran(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """A module has run; evaluation without gradients is not training and is left out."""

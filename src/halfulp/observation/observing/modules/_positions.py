@@ -31,7 +31,7 @@ class Positions:
                 self._look(name, one)
 
     def _look(self, name: str, output: torch.Tensor) -> None:
-        if name in self.book.record.positions or not output.is_floating_point():
+        if name in self.book.record.positions or not output.is_floating_point() or not output.numel():
             return
         rows = output.detach()[(0,) * (output.dim() - 2)]
         for dtype, start in COUNTED.items():

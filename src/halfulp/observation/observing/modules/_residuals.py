@@ -68,7 +68,7 @@ class Residuals:
     def _look(self, total: torch.Tensor) -> None:
         """Count what a sum took of its smaller addend, if it is one of two tensors that are known."""
         node: Any = total.grad_fn
-        if node.name() != "AddBackward0" or len(node.next_functions) != 2:
+        if not total.numel() or node.name() != "AddBackward0" or len(node.next_functions) != 2:
             return
         held = {one.key: one for one in (*self._inputs, *self._outputs)}
         parts = [held.get(graph_key(*pair)) for pair in node.next_functions]

@@ -135,8 +135,10 @@ class _Arrival:
             record.accumulation = Realised()
         add_changes([record.accumulation], held, now, incoming, [0, len(held)])
         if self.exact is None:
-            self.exact = in_float64(held)
             self.owner.adds(self)
+        # What somebody cleared, clipped or scaled since the last addition is where the exact sum begins anew.
+        if self.exact is None or self.rounded is None or not torch.equal(held, self.rounded):
+            self.exact = in_float64(held)
         self.exact += in_float64(incoming)
         self.rounded = now
 
