@@ -114,9 +114,8 @@ def findings_of(instrument: str, measured: Any) -> list[Finding]:
         measured: a Record, an Audit or a Forecast.
     """
     method = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}[instrument]
-    classes: dict[str, str] = {}
-    if instrument in ("observe", "audit"):
-        classes = _classes(measured) if instrument == "observe" else _dimensions(measured)
+    read = {"observe": _classes, "audit": _dimensions}.get(instrument)
+    classes = {} if read is None else read(measured)
     return causes_first(replace(one, kind=_class_of(one, classes)) for one in _each(method, measured))
 
 
