@@ -211,7 +211,7 @@ def overflow_near(training: Training, draws: random.Random) -> None:
     inside(training, To(HALF), mark, To(torch.float32), clear)
 
 
-@plant("first-nonfinite", "float32 or bfloat16")
+@plant("first-nonfinite", "bound what")
 def first_nonfinite(training: Training, draws: random.Random) -> None:
     """A logarithm or a division at a wrong place."""
     inside(training, Lambda(draws.choice([torch.log, torch.sqrt, lambda x: x / (x - x)])))

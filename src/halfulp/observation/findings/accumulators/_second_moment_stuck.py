@@ -32,6 +32,8 @@ class SecondMomentStuck(FindingKind):
 
     code = "second-moment-stuck"
     cure = "keep the state in float32 (state_dtype=torch.float32 of hu.optim), or a beta2 of at most 0.99"
+    wide_cure = "nothing, if steps may follow gradients of long ago; else a smaller beta2, or float64"
+    worst = "lost"
     explained_by = ("state-mismatch", "dtype-changed-on-resume")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
@@ -45,6 +47,7 @@ class SecondMomentStuck(FindingKind):
                     "note" if is_wide(parameter.state_dtypes.get(state, parameter.dtype)) else "warning",
                     confidence_of(change.seen, FEWEST),
                     f"{percent(change.lost_share)} of decreases of {state} lost in {dtype}",
+                    cure=self.cure_in(parameter.state_dtypes.get(state)),
                     state=state,
                     lost=change.lost_share,
                     realised=change.realised_share,
@@ -60,7 +63,15 @@ class SecondMomentStuck(FindingKind):
         if stuck:
             beta2, dtype = stuck[0].beta2, dtype_name(stuck[0].denominator)
             said = f"a second moment in {dtype} cannot decay at beta2 {beta2:g}: it only grows"
-            yield self.found([layer.name for layer in stuck], "warning", 1.0, said, beta2=beta2, dtype=dtype)
+            yield self.found(
+                [layer.name for layer in stuck],
+                "warning",
+                1.0,
+                said,
+                cure=self.cure_in(stuck[0].denominator),
+                beta2=beta2,
+                dtype=dtype,
+            )
 
 
 def _grows_only(layer: LayerForecast) -> bool:

@@ -26,6 +26,9 @@ class FreezeAhead(FindingKind):
     code = "freeze-ahead"
     cure = "weight_update='kahan' or 'stochastic' of hu.optim, or keep these in float32"
 
+    wide_cure = "nothing, if so little is not missed; else a schedule that ends earlier, or float64"
+    worst = "after_freeze"
+
     def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
         frozen: dict[tuple[Severity, str], list[LayerForecast]] = {}
         for layer in forecast.layers:
@@ -38,6 +41,7 @@ class FreezeAhead(FindingKind):
                 severity,
                 1.0 if worst.updates == FROM_STATE else 0.8,
                 _words(layers, worst, dtype, forecast.start),
+                cure=self.cure_in(worst.dtype),
                 freeze_step=worst.freeze_step,
                 freeze_lr=worst.freeze_lr,
                 after_freeze=worst.after_freeze,

@@ -17,6 +17,9 @@ class NeverStepped(FindingKind):
     cure = "give it to the optimizer, or set requires_grad=False if it is to stay"
 
     def in_record(self, record: Record) -> Iterator[Finding]:
+        # An observation without an optimizer says nothing of who steps what.
+        if all(parameter.optimizer is None for parameter in record.parameters.values()):
+            return
         for name, parameter in record.parameters.items():
             if not parameter.requires_grad:
                 continue

@@ -22,6 +22,8 @@ class UpdatesLost(FindingKind):
 
     code = "updates-lost"
     cure = "weight_update='kahan' of hu.optim, or keep these in float32"
+    wide_cure = "nothing, if these are at rest; else a larger learning rate, or float64"
+    worst = "lost"
     explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
@@ -43,6 +45,7 @@ class UpdatesLost(FindingKind):
                 severity,
                 confidence_of(update.seen, FEWEST) * (1.0 if update.known else 0.5),
                 said + at_lr(parameter.options) + smaller,
+                cure=self.cure_in(parameter.dtype),
                 lost=update.lost_share,
                 realised=realised,
                 seen=update.seen,

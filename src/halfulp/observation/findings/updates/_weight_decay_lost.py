@@ -28,6 +28,8 @@ class WeightDecayLost(FindingKind):
 
     code = "weight-decay-lost"
     cure = "weight_update='kahan' or 'stochastic' of hu.optim, which round decay and update as one, or float32 weights"
+    wide_cure = "nothing, if so small a decay is not missed; else a larger one, or float64"
+    worst = "lost"
     explained_by = ("updates-lost", "weight-frozen", "dtype-not-asked", "dtype-changed-on-resume")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
@@ -46,6 +48,7 @@ class WeightDecayLost(FindingKind):
                 "note" if is_wide(parameter.dtype) else "warning",
                 confidence_of(decay.seen, FEWEST),
                 f"{percent(decay.lost_share)} of weight decay lost in {dtype_name(parameter.dtype)}{factor}",
+                cure=self.cure_in(parameter.dtype),
                 lost=decay.lost_share,
                 realised=realised,
                 seen=decay.seen,
@@ -70,6 +73,7 @@ class WeightDecayLost(FindingKind):
                 1.0,
                 f"{percent(lost)} of weight decay will be lost in {dtype_name(worst.dtype)} "
                 f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)",
+                cure=self.cure_in(worst.dtype),
                 lost=lost,
                 lr=worst.lr,
                 weight_decay=worst.weight_decay,

@@ -32,6 +32,8 @@ class WeightFrozen(FindingKind):
 
     code = "weight-frozen"
     cure = ROUNDED
+    wide_cure = "nothing, if it is at rest; else a larger learning rate, or float64"
+    worst = "lost"
     explained_by = ("updates-lost", "never-stepped", "scale-collapsed", "first-nonfinite")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
@@ -53,7 +55,7 @@ class WeightFrozen(FindingKind):
                 confidence_of(update.seen, 32) * confidence_of(steps, 1) * (1.0 if update.known else 0.5),
                 f"has not moved in {steps} sampled steps in {dtype_name(parameter.dtype)}{at_lr(parameter.options)}"
                 + ("" if rounded else ", though updates changed it"),
-                cure=ROUNDED if rounded else WRITTEN_BACK,
+                cure=self.cure_in(parameter.dtype) if rounded else WRITTEN_BACK,
                 moved=0.0,
                 sampled_steps=steps,
                 seen=update.seen,
