@@ -23,13 +23,23 @@ class FindingKind:
     Attributes:
         code: the stable name.
         cure: what to do, unless a finding says something more specific.
+        says: the diagnosis in one line, as a template: {place}, [word for one place|word for several], {at_lr}, and the
+            evidence's names, of which {name:share} is a share in per cent, the worst of several places; empty for the
+            place and the summary.
+        write: lines of code that are the cure, to copy; empty where words alone say it.
+        role: of the tensors whose map shows it; evidence named role goes before it.
         explained_by: codes of which this one is a mere consequence where both are found.
+        shares_cause_with: further codes that have the same cause, and the same cure, where both are found.
         spreads: whether what follows from it shows at other names too.
     """
 
     code: ClassVar[str]
     cure: ClassVar[str]
+    says: ClassVar[str] = ""
+    write: ClassVar[str] = ""
+    role: ClassVar[str] = ""
     explained_by: ClassVar[tuple[str, ...]] = ()
+    shares_cause_with: ClassVar[tuple[str, ...]] = ()
     spreads: ClassVar[bool] = False
 
     def in_record(self, record: Record) -> Iterable[Finding]:
@@ -52,11 +62,30 @@ class FindingKind:
         summary: str,
         *,
         cure: str | None = None,
+        says: str | None = None,
+        write: str | None = None,
         **evidence: Any,
     ) -> Finding:
-        """Return a finding of this code."""
+        """Return a finding of this code.
+
+        The class's lines of code go with the class's cure; with another one those that are given, if any. Other words
+        than the class's are `says`, empty for the place and the summary.
+        """
         names = (where,) if isinstance(where, str) else tuple(where)
-        return Finding(self.code, names, severity, confidence, evidence, self.cure if cure is None else cure, summary)
+        own = self.write if cure in (None, self.cure) else ""
+        return Finding(
+            self.code,
+            names,
+            severity,
+            confidence,
+            evidence,
+            self.cure if cure is None else cure,
+            summary,
+            self.says if says is None else says,
+            own if write is None else write,
+            evidence.get("role") or self.role,
+            (*self.explained_by, *self.shares_cause_with),
+        )
 
     @classmethod
     def instruments(cls) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...sinks import Outlet, Row
+from .._causes import plain_causes
 from .._finding import Finding
 from ..findings import findings_of
 from ..observing._observation import Observation
@@ -135,8 +136,10 @@ class Training:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data as `Observation.to_dict` does, once it has ended."""
         assert self.record is not None
+        findings = self.findings
         return {
-            "findings": [finding.to_dict() for finding in self.findings],
+            "findings": [finding.to_dict() for finding in findings],
+            "causes": plain_causes(findings),
             "steps": len(self),
             "interval": self.interval,
             "overhead": self._overhead,

@@ -20,6 +20,8 @@ class AccumulationSwamped(FindingKind):
 
     code = "accumulation-swamped"
     cure = "accumulate in float32: hu.float32_gradients(model), or float32 parameters under autocast"
+    write = "import halfulp as hu\nhu.float32_gradients(model)  # before the first backward"
+    role = "weight gradient"
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():

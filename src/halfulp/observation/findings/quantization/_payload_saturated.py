@@ -26,6 +26,7 @@ class PayloadSaturated(FindingKind):
 
     code = "payload-saturated"
     cure = "a larger scale: hu.rescale(tensor) or current instead of delayed scaling, or e5m2 for this tensor"
+    says = "{place} [is|are] cut off at {format}'s largest number: {saturated:share} of [its|their] {role}"
     explained_by = ("dtype-not-asked",)
 
     def in_record(self, record: Record) -> Iterator[Finding]:

@@ -25,6 +25,8 @@ class ActivationUnderflow(FindingKind):
         "scale the layer's output up by a power of two and undo it later, or compute it in bfloat16; "
         "hu.scalify gives every tensor a scale"
     )
+    says = "outputs of {place} are too small for their format: rounding errs by {noise:share} of their size"
+    role = "activation"
     explained_by = ("dtype-not-asked",)
 
     def in_record(self, record: Record) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ class FirstNonfinite(FindingKind):
 
     code = "first-nonfinite"
     cure = FORWARD
+    says = "{place} [has|have] the first NaN or infinity, in step {step}: {role}"
     explained_by = ("eps-zero",)
     spreads = True
 

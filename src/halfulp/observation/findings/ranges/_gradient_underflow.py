@@ -18,6 +18,14 @@ VANISHED_ERROR = 0.2
 NARROW = -100
 STEPS = 3
 UNSCALED = "scale the loss: torch.amp.GradScaler, or hu.AdaptiveGradScaler, which gives each layer its own scale"
+SCALER = (
+    "import halfulp as hu\n"
+    "scaler = hu.AdaptiveGradScaler(model)\n"
+    "scaler.scale(loss).backward()\n"
+    "scaler.step(optimizer)\n"
+    "scaler.update()"
+)
+SUBNORMALS = "gradients of {place} are too small for {format}: {subnormal:share} have lost digits"
 SCALED = "hu.AdaptiveGradScaler, which gives each layer its own scale, or gradients in bfloat16"
 
 
@@ -27,6 +35,8 @@ class GradientUnderflow(FindingKind):
 
     code = "gradient-underflow"
     cure = UNSCALED
+    says = "gradients of {place} are too small for {format}: about {vanished:share} became zero"
+    write = SCALER
     explained_by = ("site-holds-scale", "scale-collapsed", "dtype-not-asked", "activation-underflow")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
@@ -46,7 +56,10 @@ class GradientUnderflow(FindingKind):
                     f"{percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, "
                     f"about {percent(vanished)} became zero",
                     cure=cure,
+                    says=self.says if vanished >= VANISHED_WARNING else SUBNORMALS,
+                    write=self.write,
                     role=tensor.role,
+                    format=held_in.name,
                     subnormal=subnormal,
                     vanished=vanished,
                     amax=tensor.amax,
@@ -68,7 +81,9 @@ class GradientUnderflow(FindingKind):
                     1 - 0.5**steps,
                     f"all gradients are 0 in all {steps} sampled steps, from here in {held_in.name} on",
                     cure=cure,
+                    write=self.write,
                     role=tensor.role,
+                    format=held_in.name,
                     subnormal=0.0,
                     vanished=1.0,
                     amax=0.0,

@@ -1,4 +1,4 @@
-"""overflow-near: numbers within two binades of a format's largest."""
+"""overflow-near: numbers within two powers of two of a format's largest."""
 
 from collections.abc import Iterator
 
@@ -23,6 +23,7 @@ class OverflowNear(FindingKind):
         "compute this layer in bfloat16 or float32, or divide its inputs by a power of two; hu.scalify gives "
         "every tensor a scale"
     )
+    says = "{place} [comes|come] near overflow: {role} of {amax} in {format}"
     explained_by = ("dtype-not-asked", "payload-saturated", "first-nonfinite")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
@@ -41,7 +42,8 @@ class OverflowNear(FindingKind):
                 tensor.name,
                 "warning",
                 max(0.5, confidence_of(tensor.steps, 2)),
-                f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} binades below its largest",
+                f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} powers of two below its "
+                "largest",
                 role=tensor.role,
                 amax=tensor.amax,
                 margin=left,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ..._code import KAHAN, optimizer_code
 from ..._dtypes import dtype_name
 from ..._finding import Finding, Severity
 from ..._words import percent
@@ -25,6 +26,8 @@ class FreezeAhead(FindingKind):
 
     code = "freeze-ahead"
     cure = "weight_update='kahan' or 'stochastic' of hu.optim, or keep these in float32"
+    says = "{place} [freezes|freeze] from step {freeze_step} on: {dtype} weights at lr {freeze_lr}"
+    write = optimizer_code(None, {}, KAHAN)
 
     def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
         frozen: dict[tuple[Severity, str], list[LayerForecast]] = {}
