@@ -98,10 +98,11 @@ def _is_same(one: Finding, other: Finding) -> bool:
 
 
 def _explains(cause: Finding, finding: Finding) -> bool:
-    """Return whether a finding has a cause: at the same place, or where the same lines of code mend both."""
-    if cause.code not in finding.explained_by:
-        return False
-    return meet(cause.where, finding.where) or (cause.write != "" and cause.write == finding.write)
+    """Return whether two findings are of one cause: at the same place, or where the same lines of code mend both."""
+    follows, leads = cause.code in finding.explained_by, finding.code in cause.explained_by
+    if cause.write != "" and cause.write == finding.write:
+        return follows or leads
+    return follows and meet(cause.where, finding.where)
 
 
 def diagnosis(findings: Sequence[Finding]) -> str:
